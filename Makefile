@@ -1,6 +1,7 @@
 # make demo — the whole story on this machine.
 # make check — linters, types, the fast tests: what to run after every change.
 # make test — linters, types, all tests.
+# make test-cluster — jobs on a SLURM cluster that the tests start here; needs slurm-wlm, munge, root.
 # make pictures — the pictures of the documentation; needs graphviz, chromium and a finished demo.
 # make docs — the generated pages, and the documentation site in build/site.
 # PIP_ARGS is passed to pip, e.g. to point it at an index with CPU-only builds of torch.
@@ -13,16 +14,19 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo check test test-faults lint docs pictures bench clean
+.PHONY: demo check test test-cluster test-faults lint docs pictures bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run demo
 
 check: lint
-	$(PYTEST) $(PARALLEL) -m "not slow"
+	$(PYTEST) $(PARALLEL) -m "not slow and not cluster"
 
 test: lint
-	$(PYTEST) $(PARALLEL)
+	$(PYTEST) $(PARALLEL) -m "not cluster"
+
+test-cluster: $(VENV)/installed-dev
+	$(PYTEST) -m cluster -rs tests/cluster
 
 # Every case of the sweep of broken files, of which make test runs a sample.
 test-faults: $(VENV)/installed-dev

@@ -60,7 +60,11 @@ class RankLost(UserError):
 
 
 class Interrupted(Exception):
-    """A stop was requested, all ranks agreed to it, and the work so far is saved."""
+    """A stop was requested; what the stage keeps for the next run is saved."""
+
+
+class AgreedStop(Interrupted):
+    """All ranks agreed to stop, their work is saved, and they have met since."""
 
 
 _LONGEST = 100

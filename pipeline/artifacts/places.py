@@ -82,7 +82,7 @@ def _num_bytes(name: str) -> int:
 def _longest_addition() -> int:
     """Return how many bytes longer the names beside an output are than its own."""
     out_dir = Path("x")
-    beside = [of(out_dir) for of in (unfinished_dir, replaced_dir, lock_path, verified_path)]
+    beside = [of(out_dir) for of in _BESIDE]
     beside.append(run_dir(out_dir.with_name(f"{out_dir.name}.before-100")))
     return max(_num_bytes(place.name) for place in beside) - 1
 
@@ -126,6 +126,9 @@ def attempts_dir(out_dir: Path) -> Path:
 def verified_path(directory: Path) -> Path:
     """Return the file that remembers the digests checked for an artifact."""
     return directory.parent / f".{directory.name}.verified.jsonl"
+
+
+_BESIDE = (unfinished_dir, replaced_dir, lock_path, attempts_dir, verified_path)
 
 
 def plan_lock_path(plan_dir: Path) -> Path:

@@ -20,6 +20,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.manifest import (
     DECIDE_NOTHING,
     DECIDE_WHICH_WEIGHTS,
+    MANIFEST_NAME,
     MARKER_NAME,
     STATES_SAVED,
     describe_change,
@@ -33,6 +34,7 @@ from pipeline.artifacts.places import (
     entries,
     exclusive,
     free_place_aside,
+    is_plain,
     is_working,
     refuse_to_overwrite,
     remove_artifact,
@@ -158,6 +160,26 @@ def state_names(run_folder: Path) -> list[str]:
         return []
     found = [path for path in folder.iterdir() if STATE_NAME.fullmatch(path.name)]
     return sorted(path.name for path in found if read_manifest(path) is not None)
+
+
+_WORK_FILES = (
+    f"states/update-*/{MANIFEST_NAME}",
+    "rank-*.jsonl",
+    "*.safetensors",
+    "pair.*/finished.json",
+)
+"""Files of a run folder from which a stage resumes: complete training states, translated lines,
+finished weights of an assembly, finished pairs of shards."""
+
+
+def saved_work(out_dir: Path) -> set[str]:
+    """Return what a later start of an output's stage would resume from.
+
+    A log that grew or a file that is half written is no progress.
+    """
+    folder = run_dir(out_dir)
+    found = [path for pattern in _WORK_FILES for path in folder.glob(pattern) if is_plain(path)]
+    return {f"{path.relative_to(folder)}, {path.stat().st_size} bytes" for path in found}
 
 
 def newest_state(run_folder: Path) -> Artifact | None:

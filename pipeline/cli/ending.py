@@ -1,22 +1,35 @@
-"""End a command with an exit code, and one line for an error that the user can fix."""
+"""End a command with an exit code, and one line for an error that the user can fix.
+
+A rank whose launcher names a folder for reports (``jobs.attempts.REPORTS``) leaves its error there
+as its last act, and the launcher prints the errors of all ranks, equal ones once. A rank of another
+launcher prints its error itself.
+"""
 
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from pipeline.artifacts.artifact import UNWRITABLE
+from pipeline.distributed import progress
 from pipeline.distributed.signals import let_ctrl_c_in
 from pipeline.distributed.world import rank_of
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
     EXIT_USER_ERROR,
+    AgreedStop,
     ArtifactError,
     ConfigError,
     Interrupted,
+    RankLost,
     UserError,
     to_write,
 )
+from pipeline.jobs.attempts import REPORTS, End, RankEnd, one_line, write_end
 
+EXIT_LOST = 1
 EXIT_KEYBOARD = 130
 EXIT_BROKEN_PIPE = 141
 
@@ -30,32 +43,103 @@ _SIZE_NAMES = {
 precedence."""
 
 
-def guarded(name: str, action: Callable[[], int]) -> int:
-    """Run a command; turn errors that a user can fix into one line and an exit code."""
+_LOCAL_RANK_NAMES = (
+    *("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+)
+"""Variables with the number of a rank among those of its node, in order of precedence."""
+
+_CONNECTION = re.compile(
+    r"\bgloo\b|NCCL|TCPStore|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE
+)
+"""Words in the errors of torch.distributed when another rank is gone. They are of type
+RuntimeError or a subclass of it (torch 2.11), so only the text tells them from other errors."""
+
+
+def guarded(name: str, action: Callable[[], int], *, is_rank: bool = False) -> int:
+    """Run a command; turn errors that a user can fix into one line and an exit code.
+
+    Args:
+        name: Name of the command.
+        action: Work of the command; returns its exit code.
+        is_rank: Whether this is a rank of a stage, which reports its end to its launcher.
+    """
+    reports = _Reports(name, is_rank=is_rank)
     try:
         let_ctrl_c_in()
         code = action()
         sys.stdout.flush()
-        return code
     except BrokenPipeError:  # the reader had enough: leave nothing to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Interrupted as error:
         reason = str(error) or "stopped as asked"
         say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")
+        is_agreed = isinstance(error, AgreedStop) or (launched_size(os.environ) or 1) == 1
+        reports.write("again" if is_agreed else "lost", reason)
         return EXIT_RUN_AGAIN
     except UserError as error:
-        _report(name, error)
+        reports.write_or_print("lost" if isinstance(error, RankLost) else "failed", error)
         return EXIT_USER_ERROR
     except OSError as error:
         if error.errno not in UNWRITABLE:
+            reports.write_crash(error)
             raise
         _give_up_output()
-        _report(name, _describe_os_error(error))
+        reports.write_or_print("failed", _describe_os_error(error))
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         say_once(f"mmnmt {name}: stopped by Ctrl-C.")
+        reports.write("lost", "stopped by Ctrl-C")
         return EXIT_KEYBOARD
+    except SystemExit as error:  # argparse has printed what is wrong
+        if error.code:
+            reports.write("failed", "the command line cannot be used; the log says why")
+        raise
+    except Exception as error:
+        if reports.write_crash(error) == "lost":
+            return EXIT_LOST
+        raise
+    reports.write("done" if code == 0 else "failed", "" if code == 0 else f"exit code {code}")
+    return code
+
+
+class _Reports:
+    """Reports of how this process ended, for the launcher that asked for them."""
+
+    def __init__(self, name: str, *, is_rank: bool) -> None:
+        folder = os.environ.get(REPORTS) if is_rank else None
+        self._name, self._folder = name, Path(folder) if folder else None
+
+    def write(self, end: End, cause: str) -> bool:
+        """Report an end; return whether the launcher will read it."""
+        if self._folder is None:
+            return False
+        report = RankEnd(
+            stage=self._name,
+            rank=own_rank(),
+            size=launched_size(os.environ) or 1,
+            node=socket.gethostname(),
+            end=end,
+            cause=one_line(cause),
+            update=progress.last_update(),
+        )
+        try:
+            write_end(self._folder, report)
+        except OSError:  # this node does not see the folder
+            return False
+        return True
+
+    def write_or_print(self, end: End, error: UserError) -> None:
+        """Report an error that the user can fix, or print it if no launcher does."""
+        if not self.write(end, str(error)):
+            _report(self._name, error)
+
+    def write_crash(self, error: Exception) -> End | None:
+        """Report an error that no stage handles; return as what, None if no launcher reads it."""
+        is_consequence = isinstance(error, RuntimeError) and _CONNECTION.search(str(error))
+        end: End = "lost" if is_consequence else "crashed"
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return end if self.write(end, cause) else None
 
 
 def _describe_os_error(error: OSError) -> ArtifactError:
@@ -78,14 +162,19 @@ def _give_up_output() -> None:
 def _report(name: str, error: UserError) -> None:
     """Print an error on one line.
 
-    A wrong setting is the same on every rank, so rank 0 alone reports it; other errors can be one
-    rank's own.
+    A wrong setting is the same on every rank of a node, so the first rank there reports it; other
+    errors can be one rank's own.
     """
     rank = own_rank()
     if rank == 0:
         print(f"mmnmt {name}: {error}", file=sys.stderr, flush=True)
-    elif not isinstance(error, ConfigError):
+    elif not isinstance(error, ConfigError) or _is_first_on_node(os.environ):
         print(f"mmnmt {name}: rank {rank}: {error}", file=sys.stderr, flush=True)
+
+
+def _is_first_on_node(environment: Mapping[str, str]) -> bool:
+    found = [environment[name] for name in _LOCAL_RANK_NAMES if name in environment]
+    return found[:1] == ["0"]
 
 
 def say_once(text: str) -> None:

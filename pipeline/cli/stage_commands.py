@@ -82,24 +82,28 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     if stage.parallel != "ranks" and own_rank() != 0:
         return 0  # one process is enough, and no other rank waits for it
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = stage_parser(stage)
-    options = parser.parse_args(arguments)
-    if name == "translate" and is_filter(options, parser):
-        action = partial(filter_command, options)
-    elif name == "upcycle" and is_declared(stage, options, parser):
-        action = partial(declared_command, options)
-    else:
-        check_required(stage, options, parser)
-        action = partial(_stage_command, stage, options, arguments)
 
     def act() -> int:
+        options, action = _chosen(stage, arguments)
         refuse_paths(options)
         return action()
 
-    return guarded(name, act)
+    return guarded(name, act, is_rank=True)
 
 
-def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[str]) -> int:
+def _chosen(stage: Stage, arguments: Sequence[str]) -> tuple[argparse.Namespace, Callable[[], int]]:
+    """Return the options of a stage's command line, and what it asks for."""
+    parser = stage_parser(stage)
+    options = parser.parse_args(arguments)
+    if stage.name == "translate" and is_filter(options, parser):
+        return options, partial(filter_command, options)
+    if stage.name == "upcycle" and is_declared(stage, options, parser):
+        return options, partial(declared_command, options)
+    check_required(stage, options, parser)
+    return options, partial(_stage_command, stage, options, arguments)
+
+
+def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Check everything that can be checked, then run the stage here or as several processes."""
     call = make_call(stage, options)
     _prepare_output(call)

@@ -96,6 +96,11 @@ def rank_of(environment: Mapping[str, str]) -> int:
     return _integer(environment, present[0]) if present else 0
 
 
+def slurm_port(job: int) -> int:
+    """Return the TCP port that the ranks of a SLURM job meet at, below the ephemeral ones."""
+    return 20000 + job % 10000
+
+
 def free_port() -> int:
     """Return a TCP port that nobody listens on at the moment."""
     with socket.socket() as probe:
@@ -131,7 +136,7 @@ def _in_slurm_step(environment: Mapping[str, str]) -> bool:
 def _from_slurm(environment: Mapping[str, str]) -> World:
     sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environment]
     size = _integer(environment, sizes[0]) if sizes else 1
-    port = 20000 + _integer(environment, "SLURM_JOB_ID") % 10000
+    port = slurm_port(_integer(environment, "SLURM_JOB_ID"))
     return World(
         rank=_integer(environment, "SLURM_PROCID"),
         size=size,
@@ -146,12 +151,13 @@ def _slurm_local_size(environment: Mapping[str, str], *, size: int) -> int:
     """Return the tasks on this node: entry SLURM_NODEID of a list like ``2(x3),1``."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environment:
-            counts = _expand_counts(environment[name])
+            counts = slurm_counts(environment[name])
             return counts[_integer(environment, "SLURM_NODEID")]
     return size
 
 
-def _expand_counts(text: str) -> list[int]:
+def slurm_counts(text: str) -> list[int]:
+    """Return the numbers of a list like ``2(x3),1``: 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, repeats = part.removesuffix(")").partition("(x")
@@ -163,20 +169,29 @@ def _first_slurm_host(environment: Mapping[str, str], *, size: int) -> str:
     if size == 1:
         return LOOPBACK
     names = [name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if name in environment]
-    hosts = environment[names[0]] if names else ""
+    return slurm_hosts(environment[names[0]] if names else "", environment=environment)[0]
+
+
+def slurm_hosts(node_list: str, *, environment: Mapping[str, str]) -> list[str]:
+    """Return the nodes of a list like ``n[01-03,7]``; at least one.
+
+    Raises:
+        ConfigError: scontrol cannot be run, or knows no node of the list.
+    """
     try:
         listed = subprocess.run(
-            ["scontrol", "show", "hostnames", hosts],
+            ["scontrol", "show", "hostnames", node_list],
             capture_output=True,
             check=True,
             text=True,
             timeout=60,
             env=dict(environment),
         )
-        return listed.stdout.split()[0]
+        hosts = listed.stdout.split()
+        return [hosts[0], *hosts[1:]]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise ConfigError(
-            f"scontrol did not expand the node list {hosts!r} ({error}). Export MASTER_ADDR as "
+            f"scontrol did not expand the node list {node_list!r} ({error}). Export MASTER_ADDR as "
             "the name of the first node."
         ) from error
 

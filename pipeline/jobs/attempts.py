@@ -14,17 +14,23 @@ Invariant: a rank writes ``done`` or ``again`` only after all ranks have met for
 one such report holds for all, and a rank that is killed while it leaves changes nothing.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
+from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import read_json, unfinished_path
 from pipeline.errors import ArtifactError
+from pipeline.terminal import listed
 
 End = Literal["done", "again", "failed", "crashed", "lost"]
 """How a rank ended: ``done``; ``again``, all ranks agreed to stop and their work is saved;
@@ -33,10 +39,16 @@ gone or this one was told to end, which is a consequence and no cause."""
 
 Decision = Literal["done", "again", "failed"]
 
+Asked = Literal["time limit", "preempted or requeued", "cancelled", "asked to stop"]
+"""Why a job had to stop."""
+
 ATTEMPT = "MMNMT_ATTEMPT"
 """Variable with this start of the job, ``JOB.RESTART``."""
 REPORTS = "MMNMT_REPORTS"
 """Variable with the folder in which ranks report their ends."""
+
+MAX_FRUITLESS = 3
+"""Most restarts in a row that save nothing new, before a stage counts as failed."""
 
 LONGEST_CAUSE = 600
 """Characters of a cause that are kept."""
@@ -63,8 +75,7 @@ class RankEnd:
     """One line; empty for ``done``."""
     update: int | None = None
     """Last update that the rank made; None before the first."""
-    key: str | None = None
-    """Key of the finished artifact that this rank leaves, for ``done``."""
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,16 +182,34 @@ def write_verdict(out_dir: Path, verdict: Verdict) -> None:
     _write(attempt_dir(out_dir, verdict.attempt) / _VERDICT_NAME, verdict)
 
 
+def read_verdict(out_dir: Path, attempt: str) -> Verdict | None:
+    """Return the verdict that the job wrote on a start; None if it wrote none."""
+    return _read(attempt_dir(out_dir, attempt) / _VERDICT_NAME, Verdict)
+
+
 def verdicts(out_dir: Path) -> list[Verdict]:
     """Return the verdicts that jobs wrote for an output, oldest first."""
-    places = [attempt_dir(out_dir, attempt) / _VERDICT_NAME for attempt in attempts(out_dir)]
-    return [verdict for place in places if (verdict := _read(place, Verdict)) is not None]
+    found = (read_verdict(out_dir, attempt) for attempt in attempts(out_dir))
+    return [verdict for verdict in found if verdict is not None]
 
 
-def latest_verdict(out_dir: Path) -> Verdict | None:
-    """Return the verdict on the newest start of an output; None if there is none."""
-    found = verdicts(out_dir)
-    return found[-1] if found else None
+def latest_verdict(out_dir: Path, *, is_running: bool = False) -> Verdict | None:
+    """Return the verdict on the newest start of an output; None if there is none.
+
+    Args:
+        out_dir: Output of the stage.
+        is_running: Whether the scheduler says that its job runs. If not, and the newest start left
+            no verdict, its first node crashed: then the reports of the ranks are judged.
+    """
+    names = attempts(out_dir)
+    if not names:
+        return None
+    if (found := read_verdict(out_dir, names[-1])) is not None:
+        return found
+    if is_running:
+        earlier = verdicts(out_dir)
+        return earlier[-1] if earlier else None
+    return judge_abandoned(out_dir, names[-1])
 
 
 def _write(path: Path, record: RankEnd | Start | Verdict) -> None:
@@ -213,3 +242,206 @@ def one_line(text: str) -> str:
     """Return a text on one line of bounded length."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_CAUSE else f"{line[: LONGEST_CAUSE - 1]}…"
+
+
+# ---------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True)
+class Cause:
+    """An error, the ranks that met it, and their nodes."""
+
+    text: str
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    end: End = "crashed"
+    stage: str = ""
+
+    def line(self, *, size: int, with_nodes: bool = True) -> str:
+        """Return ``ranks 8-15 on node2: text``; the text alone if it is that of all ranks."""
+        if not self.ranks or len(self.ranks) == size > 1 or (size == 1 and not with_nodes):
+            return self.text
+        place = f" on {listed(self.nodes)}" if with_nodes else ""
+        return f"{described_ranks(self.ranks)}{place}: {self.text}"
+
+
+def merged(ends: Iterable[RankEnd]) -> list[Cause]:
+    """Return the causes of some ranks' ends, equal ones once, in order of the first rank."""
+    groups: dict[tuple[str, End, str], list[RankEnd]] = {}
+    for end in sorted(ends, key=lambda end: end.rank):
+        groups.setdefault((end.cause, end.end, end.stage), []).append(end)
+    return [
+        Cause(
+            text,
+            tuple(one.rank for one in group),
+            tuple(dict.fromkeys(one.node for one in group)),
+            end=end,
+            stage=stage,
+        )
+        for (text, end, stage), group in groups.items()
+    ]
+
+
+def described_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(texts)}"
+
+
+def causes_to_print(ends: Sequence[RankEnd]) -> list[Cause]:
+    """Return the errors of ranks; those that are consequences only if there is no other."""
+    return merged(end for end in ends if end.end in ("failed", "crashed")) or merged(
+        end for end in ends if end.end == "lost"
+    )
+
+
+def judge(
+    ends: Sequence[RankEnd],
+    *,
+    start: Start,
+    code: int | None,
+    asked: Asked | None,
+    saved: Iterable[str],
+    history: Sequence[Verdict],
+    is_finished: bool,
+    ended: str,
+    most: int = MAX_FRUITLESS,
+) -> Verdict:
+    """Return what follows from the ends of a start's ranks.
+
+    Args:
+        ends: Reports of the ranks; one that was killed left none.
+        start: The start of the job.
+        code: Exit code of ``srun``; None if the job itself ended before it knew.
+        asked: Why the job was asked to stop; None if it was not.
+        saved: What a later start could resume from.
+        history: Earlier verdicts of the same job, oldest first.
+        is_finished: Whether the finished artifact lies at the output.
+        ended: Time of the end, UTC.
+        most: Most restarts in a row that save nothing new.
+    """
+    decision, cause = _decide(ends, start=start, code=code, asked=asked, is_finished=is_finished)
+    progress = bool(set(saved) - set(start.saved))
+    fruitless = _fruitless(history, asked=asked, progress=progress or decision == "done")
+    line = one_line(cause.line(size=len(start.nodes)))
+    if decision == "again" and fruitless > most:
+        decision = "failed"
+        line = f"{line} ({fruitless} starts in a row saved nothing new)"
+    updates = [end.update for end in ends if end.update is not None]
+    return Verdict(
+        verdict=decision,
+        cause=line,
+        attempt=start.attempt,
+        started=start.started,
+        ended=ended,
+        ranks=cause.ranks,
+        nodes=cause.nodes,
+        update=max(updates, default=None),
+        progress=progress,
+        fruitless=fruitless,
+    )
+
+
+def _decide(
+    ends: Sequence[RankEnd],
+    *,
+    start: Start,
+    code: int | None,
+    asked: Asked | None,
+    is_finished: bool,
+) -> tuple[Decision, Cause]:
+    """Return the decision before restarts are counted, and the first cause."""
+    of = {kind: [end for end in ends if end.end == kind] for kind in ("done", "again", "failed")}
+    if of["failed"]:
+        return "failed", merged(of["failed"])[0]
+    if of["done"] or (not ends and code == 0):
+        if is_finished:
+            return "done", Cause("")
+        return "failed", Cause("ended without an error but left no finished artifact")
+    if of["again"]:
+        cause = merged(of["again"])[0]
+        text = f"{asked}: {cause.text}" if asked else cause.text
+        return "again", Cause(text)
+    if asked is not None and not any(end.end == "crashed" for end in ends):
+        return "again", Cause(f"{asked}: ended before all ranks had saved")
+    return "again", _cause_of_crash(ends, start=start, code=code)
+
+
+def _cause_of_crash(ends: Sequence[RankEnd], *, start: Start, code: int | None) -> Cause:
+    """Return the cause of an end that nobody asked for: an error, a silent rank, or a lost one."""
+    if crashed := [end for end in ends if end.end == "crashed"]:
+        return merged(crashed)[0]
+    reported = {end.rank for end in ends}
+    silent = [rank for rank in range(len(start.nodes)) if rank not in reported]
+    if not ends:
+        how = "the job's first node was lost" if code is None else f"srun: {describe_exit(code)}"
+        return Cause(f"no rank reported how it ended ({how})", nodes=_nodes(start, silent))
+    if silent:
+        text = "ended without a word: killed, out of memory, or its node crashed"
+        return Cause(text, tuple(silent), _nodes(start, silent))
+    return merged(ends)[0]
+
+
+def _nodes(start: Start, ranks: Iterable[int]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(start.nodes[rank] for rank in ranks))
+
+
+def _fruitless(history: Sequence[Verdict], *, asked: Asked | None, progress: bool) -> int:
+    """Return how many starts in a row have saved nothing new, the present one included."""
+    before = history[-1].fruitless if history and history[-1].verdict == "again" else 0
+    if progress:
+        return 0
+    return before if asked in ("preempted or requeued", "cancelled") else before + 1
+
+
+def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
+    """Return the verdict on a start whose job ended before it wrote one; None if unreadable."""
+    folder = attempt_dir(out_dir, attempt)
+    start = read_start(folder)
+    if start is None:
+        return None
+    job = job_of(attempt)
+    history = [one for one in verdicts(out_dir) if job_of(one.attempt) == job]
+    return judge(
+        read_ends(folder),
+        start=start,
+        code=None,
+        asked=None,
+        saved=resumable(out_dir),
+        history=[one for one in history if one.attempt != attempt],
+        is_finished=is_finished(out_dir),
+        ended=now(),
+    )
+
+
+def is_finished(out_dir: Path) -> bool:
+    """Return whether a finished artifact lies at an output."""
+    return _key(out_dir) is not None
+
+
+def resumable(out_dir: Path) -> tuple[str, ...]:
+    """Return what a later start would find done: work in the run folder, a finished artifact."""
+    key = _key(out_dir)
+    return (*sorted(saved_work(out_dir)), *([f"artifact {key}"] if key else []))
+
+
+def _key(out_dir: Path) -> str | None:
+    try:
+        manifest = read_manifest(out_dir)
+    except ArtifactError:
+        return None
+    return manifest.key if manifest else None
+
+
+def describe_exit(code: int) -> str:
+    """Return ``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
+    number = -code if code < 0 else code - 128
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"exit code {code}"

@@ -2,7 +2,8 @@
 
 Every child gets the variables of a world of its own on the loopback address, a session of its own
 (so that a terminal's Ctrl-C reaches it once, through the parent) and, on Linux, dies with its
-parent even if that is killed outright.
+parent even if that is killed outright. Stages report their errors in a temporary folder, and each
+is printed once, however many ranks met it.
 """
 
 import contextlib
@@ -11,13 +12,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Self
 
 from pipeline.distributed.signals import ctrl_c_held_back, handled_by
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN
+from pipeline.jobs.attempts import REPORTS, causes_to_print, describe_exit, read_ends
 from pipeline.machine import processes_here, visible_gpus
 
 GRACE_SECONDS = 15.0
@@ -91,16 +95,27 @@ def launch(
     children: list[subprocess.Popen[bytes]] = []
     port = free_port()
     processes = _processes_here(processes)
-    try:
-        for rank in range(processes):
-            world = World(rank, processes, rank, processes, LOOPBACK, port)
-            with ctrl_c_held_back():  # until the child can handle SIGINT
-                children.append(_start(arguments, world=world, threads=threads))
-        requests.watch(children)
-        return _wait(children, grace_seconds=grace_seconds)
-    finally:
-        requests.watch([])
-        _kill(children)
+    with tempfile.TemporaryDirectory(prefix="mmnmt-", ignore_cleanup_errors=True) as reports:
+        variables = {"OMP_NUM_THREADS": str(threads), REPORTS: reports}
+        try:
+            for rank in range(processes):
+                world = World(rank, processes, rank, processes, LOOPBACK, port)
+                with ctrl_c_held_back():  # until the child can handle SIGINT
+                    children.append(_start(arguments, variables | world.environment()))
+            requests.watch(children)
+            return _wait(children, grace_seconds=grace_seconds)
+        finally:
+            requests.watch([])
+            _kill(children)
+            _print_causes(Path(reports), size=processes)
+
+
+def _print_causes(reports: Path, *, size: int) -> None:
+    """Print the errors that ranks of a stage reported, equal ones once."""
+    for cause in causes_to_print(read_ends(reports)):
+        if cause.end != "crashed":  # its traceback is printed already
+            text = cause.line(size=size, with_nodes=False)
+            print(f"mmnmt {cause.stage}: {text}", file=sys.stderr, flush=True)
 
 
 def _processes_here(wanted: int) -> int:
@@ -113,11 +128,10 @@ def _processes_here(wanted: int) -> int:
     return possible
 
 
-def _start(arguments: Sequence[str], *, world: World, threads: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | world.environment() | {"OMP_NUM_THREADS": str(threads)}
+def _start(arguments: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, *arguments],
-        env=environment,
+        env=os.environ | variables,
         start_new_session=True,
         preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
     )
@@ -173,14 +187,6 @@ def _announce(children: list[subprocess.Popen[bytes]]) -> None:
             line = f"mmnmt: rank {rank} of {len(children)} ended with {cause}: ending the others."
             print(line, file=sys.stderr, flush=True)
             return
-
-
-def describe_exit(code: int) -> str:
-    """Return ``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
-    number = -code if code < 0 else code - 128
-    with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(number).name}"
-    return f"exit code {code}"
 
 
 def _signal_all(children: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:

@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
 from pipeline.artifacts.places import (
     exclusive,
-    files_below,
     plan_lock_path,
     refuse_other_kind,
     restore,
@@ -22,9 +20,10 @@ from pipeline.artifacts.places import (
     sole_writer,
     unfinished_dir,
 )
-from pipeline.artifacts.run_folders import finish_removal, set_aside
+from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.overrides import override_texts
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.jobs.attempts import describe_exit
 from pipeline.jobs.freshness import (
     change_of_files,
     forecast,
@@ -34,7 +33,7 @@ from pipeline.jobs.freshness import (
     training_done,
     why_lost,
 )
-from pipeline.jobs.launch import StopRequests, describe_exit, launch
+from pipeline.jobs.launch import StopRequests, launch
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.terminal import text_table
 
@@ -224,14 +223,14 @@ class _Run:
     def _run_until_done(self, task: Task) -> int:
         """Rerun a stage that asks for it and saved something new, at most MAX_RERUNS times."""
         for rerun in range(MAX_RERUNS + 1):
-            saved = saved_files(task.out_dir)
+            saved = saved_work(task.out_dir)
             code = self._launch(task)
             if code == 0 and read_manifest(task.out_dir) is None:
                 self._say(f"{task.name}: ended without an error but left no finished artifact")
                 return EXIT_FAILED
             if code != EXIT_RUN_AGAIN or self._requests.received is not None:
                 return code
-            if saved_files(task.out_dir) == saved:
+            if saved_work(task.out_dir) <= saved:
                 self._say(f"{task.name}: asks to be run again but saved nothing new")
                 return EXIT_FAILED
             self._say(f"{task.name}: asks to be run again ({rerun} of {MAX_RERUNS} times so far)")
@@ -281,17 +280,6 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
         arguments.append(f"--ds-config={task.planned.ds_config}")
     replaces = not task.stage.trains or (task.out_dir / MANIFEST_NAME).is_file()
     return [*arguments, f"--out={task.out_dir}", *(["--overwrite"] if replaces else [])]
-
-
-def saved_files(out_dir: Path) -> set[str]:
-    """Return the files that an unfinished stage keeps beside its output for the next run.
-
-    A log that grew is no progress; another training state or batch of translations is.
-    """
-    folders = (run_dir(out_dir), unfinished_dir(out_dir))
-    return {
-        str(path.relative_to(out_dir.parent)) for folder in folders for path in files_below(folder)
-    }
 
 
 # ---------------------------------------------------------------- looking

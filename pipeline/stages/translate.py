@@ -45,7 +45,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.collectives import gather_objects, on_rank_zero, wait_for_all
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
-from pipeline.errors import ArtifactError, ConfigError, Interrupted
+from pipeline.errors import AgreedStop, ArtifactError, ConfigError
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
 
@@ -97,7 +97,7 @@ def run(call: StageCall) -> None:
                 bar.advance(sum(len(b) for b in batches[turn * world.size :][: world.size]))
         wait_for_all()
         if any(gather_objects(is_cut_short)):
-            raise Interrupted(f"stopped, what is translated is kept in {done.directory}")
+            raise AgreedStop(f"stopped, what is translated is kept in {done.directory}")
         if world.rank == 0:
             publish(call, done, selection=selection)
 

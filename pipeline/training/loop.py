@@ -22,10 +22,10 @@ import torch
 from pipeline.batching.feed import Update
 from pipeline.checkpoints.training_state import Position
 from pipeline.distributed import progress
-from pipeline.distributed.collectives import from_rank_zero
+from pipeline.distributed.collectives import from_rank_zero, wait_for_all
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
-from pipeline.errors import ConfigError, Interrupted
+from pipeline.errors import AgreedStop, ConfigError
 from pipeline.kernels.cpu import by_processor, using_cpu_kernels
 from pipeline.model.labeller import Trained
 from pipeline.seeds import derive_seed
@@ -95,7 +95,7 @@ class TrainingRun:
         """Train to the last update, or to a stop request; write the stage's artifact.
 
         Raises:
-            Interrupted: a rank was asked to stop; the state is saved.
+            AgreedStop: a rank was asked to stop; the state is saved.
         """
         with self.run_directory.locked(), self.profiling:
             self._resume()
@@ -188,7 +188,8 @@ class TrainingRun:
         if not self.averaged:  # the mean replaced the weights whose state is already saved
             self._save_state()
         self.run_directory.wait()
-        raise Interrupted(
+        wait_for_all()  # a rank that is late to leave may be killed: by then its work is saved
+        raise AgreedStop(
             f"stopped after update {self.position.update} of {self.recipe.training.updates}, "
             f"state saved in {self.run_directory.directory}"
         )

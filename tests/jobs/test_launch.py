@@ -1,4 +1,4 @@
-"""Tests of pipeline/jobs/launch.py and slurm/stage.sbatch."""
+"""Tests of pipeline/jobs/launch.py."""
 
 import contextlib
 import json
@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN
-from pipeline.jobs.launch import describe_exit, launch
-
-SBATCH_PATH = Path(__file__).parents[2] / "slurm" / "stage.sbatch"
+from pipeline.jobs.attempts import describe_exit
+from pipeline.jobs.launch import launch
 
 WAIT_FOR_EVER = "import time; time.sleep(60)"
 IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
@@ -79,6 +78,37 @@ def test_the_first_failure_ends_the_other_ranks_and_is_what_is_returned(
     assert (
         capfd.readouterr().err == "mmnmt: rank 1 of 3 ended with exit code 7: ending the others.\n"
     )
+
+
+REPORTS_AN_ERROR = (
+    "from pipeline.cli.ending import guarded\n"
+    "from pipeline.errors import ConfigError, DataError\n"
+    "def act(): raise {error}\n"
+    "raise SystemExit(guarded('train', act, is_rank=True))"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (["ConfigError('Same.')"] * 3, ["mmnmt train: Same."]),
+        (
+            ["ConfigError('A.')", "DataError('B.')", "ConfigError('A.')"],
+            ["mmnmt train: ranks 0, 2: A.", "mmnmt train: rank 1: B."],
+        ),
+    ],
+)
+def test_every_error_of_the_ranks_is_printed_once(
+    capfd: pytest.CaptureFixture[str], errors: list[str], said: list[str]
+) -> None:
+    programs = [REPORTS_AN_ERROR.format(error=error) for error in errors]
+    arguments = _as_rank(
+        *(f"import signal; signal.signal(15, signal.SIG_IGN)\n{p}" for p in programs)
+    )
+    assert launch(arguments, processes=3, threads=1, grace_seconds=30) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("mmnmt train")] == said
 
 
 @pytest.mark.slow
@@ -172,80 +202,3 @@ def _launcher_command(arguments: list[str], *, processes: int) -> list[str]:
         f"sys.exit(launch({arguments!r}, processes={processes}, threads=1))"
     )
     return [sys.executable, "-c", program]
-
-
-# ---------------------------------------------------------------- the job script
-
-
-def _run_job(
-    tmp_path: Path, *, step: str, restarts: int = 0, bound: int = 30
-) -> subprocess.CompletedProcess[str]:
-    """Run the job script with stand-ins for SLURM's commands; ``step`` is what srun does."""
-    show = '[ "$1" != show ] || printf "n1\\nn2\\n"'
-    commands = {
-        "scontrol": f'echo "scontrol $*" >> {tmp_path}/calls\n{show}',
-        "scancel": f'echo "scancel $*" >> {tmp_path}/calls',
-        "srun": f'echo "srun $* at $MASTER_ADDR:$MASTER_PORT" >> {tmp_path}/calls\n{step}',
-    }
-    for name, body in commands.items():
-        path = tmp_path / name
-        path.write_text(f"#!/bin/bash\n{body}\n")
-        path.chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "54321",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_RESTART_COUNT": str(restarts),
-        "MMNMT_MAX_RESTARTS": str(bound),
-    }
-    return subprocess.run(
-        ["bash", str(SBATCH_PATH), "pretrain", "--out", "a b"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-
-
-def _calls(tmp_path: Path) -> list[str]:
-    return (tmp_path / "calls").read_text().split("\n")[:-1]
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_job_ends_with_the_stages_exit_code_and_is_not_requeued(
-    tmp_path: Path, code: int
-) -> None:
-    assert _run_job(tmp_path, step=f"exit {code}").returncode == code
-    assert _calls(tmp_path) == [
-        "scontrol show hostnames n[1-2]",
-        "srun --kill-on-bad-exit=1 python -m pipeline pretrain --out a b at n1:24321",
-    ]
-
-
-def test_a_stage_that_asks_to_be_run_again_requeues_its_job_up_to_a_bound(tmp_path: Path) -> None:
-    assert _run_job(tmp_path, step="exit 75", restarts=2, bound=3).returncode == 75
-    assert _calls(tmp_path)[-1] == "scontrol requeue 54321"
-    ended = _run_job(tmp_path, step="exit 75", restarts=3, bound=3)
-    assert ended.returncode == 1
-    assert "restarted 3 times" in ended.stderr
-    assert _calls(tmp_path)[-1].startswith("srun")
-
-
-def test_the_warning_before_the_time_limit_is_passed_on_and_the_job_waits_for_the_save(
-    tmp_path: Path,
-) -> None:
-    step = "kill -USR1 $PPID; sleep 0.5; exit 75"
-    assert _run_job(tmp_path, step=step).returncode == 75
-    assert _calls(tmp_path)[-2:] == ["scancel --signal=USR1 54321", "scontrol requeue 54321"]
-
-
-def test_a_cancelled_job_does_not_requeue_itself(tmp_path: Path) -> None:
-    step = "kill -TERM $PPID; sleep 0.5; exit 75"
-    assert _run_job(tmp_path, step=step).returncode == 75
-    assert _calls(tmp_path)[-1] == "scancel --signal=TERM 54321"
-
-
-def test_a_job_without_a_stage_says_how_to_use_it() -> None:
-    ended = subprocess.run(["bash", str(SBATCH_PATH)], capture_output=True, text=True, timeout=30)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("usage: sbatch")

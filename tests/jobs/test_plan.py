@@ -1063,7 +1063,8 @@ def test_a_stage_that_ends_well_without_an_artifact_counts_as_failed(setup: Setu
 def test_a_stage_that_asks_to_be_run_again_is_while_it_saves_something_new(setup: Setup) -> None:
     class Saving(Workshop):
         def __call__(self, arguments: Sequence[str], **options: Any) -> int:
-            state = setup.out_dir / "corpus.run" / f"step{len(self.started)}" / "manifest.json"
+            name = f"update-{len(self.started)}"
+            state = setup.out_dir / "corpus.run" / "states" / name / "manifest.json"
             state.parent.mkdir(parents=True, exist_ok=True)
             state.write_text("{}")
             return super().__call__(arguments, **options)
@@ -1080,7 +1081,7 @@ def test_a_stage_that_asks_to_be_run_again_for_ever_is_given_up(setup: Setup) ->
     class Saving(Workshop):
         def __call__(self, arguments: Sequence[str], **options: Any) -> int:
             state.mkdir(parents=True, exist_ok=True)
-            (state / f"step{len(self.started)}").write_text("")
+            (state / f"rank-{len(self.started)}.jsonl").write_text("")
             return super().__call__(arguments, **options)
 
     setup.workshop = Saving()

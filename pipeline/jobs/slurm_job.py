@@ -1,0 +1,375 @@
+"""Run one stage within a SLURM job, and decide from how its ranks end what the job does next.
+
+``stage.sbatch`` becomes this process, on the first node of the allocation. It starts the
+ranks as one step (``srun``), passes requests to stop on to them, waits, judges their reports
+(:mod:`pipeline.jobs.attempts`), prints each error once and one line of verdict, and requeues the
+job if the stage is to be run again. It exits with 0 only if the artifact is finished, so jobs that
+wait for it (``--dependency=afterok``) start on nothing less.
+
+SLURM itself requeues a job that it preempts or whose node fails, and does not requeue one that its
+user cancels or that reaches its time limit; of the last this process takes care.
+"""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from pipeline.distributed.world import slurm_counts, slurm_hosts, slurm_port
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
+from pipeline.jobs.attempts import (
+    ATTEMPT,
+    MAX_FRUITLESS,
+    REPORTS,
+    Asked,
+    Start,
+    Verdict,
+    attempt_dir,
+    attempts,
+    causes_to_print,
+    describe_exit,
+    is_finished,
+    job_of,
+    judge,
+    judge_abandoned,
+    now,
+    read_ends,
+    read_verdict,
+    resumable,
+    verdicts,
+    write_start,
+    write_verdict,
+)
+from pipeline.stages.registry import STAGES
+
+EXIT_FAILED = 1
+USAGE = "usage: sbatch [options of sbatch] slurm/stage.sbatch STAGE --out DIR [options of STAGE]"
+
+_POLL_SECONDS = 0.2
+_RESEND_SECONDS = 30.0
+"""Seconds after which a request to stop is passed on again: the first can come before the ranks."""
+_PORTS_TRIED = 100
+_NEAR_THE_LIMIT_SECONDS = 900
+"""A warning that comes at most so long before the end of the job is that of its time limit."""
+_SCONTROL_SECONDS = 60
+_GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The job that this process runs in."""
+
+    job: str
+    restart: int
+    hosts: tuple[str, ...]
+    tasks: tuple[int, ...]
+    """Ranks on each host."""
+
+    @property
+    def attempt(self) -> str:
+        """This start of the job, ``JOB.RESTART``."""
+        return f"{self.job}.{self.restart}"
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Node of each rank; srun is told to place ranks in blocks."""
+        pairs = zip(self.hosts, self.tasks, strict=True)
+        return tuple(host for host, count in pairs for _ in range(count))
+
+    def of_one_process(self) -> "Allocation":
+        """Return the part for a stage that runs as one process, on the first node."""
+        return replace(self, hosts=self.hosts[:1], tasks=(1,))
+
+
+def allocation(environment: Mapping[str, str]) -> Allocation:
+    """Return the job that the variables of a batch script describe.
+
+    Raises:
+        ConfigError: scontrol cannot expand the list of nodes.
+    """
+    hosts = slurm_hosts(environment["SLURM_JOB_NODELIST"], environment=environment)
+    counts = slurm_counts(environment.get("SLURM_TASKS_PER_NODE", f"1(x{len(hosts)})"))
+    return Allocation(
+        job=environment["SLURM_JOB_ID"],
+        restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        hosts=tuple(hosts),
+        tasks=tuple(counts),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a stage within a job; return the exit code of the batch script."""
+    arguments = [*arguments][1:] if arguments[:1] == ["--"] else [*arguments]
+    out_dir = _output(arguments)
+    if not arguments or arguments[0] not in STAGES or out_dir is None:
+        print(USAGE, file=sys.stderr)
+        return EXIT_USER_ERROR
+    if "SLURM_JOB_ID" not in os.environ:
+        print(f"This is no SLURM job. {USAGE}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    try:
+        place = allocation(os.environ)
+        if STAGES[arguments[0]].parallel != "ranks":
+            place = place.of_one_process()
+        return _Job(place, arguments, out_dir=out_dir).run()
+    except UserError as error:
+        print(f"mmnmt {arguments[0]}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except OSError as error:
+        print(
+            f"mmnmt {arguments[0]}: {out_dir.parent} cannot be written on {socket.gethostname()} "
+            f"({error.strerror or error}). Name an --out on storage that all nodes share.",
+            file=sys.stderr,
+        )
+        return EXIT_USER_ERROR
+
+
+def _output(arguments: Sequence[str]) -> Path | None:
+    """Return the last ``--out DIR`` or ``--out=DIR`` of a stage's options."""
+    found: Path | None = None
+    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
+        if option == "--out" and value:
+            found = Path(value)
+        elif option.startswith("--out="):
+            found = Path(option.removeprefix("--out="))
+    return found.absolute() if found else None
+
+
+class _Job:
+    """One start of a stage's job."""
+
+    def __init__(self, place: Allocation, arguments: Sequence[str], *, out_dir: Path) -> None:
+        self._place, self._arguments, self._out_dir = place, [*arguments], out_dir
+        self._stage = arguments[0]
+        self._requests: list[signal.Signals] = []
+        self._passed_on = 0
+        self._asked: Asked | None = None
+        self._start = Start(place.attempt, now(), place.nodes, resumable(out_dir))
+        self._history: list[Verdict] = []
+
+    def run(self) -> int:
+        """Start the ranks, wait for them, judge; return the exit code."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._note)
+        self._say(f"job {self._place.job}, restart {self._place.restart}, on {self._nodes()}")
+        self._settle()
+        folder = write_start(self._out_dir, self._start)
+        code = self._run_step(folder)
+        verdict = self._judge(code)
+        write_verdict(self._out_dir, verdict)
+        self._say_end(verdict)
+        return self._leave(verdict)
+
+    def _nodes(self) -> str:
+        size, first, last = len(self._place.nodes), self._place.hosts[0], self._place.hosts[-1]
+        return f"{first} to {last}, ranks 0-{size - 1}" if first != last else first
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._requests.append(signal.Signals(number))
+
+    def _settle(self) -> None:
+        """Judge earlier starts whose job ended before it could, and read the job's history."""
+        for attempt in attempts(self._out_dir):
+            is_open = attempt != self._place.attempt and not read_verdict(self._out_dir, attempt)
+            verdict = judge_abandoned(self._out_dir, attempt) if is_open else None
+            if verdict is not None:
+                write_verdict(self._out_dir, verdict)
+                self._say(f"start {attempt} left no verdict: {verdict.cause}")
+        job = self._place.job
+        earlier = [one for one in verdicts(self._out_dir) if job_of(one.attempt) == job]
+        self._history = [one for one in earlier if one.attempt != self._place.attempt]
+
+    # ------------------------------------------------------------ the step
+
+    def _run_step(self, folder: Path) -> int:
+        """Run the ranks to their end, and return the exit code of srun."""
+        for report in folder.glob("rank-*.json"):  # of a job with the same id: SLURM began anew
+            report.unlink()
+        environment = without_gpu_binding(os.environ) | self._variables(folder)
+        command = [*step_options(self._place), *python(), "-m", "pipeline", *self._arguments]
+        with subprocess.Popen(command, env=environment, start_new_session=True) as step:
+            waited = _RESEND_SECONDS
+            while True:
+                try:
+                    return step.wait(_POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    waited += _POLL_SECONDS
+                if self._requests and (waited >= _RESEND_SECONDS or self._is_new_request()):
+                    waited = 0.0
+                    self._pass_on()
+
+    def _variables(self, folder: Path) -> dict[str, str]:
+        """Return what the ranks find in their environment, beside what SLURM puts there."""
+        processors = os.environ.get("SLURM_CPUS_PER_TASK", "1")
+        return {
+            "MASTER_ADDR": self._place.hosts[0],
+            "MASTER_PORT": str(meeting_port(self._place.job)),
+            "OMP_NUM_THREADS": os.environ.get("MMNMT_THREADS", processors),
+            "SRUN_CPUS_PER_TASK": processors,  # srun does not inherit it since SLURM 22.05
+            "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
+            ATTEMPT: self._place.attempt,
+            REPORTS: str(folder),
+        }
+
+    def _is_new_request(self) -> bool:
+        return len(self._requests) > self._passed_on
+
+    def _pass_on(self) -> None:
+        """Ask the ranks to stop, and leave a verdict in case that this process is killed soon."""
+        is_new, self._passed_on = self._is_new_request(), len(self._requests)
+        # Without --batch the signal goes to the tasks of the step and not to this process. SIGTERM
+        # is passed on as SIGUSR1: when a job ends, SLURM sends SIGTERM to the tasks itself.
+        _run("scancel", "--signal=USR1", self._place.job)
+        if is_new:
+            number, job = self._requests[-1], self._describe_job()
+            self._asked = why_asked(number, job, restart=self._place.restart)
+            verdict = self._judge(None)
+            write_verdict(self._out_dir, verdict)
+            if number == signal.SIGTERM and self._asked == "time limit":
+                self._requeue(verdict)  # once the job has ended, it is too late
+
+    def _describe_job(self) -> dict[str, str]:
+        return job_fields(_run("scontrol", "--oneliner", "show", "job", self._place.job))
+
+    # ------------------------------------------------------------ the verdict
+
+    def _judge(self, code: int | None) -> Verdict:
+        return judge(
+            read_ends(attempt_dir(self._out_dir, self._place.attempt)),
+            start=self._start,
+            code=code,
+            asked=self._asked,
+            saved=resumable(self._out_dir),
+            history=self._history,
+            is_finished=is_finished(self._out_dir),
+            ended=now(),
+            most=int(os.environ.get("MMNMT_MAX_RESTARTS", MAX_FRUITLESS)),
+        )
+
+    def _say_end(self, verdict: Verdict) -> None:
+        ends = read_ends(attempt_dir(self._out_dir, self._place.attempt))
+        for cause in causes_to_print(ends) if verdict.verdict != "done" else ():
+            self._say(cause.line(size=len(self._start.nodes)))
+        cause_text = f": {verdict.cause}" if verdict.cause else ""
+        self._say(
+            f"job {self._place.job}, restart {self._place.restart}: {verdict.verdict}{cause_text}"
+        )
+
+    def _leave(self, verdict: Verdict) -> int:
+        """Requeue the job if the stage goes on in it; return the exit code."""
+        if verdict.verdict != "again":
+            return 0 if verdict.verdict == "done" else EXIT_FAILED
+        self._requeue(verdict)
+        return EXIT_RUN_AGAIN
+
+    def _requeue(self, verdict: Verdict) -> None:
+        """Requeue the job once, if the stage goes on in it and SLURM does not do so itself."""
+        is_wanted = verdict.verdict == "again" and self._asked != "cancelled"
+        restarts = int(self._describe_job().get("Restarts", self._place.restart))
+        if is_wanted and restarts == self._place.restart:
+            _run("scontrol", "requeue", self._place.job)
+
+    def _say(self, text: str) -> None:
+        print(f"mmnmt {self._stage}: {text}", file=sys.stderr, flush=True)
+
+
+def python() -> list[str]:
+    """Return the words that start Python in a rank, in the site's container if it has one."""
+    container = shlex.split(os.environ.get("MMNMT_CONTAINER", ""))
+    return [*container, "python"] if container else [sys.executable]
+
+
+def step_options(place: Allocation) -> list[str]:
+    """Return the command that starts the ranks of a stage, up to the program.
+
+    ``--label`` puts the rank before each line of its output.
+    """
+    of_many = ("--distribution=block", "--label") if len(place.nodes) > 1 else ()
+    return [
+        "srun",
+        "--kill-on-bad-exit=1",
+        f"--nodes={len(place.hosts)}",
+        f"--ntasks={len(place.nodes)}",
+        *of_many,
+    ]
+
+
+def without_gpu_binding(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what makes srun show each rank a part of its node's GPUs.
+
+    Where a rank sees its own GPU alone, NCCL has no peer access between them (nccl issue 1066).
+    ``--gpu-bind=none`` is no way: with it SLURM 22.05 leaves CUDA_VISIBLE_DEVICES unset.
+    """
+    return {name: value for name, value in environment.items() if name not in _GPU_BINDING}
+
+
+def meeting_port(job: str) -> int:
+    """Return a TCP port for the ranks of a job, on this node, that nobody listens on now."""
+    first = slurm_port(int(re.sub(r"\D", "", job) or 0))
+    for port in range(first, first + _PORTS_TRIED):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    return first
+
+
+def why_asked(
+    number: signal.Signals, job: Mapping[str, str], *, restart: int, at: datetime | None = None
+) -> Asked:
+    """Return why SLURM, or a user, sent a signal to a job.
+
+    The state tells nothing: it is COMPLETING after SIGTERM, whoever ended the job.
+
+    Args:
+        number: The signal.
+        job: Fields of ``scontrol show job`` at that time.
+        restart: Restarts of the job before this start.
+        at: Local time of the signal; None: now.
+    """
+    if job.get("Reason") == "TimeLimit" or job.get("JobState") == "TIMEOUT":
+        return "time limit"
+    is_preempted = job.get("PreemptTime", "None") != "None"
+    if is_preempted or int(job.get("Restarts", restart)) > restart:
+        return "preempted or requeued"
+    if number == signal.SIGTERM:
+        return "cancelled"
+    try:
+        left = (datetime.fromisoformat(job["EndTime"]) - (at or datetime.now())).total_seconds()
+    except (KeyError, ValueError):
+        return "asked to stop"
+    return "time limit" if left <= _NEAR_THE_LIMIT_SECONDS else "asked to stop"
+
+
+def job_fields(text: str) -> dict[str, str]:
+    """Return the fields ``NAME=VALUE`` of ``scontrol --oneliner show job``."""
+    return dict(re.findall(r"(\S+?)=(\S*)", text))
+
+
+def _run(*command: str) -> str:
+    """Run a command of SLURM and return its output; print what it says if it fails."""
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SCONTROL_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{command[0]}: {error}", file=sys.stderr, flush=True)
+        return ""
+    if ended.returncode != 0:
+        how = ended.stderr.strip() or describe_exit(ended.returncode)
+        print(f"{' '.join(command)}: {how}", file=sys.stderr, flush=True)
+    return ended.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,228 @@
+"""Tests of pipeline/jobs/attempts.py: what follows from how the ranks of a job ended."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.jobs.attempts import (
+    LONGEST_CAUSE,
+    MAX_FRUITLESS,
+    Asked,
+    End,
+    RankEnd,
+    Start,
+    Verdict,
+    attempt_dir,
+    attempts,
+    causes_to_print,
+    described_ranks,
+    judge,
+    latest_verdict,
+    one_line,
+    read_ends,
+    verdicts,
+    write_end,
+    write_start,
+    write_verdict,
+)
+
+NODES = ("node1", "node1", "node2", "node2")
+START = Start("7.0", "2026-01-01T00:00:00+00:00", NODES, saved=("states/update-2",))
+ENDED = "2026-01-01T01:00:00+00:00"
+KILLED = "ended without a word: killed, out of memory, or its node crashed"
+
+
+def end(rank: int, kind: End, cause: str = "", update: int | None = None) -> RankEnd:
+    return RankEnd(rank, len(NODES), NODES[rank], kind, cause, update, "pretrain")
+
+
+def judged(*ends: RankEnd, **facts: Any) -> Verdict:
+    settings: dict[str, Any] = {
+        "start": START,
+        "code": 1,
+        "asked": None,
+        "saved": START.saved,
+        "history": (),
+        "is_finished": False,
+        "ended": ENDED,
+    }
+    return judge(ends, **settings | facts)
+
+
+def everyone(kind: End, cause: str = "", update: int | None = None) -> list[RankEnd]:
+    return [end(rank, kind, cause, update) for rank in range(len(NODES))]
+
+
+@pytest.mark.parametrize(
+    ("ends", "facts", "verdict", "cause"),
+    [
+        (everyone("done"), {"is_finished": True, "code": 0}, "done", ""),
+        (
+            everyone("done"),
+            {"code": 0},
+            "failed",
+            "ended without an error but left no finished artifact",
+        ),
+        # A rank that is late to leave is killed after all have met: nothing changes.
+        ([end(0, "done")], {"is_finished": True, "code": 143}, "done", ""),
+        ([end(0, "again", "saved")], {"code": 143}, "again", "saved"),
+        (
+            [*everyone("again", "saved")[:3], end(3, "lost", "stopped by SIGTERM")],
+            {"code": 143},
+            "again",
+            "saved",
+        ),
+        # The cause counts, and not what the other ranks saw of it.
+        (
+            [end(0, "lost", "gloo"), end(1, "lost", "gloo"), end(2, "failed", "no recipe")],
+            {"code": 75},
+            "failed",
+            "rank 2 on node2: no recipe",
+        ),
+        (
+            [end(0, "again", "saved"), end(2, "failed", "no space"), end(3, "failed", "no space")],
+            {},
+            "failed",
+            "ranks 2-3 on node2: no space",
+        ),
+        (everyone("failed", "no recipe"), {}, "failed", "no recipe"),
+        (
+            [end(0, "lost", "gloo"), end(3, "crashed", "MemoryError"), end(1, "lost", "gloo")],
+            {},
+            "again",
+            "rank 3 on node2: MemoryError",
+        ),
+        (
+            [end(0, "lost", "gloo"), end(1, "lost", "gloo"), end(3, "lost", "SIGTERM")],
+            {"code": 137},
+            "again",
+            f"rank 2 on node2: {KILLED}",
+        ),
+        (
+            everyone("lost", "Rank 2 gives no sign of life"),
+            {},
+            "again",
+            "Rank 2 gives no sign of life",
+        ),
+        ([], {"code": 127}, "again", "no rank reported how it ended (srun: exit code 127)"),
+        (
+            [],
+            {"code": None},
+            "again",
+            "no rank reported how it ended (the job's first node was lost)",
+        ),
+        (
+            [],
+            {"asked": "preempted or requeued"},
+            "again",
+            "preempted or requeued: ended before all ranks had saved",
+        ),
+        (everyone("again", "saved"), {"asked": "time limit"}, "again", "time limit: saved"),
+        # The folder of reports was unreadable on every node, and the artifact is there.
+        ([], {"code": 0, "is_finished": True}, "done", ""),
+    ],
+)
+def test_a_verdict_names_the_cause_with_its_ranks_and_nodes(
+    ends: list[RankEnd], facts: dict[str, Any], verdict: str, cause: str
+) -> None:
+    found = judged(*ends, **facts)
+    assert (found.verdict, found.cause) == (verdict, cause)
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "before", "fruitless", "verdict"),
+    [
+        (None, ["states/update-4"], MAX_FRUITLESS, 0, "again"),
+        (None, START.saved, 0, 1, "again"),
+        (None, START.saved, MAX_FRUITLESS - 1, MAX_FRUITLESS, "again"),
+        (None, START.saved, MAX_FRUITLESS, MAX_FRUITLESS + 1, "failed"),
+        (None, [], MAX_FRUITLESS, MAX_FRUITLESS + 1, "failed"),  # an older state was removed
+        ("preempted or requeued", START.saved, MAX_FRUITLESS, MAX_FRUITLESS, "again"),
+        ("cancelled", START.saved, MAX_FRUITLESS, MAX_FRUITLESS, "again"),
+        ("time limit", START.saved, MAX_FRUITLESS, MAX_FRUITLESS + 1, "failed"),
+        ("time limit", ["states/update-4"], MAX_FRUITLESS, 0, "again"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["again", "crashed"])
+def test_starts_that_save_nothing_new_are_bounded_and_preemptions_do_not_count(
+    kind: End, asked: Asked | None, saved: list[str], before: int, fruitless: int, verdict: str
+) -> None:
+    history = [replace(judged(*everyone("crashed", "x")), fruitless=before)] if before else []
+    found = judged(*everyone(kind, "x"), asked=asked, saved=saved, history=history)
+    assert (found.verdict, found.fruitless) == (verdict, fruitless)
+    assert found.progress == (fruitless == 0)
+    if verdict == "failed":
+        assert "4 starts in a row saved nothing new" in found.cause
+
+
+def test_a_new_run_after_a_failure_counts_from_the_start() -> None:
+    failed = replace(judged(*everyone("crashed", "x")), verdict="failed", fruitless=4)
+    assert judged(*everyone("crashed", "x"), history=[failed]).fruitless == 1
+
+
+def test_the_last_update_of_any_rank_is_recorded() -> None:
+    ends = [end(0, "lost", "gloo", 11), end(1, "crashed", "x", 12), end(2, "lost", "gloo")]
+    assert judged(*ends).update == 12
+
+
+def test_equal_errors_are_merged_and_consequences_left_out() -> None:
+    ends = [
+        end(0, "lost", "gloo"),
+        end(1, "failed", "no recipe"),
+        end(2, "crashed", "MemoryError"),
+        end(3, "failed", "no recipe"),
+    ]
+    lines = [cause.line(size=len(NODES)) for cause in causes_to_print(ends)]
+    assert lines == ["ranks 1, 3 on node1, node2: no recipe", "rank 2 on node2: MemoryError"]
+    assert [cause.text for cause in causes_to_print(ends[:1])] == ["gloo"]
+
+
+def test_ranks_are_described_by_their_runs() -> None:
+    assert described_ranks([3]) == "rank 3"
+    assert described_ranks([9, 8, 10, 2]) == "ranks 2, 8-10"
+
+
+def test_a_cause_is_one_line_of_bounded_length() -> None:
+    assert one_line("a\n  b\tc") == "a b c"
+    assert len(one_line("x" * 10_000)) == LONGEST_CAUSE
+
+
+def test_what_was_written_is_read_and_damaged_or_unfinished_records_are_left_out(
+    tmp_path: Path,
+) -> None:
+    out_dir = tmp_path / "model"
+    folder = write_start(out_dir, START)
+    for report in (end(2, "crashed", "a\u2028b"), end(0, "lost", "gloo", 5)):
+        write_end(folder, report)
+    (folder / "rank-1.json").write_text('{"rank": 1, "si')
+    (folder / ".rank-3.json.unfinished").write_text(json.dumps({"rank": 3}))
+    assert read_ends(folder) == [end(0, "lost", "gloo", 5), end(2, "crashed", "a\u2028b")]
+    verdict = judged(*read_ends(folder))
+    write_verdict(out_dir, verdict)
+    assert verdicts(out_dir) == [verdict]
+    assert latest_verdict(out_dir) == verdict
+    assert latest_verdict(tmp_path / "other") is None
+
+
+def test_starts_are_in_order_of_time_also_where_job_ids_begin_anew(tmp_path: Path) -> None:
+    for attempt, hour in (("99.0", 0), ("99.2", 2), ("99.10", 3), ("1.0", 4)):
+        start = replace(START, attempt=attempt, started=f"2026-01-01T0{hour}:00:00+00:00")
+        write_start(tmp_path / "model", start)
+    assert attempts(tmp_path / "model") == ["99.0", "99.2", "99.10", "1.0"]
+
+
+def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks(
+    tmp_path: Path,
+) -> None:
+    out_dir = tmp_path / "model"
+    folder = write_start(out_dir, START)
+    write_end(folder, end(3, "lost", "gloo", 8))
+    assert latest_verdict(out_dir, is_running=True) is None
+    found = latest_verdict(out_dir)
+    assert found is not None
+    assert (found.verdict, found.update, found.ranks) == ("again", 8, (0, 1, 2))
+    assert found.cause == f"ranks 0-2 on node1, node2: {KILLED}"
+    assert not (attempt_dir(out_dir, "7.0") / "verdict.json").exists()

@@ -1,0 +1,321 @@
+"""Tests of pipeline/jobs/slurm_job.py and stage.sbatch, with stand-ins for SLURM's commands.
+
+tests/cluster/ runs the same on a real controller.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
+from pipeline.jobs.attempts import MAX_FRUITLESS, Asked, Verdict, verdicts
+from pipeline.jobs.slurm_job import (
+    allocation,
+    job_fields,
+    meeting_port,
+    step_options,
+    why_asked,
+    without_gpu_binding,
+)
+
+SBATCH_PATH = Path(__file__).parents[2] / "slurm" / "stage.sbatch"
+STATE = "JobId=54321 JobState={} Reason={}"
+
+
+class Bench:
+    """A batch script's environment, whose ``srun`` is a few lines of Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out_dir = folder, folder / "a b" / "model"
+        self.state = STATE.format("RUNNING", "None")
+        self.variables: dict[str, str] = {}
+        self.arguments = ["pretrain", f"--out={self.out_dir}"]
+        self.out_dir.parent.mkdir()
+
+    def run(self, step: str, *, restarts: int = 0, tasks: str = "2(x2)") -> int:
+        """Run the script; ``step`` is what srun does, and ``end(rank, kind, cause)`` reports."""
+        commands = {
+            "scontrol": f'log "$@"\n[ "$2" != hostnames ] || printf "n1\\nn2\\n"\n'
+            f"[ \"$1\" != --oneliner ] || echo '{self.state} Restarts={restarts}'",
+            "scancel": 'log "$@"',
+            "srun": f'log "$@"\nexec {sys.executable} {self.folder}/step.py',
+            "python": f'exec {sys.executable} "$@"',
+        }
+        for name, body in commands.items():
+            path = self.folder / name
+            log = f'log() {{ echo "{name} $*" >> {self.folder}/calls; }}'
+            path.write_text(f"#!/bin/bash\n{log}\n{body}\n")
+            path.chmod(0o755)
+        (self.folder / "step.py").write_text(STEP + step)
+        environment = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(SBATCH_PATH.parents[1]),
+            "SLURM_JOB_ID": "54321",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_TASKS_PER_NODE": tasks,
+            "SLURM_CPUS_PER_TASK": "3",
+            "FOLDER": str(self.folder),
+            "OUT": str(self.out_dir),
+            **({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}),
+            **self.variables,
+        }
+        self.ended = subprocess.run(
+            ["bash", str(SBATCH_PATH), *self.arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return self.ended.returncode
+
+    def calls(self, name: str) -> list[str]:
+        """What the script called, the look at the job left out."""
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [line for line in lines if line.startswith(name)]
+
+    def requeued(self) -> int:
+        return self.calls("scontrol").count("scontrol requeue 54321")
+
+    def verdict(self) -> Verdict:
+        return verdicts(self.out_dir)[-1]
+
+
+STEP = """
+import json, os, signal, sys, time
+from pathlib import Path
+from pipeline.jobs.attempts import REPORTS, RankEnd, write_end
+
+def end(rank, kind, cause="", update=None):
+    node = ["n1", "n1", "n2", "n2"][rank]
+    write_end(Path(os.environ[REPORTS]), RankEnd(rank, 4, node, kind, cause, update, "pretrain"))
+
+def save(update):
+    state = Path(os.environ["OUT"] + ".run") / "states" / f"update-{update}"
+    state.mkdir(parents=True)
+    (state / "manifest.json").write_text("{}")
+
+def ask(number):
+    os.kill(os.getppid(), number)
+    time.sleep(1)
+
+"""
+PUBLISH = """
+from pipeline.artifacts.artifact import new_artifact
+out_dir = Path(os.environ["OUT"])
+with new_artifact(out_dir, kind="checkpoint", stage="pretrain", config={}, inputs={}):
+    pass
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_whose_artifact_is_finished_ends_with_0(bench: Bench) -> None:
+    assert bench.run(PUBLISH + "[end(rank, 'done') for rank in range(4)]") == 0, bench.ended.stderr
+    assert (bench.verdict().verdict, bench.requeued()) == ("done", 0)
+    (step,) = bench.calls("srun")
+    assert step == (
+        "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --distribution=block --label "
+        f"{Path(sys.executable)} -m pipeline pretrain --out={bench.out_dir}"
+    )
+
+
+@pytest.mark.slow
+def test_the_ranks_find_their_meeting_place_and_their_processors(bench: Bench) -> None:
+    names = "MASTER_ADDR MASTER_PORT OMP_NUM_THREADS SRUN_CPUS_PER_TASK MMNMT_ATTEMPT".split()
+    dump = (
+        f"json.dump({{n: os.environ[n] for n in {names}}}, open(os.environ['FOLDER']+'/env', 'w'))"
+    )
+    bench.run(dump, restarts=2)
+    found = json.loads((bench.folder / "env").read_text())
+    assert found.pop("MASTER_PORT").startswith("24")
+    assert found == {
+        "MASTER_ADDR": "n1",
+        "OMP_NUM_THREADS": "3",
+        "SRUN_CPUS_PER_TASK": "3",
+        "MMNMT_ATTEMPT": "54321.2",
+    }
+
+
+@pytest.mark.slow
+def test_a_step_that_ends_with_0_but_without_its_artifact_failed(bench: Bench) -> None:
+    assert bench.run("[end(rank, 'done') for rank in range(4)]") == 1
+    assert "failed: ended without an error but left no finished artifact" in bench.ended.stderr
+    assert bench.requeued() == 0
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_fails_the_job_whatever_code_srun_returns(bench: Bench) -> None:
+    step = "end(3, 'failed', 'There is no recipe.'); end(0, 'lost', 'gloo'); sys.exit(75)"
+    assert bench.run(step) == 1
+    assert bench.requeued() == 0
+    said = bench.ended.stderr.splitlines()
+    assert said.count("mmnmt pretrain: rank 3 on n2: There is no recipe.") == 1
+    assert said[-1].endswith("failed: rank 3 on n2: There is no recipe.")
+    assert not any("gloo" in line for line in said)
+
+
+@pytest.mark.slow
+def test_an_agreed_stop_requeues_the_job_whatever_code_srun_returns(bench: Bench) -> None:
+    assert bench.run("save(4); end(0, 'again', 'saved', 4); sys.exit(143)") == EXIT_RUN_AGAIN
+    assert bench.requeued() == 1
+    found = bench.verdict()
+    assert (found.verdict, found.update, found.progress) == ("again", 4, True)
+
+
+@pytest.mark.slow
+def test_a_warning_is_passed_on_and_the_job_waits_for_the_save(bench: Bench) -> None:
+    step = "ask(signal.SIGUSR1); save(4); [end(rank, 'again', 'saved', 4) for rank in range(4)]"
+    assert bench.run(step) == EXIT_RUN_AGAIN
+    assert bench.calls("scancel") == ["scancel --signal=USR1 54321"]
+    assert bench.requeued() == 1
+    assert bench.verdict().cause == "asked to stop: saved"
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_is_not_requeued(bench: Bench) -> None:
+    bench.state = STATE.format("COMPLETING", "None")
+    step = "ask(signal.SIGTERM); ask(signal.SIGTERM); end(0, 'again', 'saved', 4); sys.exit(143)"
+    assert bench.run(step) == EXIT_RUN_AGAIN
+    assert bench.requeued() == 0
+    assert (bench.verdict().verdict, bench.verdict().cause) == ("again", "cancelled: saved")
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_while_it_waits_has_left_a_verdict(bench: Bench) -> None:
+    bench.state = STATE.format("COMPLETING", "TimeLimit")
+    assert bench.run("save(4); ask(signal.SIGTERM); os.kill(os.getppid(), signal.SIGKILL)") == -9
+    found = bench.verdict()
+    assert (found.verdict, found.progress) == ("again", True)
+    assert found.cause == "time limit: ended before all ranks had saved"
+    assert bench.requeued() == 1
+
+
+@pytest.mark.slow
+def test_crashes_without_progress_are_given_up_and_progress_begins_a_new_count(
+    bench: Bench,
+) -> None:
+    crash = "end(2, 'crashed', 'MemoryError'); sys.exit(1)"
+    for restart in range(MAX_FRUITLESS):
+        assert bench.run(crash, restarts=restart) == EXIT_RUN_AGAIN
+    assert bench.run("save(4); " + crash, restarts=MAX_FRUITLESS) == EXIT_RUN_AGAIN
+    for restart in range(MAX_FRUITLESS + 1, 2 * MAX_FRUITLESS + 1):
+        assert bench.run(crash, restarts=restart) == EXIT_RUN_AGAIN
+    assert bench.run(crash, restarts=2 * MAX_FRUITLESS + 1) == 1
+    assert (
+        "rank 2 on n2: MemoryError (4 starts in a row saved nothing new)" in bench.verdict().cause
+    )
+    assert bench.requeued() == 2 * MAX_FRUITLESS + 1
+
+
+@pytest.mark.slow
+def test_a_start_that_left_no_verdict_is_judged_by_the_next(bench: Bench) -> None:
+    kill = "end(1, 'crashed', 'lost power'); os.kill(os.getppid(), signal.SIGKILL)"
+    assert bench.run(kill) == -9
+    assert verdicts(bench.out_dir) == []
+    assert bench.run("[end(rank, 'again', 'saved') for rank in range(4)]", restarts=1) == 75
+    first, second = verdicts(bench.out_dir)
+    assert (first.attempt, first.cause) == ("54321.0", "rank 1 on n1: lost power")
+    assert (second.attempt, second.fruitless) == ("54321.1", 2)
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_one_process_gets_one_task_on_the_first_node(bench: Bench) -> None:
+    bench.arguments[0] = "mix"
+    bench.run("")
+    assert "--nodes=1 --ntasks=1" in bench.calls("srun")[0]
+
+
+@pytest.mark.slow
+def test_the_lines_of_a_site_may_read_unset_variables(bench: Bench) -> None:
+    site = bench.folder / "site.sh"
+    site.write_text('module() { test -z "$UNSET_VARIABLE"; }\nmodule load cuda\n')
+    bench.variables = {"MMNMT_SETUP": f"source '{site}'", "MMNMT_CONTAINER": "env IN_CONTAINER=1"}
+    assert bench.run(PUBLISH + "end(0, 'done')") == 0, bench.ended.stderr
+    assert " env IN_CONTAINER=1 python -m pipeline" in bench.calls("srun")[0]
+
+
+def test_lines_of_a_site_that_fail_end_the_job(bench: Bench) -> None:
+    bench.variables = {"MMNMT_SETUP": "source /there/is/no/site.sh"}
+    assert bench.run("") == EXIT_USER_ERROR
+    assert "MMNMT_SETUP failed" in bench.ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["pretrain"], ["pretrain", "--out"], ["report", "--out=x"]]
+)
+def test_a_job_without_a_stage_or_its_output_says_how_to_use_it(
+    bench: Bench, arguments: list[str]
+) -> None:
+    bench.arguments = arguments
+    assert bench.run("") == EXIT_USER_ERROR
+    assert bench.ended.stderr.startswith("usage: sbatch")
+    assert not (bench.folder / "calls").exists()
+
+
+# ---------------------------------------------------------------- pure parts
+
+
+def test_the_ranks_of_a_job_and_their_nodes_are_those_of_its_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = ["n1", "n2", "n7"]
+    monkeypatch.setattr("pipeline.jobs.slurm_job.slurm_hosts", lambda *_, **__: hosts)
+    variables = {
+        "SLURM_JOB_NODELIST": "n[1-2,7]",
+        "SLURM_JOB_ID": "9",
+        "SLURM_TASKS_PER_NODE": "2(x2),1",
+    }
+    place = allocation(variables)
+    assert place.nodes == ("n1", "n1", "n2", "n2", "n7")
+    assert place.attempt == "9.0"
+    assert step_options(place.of_one_process())[2:4] == ["--nodes=1", "--ntasks=1"]
+
+
+def test_the_ranks_of_a_node_see_all_its_gpus() -> None:
+    per_task = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1", "SLURM_GPUS_ON_NODE": "2"}
+    assert without_gpu_binding(per_task) == {"SLURM_GPUS_ON_NODE": "2"}
+
+
+def test_a_port_that_is_taken_is_left_out() -> None:
+    first = meeting_port("4711")
+    with socket.socket() as listener:
+        listener.bind(("", first))
+        listener.listen()
+        assert meeting_port("4711") == first + 1
+
+
+@pytest.mark.parametrize(
+    ("number", "fields", "reason"),
+    [
+        (signal.SIGTERM, {"JobState": "COMPLETING"}, "cancelled"),
+        (signal.SIGTERM, {"JobState": "COMPLETING", "Reason": "TimeLimit"}, "time limit"),
+        (signal.SIGTERM, {"JobState": "COMPLETING", "Restarts": "3"}, "preempted or requeued"),
+        (signal.SIGUSR1, {"PreemptTime": "2026-01-01T11:59:00"}, "preempted or requeued"),
+        (signal.SIGUSR1, {"EndTime": "2026-01-01T12:05:00", "Restarts": "2"}, "time limit"),
+        (signal.SIGUSR1, {"EndTime": "2026-01-01T18:00:00"}, "asked to stop"),
+        (signal.SIGUSR1, {"EndTime": "Unknown"}, "asked to stop"),
+        (signal.SIGUSR1, {}, "asked to stop"),
+    ],
+)
+def test_the_reason_for_a_signal_is_read_from_what_the_controller_says_of_the_job(
+    number: signal.Signals, fields: dict[str, str], reason: Asked
+) -> None:
+    assert why_asked(number, fields, restart=2, at=datetime(2026, 1, 1, 12)) == reason
+
+
+def test_fields_of_a_job_are_read_from_one_line() -> None:
+    text = "JobId=5 JobState=RUNNING Reason=None Command=/a b/c=d TRES=cpu=2,mem=4G"
+    found: dict[str, Any] = job_fields(text)
+    assert (found["JobState"], found["TRES"]) == ("RUNNING", "cpu=2,mem=4G")
