@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, as long as the test session: pools of ranks, and one sweep."""
+"""Fixtures that tests share, as long as the test session: pools of ranks, a sweep, a cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from support.sweep_process import Sweep
 
 if TYPE_CHECKING:  # it loads torch, and the process that hands out the tests needs none
     from support.process_pool import ProcessPool
+    from support.slurm_cluster import Cluster
 
 # A shell ignores Ctrl-C in what it runs in the background, and processes inherit that. The tests
 # that send Ctrl-C need what a terminal has.
@@ -87,3 +88,22 @@ def sweep(
     running = Sweep(tmp_path_factory.mktemp("sweep"), one_in=one_in)
     yield running
     running.end()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A SLURM cluster of two nodes on this machine."""
+    from support.slurm_cluster import temporary_cluster, why_not
+
+    if reason := why_not():
+        pytest.skip(f"NO CLUSTER, NOTHING TESTED: {reason}")
+    with temporary_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def training(cluster: Cluster) -> list[str]:
+    """The command line of a tiny training on the cluster, except for its output."""
+    from support.slurm_cluster import tiny_training
+
+    return tiny_training(cluster)

@@ -89,7 +89,7 @@ class Start:
     nodes: tuple[str, ...]
     """Node of each rank, in order of rank."""
     saved: tuple[str, ...]
-    """What the stage could resume from."""
+    """Work that the stage could resume from."""
 
 
 @dataclass(frozen=True)

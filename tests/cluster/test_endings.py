@@ -183,3 +183,33 @@ def test_a_cancelled_stage_saves_and_is_not_started_again(bench: Bench) -> None:
     assert bench.cluster.fields(bench.job)["JobState"] == "CANCELLED"
     assert verdict.verdict == "again"
     assert verdict.cause.startswith("cancelled: stopped after update")
+
+
+def test_a_stage_that_reaches_its_time_limit_goes_on_in_the_same_job(
+    bench: Bench, uninterrupted: Bench
+) -> None:
+    """No warning comes: SLURM ends the job, which has KillWait seconds to save and to requeue."""
+    slow = {"at": "every update", "do": 8, "restarts": [0]}
+    bench.submit("--time=1", "--signal=B:USR2@0", **mischief(slow))
+    assert bench.cluster.end(bench.job, seconds=300) == "COMPLETED", bench.cluster.log(bench.job)
+    first, *_, last = verdicts(bench.out_dir)
+    assert (first.verdict, first.cause.partition(":")[0]) == ("again", "time limit")
+    assert (first.progress, last.verdict) == (True, "done")
+    assert weights(bench.out_dir) == weights(uninterrupted.out_dir)
+
+
+def test_a_crash_of_the_first_node_is_judged_by_the_next_start(
+    bench: Bench, uninterrupted: Bench
+) -> None:
+    """The job's own process dies with its node, and SLURM starts the job again."""
+    bench.submit(**mischief({**SLOW, "restarts": [0]}))
+    bench.until_update(4)
+    bench.cluster.node("crash", "node1")
+    bench.cluster.wait(bench.job, lambda: bench.cluster.restarts(bench.job), seconds=90)
+    bench.cluster.node("up", "node1")
+    assert bench.end() == "COMPLETED", bench.cluster.log(bench.job)
+    first, last = verdicts(bench.out_dir)
+    assert (first.verdict, first.progress) == ("again", True)
+    assert first.cause == f"rank 0 on node1: {KILLED}"
+    assert last.verdict == "done"
+    assert weights(bench.out_dir) == weights(uninterrupted.out_dir)

@@ -5,10 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.config.documents import toml_lines
 from pipeline.jobs.slurm_job import job_fields
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,3 +141,32 @@ class Cluster:
     def printed(self, job: str, pattern: str) -> list[str]:
         """Lines of a job's log that a pattern is found in."""
         return [line for line in self.log(job).splitlines() if re.search(pattern, line)]
+
+
+@contextmanager
+def temporary_cluster(*, extra: str = "") -> Iterator[Cluster]:
+    """Two nodes. The kernel limits paths of sockets to 108 characters, so the folder's is short."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    try:
+        with Cluster(folder / "c", extra=extra) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def tiny_training(cluster: Cluster) -> list[str]:
+    """Make the inputs of a tiny training; return its command line, except for the output."""
+    from support.tiny_training import make_inputs, make_recipe
+
+    data = cluster.folder / "data"
+    inputs = make_inputs(data)
+    settings = make_recipe(updates=12).model_dump(mode="json", exclude_unset=True)
+    (data / "tiny.toml").write_text("\n".join(toml_lines(settings)))
+    (data / "site.sh").write_text(
+        # What `module` of many sites does: it reads a variable that need not be set.
+        'module() { [ -z "$LOADEDMODULES_OF_NO_SITE" ] && export LOADED="$*"; }\n'
+        f"module load cuda\nexport PATH={Path(sys.executable).parent}:$PATH\n"
+    )
+    options = {"shards": inputs.shards, "mixture": inputs.mixture, "groups": inputs.groups}
+    named = [f"--{name}={artifact.directory}" for name, artifact in options.items()]
+    return ["pretrain", f"--recipe={data}/tiny.toml", "--ds-config=cpu_fp32", *named]
