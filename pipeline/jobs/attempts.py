@@ -30,7 +30,7 @@ from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import read_json, unfinished_path
 from pipeline.errors import ArtifactError
-from pipeline.terminal import listed
+from pipeline.terminal import counted, listed
 
 End = Literal["done", "again", "failed", "crashed", "lost"]
 """How a rank ended: ``done``; ``again``, all ranks agreed to stop and their work is saved;
@@ -332,7 +332,7 @@ def judge(
     line = one_line(cause.line(size=len(start.nodes)))
     if decision == "again" and fruitless > most:
         decision = "failed"
-        line = f"{line} ({fruitless} starts in a row saved nothing new)"
+        line = f"{line} ({counted(fruitless, 'start')} in a row saved nothing new)"
     updates = [end.update for end in ends if end.update is not None]
     return Verdict(
         verdict=decision,

@@ -36,7 +36,6 @@ from pipeline.jobs.attempts import (
     causes_to_print,
     describe_exit,
     is_finished,
-    job_of,
     judge,
     judge_abandoned,
     now,
@@ -161,7 +160,9 @@ class _Job:
         self._say(f"job {self._place.job}, restart {self._place.restart}, on {self._nodes()}")
         self._settle()
         folder = write_start(self._out_dir, self._start)
-        code = self._run_step(folder)
+        for record in (*folder.glob("rank-*.json"), *folder.glob("verdict.json")):
+            record.unlink()  # of an earlier job with the same id
+        code = self._run_ranks(folder, "pipeline", *self._arguments)
         verdict = self._judge(code)
         write_verdict(self._out_dir, verdict)
         self._say_end(verdict)
@@ -182,26 +183,26 @@ class _Job:
             if verdict is not None:
                 write_verdict(self._out_dir, verdict)
                 self._say(f"start {attempt} left no verdict: {verdict.cause}")
-        job = self._place.job
-        earlier = [one for one in verdicts(self._out_dir) if job_of(one.attempt) == job]
-        self._history = [one for one in earlier if one.attempt != self._place.attempt]
+        before = [f"{self._place.job}.{restart}" for restart in range(self._place.restart)]
+        self._history = [one for one in verdicts(self._out_dir) if one.attempt in before]
 
     # ------------------------------------------------------------ the step
 
-    def _run_step(self, folder: Path) -> int:
-        """Run the ranks to their end, and return the exit code of srun."""
-        for report in folder.glob("rank-*.json"):  # of a job with the same id: SLURM began anew
-            report.unlink()
+    def _run_ranks(self, folder: Path, module: str, *arguments: str) -> int:
+        """Run a module as the ranks of the job to their end; return the exit code of srun."""
+        if self._requests:  # to stop, before there is anything to stop
+            self._pass_on()
+            return EXIT_RUN_AGAIN
         environment = without_gpu_binding(os.environ) | self._variables(folder)
-        command = [*step_options(self._place), *python(), "-m", "pipeline", *self._arguments]
+        command = [*step_options(self._place), *python(), "-m", module, *arguments]
         with subprocess.Popen(command, env=environment, start_new_session=True) as step:
-            waited = _RESEND_SECONDS
+            waited = 0.0
             while True:
                 try:
                     return step.wait(_POLL_SECONDS)
                 except subprocess.TimeoutExpired:
                     waited += _POLL_SECONDS
-                if self._requests and (waited >= _RESEND_SECONDS or self._is_new_request()):
+                if self._is_new_request() or (self._requests and waited >= _RESEND_SECONDS):
                     waited = 0.0
                     self._pass_on()
 
