@@ -32,7 +32,6 @@ from pipeline.jobs.attempts import (
     Start,
     Verdict,
     attempt_dir,
-    attempts,
     causes_to_print,
     describe_exit,
     is_finished,
@@ -176,14 +175,14 @@ class _Job:
         self._requests.append(signal.Signals(number))
 
     def _settle(self) -> None:
-        """Judge earlier starts whose job ended before it could, and read the job's history."""
-        for attempt in attempts(self._out_dir):
-            is_open = attempt != self._place.attempt and not read_verdict(self._out_dir, attempt)
-            verdict = judge_abandoned(self._out_dir, attempt) if is_open else None
-            if verdict is not None:
+        """Judge earlier starts of this job that ended without a verdict, and read its history."""
+        before = [f"{self._place.job}.{restart}" for restart in range(self._place.restart)]
+        for attempt in before:
+            if read_verdict(self._out_dir, attempt) is not None:
+                continue
+            if verdict := judge_abandoned(self._out_dir, attempt):
                 write_verdict(self._out_dir, verdict)
                 self._say(f"start {attempt} left no verdict: {verdict.cause}")
-        before = [f"{self._place.job}.{restart}" for restart in range(self._place.restart)]
         self._history = [one for one in verdicts(self._out_dir) if one.attempt in before]
 
     # ------------------------------------------------------------ the step

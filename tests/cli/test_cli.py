@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
+from pipeline.errors import (
+    EXIT_RUN_AGAIN,
+    EXIT_USER_ERROR,
+    AgreedStop,
+    ConfigError,
+    DataError,
+    Interrupted,
+    RankLost,
+)
+from pipeline.jobs.attempts import REPORTS, read_ends
 from pipeline.model.settings import ModelConfig
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Input, Stage, StageCall
@@ -511,6 +521,65 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
     capsys.readouterr()
     assert bench.train() in (EXIT_USER_ERROR, EXIT_RUN_AGAIN)
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("error", "end", "cause"),
+    [
+        (None, "done", ""),
+        (AgreedStop("saved"), "again", "saved"),
+        (Interrupted("stopped by SIGTERM"), "lost", "stopped by SIGTERM"),
+        (RankLost("Rank 0 is gone."), "lost", "Rank 0 is gone."),
+        (
+            RuntimeError("[third_party/gloo/pair.cc:538] Connection closed by peer"),
+            "lost",
+            "RuntimeError: [third_party/gloo/pair.cc:538] Connection closed by peer",
+        ),
+        (ConfigError("The recipe\nis wrong."), "failed", "The recipe is wrong."),
+        (SystemExit(2), "failed", "the command line cannot be used; the log says why"),
+        (MemoryError(), "crashed", "MemoryError"),
+        (
+            RuntimeError("CUDA out of memory. Restore some."),
+            "crashed",
+            "RuntimeError: CUDA out of memory. Restore some.",
+        ),
+        (OSError(errno.EIO, "No answer"), "crashed", "OSError: [Errno 5] No answer"),
+    ],
+)
+def test_a_rank_reports_its_end_to_the_launcher_that_asks_for_it(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: BaseException | None,
+    end: str,
+    cause: str,
+) -> None:
+    bench.read()
+    if error is not None:
+        bench.action = _raise(error)
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", REPORTS: str(reports)}.items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    with suppress(MemoryError, RuntimeError, OSError, SystemExit):
+        bench.train()
+    (found,) = read_ends(reports)
+    assert (found.rank, found.size, found.stage) == (1, 2, "train")
+    assert (found.end, found.cause) == (end, cause)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_cannot_reach_the_reports_prints_its_error(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    bench.action = _raise(DataError("Mine alone."))
+    monkeypatch.setenv(REPORTS, bench.at("not there"))
+    capsys.readouterr()
+    assert bench.train() == EXIT_USER_ERROR
+    assert capsys.readouterr().err == "mmnmt train: Mine alone.\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
