@@ -381,7 +381,8 @@ def _cause_of_crash(ends: Sequence[RankEnd], *, start: Start, code: int | None) 
     silent = [rank for rank in range(len(start.nodes)) if rank not in reported]
     if not ends:
         how = "the job's first node was lost" if code is None else f"srun: {describe_exit(code)}"
-        return Cause(f"no rank reported how it ended ({how})", nodes=_nodes(start, silent))
+        nodes = _nodes(start, silent)
+        return Cause(f"no rank on {listed(nodes)} reported how it ended ({how})", nodes=nodes)
     if silent:
         text = "ended without a word: killed, out of memory, or its node crashed"
         return Cause(text, tuple(silent), _nodes(start, silent))

@@ -107,12 +107,17 @@ def everyone(kind: End, cause: str = "", update: int | None = None) -> list[Rank
             "again",
             "Rank 2 gives no sign of life",
         ),
-        ([], {"code": 127}, "again", "no rank reported how it ended (srun: exit code 127)"),
+        (
+            [],
+            {"code": 127},
+            "again",
+            "no rank on node1, node2 reported how it ended (srun: exit code 127)",
+        ),
         (
             [],
             {"code": None},
             "again",
-            "no rank reported how it ended (the job's first node was lost)",
+            "no rank on node1, node2 reported how it ended (the job's first node was lost)",
         ),
         (
             [],
