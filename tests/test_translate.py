@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from pydantic import TypeAdapter
 from support.folder_listing import names_in
 from support.forked import run_command
+from support.lock_holders import elsewhere, leave
 from support.tiny_models import perturb_vectors
 
 from pipeline import cli
@@ -27,6 +29,7 @@ from pipeline.artifacts.corpus import (
     read_hypotheses,
     text_name,
 )
+from pipeline.artifacts.places import lock_path
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     ByteVocabulary,
@@ -604,6 +607,34 @@ def test_an_interrupted_run_goes_on_and_translates_nothing_twice(
     assert len(translated) == len(set(translated)) == NUM_LINES
     assert_same(bench.found("out"), bench.found("whole"))
     assert not (bench.directory / "out.run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_lock_another_process_takes_keeps_no_more_translations(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = lock_path(bench.directory / "out")
+    translated = record_translated(monkeypatch)
+    recorded = Translator.translate
+    first: list[tuple[str, int]] = []
+
+    def take_lock(self: Translator, jobs: Sequence[Job]) -> list[Hypothesis]:
+        if translated and not first:
+            first.extend(translated)
+            leave(lock, elsewhere(), generation=2)
+        return recorded(self, jobs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Translator, "translate", take_lock)
+        assert bench.run("out") == EXIT_USER_ERROR
+    assert "it is being written by process 1 on node7" in capsys.readouterr().err
+    assert not (bench.directory / "out").exists()
+    kept = (bench.directory / "out.run" / "rank-00000.jsonl").read_text(encoding="utf-8")
+    assert len(kept.splitlines()) == len(first)
+    shutil.rmtree(lock)
+    translated.clear()
+    assert bench.run("out") == 0
+    assert len(translated) == NUM_LINES - len(first)
 
 
 @pytest.mark.slow

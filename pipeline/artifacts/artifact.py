@@ -31,6 +31,7 @@ from pipeline.artifacts.digests import (
     remember_artifact,
     remembered,
 )
+from pipeline.artifacts.locks import is_lost, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -52,6 +53,7 @@ from pipeline.artifacts.places import (
     discard_working,
     files_below,
     link_or_copy,
+    lock_path,
     make_working,
     refuse_inputs,
     refuse_to_overwrite,
@@ -334,7 +336,9 @@ def new_artifact(
 ) -> Iterator[ArtifactWriter]:
     """Build an artifact that appears at ``out_dir`` when the block ends without an error.
 
-    The statistics must be JSON. Files are hashed and synced before the manifest is written.
+    The statistics must be JSON. Files are hashed and synced before the manifest is written. If this
+    process held the output's lock and lost it, nothing appears there, and the working folder is the
+    other process's.
 
     Args:
         out_dir: Directory of the finished artifact.
@@ -367,15 +371,22 @@ def new_artifact(
                 wall_seconds=wall_seconds or round(time.monotonic() - clock, 3),
             ),
         )
+        refuse_if_lost(lock_path(out_dir))
         publish_artifact(writer, manifest, out_dir=out_dir)
     except OSError as error:
-        discard_working(writer.directory)
+        _discard_own(writer, out_dir)
         if error.errno not in UNWRITABLE:
             raise
         raise ArtifactError(describe_unwritable(error, place=out_dir)) from error
     except BaseException:
-        discard_working(writer.directory)
+        _discard_own(writer, out_dir)
         raise
+
+
+def _discard_own(writer: ArtifactWriter, out_dir: Path) -> None:
+    """Remove the working folder unless it is another process's, which took the lock."""
+    if not is_lost(lock_path(out_dir)):
+        discard_working(writer.directory)
 
 
 def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Path) -> None:

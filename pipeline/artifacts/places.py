@@ -1,4 +1,4 @@
-"""Paths of an output and its working files: names, locks, ownership, replacement and removal.
+"""Paths of an output and its working files: names, ownership, replacement and removal.
 
 Beside an output ``NAME`` there may be
 
@@ -8,7 +8,7 @@ Beside an output ``NAME`` there may be
 - ``NAME.before-1``, ``NAME.before-1.run``, ``-2`` and so on: an earlier trained ``NAME`` and its
   run folder, set aside when training began anew or another artifact took the place. No stage reads
   them, so they can be removed or renamed back;
-- ``.NAME.lock``: one writer at a time;
+- ``.NAME.lock``: one writer at a time (``locks``);
 - ``.NAME.attempts``: how the jobs that make it started and ended (``jobs/attempts.py``);
 - ``.NAME.verified.jsonl``: the files known to match the manifest (``digests``).
 
@@ -19,18 +19,11 @@ trained one is then kept beside it. Links are never followed.
 """
 
 import contextlib
-import fcntl
 import itertools
 import os
-import secrets
 import shutil
-import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.artifacts.manifest import (
@@ -45,7 +38,7 @@ from pipeline.artifacts.manifest import (
     with_article,
 )
 from pipeline.config.documents import unfinished_path
-from pipeline.errors import ArtifactError, ConfigError, to_write
+from pipeline.errors import ArtifactError, ConfigError
 
 # ---------------------------------------------------------------- names
 
@@ -114,7 +107,7 @@ def run_dir(out_dir: Path) -> Path:
 
 
 def lock_path(out_dir: Path) -> Path:
-    """Return the lock file of an output."""
+    """Return the lock of an output."""
     return out_dir.parent / f".{out_dir.name}.lock"
 
 
@@ -132,127 +125,8 @@ _BESIDE = (unfinished_dir, replaced_dir, lock_path, attempts_dir, verified_path)
 
 
 def plan_lock_path(plan_dir: Path) -> Path:
-    """Return the lock file of the work directory of a plan."""
+    """Return the lock of the work directory of a plan."""
     return plan_dir / ".lock"
-
-
-# ---------------------------------------------------------------- locks
-
-SIGNATURE = "process "
-"""Beginning of the contents of every lock file, which name the holder."""
-
-
-@dataclass(frozen=True)
-class Lock:
-    """Lock file that this process has signed.
-
-    The kernel releases the lock when its holder ends. Some network file systems do not share such
-    locks: there a second writer signs the file too, and the first notices before it publishes.
-    """
-
-    path: Path
-    signature: str
-    what: str
-
-    def refuse_if_lost(self) -> None:
-        """Stop if the lock file is gone or another process has signed it.
-
-        Raises:
-            ArtifactError: Names the process that signed it.
-        """
-        try:
-            found = self.path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            found = ""
-        if found != self.signature:
-            lost = f"it is being written by {found}" if found else "its lock is gone"
-            raise ArtifactError(
-                f"{self.what}: {lost}. This run stops, because two would damage each other's "
-                "files. Wait for the other one, or stop it, then run again."
-            )
-
-
-@contextmanager
-def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
-    """Hold the lock file ``path`` within the block; its parent folders are made.
-
-    Args:
-        path: Lock file.
-        what: Name of the locked folder, for messages.
-        patience_seconds: Time to wait for a holder that may be about to end.
-
-    Raises:
-        ArtifactError: Another process holds the lock, or the file cannot be made.
-    """
-    descriptor: int | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path, what=what, give_up=time.monotonic() + patience_seconds)
-        signature = _sign(descriptor)
-    except OSError as error:
-        if descriptor is not None:
-            _release(path, descriptor)
-        raise ArtifactError(
-            f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or choose "
-            "another folder."
-        ) from error
-    try:
-        yield Lock(path, signature, what)
-    finally:
-        _release(path, descriptor)
-
-
-def _locked(path: Path, *, what: str, give_up: float) -> int:
-    """Return the descriptor of the locked file at ``path``, never of one just removed there."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        text = os.pread(descriptor, 200, 0).decode(errors="replace")
-        if text and not text.startswith(SIGNATURE):
-            os.close(descriptor)
-            raise ArtifactError(
-                f"{path} should be the lock of {what}, but it is another file. Move it away."
-            )
-        if not _lock(descriptor):
-            os.close(descriptor)
-            if time.monotonic() < give_up:
-                time.sleep(0.1)
-                continue
-            raise ArtifactError(
-                f"{what} is being written by {text.strip() or 'another process'}. Wait for it or "
-                "stop it, then run again."
-            )
-        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
-            return descriptor
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _sign(descriptor: int) -> str:
-    """Write the holder into the lock file; a random token tells reused process ids apart."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    host, token = socket.gethostname(), secrets.token_hex(4)
-    signature = f"{SIGNATURE}{os.getpid()} on {host} since {now} (run {token})"
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, signature.encode(), 0)
-    return signature
-
-
-def _release(path: Path, descriptor: int) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-    os.close(descriptor)
-
-
-def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
-    """Hold the lock of an output, so that no other process makes it meanwhile."""
-    return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
 # ---------------------------------------------------------------- ownership

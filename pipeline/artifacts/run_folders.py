@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.locks import Lock, exclusive, sole_writer
 from pipeline.artifacts.manifest import (
     DECIDE_NOTHING,
     DECIDE_WHICH_WEIGHTS,
@@ -32,18 +33,16 @@ from pipeline.artifacts.manifest import (
 from pipeline.artifacts.places import (
     begins_with,
     entries,
-    exclusive,
     free_place_aside,
     is_plain,
     is_working,
     refuse_to_overwrite,
     remove_artifact,
     remove_working,
-    replaced_dir,
     run_dir,
-    sole_writer,
     sync,
     unfinished_dir,
+    why_not_ours,
 )
 from pipeline.errors import ArtifactError, UserError
 
@@ -252,6 +251,13 @@ LOCK_NAME = "lock"
 NOTE_NAME = "removed-when-done"
 """File with the key (``artifact.stage_key``) of the model that makes the folder obsolete."""
 
+_LEFTOVER_NAME = re.compile(r"\.(update-\d+|best|mean)(\.[0-9a-f]{8})?\.(unfinished|replaced)")
+_UNMARKED = {
+    *("optimizer", "weights", "tokenizer", "progress.json", "model.json", "routing.json"),
+    "manifest.json",
+}
+"""Content of an unfinished state or checkpoint without the marker: of a version before there was
+one, or of a rank that wrote on after its attempt's folder was removed."""
 _FILES = ("metrics.jsonl", ".metrics.jsonl.unfinished")
 
 
@@ -295,9 +301,9 @@ def remove_contents(run_folder: Path) -> None:
     for place in _artifacts(run_folder):
         with suppress(ArtifactError):  # it has a user's files, which are named at the end
             remove_artifact(place)
-        for leftover in (unfinished_dir(place), replaced_dir(place)):
-            with suppress(ArtifactError):
-                remove_working(leftover)
+    for leftover in leftovers(run_folder):
+        with suppress(ArtifactError):
+            remove_leftover(leftover)
     with suppress(OSError):  # not empty, or there was no state
         states_dir(run_folder).rmdir()
     for name in _FILES:
@@ -313,12 +319,44 @@ def _artifacts(run_folder: Path) -> Iterator[Path]:
     yield run_folder / "mean"
 
 
+def working_dir(out_dir: Path, lock: Lock | None) -> Path:
+    """Return the folder in which the holder of a run folder's lock builds an artifact of the run.
+
+    Its name has the token of the lock, so that a rank of an earlier attempt that writes on, or
+    cleans up, does not touch the folder of the present one.
+    """
+    if lock is None:
+        return unfinished_dir(out_dir)
+    return unfinished_dir(out_dir.with_name(f"{out_dir.name}.{lock.owner.token}"))
+
+
+def leftovers(run_folder: Path) -> list[Path]:
+    """Return the folders that killed writes of states and weights left, with or without token."""
+    hidden = (*run_folder.glob(".*"), *states_dir(run_folder).glob(".*"))
+    found = [path for path in hidden if _LEFTOVER_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found)
+
+
+def remove_leftover(directory: Path) -> None:
+    """Remove what a killed write left, with or without the marker.
+
+    Raises:
+        ArtifactError: It contains foreign files.
+    """
+    if why_not_ours(directory) is not None and not directory.is_symlink():
+        found = {path.name for path in directory.iterdir()}
+        if found <= _UNMARKED:
+            (directory / MARKER_NAME).touch()
+    remove_working(directory)
+
+
 def remove_emptied(run_folder: Path) -> str | None:
     """Remove the note and the folder; return a sentence if foreign files stay."""
     remove_files(run_folder, (NOTE_NAME,))
     if not run_folder.exists():
         return None
-    others = [name for name in entries(run_folder) if name not in (MARKER_NAME, LOCK_NAME)]
+    ours = (MARKER_NAME, LOCK_NAME)  # the lock may be the next run's
+    others = [name for name in entries(run_folder) if name.partition("/")[0] not in ours]
     if not others:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""

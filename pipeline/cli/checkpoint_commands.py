@@ -4,7 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from pipeline.artifacts.places import run_dir, sole_writer
+from pipeline.artifacts.locks import sole_writer
+from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import refuse_run_folder
 from pipeline.cli.ending import say
 from pipeline.cli.parser import Command, share, whole_number

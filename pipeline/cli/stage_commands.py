@@ -25,6 +25,7 @@ from pipeline.artifacts.artifact import (
     refuse_changed,
     refuse_to_overwrite,
 )
+from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import (
     is_trained,
     refuse_inputs,
@@ -32,7 +33,6 @@ from pipeline.artifacts.places import (
     replaced_dir,
     restore,
     run_dir,
-    sole_writer,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside

@@ -65,13 +65,18 @@ def _interrupt(number: signal.Signals) -> NoReturn:
 
 
 @contextmanager
-def ctrl_c_held_back() -> Iterator[None]:
-    """Block SIGINT within the block; processes started there block it until they unblock it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def held_back(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """Block signals within the block; processes and threads started there block them, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ctrl_c_held_back() -> AbstractContextManager[None]:
+    """Block SIGINT within the block; processes started there block it until they unblock it."""
+    return held_back((signal.SIGINT,))
 
 
 def let_ctrl_c_in() -> None:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
+from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.places import (
-    exclusive,
     plan_lock_path,
     refuse_other_kind,
     restore,
     run_dir,
-    sole_writer,
     unfinished_dir,
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside

@@ -36,13 +36,19 @@ from pipeline.artifacts.corpus import (
     write_details,
     write_hypotheses,
 )
+from pipeline.artifacts.locks import held_lock
 from pipeline.artifacts.manifest import describe_change, with_defaults
-from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.places import lock_path, run_dir
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import unfinished_path
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.collectives import gather_objects, on_rank_zero, wait_for_all
+from pipeline.distributed.collectives import (
+    from_rank_zero,
+    gather_objects,
+    on_rank_zero,
+    wait_for_all,
+)
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
@@ -162,6 +168,7 @@ class DoneLines:
 
     def __init__(self, call: StageCall, world: World) -> None:
         self.directory = run_dir(call.out_dir)
+        self._lock = from_rank_zero(held_lock(lock_path(call.out_dir)))
         on_rank_zero(lambda: self._begin(call), path=self.directory, error=ArtifactError)
         self.time = WorkingTime(self.directory / "seconds.json", since=call.clock)
         self.records = list(self._read())
@@ -171,7 +178,13 @@ class DoneLines:
         self._lines.truncate_after(0)
 
     def write(self, jobs: Sequence[Job], hypotheses: Sequence[Hypothesis]) -> None:
-        """Append the translations of a batch to this rank's file."""
+        """Append the translations of a batch to this rank's file.
+
+        Raises:
+            ArtifactError: another process has taken the output's lock.
+        """
+        if self._lock is not None:
+            self._lock.refuse_if_lost()
         for job, hypothesis in zip(jobs, hypotheses, strict=True):
             record = {"direction": str(job.direction), "line": job.line}
             record |= without_details(hypothesis)

@@ -11,6 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.locks import refuse_if_lost
+from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects, gather_rows
@@ -152,6 +154,7 @@ class MetricsLog:
     def _write(self, kind: str, record: Mapping[str, object], position: Position) -> None:
         if self._world.rank != 0:
             return
+        refuse_if_lost(self._file.path.parent / LOCK_NAME)
         update = position.update
         self._file.write({"kind": kind, "update": update, "seconds": position.seconds, **record})
         self._write_events(

@@ -7,6 +7,10 @@ out, if any.
 
 One process group writes the directory at a time. A run resumes from the highest complete state.
 When it is done, the directory is removed unless the recipe says otherwise (``saving.keep_states``).
+
+Invariant: a rank of an attempt that was given up and runs on publishes nothing and cannot reach the
+files of the next attempt. Each rank checks the lock before it writes its part and before an
+artifact is sealed, and the folder in which one is built has the token of the lock in its name.
 """
 
 import sys
@@ -34,34 +38,29 @@ from pipeline.artifacts.artifact import (
     seal_artifact,
     settle_files,
 )
-from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.places import (
-    Lock,
-    discard_working,
-    exclusive,
     files_below,
     make_working,
     remove_artifact,
-    remove_working,
-    replaced_dir,
     restore,
     run_dir,
-    unfinished_dir,
-    why_not_ours,
 )
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
-    STATE_NAME,
     announce_removal,
     change_of_total,
     claim_run_folder,
+    leftovers,
     remove_contents,
     remove_emptied,
+    remove_leftover,
     state_names,
     states_dir,
     updates_of_name,
     why_not_to_go_on,
     withdraw_removal,
+    working_dir,
 )
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
 from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects, on_rank_zero
@@ -72,12 +71,6 @@ from pipeline.training.settings import OptimizerConfig
 
 LOCK_PATIENCE_SECONDS = 5.0
 """Seconds to wait for the lock: a run that was just stopped may still be ending."""
-
-_WRITTEN_BY_EARLIER_VERSIONS = {
-    *("optimizer", "weights", "tokenizer", "progress.json", "model.json", "routing.json"),
-    "manifest.json",
-}
-"""Content of an unfinished state or checkpoint from before directories were marked as ours."""
 
 
 class RunDirectory:
@@ -106,26 +99,30 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory for this run; it is released however the process ends.
+        """Hold the directory for this run; all ranks call this and know the lock of rank 0.
 
         Raises:
             ArtifactError: another run holds it, or it is not a run's folder.
         """
         with ExitStack() as stack:
 
-            def claim() -> None:
+            def claim() -> Lock:
                 claim_run_folder(self.directory, work="training")
                 lock = exclusive(
                     self.directory / LOCK_NAME,
                     what=str(self.directory),
                     patience_seconds=LOCK_PATIENCE_SECONDS,
                 )
-                self._lock = stack.enter_context(lock)
+                return stack.enter_context(lock)
 
-            on_rank_zero(claim, path=self.directory, error=ArtifactError)
+            self._lock = on_rank_zero(claim, path=self.directory, error=ArtifactError)
+            stack.callback(self._forget_lock)
             yield
         if self._is_removed:
             self._remove_emptied()
+
+    def _forget_lock(self) -> None:
+        self._lock = None
 
     def resume_from(self) -> Artifact | None:
         """Return the highest complete training state of this run, or None to begin.
@@ -188,15 +185,11 @@ class RunDirectory:
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed write left of a state or of kept weights, and nothing else."""
-        states = (path for path in self.states_dir.glob(".update-*") if path.is_dir())
-        names = {path.name[1:].rpartition(".")[0] for path in states}
-        places = [self.states_dir / name for name in names if STATE_NAME.fullmatch(name)]
-        for place in sorted([*places, self.best_dir, self.mean_dir]):
-            restore(place)
-            for leftover in (unfinished_dir(place), replaced_dir(place)):
-                if leftover.is_dir():
-                    _remove_leftover(leftover)
-                    print(f"{leftover}: unfinished, removed", file=sys.stderr)
+        for leftover in leftovers(self.directory):
+            restore(leftover.with_name(leftover.name[1:].rpartition(".")[0]))
+            if leftover.is_dir():
+                remove_leftover(leftover)
+                print(f"{leftover}: unfinished, removed", file=sys.stderr)
 
     def state_dir(self, update: int) -> Path:
         """Return the directory of the state after an update."""
@@ -227,8 +220,19 @@ class RunDirectory:
             ArtifactError: on all ranks, if any of them could not write (this or an earlier one).
         """
         self.wait()
-        pending = _PendingWrite(out_dir, kind=kind, rank=self._world.rank, write=write)
-        self._agree(pending.begin)
+        pending = _PendingWrite(
+            out_dir, kind=kind, rank=self._world.rank, write=write, lock=self._lock
+        )
+        # Together, since writing may be collective: a rank that alone knew better would be missing.
+        pending.check()
+        lost = next(filter(None, gather_objects(pending.problem)), None)
+
+        def begin() -> str | None:
+            if lost is None:
+                pending.begin()
+            return lost
+
+        self._agree(begin)
         self._pending = pending
         if in_background:
             pending.start()
@@ -252,18 +256,22 @@ class RunDirectory:
 
     def _publish(self, pending: "_PendingWrite") -> None:
         self._pending = None
+        pending.check()
         results = gather_objects((pending.problem, pending.records))
         problem = next((entry for entry, _ in results if entry), None)
         files = {name: record for _, records in results for name, record in records.items()}
 
         def seal() -> str | None:
-            if self._lock is not None:
-                self._lock.refuse_if_lost()
             if problem is None:
+                self._refuse_if_lost()
                 pending.seal(files, stage=self._stage, config=self._config, inputs=self._inputs)
             return problem
 
         self._agree(seal, on_failure=pending.discard)
+
+    def _refuse_if_lost(self) -> None:
+        if self._lock is not None:
+            self._lock.refuse_if_lost()
 
     def _agree(
         self,
@@ -295,6 +303,7 @@ class RunDirectory:
         A state that contains files of the user stays.
         """
         if self._world.rank == 0:
+            self._refuse_if_lost()
             kept = {self.state_dir(update).name for update in updates_kept}
             for name in self.state_names()[:-keep_last]:
                 if name not in kept:
@@ -306,6 +315,7 @@ class RunDirectory:
 
         It stays if it cannot be removed.
         """
+        self._refuse_if_lost()
         with suppress(UserError, OSError):
             remove_artifact(self.mean_dir)
 
@@ -314,6 +324,7 @@ class RunDirectory:
 
         The next start of the stage finishes the removal if this process does not.
         """
+        self._refuse_if_lost()
         announce_removal(self.directory, key=key)
 
     def remove(self) -> None:
@@ -321,6 +332,7 @@ class RunDirectory:
 
         The artifact exists already: what cannot be removed is printed, and no error.
         """
+        self._refuse_if_lost()
         try:
             remove_contents(self.directory)
             self._is_removed = True
@@ -346,12 +358,19 @@ class _PendingWrite:
     """One artifact on its way to disk, as seen by one rank."""
 
     def __init__(
-        self, out_dir: Path, *, kind: Kind, rank: int, write: Callable[[ArtifactWriter], None]
+        self,
+        out_dir: Path,
+        *,
+        kind: Kind,
+        rank: int,
+        write: Callable[[ArtifactWriter], None],
+        lock: Lock | None,
     ) -> None:
         self.problem: str | None = None
         self.records: dict[str, FileRecord] = {}
         self._out_dir, self._kind, self._rank, self._write = out_dir, kind, rank, write
-        self._writer = ArtifactWriter(unfinished_dir(out_dir))
+        self._lock = lock
+        self._writer = ArtifactWriter(working_dir(out_dir, lock))
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._clock = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -384,6 +403,12 @@ class _PendingWrite:
             traceback.print_exc()
             self.problem = f"rank {self._rank}: {type(error).__name__}: {error}"
 
+    def check(self) -> None:
+        """Note as a problem of this rank that the lock is lost."""
+        loss = self._lock.loss() if self._lock is not None else None
+        if loss is not None and self.problem is None:
+            self.problem = f"rank {self._rank}: {loss}"
+
     def _is_mine(self, path: Path) -> bool:
         """Return whether this rank wrote a file: its parts, and on rank 0 all other files."""
         if path.parent.name in PART_FOLDERS:
@@ -412,16 +437,8 @@ class _PendingWrite:
         publish_artifact(self._writer, manifest, out_dir=self._out_dir)
 
     def discard(self) -> None:
-        discard_working(self._writer.directory)
-
-
-def _remove_leftover(directory: Path) -> None:
-    """Remove what a killed write left, by this version or by one that did not mark its folders."""
-    if why_not_ours(directory) is not None and not directory.is_symlink():
-        found = {path.name for path in directory.iterdir()}
-        if found <= _WRITTEN_BY_EARLIER_VERSIONS:
-            (directory / MARKER_NAME).touch()
-    remove_working(directory)
+        with suppress(OSError, ArtifactError):
+            remove_leftover(self._writer.directory)
 
 
 def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str:

@@ -30,6 +30,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
+from pipeline.artifacts.locks import refuse_if_lost
+from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.batching.feed import Update
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.labelled import AnyBatch
@@ -152,6 +154,7 @@ class Quarantine:
             ) from error
 
     def _write(self, entries: Sequence[LeftOut]) -> None:
+        refuse_if_lost(self.path.parent / LOCK_NAME)
         for one in entries:
             self._file.write(vars(one))
         with self.path.open("rb") as stream:

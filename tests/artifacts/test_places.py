@@ -18,6 +18,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
 from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, open_artifact, read_manifest
+from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME
 from pipeline.artifacts.places import (
     make_working,
@@ -558,8 +559,6 @@ def test_the_marker_is_no_part_of_the_artifact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["my notes", "process"])
 def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) -> None:
-    from pipeline.artifacts.places import exclusive
-
     path = plan_lock_path(tmp_path)
     path.write_text(text)
     with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
@@ -567,9 +566,19 @@ def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) 
     assert path.read_text() == text
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ArtifactError, match="cannot be written"), exclusive(path, what="x"):
+    with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
         pytest.fail("it was taken")
     assert not (tmp_path / "elsewhere").exists()
+    path.unlink()
+    path.mkdir()
+    (path / "notes").write_text(text)
+    with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
+        pytest.fail("it was taken")
+    assert names_in(path) == ["notes"]
+    (path / "notes").rename(path / "1")
+    with pytest.raises(ArtifactError, match="another file"), exclusive(path, what="x"):
+        pytest.fail("it was taken")
+    assert (path / "1").read_text() == text
 
 
 # ---------------------------------------------------------------- killed at any moment

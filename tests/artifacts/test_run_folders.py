@@ -10,8 +10,9 @@ import pytest
 from support.folder_listing import names_in
 
 from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
+from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import exclusive, lock_path, run_dir, sole_writer, verified_path
+from pipeline.artifacts.places import lock_path, run_dir, verified_path
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
     announce_removal,

@@ -24,7 +24,7 @@ from pipeline.artifacts.artifact import (
     read_manifest,
     stage_key,
 )
-from pipeline.artifacts.places import exclusive
+from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.ds_config import load_ds_config
@@ -1132,7 +1132,7 @@ def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None
     path = tmp_path / "lock"
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from pipeline.artifacts.places import exclusive\n"
+        "from pipeline.artifacts.locks import exclusive\n"
         "with exclusive(Path(sys.argv[1]), what='x'):\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
@@ -1151,7 +1151,8 @@ def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None
         holder.kill()
         holder.wait(timeout=10)
     with exclusive(path, what="x"):
-        assert path.read_text().startswith(f"process {os.getpid()} ")
+        (holder_file,) = path.iterdir()
+        assert json.loads(holder_file.read_text().splitlines()[0])["process"] == os.getpid()
 
 
 # ---------------------------------------------------------------- status

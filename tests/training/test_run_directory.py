@@ -1,22 +1,33 @@
 """The working folder of a training run: one writer, whole states, the right one to go on from."""
 
 import errno
+import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 from support.folder_listing import names_in
+from support.forked import forking
+from support.lock_holders import elsewhere, leave
 from support.process_pool import ProcessPool
 
+from pipeline.artifacts import locks
 from pipeline.artifacts.artifact import ArtifactWriter, InputRecord, open_artifact
+from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.checkpoints.training_state import Position
 from pipeline.checkpoints.weights import part_prefix
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import wait_for_all
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.training.metrics import MetricsLog
 from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
@@ -391,17 +402,132 @@ def test_what_is_written_in_the_background_appears_when_all_ranks_are_done(
     assert pool2.run(write_in_background, tmp_path) == [(False, names)] * 2
 
 
-@pytest.mark.parametrize("how", ["signed by another", "removed"])
-def test_a_run_whose_lock_another_writer_took_publishes_nothing(tmp_path: Path, how: str) -> None:
-    """As on a file system that does not lock: the second writer is the one that stays."""
+# ---------------------------------------------------------------- attempts that were given up
+
+
+@pytest.mark.parametrize("how", ["taken by another", "removed"])
+def test_a_run_whose_lock_is_lost_publishes_removes_and_logs_nothing(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "LATE_SECONDS", 0.1)
     directory = run_directory(tmp_path)
+    events: list[tuple[str, float, int]] = []
+    log = MetricsLog(
+        directory.metrics_path, Recipe(name="any"), world=ALONE, write_events=events.extend
+    )
     with directory.locked():
         save(directory, 5)
+        save(directory, 6)
         lock = directory.directory / "lock"
         if how == "removed":
-            lock.unlink()
+            shutil.rmtree(lock)
         else:
-            lock.write_text("process 1 on elsewhere since 2026-01-01 (run abcd)")
-        with pytest.raises(ArtifactError, match=r"elsewhere|its lock is gone"):
-            save(directory, 10)
-    assert directory.state_names() == ["update-0000005"]
+            leave(lock, elsewhere(), generation=2)
+        actions: list[Callable[[], None]] = [
+            lambda: save(directory, 10),
+            lambda: directory.prune(keep_last=1),
+            lambda: directory.announce_removal(key="k"),
+            directory.remove_mean,
+            directory.remove,
+            lambda: log.write_validation({}, Position(update=7)),
+        ]
+        for action in actions:
+            with pytest.raises(ArtifactError, match=r"process 1 on node7|its lock is gone"):
+                action()
+    assert directory.state_names() == ["update-0000005", "update-0000006"]
+    assert names_in(directory.states_dir) == directory.state_names()
+    assert not directory.metrics_path.exists()
+    assert not events
+
+
+def suspended_attempt(connection: Connection, tmp_path: Path) -> None:
+    """Attempt 0 of a job: it stands still in the middle of a write, and goes on when told."""
+    os.environ["MMNMT_ATTEMPT"] = "7.0"
+    directory = run_directory(tmp_path)
+
+    def write(writer: ArtifactWriter) -> None:
+        writer.path("optimizer/part-00000-000").write_text("orphan")
+        connection.send("writing")
+        connection.recv()
+        writer.path("optimizer/part-00000-001").write_text("orphan")
+
+    with directory.locked():
+        directory.resume_from()
+        try:
+            directory.write(directory.state_dir(1), kind="training_state", write=write)
+        except ArtifactError as error:
+            connection.send(str(error))
+
+
+@pytest.mark.slow
+def test_an_orphan_that_wakes_up_within_a_write_neither_publishes_nor_reaches_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = forking().Pipe()
+    orphan = forking().Process(target=suspended_attempt, args=(theirs, tmp_path), daemon=True)
+    orphan.start()
+    theirs.close()
+    assert ours.poll(60)
+    assert ours.recv() == "writing"
+    monkeypatch.setenv("MMNMT_ATTEMPT", "7.1")
+    directory = run_directory(tmp_path)
+
+    def write(writer: ArtifactWriter) -> None:
+        writer.path("optimizer/part-00000-000").write_text("new")
+        ours.send("go on")
+        assert ours.poll(60)
+        assert "attempt 7.1)" in ours.recv()
+        orphan.join(60)
+
+    with directory.locked():
+        assert resumed_update(directory) is None
+        directory.write(directory.state_dir(1), kind="training_state", write=write)
+    assert orphan.exitcode == 0
+    state = open_artifact(directory.state_dir(1), kind="training_state")
+    state.verify()
+    assert state.names() == ["optimizer/part-00000-000"]
+    assert state.file("optimizer/part-00000-000").read_text() == "new"
+    assert names_in(directory.states_dir) == ["update-0000001"]
+    assert names_in(directory.directory) == [MARKER_NAME, "states"]
+
+
+Moment = Literal["before", "within", "rank 1 alone"]
+
+
+def write_while_another_takes_the_lock(world: World, tmp_path: Path, moment: Moment) -> str:
+    """Return the error of a write during which another process takes the lock."""
+    directory = run_directory(tmp_path, world=world)
+
+    def write(writer: ArtifactWriter) -> None:
+        writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
+        if moment == "within":
+            take()
+
+    def take() -> None:
+        if world.rank == 1:
+            leave(directory.directory / "lock", elsewhere(), generation=2)
+        wait_for_all()
+
+    with directory.locked():
+        if moment == "before":
+            take()
+        elif moment == "rank 1 alone" and world.rank == 1:
+            assert directory._lock is not None
+            leave(tmp_path / "seen", elsewhere(), generation=2)
+            directory._lock = replace(directory._lock, path=tmp_path / "seen")
+        with pytest.raises(ArtifactError) as caught:
+            directory.write(directory.state_dir(1), kind="training_state", write=write)
+        wait_for_all()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("moment", get_args(Moment))
+def test_every_rank_sees_that_the_lock_is_lost_and_all_stop_with_the_same_error(
+    pool2: ProcessPool, tmp_path: Path, moment: Moment
+) -> None:
+    messages = pool2.run(write_while_another_takes_the_lock, tmp_path, moment)
+    assert messages[0] == messages[1]
+    rank = 1 if moment == "rank 1 alone" else 0
+    assert f"(rank {rank}: it is being written by process 1 on node7 " in messages[0]
+    states = tmp_path / "model.run" / "states"
+    assert not states.exists() or names_in(states) == []

@@ -1,0 +1,569 @@
+"""Hold locks: directories with one holder at a time, on any file system.
+
+The lock at ``PATH`` is a directory. Each file in it is called after a *generation* (``1``, ``2``
+and so on) and names one process. The highest generation holds the lock and refreshes its file every
+few seconds. Two operations decide, both atomic on local and on network file systems: ``mkdir``, and
+creating the file of the next generation exclusively. ``flock`` is not used: Lustre has none by
+default, other network file systems keep it per machine, and an orphan on a lost node never
+releases it.
+
+A process takes the lock over from a holder that
+
+- ran on this machine and has ended: at once;
+- is an earlier attempt of the same job (``MMNMT_ATTEMPT``): at once, since the scheduler starts an
+  attempt only after it has given up the one before;
+- runs elsewhere and has not refreshed its file for ``STALE_SECONDS`` of the claimer's own clock. No
+  time of another machine is read.
+
+Invariant: whoever finds a higher generation, or no file of its own, has lost the lock and publishes
+nothing more (:meth:`Lock.refuse_if_lost`). The generation is thus the fencing token of a run.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipeline.artifacts.places import begins_with, lock_path
+from pipeline.distributed.signals import held_back
+from pipeline.errors import ArtifactError, to_write
+
+ATTEMPT_VARIABLE = "MMNMT_ATTEMPT"
+"""Environment variable with the attempt of a job, ``JOB.RESTART``; not set outside of a job."""
+BEAT_SECONDS = 10.0
+"""Seconds between two refreshes of the holder's file."""
+STALE_SECONDS = 60.0
+"""Seconds without a refresh after which a holder on another machine counts as ended."""
+UNSIGNED_SECONDS = 2.0
+"""Seconds that a claimer has to sign the file it created; it takes microseconds."""
+LATE_SECONDS = 10.0
+"""Seconds in which a network file system shows a lock that another node made."""
+
+_LONGEST_FILE = 4096
+_PAUSE_SECONDS = 0.1
+_START = b'{"process": '
+_EARLIER_START = b"process "
+"""Start of the lock files of earlier versions, which were plain files."""
+_VANISHED = (errno.ENOENT, errno.ESTALE)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Process that made a generation of a lock."""
+
+    process: int
+    host: str
+    since: str
+    token: str
+    """Random number that tells apart the runs of one process."""
+    machine: str
+    """Boot and process namespace: process ids are comparable only within them."""
+    started: str
+    """Start time of the process since boot, which tells reused process ids apart."""
+    attempt: str
+    """Attempt of the job, or empty."""
+
+    def __str__(self) -> str:
+        attempt = f", attempt {self.attempt}" if self.attempt else ""
+        return (
+            f"process {self.process} on {self.host} since {self.since} (run {self.token}{attempt})"
+        )
+
+    @staticmethod
+    def new() -> "Owner":
+        """Return an owner for this process, with a token of its own."""
+        return Owner(
+            process=os.getpid(),
+            host=socket.gethostname(),
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
+            token=secrets.token_hex(4),
+            machine=_machine(),
+            started=_state_and_start(os.getpid())[1],
+            attempt=os.environ.get(ATTEMPT_VARIABLE, ""),
+        )
+
+    def is_here(self) -> bool:
+        """Return whether the process ran where this one can look for it."""
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+    def is_running(self) -> bool:
+        """Return whether the process runs, stopped or not; it must have run here."""
+        try:
+            os.kill(self.process, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:  # it runs for another user
+            pass
+        state, started = _state_and_start(self.process)
+        return state not in ("Z", "X") and (not started or started == self.started)
+
+    def is_superseded_by(self, other: "Owner") -> bool:
+        """Return whether the other is a later attempt of the same job."""
+        own, later = _job_and_restart(self.attempt), _job_and_restart(other.attempt)
+        return own is not None and later is not None and own[0] == later[0] and own[1] < later[1]
+
+
+def _machine() -> str:
+    """Return what identifies the boot and the process namespace; empty where there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _state_and_start(process: int) -> tuple[str, str]:
+    """Return state and start time of a process; empty where /proc does not show it."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return "", ""
+    fields = status.rpartition(b")")[2].split()  # the name before may contain anything
+    return fields[0].decode(), fields[19].decode()
+
+
+def _job_and_restart(attempt: str) -> tuple[str, int] | None:
+    job, _, restart = attempt.rpartition(".")
+    return (job, int(restart)) if job and restart.isdecimal() else None
+
+
+# ---------------------------------------------------------------- the directory
+
+
+@dataclass(frozen=True)
+class _Found:
+    """File of the highest generation, as it was read."""
+
+    generation: int
+    text: bytes
+
+    @property
+    def owner(self) -> Owner | None:
+        """Owner of the file; None while it is not signed."""
+        line, end, _ = self.text.partition(b"\n")
+        return _parse_owner(line) if end else None
+
+
+def _parse_owner(line: bytes) -> Owner | None:
+    try:
+        owner = Owner(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    process, *texts = asdict(owner).values()
+    is_owner = isinstance(process, int) and all(isinstance(text, str) for text in texts)
+    return owner if is_owner and process > 0 else None
+
+
+class _ForeignError(Exception):
+    """The directory holds files that no lock consists of."""
+
+
+def _generations(folder: int | Path) -> list[int]:
+    """Return the generations in a lock's directory, in order."""
+    # NFS keeps a file that was removed while it was open under such a name.
+    names = [name for name in os.listdir(folder) if not name.startswith(".nfs")]  # noqa: PTH208
+    if not all(name.isascii() and name.isdecimal() for name in names):
+        raise _ForeignError
+    return sorted(map(int, names))
+
+
+def _read_generation(folder: int, generation: int) -> bytes:
+    descriptor = os.open(str(generation), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        return os.read(descriptor, _LONGEST_FILE)
+    finally:
+        os.close(descriptor)
+
+
+def _highest(folder: int) -> _Found | None:
+    """Return the highest generation; None if there is none."""
+    generations = _generations(folder)
+    if not generations:
+        return None
+    text = _read_generation(folder, generations[-1])
+    if not text.startswith(_START) and not _START.startswith(text):
+        raise _ForeignError
+    return _Found(generations[-1], text)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open the directory itself, so that what is created in it is never created in a later one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- holding
+
+
+@dataclass(frozen=True)
+class Lock:
+    """Lock that a process holds. Its other ranks get a copy, to check that it still does."""
+
+    path: Path
+    generation: int
+    owner: Owner
+    what: str
+
+    def refuse_if_lost(self) -> None:
+        """Stop if the lock is gone or another process has taken it.
+
+        Raises:
+            ArtifactError: Names the process that took it.
+        """
+        loss = self.loss()
+        if loss is not None:
+            raise ArtifactError(
+                f"{self.what}: {loss}. This run stops, because two would damage each other's "
+                "files. Wait for the other one, or stop it, then run again."
+            )
+
+    def loss(self) -> str | None:
+        """Return how the lock was lost, to follow the name of what it protects; None if held.
+
+        A lock that is missing is looked for again, since network file systems show it late.
+        """
+        give_up = time.monotonic() + LATE_SECONDS
+        while True:
+            found = self._find()
+            owner = found.owner if found else None
+            if owner == self.owner:
+                return None
+            if owner is not None:
+                return f"it is being written by {owner}"
+            if time.monotonic() >= give_up:
+                return "it is being written by another process" if found else "its lock is gone"
+            time.sleep(_PAUSE_SECONDS)
+
+    def _find(self) -> _Found | None:
+        try:
+            with _opened(self.path) as folder:
+                return _highest(folder)
+        except (OSError, _ForeignError):
+            return None
+
+    def beat(self, number: int) -> None:
+        """Refresh the file of this generation, if it is there."""
+        descriptor = os.open(self.path / str(self.generation), os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            line, end, _ = os.pread(descriptor, _LONGEST_FILE, 0).partition(b"\n")
+            if _parse_owner(line) == self.owner:
+                os.pwrite(descriptor, b"beat %010d\n" % number, len(line + end))
+        finally:
+            os.close(descriptor)  # on NFS this writes to the server
+
+    def release(self) -> None:
+        """Remove the lock if it is this process's. A forked child has its parent's, and does not.
+
+        Only this process's file is removed, and a directory only when it is empty, so that a lock
+        that another process takes meanwhile stays.
+        """
+        found = self._find()
+        if os.getpid() != self.owner.process or found is None or found.owner != self.owner:
+            return
+        with contextlib.suppress(OSError):
+            (self.path / str(self.generation)).unlink()
+            self.path.rmdir()
+
+
+class _Heartbeat:
+    """Thread that refreshes a lock and notices that it is lost."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock, self._ended = lock, threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"lock {lock.path}", daemon=True)
+
+    def start(self) -> None:
+        # A signal that the thread received would reach the main thread even where that blocks it.
+        with held_back():
+            self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._ended.wait(BEAT_SECONDS):
+            number += 1
+            with contextlib.suppress(OSError):  # a full disk, say: the next one may succeed
+                self._lock.beat(number)
+            loss = self._lock.loss()
+            if loss is not None and not self._ended.is_set():
+                line = f"{self._lock.what}: {loss}. This run saves nothing more."
+                print(line, file=sys.stderr, flush=True)
+                return
+
+
+_HELD: dict[str, Lock] = {}
+"""Absolute path → lock that this process holds."""
+
+
+def held_lock(path: Path) -> Lock | None:
+    """Return the lock that this process holds at a path, or None."""
+    return _HELD.get(os.path.abspath(path))  # noqa: PTH100
+
+
+def refuse_if_lost(path: Path) -> None:
+    """Stop if this process held the lock at a path and lost it; where it held none, go on.
+
+    Raises:
+        ArtifactError: See :meth:`Lock.refuse_if_lost`.
+    """
+    lock = held_lock(path)
+    if lock is not None:
+        lock.refuse_if_lost()
+
+
+def is_lost(path: Path) -> bool:
+    """Return whether this process held the lock at a path and lost it."""
+    lock = held_lock(path)
+    return lock is not None and lock.loss() is not None
+
+
+@contextmanager
+def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
+    """Hold the lock ``path`` within the block; its parent folders are made.
+
+    Args:
+        path: Directory of the lock.
+        what: Name of the locked folder, for messages.
+        patience_seconds: Time to wait for a holder that may be about to end.
+
+    Raises:
+        ArtifactError: Another process holds the lock, or it cannot be made.
+    """
+    claim = _Claim(path, what=what, give_up=time.monotonic() + patience_seconds)
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = claim.wait()
+        except OSError as error:
+            raise ArtifactError(
+                f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or "
+                "choose another folder."
+            ) from error
+        heartbeat = _Heartbeat(lock)
+        heartbeat.start()
+        key = os.path.abspath(path)  # noqa: PTH100
+        _HELD[key] = lock
+        try:
+            yield lock
+        finally:
+            if os.getpid() == lock.owner.process:
+                _HELD.pop(key, None)
+                heartbeat.end()
+    finally:
+        with held_back():
+            if claim.lock is not None:
+                claim.lock.release()
+
+
+def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
+    """Hold the lock of an output, so that no other process makes it meanwhile."""
+    return exclusive(lock_path(out_dir), what=str(out_dir))
+
+
+# ---------------------------------------------------------------- claiming
+
+
+@dataclass
+class _Claim:
+    """Attempt of this process to get a lock."""
+
+    path: Path
+    what: str
+    give_up: float
+    """Value of ``time.monotonic()`` from which on a live holder is no longer waited for."""
+    lock: Lock | None = None
+    _owner: Owner = field(default_factory=Owner.new)
+    _seen: _Found | None = None
+    _unchanged_since: float = 0.0
+    _has_beaten: bool = False
+    _has_said: bool = False
+
+    def wait(self) -> Lock:
+        """Return the lock as soon as this process holds it.
+
+        Raises:
+            ArtifactError: Another process holds it, or something else lies there.
+        """
+        vanished = 0
+        while True:
+            try:
+                with held_back():  # a file that is created is signed, and then ours to remove
+                    self.lock = self._try()
+            except _ForeignError:
+                raise ArtifactError(
+                    f"{self.path} should be the lock of {self.what}, but it is another file. Move "
+                    "it away."
+                ) from None
+            except OSError as error:
+                vanished += 1
+                if error.errno not in _VANISHED or vanished * _PAUSE_SECONDS > LATE_SECONDS:
+                    raise
+            else:
+                vanished = 0
+            if self.lock is not None:
+                return self.lock
+            time.sleep(_PAUSE_SECONDS)
+
+    def _try(self) -> Lock | None:
+        """Return the lock if it is free or can be taken over; None to try again."""
+        is_new = self._make()
+        try:
+            with _opened(self.path) as folder:
+                found = _highest(folder)
+                reason = self._why_to_follow(found) if found else ""
+                return None if reason is None else self._follow(folder, found, reason)
+        except BaseException:
+            if is_new:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+            raise
+
+    def _make(self) -> bool:
+        """Make the directory; return whether it was not there."""
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            self._refuse_file()
+            return False
+        return True
+
+    def _refuse_file(self) -> None:
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:  # released just now
+            return
+        if stat.S_ISDIR(mode):
+            return
+        if not begins_with(self.path, _EARLIER_START):
+            raise _ForeignError
+        holder = self.path.read_text(encoding="utf-8", errors="replace").strip()
+        raise ArtifactError(
+            f"{self.path} is the lock of an earlier version of mmnmt ({holder}). If no run of that "
+            "version writes there any more, remove the file, then run again."
+        )
+
+    def _why_to_follow(self, found: _Found) -> str | None:
+        """Return why this process may take over from a holder, empty if nobody need know.
+
+        Return None if it is too early to tell.
+
+        Raises:
+            ArtifactError: The holder is alive, or a later attempt of this job.
+        """
+        now = time.monotonic()
+        self._watch(found, now)
+        owner, unchanged_seconds = found.owner, now - self._unchanged_since
+        if owner is None:  # being signed, or never
+            return "" if unchanged_seconds >= UNSIGNED_SECONDS else None
+        if owner.is_superseded_by(self._owner):
+            return "an earlier attempt of this job"
+        if self._owner.is_superseded_by(owner):
+            raise self._refusal(f"{owner}, a later attempt of this job")
+        if owner.is_here():
+            if not owner.is_running():
+                return ""
+            is_alive = True
+        else:
+            if unchanged_seconds >= STALE_SECONDS:
+                return f"which has shown no sign of life for {STALE_SECONDS:.0f} s"
+            is_alive = self._has_beaten
+            if not is_alive:
+                self._say_that_it_waits(owner)
+        if is_alive and now >= self.give_up:
+            raise self._refusal(str(owner))
+        return None
+
+    def _refusal(self, holder: str) -> ArtifactError:
+        return ArtifactError(
+            f"{self.what} is being written by {holder}. Wait for it or stop it, then run again."
+        )
+
+    def _watch(self, found: _Found, now: float) -> None:
+        """Note since when, on this machine's clock, the holder's file has been as it is."""
+        if found == self._seen:
+            return
+        before = self._seen
+        self._has_beaten = (
+            before is not None and before.owner is not None and before.owner == found.owner
+        )
+        self._seen, self._unchanged_since = found, now
+
+    def _say_that_it_waits(self, owner: Owner) -> None:
+        if not self._has_said:
+            self._has_said = True
+            print(
+                f"{self.what} may be in use by {owner}, on another machine: waiting up to "
+                f"{STALE_SECONDS:.0f} s for a sign of life.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _follow(self, folder: int, found: _Found | None, reason: str) -> Lock | None:
+        """Create the next generation; return the lock, or None if another process was faster."""
+        generation = found.generation + 1 if found else 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(str(generation), flags, 0o644, dir_fd=folder)
+        except FileExistsError:
+            return None
+        lock = Lock(self.path, generation, self._owner, self.what)
+        try:
+            self._sign(descriptor)
+            if not self._is_first(lock, folder, found):
+                self._withdraw(folder, generation)
+                return None
+        except BaseException:
+            self._withdraw(folder, generation)
+            raise
+        for lower in range(1, generation):
+            self._withdraw(folder, lower)
+        if reason and found:
+            line = f"{self.what}: taken over from {found.owner}, {reason}."
+            print(line, file=sys.stderr, flush=True)
+        return lock
+
+    def _sign(self, descriptor: int) -> None:
+        text = json.dumps(asdict(self._owner)).encode() + b"\nbeat %010d\n" % 0
+        try:
+            if os.write(descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        finally:
+            os.close(descriptor)
+
+    def _is_first(self, lock: Lock, folder: int, found: _Found | None) -> bool:
+        """Return whether the new generation is the highest, and at the path.
+
+        The one before must not have been signed meanwhile: its claimer may hold the lock then.
+        """
+        seen = lock._find()
+        if seen is None or seen.owner != self._owner:
+            return False
+        if found is None:
+            return True
+        try:
+            before = _Found(found.generation, _read_generation(folder, found.generation))
+        except FileNotFoundError:
+            return True
+        return before.owner == found.owner
+
+    def _withdraw(self, folder: int, generation: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(str(generation), dir_fd=folder)

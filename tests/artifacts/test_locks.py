@@ -1,0 +1,567 @@
+"""Locks: one holder at a time, whatever the file system, and none that was given up writes on."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.folder_listing import names_in
+from support.lock_holders import elsewhere, leave
+
+from pipeline.artifacts import locks
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.locks import ATTEMPT_VARIABLE, Lock, Owner, exclusive, sole_writer
+from pipeline.artifacts.places import lock_path, make_working, unfinished_dir
+from pipeline.errors import ArtifactError
+
+HOUR = 3600.0
+NEVER = 1e9
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lock"
+
+
+def refuse(path: Path, match: str, **options: Any) -> None:
+    with pytest.raises(ArtifactError, match=match), exclusive(path, what="x", **options):
+        pytest.fail("it was taken")
+
+
+@contextmanager
+def child(action: Callable[[], object]) -> Iterator[int]:
+    """A forked process that ends after the action; it is killed at the end, and reaped."""
+    process = os.fork()
+    if process == 0:
+        try:
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    try:
+        yield process
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+@contextmanager
+def holder_process(path: Path) -> Iterator[int]:
+    """A process that holds the lock until it is killed."""
+    reading, writing = os.pipe()
+
+    def hold() -> None:
+        with exclusive(path, what="x"):
+            os.write(writing, b"held")
+            signal.pause()
+
+    with child(hold) as process:
+        assert os.read(reading, 4) == b"held"
+        os.close(reading)
+        os.close(writing)
+        yield process
+
+
+# ---------------------------------------------------------------- file systems
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_lock_files_makes_no_difference(
+    path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for name in ("flock", "lockf"):
+        monkeypatch.setattr(fcntl, name, fail)
+    with exclusive(path, what="x"):
+        refuse(path, f"x is being written by process {os.getpid()} on ")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["mkdir", "open", "write"])
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room"),
+        (errno.EROFS, "mount that disk for writing"),
+        (errno.EACCES, "see to it that it can be"),
+    ],
+)
+def test_a_lock_that_cannot_be_made_is_one_sentence_and_leaves_nothing(
+    path: Path, name: str, number: int, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(os, name)
+
+    def fail(first: Any, *rest: Any, **options: Any) -> Any:
+        creates = name != "open" or (rest[0] & os.O_CREAT and options.get("dir_fd") is not None)
+        if creates and (name != "write" or b'"process"' in rest[0]):
+            raise OSError(number, os.strerror(number), str(first))
+        return original(first, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fail)
+        refuse(path, rf"x cannot be written \({os.strerror(number)}\): {fix}, or choose another")
+    assert not path.exists()
+    with exclusive(path, what="x"):
+        pass
+
+
+def test_a_file_that_is_written_in_part_is_no_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda number, text: original(number, text[:10]))
+        refuse(path, "No space left on device")
+    assert not path.exists()
+
+
+def test_a_lock_that_a_network_file_system_shows_late_is_not_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with exclusive(path, what="x") as lock:
+        hidden = path.rename(path.with_name("hidden"))
+        waited: list[float] = []
+
+        def show_at_last(seconds: float) -> None:
+            waited.append(seconds)
+            if len(waited) == 3:
+                hidden.rename(path)
+
+        monkeypatch.setattr(time, "sleep", show_at_last)
+        lock.refuse_if_lost()
+        assert len(waited) == 3
+
+
+def test_a_lock_that_is_removed_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "LATE_SECONDS", 0.2)
+    with exclusive(path, what="x") as lock:
+        (path / "1").unlink()
+        path.rmdir()
+        with pytest.raises(ArtifactError, match=r"x: its lock is gone\. This run stops, because"):
+            lock.refuse_if_lost()
+        with exclusive(path, what="x") as other:
+            with pytest.raises(ArtifactError, match=f"written by process .*{other.owner.token}"):
+                lock.refuse_if_lost()
+            lock.release()
+            other.refuse_if_lost()
+
+
+def test_files_that_nfs_keeps_of_removed_ones_are_not_in_the_way(path: Path) -> None:
+    path.mkdir()
+    (path / ".nfs0000000000000001").touch()
+    with exclusive(path, what="x") as lock:
+        lock.refuse_if_lost()
+    assert names_in(path) == [".nfs0000000000000001"]
+    with exclusive(path, what="x"):
+        refuse(path, "is being written")
+
+
+@pytest.mark.parametrize("text", ["process 12 on host since 2026-01-01 (run abcd)", "process 12 "])
+def test_the_lock_file_of_an_earlier_version_is_named_and_kept(path: Path, text: str) -> None:
+    path.write_text(text)
+    refuse(path, r"is the lock of an earlier version of mmnmt \(process 12.* remove the file, then")
+    assert path.read_text() == text
+
+
+# ---------------------------------------------------------------- on this machine
+
+
+def test_a_holder_that_is_killed_does_not_delay_the_next(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("STALE_SECONDS", "UNSIGNED_SECONDS"):
+        monkeypatch.setattr(locks, name, NEVER)
+    with holder_process(path) as process:
+        refuse(path, f"process {process} on {socket.gethostname()} since ")
+    with exclusive(path, what="x") as lock:
+        assert (lock.generation, names_in(path)) == (2, ["2"])
+    assert not path.exists()
+
+
+def test_a_killed_holder_that_nobody_has_waited_for_yet_has_ended(path: Path) -> None:
+    with holder_process(path) as process:
+        os.kill(process, signal.SIGKILL)
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        with exclusive(path, what="x") as lock:
+            assert lock.generation == 2
+
+
+def test_a_process_with_the_number_of_the_holder_is_not_the_holder(path: Path) -> None:
+    leave(path, replace(Owner.new(), started="1"))
+    with exclusive(path, what="x") as lock:
+        assert lock.generation == 2
+
+
+def test_a_stopped_holder_keeps_its_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
+    with holder_process(path) as process:
+        os.kill(process, signal.SIGSTOP)
+        os.waitpid(process, os.WUNTRACED)
+        refuse(path, f"is being written by process {process} ", patience_seconds=0.5)
+
+
+def test_a_forked_child_does_not_release_its_parents_lock(path: Path) -> None:
+    with ExitStack() as stack:
+        lock = stack.enter_context(exclusive(path, what="x"))
+        with child(stack.close) as process:
+            ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            assert ended.si_status == 0
+        lock.refuse_if_lost()
+        refuse(path, f"is being written by process {os.getpid()} ")
+    assert not path.exists()
+
+
+def test_the_heartbeat_refreshes_the_holders_file_and_receives_no_signal(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "BEAT_SECONDS", 0.01)
+    with exclusive(path, what="x") as lock:
+        first = (path / "1").read_bytes()
+        deadline = time.monotonic() + 60
+        while (path / "1").read_bytes() == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        lock.refuse_if_lost()
+        (thread,) = (one for one in threading.enumerate() if one.name == f"lock {path}")
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        blocked = int(next(line for line in status.splitlines() if "SigBlk" in line).split()[1], 16)
+        assert all(blocked >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+    assert not thread.is_alive()
+
+
+def test_the_heartbeat_notices_that_the_lock_is_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "BEAT_SECONDS", 0.01)
+    with exclusive(path, what="x"):
+        (thread,) = (one for one in threading.enumerate() if one.name == f"lock {path}")
+        leave(path, elsewhere(), generation=2)
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert "x: it is being written by process 1 on node7" in capfd.readouterr().err
+    assert names_in(path) == ["1", "2"], "the other's lock stays"
+
+
+ATOMS = ("mkdir", "open", "write", "close", "unlink", "rmdir", "listdir")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_of_claiming_taking_over_and_releasing_the_next_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "UNSIGNED_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "_PAUSE_SECONDS", 0.01)
+    path, ended_codes = tmp_path / "lock", []
+    for moment in count():
+        leave(path, replace(Owner.new(), started="1"))
+
+        def claim(left: Iterator[int]) -> None:
+            for name in ATOMS:
+                monkeypatch.setattr(os, name, _ending(getattr(os, name), left))
+            with exclusive(path, what="x"):
+                pass
+
+        process = os.fork()
+        if process == 0:
+            try:
+                claim(count(moment, -1))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        ended_codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        with exclusive(path, what="x") as lock:
+            lock.refuse_if_lost()
+        assert names_in(tmp_path) == []
+        if ended_codes[-1] == 0:
+            break
+    assert set(ended_codes[:-1]) == {9}
+    assert len(ended_codes) > 15
+
+
+def _ending(original: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(left) == 0:
+            os._exit(9)
+        return original(*arguments, **options)
+
+    return call
+
+
+# ---------------------------------------------------------------- many at once
+
+BEFORE = ("nothing", "empty", "killed", "unsigned", "earlier attempt", "silent elsewhere")
+"""What may lie there when processes claim a lock at once."""
+
+
+def prepare(path: Path, before: str) -> None:
+    match before:
+        case "empty":
+            path.mkdir()
+        case "killed":
+            leave(path, replace(Owner.new(), started="1"), generation=3)
+        case "unsigned":
+            path.mkdir()
+            (path / "2").touch()
+        case "earlier attempt":
+            leave(path, elsewhere(attempt="7.0"))
+        case "silent elsewhere":
+            leave(path, elsewhere())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 8])
+@pytest.mark.parametrize("before", BEFORE)
+def test_of_processes_that_claim_at_once_exactly_one_wins(
+    tmp_path: Path, processes: int, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = 40 if processes == 2 else 15
+    monkeypatch.setattr(locks, "UNSIGNED_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.05)
+    monkeypatch.setattr(locks, "_PAUSE_SECONDS", 0.005)
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "7.1" if before == "earlier attempt" else "")
+    context = get_context("fork")
+    gate = context.Barrier(processes, timeout=60)
+    wins = context.Array("i", rounds)
+    for number in range(rounds):
+        prepare(tmp_path / str(number), before)
+
+    def claim_every_round() -> None:
+        for number in range(rounds):
+            gate.wait()
+            try:
+                with exclusive(tmp_path / str(number), what="x") as lock:
+                    with wins.get_lock():
+                        wins[number] += 1
+                    gate.wait()  # all have tried
+                    lock.refuse_if_lost()
+                    gate.wait()
+            except ArtifactError:
+                gate.wait()
+                gate.wait()
+
+    workers = [context.Process(target=claim_every_round) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    assert [worker.exitcode for worker in workers] == [0] * processes
+    assert [wins[number] for number in range(rounds)] == [1] * rounds
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_processes_that_come_and_go_and_are_killed_never_hold_the_lock_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log of entries and exits: whoever enters finds that the one before has left or died."""
+    monkeypatch.setattr(locks, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(locks, "STALE_SECONDS", NEVER)
+    path, log = tmp_path / "lock", tmp_path / "log"
+    log.touch()
+    turns = 40
+
+    def note(text: str) -> None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.write(descriptor, f"{text} {os.getpid()}\n".encode())
+        os.close(descriptor)
+
+    def come_and_go() -> None:
+        for turn in range(turns):
+            with exclusive(path, what="x", patience_seconds=60) as lock:
+                note("enters")
+                time.sleep(0.0005)
+                lock.refuse_if_lost()
+                if turn == turns // 2 and os.getpid() % 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                note("leaves")
+
+    context = get_context("fork")
+    workers = [context.Process(target=come_and_go) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    killed = {worker.pid for worker in workers if worker.exitcode == -signal.SIGKILL}
+    assert {worker.exitcode for worker in workers} <= {0, -signal.SIGKILL}
+    inside: int | None = None
+    entered = 0
+    for line in log.read_text().splitlines():
+        what, process = line.split()
+        if what == "enters":
+            assert inside is None or inside in killed
+            inside, entered = int(process), entered + 1
+        else:
+            assert inside == int(process)
+            inside = None
+    assert entered == (8 - len(killed)) * turns + len(killed) * (turns // 2 + 1)
+
+
+# ---------------------------------------------------------------- on another machine
+
+
+@pytest.mark.parametrize("skew", [-5 * HOUR, 0.0, 5 * HOUR])
+def test_a_holder_elsewhere_that_shows_no_sign_of_life_is_followed_whatever_its_clock_says(
+    path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.3)
+    file = leave(path, elsewhere())
+    os.utime(file, (time.time() + skew, time.time() + skew))
+    asked: list[float] = []
+    original = time.sleep
+
+    def sleep(seconds: float) -> None:
+        asked.append(seconds)
+        original(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with exclusive(path, what="x") as lock:
+        assert (lock.generation, names_in(path)) == (2, ["2"])
+        assert asked, "it was taken without waiting"
+    waits, taken = capfd.readouterr().err.splitlines()
+    assert waits.startswith("x may be in use by process 1 on node7")
+    assert "waiting up to" in waits
+    assert taken.startswith("x: taken over from process 1 on node7")
+
+
+@pytest.mark.parametrize("skew", [-5 * HOUR, 5 * HOUR])
+def test_a_holder_elsewhere_is_refused_as_soon_as_its_file_changes(
+    path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "STALE_SECONDS", 30.0)
+    owner, ended = elsewhere(), threading.Event()
+    file = leave(path, owner)
+    lock = Lock(path, 1, owner, "x")
+
+    def refresh() -> None:
+        for number in count(1):
+            if ended.wait(0.05):
+                return
+            lock.beat(number)
+            os.utime(file, (time.time() + skew, time.time() + skew))
+
+    thread = threading.Thread(target=refresh)
+    thread.start()
+    try:
+        refuse(path, "x is being written by process 1 on node7 ")
+    finally:
+        ended.set()
+        thread.join()
+    assert capfd.readouterr().err.count("waiting up to") == 1
+    assert names_in(path) == ["1"]
+
+
+def test_a_holder_elsewhere_that_wakes_up_after_it_was_followed_has_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
+    owner = elsewhere()
+    leave(path, owner)
+    sleeper = Lock(path, 1, owner, "x")
+    with exclusive(path, what="x") as lock:
+        with pytest.raises(FileNotFoundError):
+            sleeper.beat(1)
+        with pytest.raises(ArtifactError, match=f"written by process {os.getpid()} on "):
+            sleeper.refuse_if_lost()
+        sleeper.release()
+        lock.refuse_if_lost()
+
+
+# ---------------------------------------------------------------- attempts of a job
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_later_attempt_of_the_same_job_follows_a_live_one_at_once(
+    path: Path,
+    is_elsewhere: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(locks, "STALE_SECONDS", NEVER)
+    here = replace(Owner.new(), attempt="1234_5.9")
+    leave(path, elsewhere(attempt="1234_5.9") if is_elsewhere else here)
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "1234_5.10")
+    with exclusive(path, what="x") as lock:
+        assert lock.generation == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("x: taken over from process ")
+    assert "attempt 1234_5.9)" in line
+
+
+@pytest.mark.parametrize("attempt", ["", "1234.0", "1234.1", "123.2", "1234", ".2", "1234.x"])
+def test_no_other_attempt_follows_a_live_one(
+    path: Path, attempt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(path, replace(Owner.new(), attempt="1234.1"))
+    monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
+    refuse(path, r"is being written by process .*attempt 1234\.1\)")
+
+
+def test_an_earlier_attempt_is_refused_at_once_by_a_later_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(path, elsewhere(attempt="7.2"))
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "7.1")
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    refuse(path, "a later attempt of this job")
+
+
+# ---------------------------------------------------------------- what the loser does
+
+
+def test_who_has_lost_the_lock_publishes_nothing_and_leaves_the_others_working_folder(
+    tmp_path: Path,
+) -> None:
+    out_dir = tmp_path / "corpus"
+    working = unfinished_dir(out_dir)
+    with (
+        sole_writer(out_dir),
+        pytest.raises(ArtifactError, match="it is being written by process 1 on node7"),
+        new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer,
+    ):
+        writer.path("mine").write_text("mine")
+        leave(lock_path(out_dir), elsewhere(), generation=2)
+        make_working(working)
+        (working / "others").write_text("others")
+    assert not out_dir.exists()
+    assert (working / "others").read_text() == "others"
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), OSError(errno.ENOSPC, "full")])
+def test_who_fails_after_the_loss_leaves_the_others_working_folder_too(
+    tmp_path: Path, error: Exception
+) -> None:
+    out_dir = tmp_path / "corpus"
+    with (
+        sole_writer(out_dir),
+        pytest.raises((KeyError, ArtifactError)),
+        new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}),
+    ):
+        leave(lock_path(out_dir), elsewhere(), generation=2)
+        raise error
+    assert unfinished_dir(out_dir).exists()
+
+
+def test_an_artifact_appears_under_the_lock_of_its_maker(tmp_path: Path) -> None:
+    out_dir = tmp_path / "corpus"
+    with (
+        sole_writer(out_dir),
+        new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer,
+    ):
+        writer.path("mine").write_text("mine")
+    assert open_artifact(out_dir, kind="corpus").names() == ["mine"]
+    assert names_in(tmp_path) == ["corpus"]
