@@ -272,11 +272,12 @@ class Lock:
         Only this process's file is removed, and a directory only when it is empty, so that a lock
         that another process takes meanwhile stays.
         """
-        found = self._find()
-        if os.getpid() != self.owner.process or found is None or found.owner != self.owner:
+        if os.getpid() != self.owner.process:
             return
+        found = self._find()
         with contextlib.suppress(OSError):
-            (self.path / str(self.generation)).unlink()
+            if found is not None and found.owner == self.owner:
+                (self.path / str(self.generation)).unlink()
             self.path.rmdir()
 
 
@@ -368,9 +369,11 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
                 _HELD.pop(key, None)
                 heartbeat.end()
     finally:
-        with held_back():
-            if claim.lock is not None:
-                claim.lock.release()
+        try:
+            claim.release()
+        except BaseException:  # a signal that arrives here
+            claim.release()
+            raise
 
 
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
@@ -421,6 +424,11 @@ class _Claim:
             if self.lock is not None:
                 return self.lock
             time.sleep(_PAUSE_SECONDS)
+
+    def release(self) -> None:
+        """Release the lock if this process got it."""
+        if self.lock is not None:
+            self.lock.release()
 
     def _try(self) -> Lock | None:
         """Return the lock if it is free or can be taken over; None to try again."""
