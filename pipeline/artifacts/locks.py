@@ -36,7 +36,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.artifacts.places import begins_with, lock_path
-from pipeline.distributed.signals import held_back
+from pipeline.distributed.signals import deferred, held_back
 from pipeline.errors import ArtifactError, to_write
 
 ATTEMPT_VARIABLE = "MMNMT_ATTEMPT"
@@ -408,7 +408,7 @@ class _Claim:
         vanished = 0
         while True:
             try:
-                with held_back():  # a file that is created is signed, and then ours to remove
+                with deferred():  # a file that is created is signed, and then ours to remove
                     self.lock = self._try()
             except _ForeignError:
                 raise ArtifactError(

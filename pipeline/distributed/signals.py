@@ -6,6 +6,7 @@ launcher passes the signal on to its children (``handled_by`` with a handler of 
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -72,6 +73,25 @@ def held_back(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let signals to stop wait until the end of the block.
+
+    Blocking them is not enough in a process with other threads: the kernel gives a signal to any
+    thread that does not block it, and Python then handles it in the main thread all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run elsewhere
+        return
+    received: list[signal.Signals] = []
+    try:
+        with handled_by(received.append):
+            yield
+    finally:
+        for number in received:
+            signal.raise_signal(number)
 
 
 def ctrl_c_held_back() -> AbstractContextManager[None]:

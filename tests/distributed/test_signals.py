@@ -2,10 +2,11 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
-from pipeline.distributed.signals import StopFlag, handled_by, interruptible
+from pipeline.distributed.signals import StopFlag, deferred, handled_by, interruptible
 from pipeline.errors import Interrupted
 
 
@@ -55,3 +56,26 @@ def test_within_another_a_handler_has_the_signals_to_itself() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
     assert told == ["inner SIGUSR1", "outer SIGTERM"]
+
+
+def test_a_signal_that_another_thread_receives_waits_for_the_end_of_the_block() -> None:
+    ended, is_done = threading.Event(), False
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing)
+    try:
+        with pytest.raises(KeyboardInterrupt), deferred():
+            assert other.ident is not None
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            assert os.read(reading, 1) == bytes([signal.SIGINT]), "it has arrived"
+            is_done = True
+    finally:
+        signal.set_wakeup_fd(before)
+        ended.set()
+        other.join()
+        os.close(reading)
+        os.close(writing)
+    assert is_done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
