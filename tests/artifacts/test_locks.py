@@ -293,6 +293,34 @@ def test_killed_at_any_moment_of_claiming_taking_over_and_releasing_the_next_one
     assert len(ended_codes) > 15
 
 
+def test_ctrl_c_at_any_moment_leaves_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for moment in count():
+        left = count(moment, -1)
+        with monkeypatch.context() as patch:
+            for name in ATOMS:
+                patch.setattr(os, name, _interrupted(getattr(os, name), left))
+            try:
+                with exclusive(path, what="x"):
+                    pass
+            except KeyboardInterrupt:
+                is_interrupted = True
+            else:
+                is_interrupted = False
+        assert not path.exists()
+        if not is_interrupted:
+            break
+    assert moment > 15
+
+
+def _interrupted(original: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments, **options)
+
+    return call
+
+
 def _ending(original: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         if next(left) == 0:
