@@ -418,6 +418,11 @@ def _recorded_digests(out_dir: Path, key: str) -> dict[str, str]:
     return {name: records[name].digest for name in names} or {key: ""}
 
 
+def default_dir(plan: Plan) -> Path:
+    """Return the directory of a plan's stages where none is named."""
+    return Path("runs") / plan.name
+
+
 def place_plan(
     plan: Plan,
     *,
@@ -451,7 +456,7 @@ def place_plan(
         raise ConfigError(
             f"Plan {plan.name!r} has no input {unknown[0]!r}{hint(unknown[0], [*plan.inputs])}"
         )
-    place = out_dir or Path("runs") / plan.name
+    place = out_dir or default_dir(plan)
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
     laid_over: dict[str, Any] = {}
