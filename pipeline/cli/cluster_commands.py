@@ -11,7 +11,8 @@ from pipeline.cli.plan_commands import (
     placed_plan,
     plan_dir,
 )
-from pipeline.jobs.plan import MAX_PROCESSES, Task, load_plan, place_plan
+from pipeline.jobs.launch import MAX_PROCESSES
+from pipeline.jobs.plan import Task, load_plan, place_plan
 from pipeline.jobs.scheduler import Scheduler
 from pipeline.jobs.site import Allocation, load_site
 from pipeline.jobs.submission import cancel_jobs, last_log, show_commands, submit_plan

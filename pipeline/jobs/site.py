@@ -132,15 +132,10 @@ def seconds_of(time: str | None) -> int | None:
     found = _TIME.fullmatch(time.strip())
     if found is None:
         raise ConfigError(f"{shown(time)!r} is no time limit. Write for example 24:00:00.")
-    first, *others = (int(part) for part in found.groups()[1:] if part is not None)
-    if found[1] is not None:  # days, then hours, minutes and seconds
-        units = (3600, 60, 1)
-    else:
-        units = ((60, 1), (60, 1), (3600, 60, 1))[len(others)]
-    parts = (first, *others)
-    return int(found[1] or 0) * 86400 + sum(
-        part * unit for part, unit in zip(parts, units, strict=False)
-    )
+    parts = [int(part) for part in found.groups()[1:] if part is not None]
+    units = [3600, 60, 1] if found[1] or len(parts) == 3 else [60, 1]
+    clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(found[1] or 0) * 86400 + clock
 
 
 # ---------------------------------------------------------------- what a stage asks for

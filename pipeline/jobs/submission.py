@@ -208,7 +208,7 @@ class _Plan:
         """
         record = self.record.stages[task.name]
         same_work = record.work == work_digest(task) and not is_renewed
-        if same_work and (job.runs or record.command == command_digest(request)):
+        if same_work and (job.runs or record.command == command_digest(task, request)):
             return True
         if job.runs and task.stage.trains and task.name not in self._rebuild:
             raise ArtifactError(
@@ -258,11 +258,16 @@ def work_digest(task: Task) -> str:
     )
 
 
-def command_digest(request: Request) -> str:
-    """Return the digest of everything that a job is submitted with."""
-    arguments = tuple(one for one in request.arguments if one not in _REPLACES)
+def command_digest(task: Task, request: Request) -> str:
+    """Return the digest of everything that a job is submitted with, and of all its settings.
+
+    ``--set`` may change settings that the stage does not read; its effect is in the settings.
+    """
+    arguments = tuple(
+        one for one in request.arguments if one not in _REPLACES and not one.startswith("--set=")
+    )
     plain = replace(request, arguments=arguments, after_done=(), after_end=())
-    return json_digest([plain.command(), dict(request.environment)])
+    return json_digest([plain.command(), dict(request.environment), dict(task.config)])
 
 
 def _environment(site: Site, allocation: Allocation) -> dict[str, str]:
@@ -453,7 +458,7 @@ def _noted(task: Task, request: Request) -> JobRecord:
     return JobRecord(
         token=request.token,
         work=work_digest(task),
-        command=command_digest(request),
+        command=command_digest(task, request),
         submitted=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

@@ -344,7 +344,7 @@ def test_status_joins_artifacts_jobs_and_verdicts(slurm: FakeSlurm, tmp_path: Pa
     slurm.become(job, "RUNNING", restarts=1, reason="None")
     found = status(placed)
     assert found["clean"].startswith(f"clean running {job}.1 2026-11-23T11:00:00")
-    assert found["clean ended"].endswith("preempted on node1 (update 1,200)")
+    assert found[f"clean {job}.0"].endswith("preempted on node1 (update 1,200)")
     end(tmp_path / "run" / "clean", f"{job}.1", "failed", "rank 3 on node2: no memory")
     slurm.become(job, "FAILED", restarts=1, reason="NonZeroExitCode")
     assert "rank 3 on node2: no memory; its log is in" in status(placed)["clean"]

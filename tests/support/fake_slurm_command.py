@@ -21,10 +21,11 @@ def main() -> int:
     match NAME:
         case "sbatch":
             return submit(state)
-        case "scontrol" if (job := jobs.get(ARGUMENTS[-1])) is None:
+        case "scontrol" if ARGUMENTS[-1] not in jobs:
             print("slurm_load_jobs error: Invalid job id specified", file=sys.stderr)
             return 1
         case "scontrol":
+            job = jobs[ARGUMENTS[-1]]
             print(
                 f"JobId={ARGUMENTS[-1]} JobName={job['name']} UserId=me(0) Priority=1 "
                 f"JobState={job['state']} Reason={job['reason']} Dependency=(null) Requeue=1 "
