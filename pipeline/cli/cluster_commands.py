@@ -1,6 +1,7 @@
 """Run plans on a cluster: ``mmnmt submit``, ``mmnmt cancel`` and ``mmnmt logs``."""
 
 import argparse
+import re
 from pathlib import Path
 
 from pipeline.cli.parser import Command, whole_number
@@ -11,7 +12,7 @@ from pipeline.cli.plan_commands import (
     placed_plan,
     plan_dir,
 )
-from pipeline.jobs.launch import MAX_PROCESSES
+from pipeline.cli.recipe_commands import MAX_RANKS
 from pipeline.jobs.plan import Task, load_plan, place_plan
 from pipeline.jobs.scheduler import Scheduler
 from pipeline.jobs.site import Allocation, load_site
@@ -47,10 +48,11 @@ def _cancel(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
+    of_rank = re.compile("" if options.rank is None else rf"\s*0*{options.rank}: ")
     path = last_log(place_plan(load_plan(options.plan), out_dir=options.out), options.stage)
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if options.rank is None or line.lstrip().startswith(f"{options.rank}: "):
+            if of_rank.match(line):  # as srun labels it
                 print(line, end="")
     return 0
 
@@ -78,7 +80,7 @@ def _add_logs_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", metavar="STAGE", help="stage whose newest job's log to print")
     parser.add_argument(
         "--rank",
-        type=whole_number(MAX_PROCESSES),
+        type=whole_number(MAX_RANKS, least=0),
         metavar="K",
         help="print the lines of this rank alone",
     )

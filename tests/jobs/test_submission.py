@@ -427,8 +427,10 @@ def test_the_commands_submit_show_print_logs_and_cancel(
     assert code == 2
     assert "its job has not started" in said
     log = folder / "clean.logs" / f"{slurm.ids()['clean']}.log"
-    log.write_text("mmnmt clean: job\n", encoding="utf-8")
-    assert run("logs", "plan.toml", "clean") == (0, "mmnmt clean: job\n")
+    text = "mmnmt clean: job\n00: first\n10: tenth\n01: second: 0: not of rank 0\n"
+    log.write_text(text, encoding="utf-8")
+    assert run("logs", "plan.toml", "clean") == (0, text)
+    assert run("logs", "plan.toml", "clean", "--rank", "0") == (0, "00: first\n")
     code, said = run("cancel", "plan.toml", "clean")
     assert said == f"clean: canceled job {slurm.ids()['clean']}\n"
     assert list(slurm.live()) == ["corpus"]
