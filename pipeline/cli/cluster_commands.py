@@ -43,7 +43,7 @@ def _refuse_unfit(task: Task, allocation: Allocation) -> None:
 
 def _cancel(options: argparse.Namespace) -> int:
     placed = place_plan(load_plan(options.plan), out_dir=options.out)
-    cancel_jobs(placed, options.stages)
+    cancel_jobs(placed, options.only)
     return 0
 
 
@@ -71,7 +71,11 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
 def _add_cancel_options(parser: argparse.ArgumentParser) -> None:
     add_place_options(parser)
     parser.add_argument(
-        "stages", nargs="*", metavar="STAGE", help="cancel the jobs of these stages alone"
+        "--only",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="cancel the job of STAGE alone (repeatable)",
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
 from pipeline.errors import ArtifactError, SchedulerError
-from pipeline.jobs.attempts import Verdict, job_of, verdicts
+from pipeline.jobs.attempts import Verdict, job_of, latest_verdict, verdicts
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.jobs.runner import status_rows
 from pipeline.jobs.scheduler import Job, Scheduler
@@ -93,8 +93,8 @@ def _next_step(task: Task) -> str:
 
 def _last_cause(task: Task, noted: JobRecord) -> str:
     """Return the cause by which the newest job ended; empty if it left none."""
-    ended = [one for one in verdicts(task.out_dir) if job_of(one.attempt) == noted.id]
-    return ended[-1].cause if ended else ""
+    last = latest_verdict(task.out_dir)
+    return last.cause if last is not None and job_of(last.attempt) == noted.id else ""
 
 
 def _ended(task: Task, job: Job | None) -> list[Verdict]:

@@ -387,7 +387,7 @@ def cancel_jobs(
     """
     scheduler = scheduler or Scheduler()
     for name in stages:
-        placed.require_stage(name, "STAGE")
+        placed.require_stage(name, "--only")
     record = read_jobs(placed.out_dir)
     live = live_jobs(record, scheduler=scheduler) if record else {}
     found = {name: job for name, job in live.items() if not stages or name in stages}

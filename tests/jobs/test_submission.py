@@ -456,7 +456,7 @@ def test_the_commands_submit_show_print_logs_and_cancel(
     log.write_text(text, encoding="utf-8")
     assert run("logs", "plan.toml", "clean") == (0, text)
     assert run("logs", "plan.toml", "clean", "--rank", "0") == (0, "00: first\n")
-    code, said = run("cancel", "plan.toml", "clean")
+    code, said = run("cancel", "plan.toml", "--only", "clean")
     assert said == f"clean: canceled job {slurm.ids()['clean']}\n"
     assert list(slurm.live()) == ["corpus"]
 
