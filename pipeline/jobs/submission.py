@@ -119,7 +119,7 @@ def log_dir(out_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to one stage."""
+    """Decision about one stage: skip it, keep its job, or submit a new one."""
 
     task: Task
     reason: str | None
