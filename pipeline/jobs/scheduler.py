@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.errors import SchedulerError
@@ -66,7 +67,7 @@ class Job:
     """SLURM's word for why it waits or ended; empty for none."""
     restarts: int = 0
     since: str = ""
-    """Local time at which it entered its state: submitted, started or ended."""
+    """UTC at which it entered its state: submitted, started or ended; empty if unknown."""
 
     @property
     def is_live(self) -> bool:
@@ -212,7 +213,7 @@ class Scheduler:
             return None
         state, _, end = lines[-1].partition("|")
         restarts = len(lines) - 1  # -D lists every start
-        return Job(job_id, re.sub(r"\W.*", "", state), restarts=restarts, since=end)
+        return Job(job_id, re.sub(r"\W.*", "", state), restarts=restarts, since=_utc(end))
 
     def find(self, token: str) -> str | None:
         """Return the id of this user's live job with a comment; None if there is none.
@@ -304,14 +305,21 @@ def _parsed(job_id: str, text: str) -> Job | None:
         return None
     state, reason = fields["JobState"], fields.get("Reason", "")
     entered = "SubmitTime" if state == "PENDING" else "StartTime" if state in _RUNS else "EndTime"
-    since = fields.get(entered, "")
     return Job(
         id=job_id,
         state=state,
         reason="" if reason == "None" else reason,
         restarts=int(fields.get("Restarts", "0") or 0),
-        since=since if since[:1].isdecimal() else "",
+        since=_utc(fields.get(entered, "")),
     )
+
+
+def _utc(local: str) -> str:
+    """Return a time of the cluster, which SLURM prints without its zone, in UTC."""
+    try:
+        return datetime.fromisoformat(local).astimezone(UTC).isoformat(timespec="seconds")
+    except ValueError:  # "Unknown", "N/A"
+        return ""
 
 
 def _said(answer: subprocess.CompletedProcess[str]) -> str:
