@@ -236,7 +236,7 @@ def test_a_preempted_stage_waits_says_so_and_ends_as_if_nothing_had_happened(
     job = cluster.command(*urgent, "--wrap=sleep 5")
     plan.wait(lambda: cluster.fields(plan.jobs()["dense"])["JobState"] == "PENDING")
     assert plan.row("dense").startswith(f"dense waiting {plan.jobs()['dense']}.1")
-    assert "preemption" in plan.mmnmt("status")
+    assert "preempted" in plan.mmnmt("status")
     assert set(plan.ends().values()) == {"COMPLETED"}, plan.log()
     assert cluster.end(job) == "COMPLETED"
     first, last = verdicts(plan.out / "dense")

@@ -221,6 +221,21 @@ def test_a_job_that_slurm_has_forgotten_is_not_taken_for_done(slurm: FakeSlurm, 
     assert slurm.ids()["nearest"] in slurm.live().values()
 
 
+def test_accounting_tells_how_a_job_ended_that_slurm_has_forgotten(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    (slurm.bin / "sacct").write_text(
+        "#!/bin/sh\necho 'PREEMPTED|2026-11-23T12:00:00'\necho 'TIMEOUT|2026-11-23T13:00:00'\n",
+        encoding="utf-8",
+    )
+    (slurm.bin / "sacct").chmod(0o755)
+    job = slurm.ids()["corpus"]
+    slurm.forget(job)
+    assert status(graph(out))["corpus"].startswith(f"corpus failed {job}.1 2026-11-23T")
+    assert "SLURM ended it as TIMEOUT" in status(graph(out))["corpus"]
+
+
 def test_another_setting_resubmits_the_stage_and_what_follows_it(
     slurm: FakeSlurm, out: Path
 ) -> None:
