@@ -274,7 +274,8 @@ def test_a_node_whose_daemon_dies_and_returns_leaves_the_stage_its_result(
 ) -> None:
     plan = Plan(cluster, "daemon")
     plan.take_data(done)
-    plan.submit("--until=dense", mischief={**SLOW, "restarts": [0]})
+    # SLURM gives a node up after 10 to 20 seconds of silence.
+    plan.submit("--until=dense", mischief={"at": "every update", "do": 8, "restarts": [0]})
     plan.wait(lambda: plan.updates("dense") >= 2)
     job = plan.jobs()["dense"]
     host = cluster.fields(job)["BatchHost"]
