@@ -222,7 +222,7 @@ class _Plan:
         allocation = allocate(task, self.site)
         return Request(
             name=f"mmnmt-{task.name}",
-            token=f"mmnmt-{json_digest([str(task.out_dir), work_digest(task)])[:16]}",
+            token="",  # follows from the job that it takes the place of
             allocation=allocation,
             arguments=(*arguments, *(_REPLACES if replaces else ())),
             log=log_dir(task.out_dir) / "%j.log",
@@ -266,7 +266,7 @@ def command_digest(task: Task, request: Request) -> str:
     arguments = tuple(
         one for one in request.arguments if one not in _REPLACES and not one.startswith("--set=")
     )
-    plain = replace(request, arguments=arguments, after_done=(), after_end=())
+    plain = replace(request, token="", arguments=arguments, after_done=(), after_end=())
     return json_digest([plain.command(), dict(request.environment), dict(task.config)])
 
 
@@ -447,8 +447,10 @@ def _after(one: Decision, *, ids: Mapping[str, str], canceled: Mapping[str, Job]
     assert one.request is not None
     needed = dict.fromkeys(one.task.planned.dependencies())
     former = canceled.get(one.task.name)
+    what = [str(one.task.out_dir), work_digest(one.task), former.id if former else ""]
     return replace(
         one.request,
+        token=f"mmnmt-{json_digest(what)[:16]}",
         after_done=tuple(ids[name] for name in needed if name in ids),
         after_end=(former.id,) if former else (),
     )
