@@ -158,11 +158,11 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "mix": "--out --overwrite --recipe --set --shards",
         "group_languages": "--checkpoint --out --overwrite --recipe --set --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
-        "--processes --recipe --set --shards",
+        "--processes --profile --recipe --set --shards",
         "upcycle": "--decoder --dry-run --embeddings --encoder --groups --out --overwrite "
         "--processes --recipe --set",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
-        "--overwrite --processes --recipe --set --shards",
+        "--overwrite --processes --profile --recipe --set --shards",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
         "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
         "--set --to --word-scores",
@@ -173,9 +173,9 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "evaluate": "--analyses --comet --corpus --out --overwrite --processes --recipe --set "
         "--systems --tokenizer --training",
         "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --recipe --set",
+        "--pretrained --processes --profile --recipe --set",
         "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --recipe --set",
+        "--pretrained --processes --profile --recipe --set",
         "evaluate_task": "--data --out --overwrite --systems",
     }
     found = {
