@@ -59,6 +59,10 @@ class RankLost(UserError):
     """A rank that other ranks wait for has ended or hangs."""
 
 
+class SchedulerError(UserError):
+    """The batch scheduler is absent, does not answer, or refuses a job."""
+
+
 class Interrupted(Exception):
     """A stop was requested; what the stage keeps for the next run is saved."""
 

@@ -87,14 +87,14 @@ _DIGITS = 20
 """Digits from which a number is out of every range."""
 
 
-def whole_number(most: int) -> Callable[[str], int]:
-    """Return an option type: whole numbers from 1 to ``most``."""
+def whole_number(most: int, *, least: int = 1) -> Callable[[str], int]:
+    """Return an option type: whole numbers from ``least`` to ``most``."""
 
     def read(text: str) -> int:
-        digits = text if text.isascii() and text.isdecimal() and len(text) < _DIGITS else "0"
-        if not 1 <= int(digits) <= most:
+        digits = text if text.isascii() and text.isdecimal() and len(text) < _DIGITS else "-1"
+        if not least <= int(digits) <= most:
             raise argparse.ArgumentTypeError(
-                f"{shown(text)!r} is not a whole number from 1 to {most:,}"
+                f"{shown(text)!r} is not a whole number from {least} to {most:,}"
             )
         return int(digits)
 

@@ -1,4 +1,4 @@
-"""Run plans and show their status: ``mmnmt run`` and ``mmnmt status``."""
+"""Run plans here and show their status: ``mmnmt run`` and ``mmnmt status``."""
 
 import argparse
 import os
@@ -7,22 +7,18 @@ from pathlib import Path
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import launched_size, say, say_once
 from pipeline.cli.parser import Command, add_set_option, named_paths, whole_number
+from pipeline.config.ds_config import AUTO
 from pipeline.config.overrides import parse_overrides
 from pipeline.distributed.world import is_launched
+from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.launch import MAX_PROCESSES
-from pipeline.jobs.plan import load_plan, place_plan, plan_names
-from pipeline.jobs.runner import dry_run, run_plan, show_status
+from pipeline.jobs.plan import PlacedPlan, default_dir, load_plan, place_plan, plan_names
+from pipeline.jobs.runner import dry_run, run_plan
+from pipeline.jobs.submission import read_jobs
 
 
 def _run(options: argparse.Namespace) -> int:
-    placed = place_plan(
-        load_plan(options.plan),
-        out_dir=options.out,
-        overlay=options.overlay,
-        overrides=parse_overrides(options.overrides),
-        given=_given(options.input),
-        processes=options.processes,
-    ).chosen(only=options.only, until=options.until)
+    placed = placed_plan(options, processes=options.processes)
     if options.dry_run:
         dry_run(placed, rebuild=options.rebuild)
         return 0
@@ -41,30 +37,38 @@ def _say_who_runs_it() -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    placed = place_plan(
+    record = read_jobs(plan_dir(options))
+    show_jobs(placed_plan(options, auto=record.ds_config if record else AUTO))
+    return 0
+
+
+def plan_dir(options: argparse.Namespace) -> Path:
+    """Return the directory of all stages of the plan that the options name."""
+    chosen: Path | None = options.out
+    return chosen or default_dir(load_plan(options.plan))
+
+
+def placed_plan(
+    options: argparse.Namespace, *, processes: int | None = None, auto: str = AUTO
+) -> PlacedPlan:
+    """Return the plan that the options name, and the stages that they choose."""
+    return place_plan(
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
         overrides=parse_overrides(options.overrides),
         given=_given(options.input),
+        processes=processes,
+        auto=auto,
     ).chosen(only=options.only, until=options.until)
-    show_status(placed)
-    return 0
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add_plan_options(parser)
+    add_plan_options(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would run and why; start nothing"
     )
-    parser.add_argument(
-        "--rebuild",
-        action="append",
-        default=[],
-        metavar="STAGE",
-        help="let STAGE train anew if its settings or inputs differ; the earlier training is kept "
-        "as STAGE.before-1 (repeatable)",
-    )
+    add_rebuild_option(parser)
     parser.add_argument(
         "--processes",
         type=whole_number(MAX_PROCESSES),
@@ -73,11 +77,29 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+def add_rebuild_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--rebuild``, which lets training begin anew."""
+    parser.add_argument(
+        "--rebuild",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="let STAGE train anew if its settings or inputs differ; the earlier training is kept "
+        "as STAGE.before-1 (repeatable)",
+    )
+
+
+def add_place_options(parser: argparse.ArgumentParser) -> None:
+    """Add a plan and its directory."""
     parser.add_argument("plan", help=f"{', '.join(plan_names())}, or PATH.toml")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="directory of all stages (default: runs/PLAN)"
     )
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add a plan with its directory, its inputs, and changes of its settings and stages."""
+    add_place_options(parser)
     parser.add_argument(
         "--with", dest="overlay", default="", metavar="OVERLAY", help="overlay for every recipe"
     )
@@ -110,8 +132,8 @@ PLAN_COMMANDS = (
     Command("run", "run the stages of a plan that are not up to date", _add_run_options, _run),
     Command(
         "status",
-        "show which stages of a plan are done, stale or missing, and why",
-        _add_plan_options,
+        "show which stages of a plan are done, running, waiting, stale or missing, and why",
+        add_plan_options,
         _status,
     ),
 )

@@ -107,7 +107,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
     """Check everything that can be checked, then run the stage here or as several processes."""
     call = make_call(stage, options)
     _prepare_output(call)
-    if not call.overwrite and _already_done(call):
+    if (options.if_stale or not call.overwrite) and _already_done(call):
         say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
         _finish_removal(call)
         return 0
@@ -246,7 +246,8 @@ def _already_done(call: StageCall) -> bool:
     """Return whether --out holds what this call would make.
 
     Raises:
-        ArtifactError: it holds something finished that this call would not make.
+        ArtifactError: it holds something finished that this call would not make and may not
+            replace.
     """
     manifest = read_manifest(call.out_dir)
     if manifest is None:
@@ -261,6 +262,8 @@ def _already_done(call: StageCall) -> bool:
     if reason is None:
         refuse_changed(call.out_dir)
         return True
+    if call.overwrite:
+        return False
     kept = ", which keeps that one beside it" if is_trained(manifest) else ""
     raise ArtifactError(
         f"{call.out_dir} holds another result ({reason}). Name another --out, or pass --overwrite "
@@ -349,6 +352,11 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         help=f"directory of the new artifact{note}",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
+    parser.add_argument(
+        "--if-stale",
+        action="store_true",
+        help="with --overwrite, keep an artifact that is up to date",
+    )
     _add_process_options(parser, stage)
     if stage.name == "translate":
         parser.add_argument(

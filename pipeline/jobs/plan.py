@@ -33,10 +33,10 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
     run = "evaluate"
     inputs = { corpus = "clean", systems = { "{label}" = "translate_{row}" } }
 
-- ``[defaults]`` holds ``recipe``, ``set``, ``processes``, ``threads`` and ``ds_config``. Each
-  applies to the stages that take it. ``[defaults.KIND]`` is laid over it, and may hold ``inputs``,
-  too. What a stage itself says is laid over both: ``set`` and ``inputs`` entry by entry. A recipe
-  that begins with ``+`` adds overlays to the default.
+- ``[defaults]`` holds ``recipe``, ``set``, ``processes``, ``threads``, ``ds_config`` and ``job``.
+  Each applies to the stages that take it. ``[defaults.KIND]`` is laid over it, and may hold
+  ``inputs``, too. What a stage itself says is laid over both: ``set``, ``inputs`` and ``job`` entry
+  by entry. A recipe that begins with ``+`` adds overlays to the default.
 - ``set`` has the structure of a recipe and is laid over it, after its overlays. ``--with`` and
   ``--set`` of a command are laid over ``set``.
 - ``[matrix.NAME.rows]`` holds rows of values, ``[matrix.NAME]`` the ``values`` of rows that do not
@@ -44,8 +44,8 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
   ``{key}`` for its value of that key. A text that is one placeholder alone becomes the value,
   whatever its type.
 - A stage with a placeholder in its name is repeated per row. ``recipe``, ``set``, ``processes``,
-  ``threads`` and ``ds_config`` of the row are settings of it, unless it says otherwise. In a stage
-  without a placeholder in its name, entries of ``inputs`` with one in theirs are repeated.
+  ``threads``, ``ds_config`` and ``job`` of the row are settings of it, unless it says otherwise. In
+  a stage without a placeholder in its name, entries of ``inputs`` with one in theirs are repeated.
 - Consecutive repeated stages of one matrix come stage by stage: the first with all rows, then the
   next. With ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
 
@@ -76,6 +76,30 @@ from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Input, Stage, problem_of_name, stage_config
 from pipeline.terminal import with_article
 
+MAX_NODES = 10**5
+MAX_CPUS = 4096
+
+
+class StageJob(Settings):
+    """The table ``[stages.NAME.job]`` of a plan: resources of the stage as a job of a cluster.
+
+    ``processes`` and ``threads`` of the stage decide the rest. ``mmnmt run`` ignores the table.
+    """
+
+    nodes: Annotated[int, whole(1, MAX_NODES)] | None = None
+    """Number of nodes; not set: the fewest of the site's nodes that hold the processes."""
+    gpus_per_process: Annotated[int, whole(0, 1)] | None = None
+    """GPUs of each process; not set: 1 for training and translation if the site's nodes have GPUs,
+    else 0."""
+    cpus_per_process: Annotated[int, whole(1, MAX_CPUS)] | None = None
+    """CPU cores of each process; not set: ``threads``."""
+    memory: str | None = None
+    """Memory per node as sbatch's ``--mem`` takes it, for example ``64G``; not set: the cluster's
+    default."""
+    time: str | None = None
+    """Time limit as sbatch's ``--time`` takes it, for example ``1-12:00:00``; not set: the
+    site's."""
+
 
 class PlanStage(Settings):
     """The table ``[stages.NAME]`` of a plan."""
@@ -95,6 +119,8 @@ class PlanStage(Settings):
     """OMP_NUM_THREADS of each process."""
     ds_config: str = AUTO
     """The ds_config of stages that train."""
+    job: StageJob = StageJob()
+    """Resources as a job of a cluster."""
 
     def sources(self) -> dict[str, str]:
         """Return input, or ``input/name`` for several artifacts, → stage name or ``$name``."""
@@ -392,6 +418,11 @@ def _recorded_digests(out_dir: Path, key: str) -> dict[str, str]:
     return {name: records[name].digest for name in names} or {key: ""}
 
 
+def default_dir(plan: Plan) -> Path:
+    """Return the directory of a plan's stages where none is named."""
+    return Path("runs") / plan.name
+
+
 def place_plan(
     plan: Plan,
     *,
@@ -400,6 +431,7 @@ def place_plan(
     overrides: Mapping[str, Any] | None = None,
     given: Mapping[str, RawInput] | None = None,
     processes: int | None = None,
+    auto: str = AUTO,
     table: Mapping[str, Stage] = STAGES,
 ) -> PlacedPlan:
     """Resolve every stage's settings.
@@ -411,6 +443,7 @@ def place_plan(
         overrides: laid over all of that, as ``--set`` states them.
         given: plan input → data from outside.
         processes: overrules the plan's where a stage can use several.
+        auto: ds_config that ``auto`` stands for, if stages run on other machines than this one.
         table: the stages that there are.
 
     Raises:
@@ -423,7 +456,7 @@ def place_plan(
         raise ConfigError(
             f"Plan {plan.name!r} has no input {unknown[0]!r}{hint(unknown[0], [*plan.inputs])}"
         )
-    place = out_dir or Path("runs") / plan.name
+    place = out_dir or default_dir(plan)
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
     laid_over: dict[str, Any] = {}
@@ -434,6 +467,8 @@ def place_plan(
         planned, stage = plan.stages[name], table[plan.stages[name].run]
         if processes and stage.parallel != "no":
             planned = planned.model_copy(update={"processes": processes})
+        if planned.ds_config == AUTO:
+            planned = planned.model_copy(update={"ds_config": auto})
         recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
         own = without_stated(planned.set, laid_over) if planned.recipe else planned.set
         changes = merge(own, overrides or {})

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, hint
 from pipeline.stages.stage import Stage
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
-_OF_ALL = ("recipe", "set", "processes", "threads", "ds_config")
+_OF_ALL = ("recipe", "set", "processes", "threads", "ds_config", "job")
 """Settings of stages that ``[defaults]`` may set for all of them."""
 _OF_KIND = (*_OF_ALL, "inputs")
 
@@ -228,6 +228,7 @@ class _Defaults:
             "processes": kind.parallel != "no",
             "threads": kind.parallel != "no",
             "ds_config": kind.trains,
+            "job": True,
         }
         of_all = {key: value for key, value in self._of_all.items() if taken[key]}
         return _laid_over(_laid_over(of_all, self._of_kind.get(kind.name, {})), stage)

@@ -84,7 +84,7 @@ def run_plan(
             reads from one that is left out and not made yet.
     """
     placed.require_inputs()
-    _check_rebuild(placed, rebuild)
+    check_rebuild(placed, rebuild)
     _require_what_is_left_out(placed)
     lock_path = plan_lock_path(placed.out_dir)
     with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
@@ -96,13 +96,14 @@ def run_plan(
             say=say,
             requests=requests,
         )
-        run.refuse_losses()
+        refuse_losses(placed, rebuild=rebuild)
         code = run.all_stages()
     say(text_table(["stage", "", "seconds"], [_row(outcome) for outcome in run.outcomes]))
     return code
 
 
-def _check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
+def check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
+    """Raise ConfigError if a stage that is to be rebuilt is unknown or left out."""
     chosen = {task.name for task in placed.tasks}
     for name in names:
         placed.require_stage(name, "--rebuild")
@@ -111,6 +112,20 @@ def _check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
                 f"--rebuild {name}: --only or --until leaves that stage out. Name it there, too, "
                 "or leave out --rebuild."
             )
+
+
+def refuse_losses(placed: PlacedPlan, *, rebuild: Collection[str]) -> None:
+    """Check, before any stage runs, what settings tell; inputs may still change.
+
+    Raises:
+        ArtifactError: training would be thrown away, and that is not asked for; or a stage would
+            replace an artifact of another kind.
+    """
+    for task in placed.tasks:
+        refuse_other_kind(task.out_dir, kind=task.stage.makes)
+        cause = why_lost(task)
+        if cause is not None and task.name not in rebuild:
+            raise ArtifactError(refusal(task, cause))
 
 
 def _require_what_is_left_out(placed: PlacedPlan) -> None:
@@ -146,17 +161,6 @@ class _Run:
         self._rebuild = rebuild
         self._say, self._requests = say, requests
 
-    def refuse_losses(self) -> None:
-        """Check, before any stage runs, what settings tell; inputs may still change.
-
-        Raises:
-            ArtifactError: training would be thrown away, and that is not asked for; or a stage
-                would replace an artifact of another kind.
-        """
-        for task in self._placed.tasks:
-            refuse_other_kind(task.out_dir, kind=task.stage.makes)
-            self._refuse_loss(task, why_lost(task))
-
     def _refuse_loss(self, task: Task, cause: str | None) -> None:
         if cause is not None and task.name not in self._rebuild:
             raise ArtifactError(refusal(task, cause))
@@ -185,7 +189,7 @@ class _Run:
             return EXIT_RUN_AGAIN
         restore(task.out_dir)
         reason = reason_to_run(self._placed, task)
-        _refuse_changed(task)
+        refuse_edits(task)
         if reason is None:
             self._say(f"{task.name}: already done")
             if problem := finish_removal(task.out_dir):
@@ -245,7 +249,7 @@ class _Run:
         )
 
 
-def _refuse_changed(task: Task) -> None:
+def refuse_edits(task: Task) -> None:
     """Raise ArtifactError if edits of a stage's artifact would be lost or passed on."""
     try:
         read_manifest(task.out_dir)
@@ -293,7 +297,7 @@ def dry_run(
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
     """
     placed.require_inputs()
-    _check_rebuild(placed, rebuild)
+    check_rebuild(placed, rebuild)
     reasons = forecast(placed)
     for task in placed.tasks:
         reason, change = reasons[task.name], change_of_files(task)
@@ -337,8 +341,13 @@ def _digests_so_far(placed: PlacedPlan, task: Task) -> dict[str, str] | None:
 
 def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
     """Print a table of the plan's stages; raw data that is not given counts as unchanged."""
+    say(text_table(["stage", "state", ""], status_rows(placed)))
+
+
+def status_rows(placed: PlacedPlan) -> list[list[str]]:
+    """Return name, state and explanation of each stage, by its artifacts alone."""
     reasons = forecast(placed)
-    rows = [
+    return [
         _status_row(
             task,
             reasons[task.name],
@@ -347,7 +356,6 @@ def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> No
         )
         for task in placed.tasks
     ]
-    say(text_table(["stage", "state", ""], rows))
 
 
 def _status_row(

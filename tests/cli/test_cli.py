@@ -66,7 +66,19 @@ TRAIN = Stage(
 )
 
 OTHER_VERBS = (
-    *("run", "status", "describe", "recipes", "memory", "estimate", "survey", "checkpoint"),
+    *(
+        "run",
+        "status",
+        "submit",
+        "cancel",
+        "logs",
+        "describe",
+        "recipes",
+        "memory",
+        "estimate",
+        "survey",
+        "checkpoint",
+    ),
     "export",
 )
 
@@ -147,11 +159,11 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "mix": "--out --overwrite --recipe --set --shards",
         "group_languages": "--checkpoint --out --overwrite --recipe --set --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
-        "--processes --recipe --set --shards",
+        "--processes --profile --recipe --set --shards",
         "upcycle": "--decoder --dry-run --embeddings --encoder --groups --out --overwrite "
         "--processes --recipe --set",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
-        "--overwrite --processes --recipe --set --shards",
+        "--overwrite --processes --profile --recipe --set --shards",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
         "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
         "--set --to --word-scores",
@@ -162,9 +174,9 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "evaluate": "--analyses --comet --corpus --out --overwrite --processes --recipe --set "
         "--systems --tokenizer --training",
         "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --recipe --set",
+        "--pretrained --processes --profile --recipe --set",
         "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --recipe --set",
+        "--pretrained --processes --profile --recipe --set",
         "evaluate_task": "--data --out --overwrite --systems",
     }
     found = {
@@ -173,12 +185,13 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
                 option
                 for action in stage_parser(stage)._actions
                 for option in action.option_strings
-                if option not in ("-h", "--help")
+                if option not in ("-h", "--help", "--if-stale")
             )
         )
         for name, stage in STAGES.items()
     }
     assert found == frozen
+    assert all("--if-stale" in stage_parser(stage).format_help() for stage in STAGES.values())
 
 
 def test_help_lists_every_command_and_version_is_the_packages(
@@ -271,6 +284,20 @@ def test_help_marks_every_option_that_is_required_and_no_other(
     except SystemExit:
         said = capsys.readouterr().err.partition("error:")[2].partition(";")[0]
     assert marked == set(re.findall(r"--[\w-]+", said))
+
+
+def test_if_stale_replaces_an_artifact_of_other_settings_and_keeps_one_of_the_same(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that a job that is started again after its end makes nothing twice."""
+    replaces = ("--overwrite", "--if-stale")
+    assert bench.read(*replaces) == bench.read(*replaces) == 0
+    assert len(bench.calls) == 1
+    assert "already done" in capsys.readouterr().err
+    assert bench.train(*replaces) == bench.train(*replaces) == 0
+    assert len(bench.calls) == 2, "a trained model is not trained again"
+    assert bench.train("--set", "training.updates=11", *replaces) == 0
+    assert len(bench.calls) == 3
 
 
 # ---------------------------------------------------------------- one stage

@@ -1,0 +1,328 @@
+"""Submit jobs to SLURM, ask for their state, and cancel them.
+
+:class:`Scheduler` calls ``sbatch``, ``scontrol``, ``squeue``, ``sacct``, ``sinfo`` and ``scancel``,
+each for a bounded time. It distinguishes three answers about a job: its state, that SLURM does not
+know the job any more, and no answer. SLURM forgets an ended job after minutes (``MinJobAge``), so a
+job that it does not know is never taken for done; artifacts alone tell that.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipeline.errors import SchedulerError
+from pipeline.jobs.site import Allocation, seconds_of
+
+ANSWER_SECONDS = 30.0
+"""Most seconds that a command of SLURM may take."""
+STAGE_SCRIPT = Path(__file__).with_name("stage.sbatch")
+"""Script of the job of one stage."""
+
+_ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+}
+"""States in which a job stays. A preempted job that is requeued waits as ``PENDING``."""
+_RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_FIELD = re.compile(
+    r"(?:^| )(JobState|Reason|Restarts|SubmitTime|StartTime|EndTime|NodeList)=(\S*)"
+)
+
+_REASONS = {
+    "Priority": "other jobs have a higher priority",
+    "Resources": "no nodes are free",
+    "Dependency": "stages that it needs are not finished",
+    "DependencyNeverSatisfied": "a stage that it needs failed",
+    "BeginTime": "it was requeued and starts again soon",
+    "JobHeldUser": "it is held: `scontrol release` lets it go",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHoldMaxRequeue": "it was requeued too often and is held",
+    "launch_failed_requeued_held": "its launch failed and it is held: `scontrol release` retries",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition is inactive",
+    "PartitionTimeLimit": "it asks for more time than the partition allows",
+    "PartitionNodeLimit": "it asks for more nodes than the partition allows",
+    "ReqNodeNotAvail": "nodes that it needs are not available",
+    "Reservation": "its reservation has not begun",
+    "Licenses": "licenses are in use",
+    "Cleaning": "its last start is being cleaned up",
+}
+"""Reason for which SLURM lets a job wait → in words."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as SLURM knows it."""
+
+    id: str
+    state: str
+    """SLURM's word, for example ``PENDING``."""
+    reason: str = ""
+    """SLURM's word for why it waits or ended; empty for none."""
+    restarts: int = 0
+    since: str = ""
+    """UTC at which it entered its state: submitted, started or ended; empty if unknown."""
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether it waits or runs."""
+        return self.state not in _ENDED
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it has nodes."""
+        return self.state in _RUNS
+
+    @property
+    def attempt(self) -> str:
+        """Return its present start, ``JOB.RESTART``."""
+        return f"{self.id}.{self.restarts}"
+
+    @property
+    def why(self) -> str:
+        """Return why it waits, in words."""
+        return _in_words(self.reason)
+
+
+def _in_words(reason: str) -> str:
+    if reason in _REASONS:
+        return _REASONS[reason]
+    if "DOWN" in reason or reason.startswith("ReqNodeNotAvail"):
+        return "nodes that it needs are down, drained or reserved"
+    if reason.startswith(("QOS", "Assoc", "MaxJobs", "MaxSubmit")):
+        return f"a limit of the account or its quality of service is reached ({reason})"
+    return reason.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that a job is submitted with."""
+
+    name: str
+    token: str
+    """Comment by which the job can be found if its id was not recorded."""
+    allocation: Allocation
+    arguments: tuple[str, ...]
+    """The stage and its options."""
+    log: Path
+    """File of the job's output; ``%j`` stands for its id."""
+    folder: Path
+    """Working directory."""
+    account: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    after_done: tuple[str, ...] = ()
+    """Jobs that must have succeeded."""
+    after_end: tuple[str, ...] = ()
+    """Canceled jobs that must be gone."""
+
+    def command(self) -> list[str]:
+        """Return the command line of sbatch."""
+        asked, queue = self.allocation, self.allocation.queue
+        options = {
+            "job-name": self.name,
+            "comment": self.token,
+            "chdir": str(self.folder),
+            "output": str(self.log.parent).replace("%", "%%") + f"/{self.log.name}",
+            "partition": queue.partition,
+            "account": self.account,
+            "qos": queue.qos,
+            "time": asked.time,
+            "nodes": asked.nodes,
+            "ntasks": asked.tasks,
+            "ntasks-per-node": asked.tasks_per_node,
+            "cpus-per-task": asked.cpus_per_task,
+            "gpus-per-node": asked.gpus_per_node or None,
+            "mem": asked.memory,
+            "dependency": self._dependency() or None,
+        }
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        fixed = ["--parsable", "--kill-on-invalid-dep=yes"]
+        return ["sbatch", *fixed, *given, *queue.options, str(STAGE_SCRIPT), *self.arguments]
+
+    def _dependency(self) -> str:
+        kinds = {"afterok": self.after_done, "afterany": self.after_end}
+        return ",".join(":".join((kind, *ids)) for kind, ids in kinds.items() if ids)
+
+    def shell_line(self) -> str:
+        """Return the command as one line of bash; jobs ``$NAME`` stay variables."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, *map(_quoted, self.command())])
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for bash; in a dependency, variables are to be expanded."""
+    if word.startswith("--dependency="):
+        return f'"{word}"' if "$" in word else word
+    return shlex.quote(word)
+
+
+class Scheduler:
+    """SLURM, through its commands."""
+
+    def __init__(self, *, answer_seconds: float = ANSWER_SECONDS) -> None:
+        self._seconds = answer_seconds
+
+    @staticmethod
+    def is_here() -> bool:
+        """Return whether this machine has SLURM's commands."""
+        return shutil.which("sbatch") is not None
+
+    def submit(self, request: Request) -> str:
+        """Submit a job; return its id.
+
+        Raises:
+            SchedulerError: SLURM refuses it, or does not answer. It may then exist all the same:
+                ``find`` tells.
+        """
+        answer = self._ask(request.command(), environment=request.environment)
+        found = re.match(r"\d+", answer.stdout)
+        if answer.returncode != 0 or found is None:
+            raise SchedulerError(
+                f"SLURM does not take the job of {request.name} ({_said(answer)}). Correct the "
+                "site file or the stage's job settings."
+            )
+        return found[0]
+
+    def job(self, job_id: str) -> Job | None:
+        """Return a job; None if neither SLURM nor its accounting knows it.
+
+        Raises:
+            SchedulerError: SLURM does not answer.
+        """
+        answer = self._ask(["scontrol", "-o", "show", "job", job_id])
+        if answer.returncode == 0 and (found := _parsed(job_id, answer.stdout)) is not None:
+            return found
+        if "Invalid job id" not in answer.stderr:
+            raise self._silent("scontrol", _said(answer))
+        return self._accounted(job_id)
+
+    def _accounted(self, job_id: str) -> Job | None:
+        """Return a job that SLURM has forgotten, from accounting; None without accounting."""
+        if shutil.which("sacct") is None:
+            return None
+        columns = ["-n", "-P", "-X", "-D", "-o", "State,End", "-j", job_id]
+        answer = self._ask(["sacct", *columns])
+        lines = [line for line in answer.stdout.splitlines() if "|" in line]
+        if answer.returncode != 0 or not lines:
+            return None
+        state, _, end = lines[-1].partition("|")
+        restarts = len(lines) - 1  # -D lists every start
+        return Job(job_id, re.sub(r"\W.*", "", state), restarts=restarts, since=_utc(end))
+
+    def find(self, token: str) -> str | None:
+        """Return the id of this user's live job with a comment; None if there is none.
+
+        Raises:
+            SchedulerError: SLURM does not answer.
+        """
+        answer = self._ask(["squeue", "--me", "--noheader", "--format=%i %k"])
+        if answer.returncode != 0:
+            raise self._silent("squeue", _said(answer))
+        for line in answer.stdout.splitlines():
+            job_id, _, comment = line.strip().partition(" ")
+            if comment.strip() == token:
+                return job_id
+        return None
+
+    def cancel(self, job_ids: Collection[str]) -> None:
+        """Cancel jobs, whether they wait or run.
+
+        Raises:
+            SchedulerError: SLURM refuses, or does not answer.
+        """
+        if not job_ids:
+            return
+        answer = self._ask(["scancel", *job_ids])
+        if answer.returncode != 0:
+            raise SchedulerError(
+                f"SLURM does not cancel {', '.join(job_ids)} ({_said(answer)}). Try scancel."
+            )
+
+    def longest_seconds(self, partition: str | None) -> int | None:
+        """Return the time limit of a partition; None if it has none, or SLURM does not tell."""
+        chosen = [f"--partition={partition}"] if partition else []
+        answer = self._ask(["sinfo", "--noheader", "--format=%P %l", *chosen])
+        rows = [line.split() for line in answer.stdout.splitlines()]
+        limits = [row[1] for row in rows if len(row) == 2 and (partition or row[0][-1] == "*")]
+        if answer.returncode != 0 or not limits or not limits[0][:1].isdecimal():
+            return None
+        return seconds_of(limits[0])
+
+    def _ask(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(
+                command,
+                env={**_outside_of_jobs(os.environ), **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self._seconds,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise SchedulerError(
+                f"There is no {command[0]} on this machine. Run this on a login node of the "
+                "cluster, or run the plan here with `mmnmt run`."
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise self._silent(command[0], f"nothing in {self._seconds:.0f} s") from error
+        except OSError as error:
+            raise self._silent(command[0], error.strerror or str(error)) from error
+
+    @staticmethod
+    def _silent(program: str, said: str) -> SchedulerError:
+        return SchedulerError(
+            f"SLURM gives {program} no answer ({said}). Its controller may be down: try again "
+            "later."
+        )
+
+
+def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without that of a job in which this runs, which sbatch would read."""
+    kept = ("SLURM_CONF",)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in kept or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))
+    }
+
+
+def _parsed(job_id: str, text: str) -> Job | None:
+    """Return the job that a line of ``scontrol -o show job`` describes."""
+    fields: dict[str, str] = {}
+    for name, value in _FIELD.findall(text.splitlines()[0] if text else ""):
+        fields.setdefault(name, value)
+    if "JobState" not in fields:
+        return None
+    state, reason = fields["JobState"], fields.get("Reason", "")
+    entered = "SubmitTime" if state == "PENDING" else "StartTime" if state in _RUNS else "EndTime"
+    return Job(
+        id=job_id,
+        state=state,
+        reason="" if reason == "None" else reason,
+        restarts=int(fields.get("Restarts", "0") or 0),
+        since=_utc(fields.get(entered, "")),
+    )
+
+
+def _utc(local: str) -> str:
+    """Return a time of the cluster, which SLURM prints without its zone, in UTC."""
+    try:
+        return datetime.fromisoformat(local).astimezone(UTC).isoformat(timespec="seconds")
+    except ValueError:  # "Unknown", "N/A"
+        return ""
+
+
+def _said(answer: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line of what a command printed about its failure."""
+    lines = (answer.stderr or answer.stdout).strip().splitlines()
+    return lines[-1].strip() if lines else f"exit code {answer.returncode}"

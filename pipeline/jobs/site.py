@@ -1,0 +1,234 @@
+"""Read a site file, and derive from it the nodes, cores and GPUs that a stage asks for.
+
+A site file is TOML and says what belongs to a cluster: where jobs run, how large its nodes are, and
+how a job gets its environment. ``slurm/site.example.toml`` explains each setting. Resources of
+single stages belong to the plan (``StageJob`` in ``pipeline/jobs/plan.py``).
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from pipeline.config.documents import read_toml
+from pipeline.config.settings import Settings, describe_validation, shown, whole
+from pipeline.errors import ConfigError
+from pipeline.jobs.plan import MAX_CPUS, Task
+
+MAX_GPUS_PER_NODE = 64
+MAX_RESTARTS = 10**6
+_UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+"""Suffix of a size as sbatch reads it → bytes; without one it counts MiB."""
+_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE)
+_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
+
+
+class Node(Settings):
+    """The table ``[node]`` of a site file: the size of a node."""
+
+    cpus: Annotated[int, whole(1, MAX_CPUS)]
+    """CPU cores."""
+    gpus: Annotated[int, whole(0, MAX_GPUS_PER_NODE)] = 0
+    """GPUs."""
+    memory: str | None = None
+    """Memory of the host, for example ``512G``; not set: not checked."""
+    gpu_memory: str | None = None
+    """Memory of a GPU, for example ``80G``; not set: not checked."""
+
+
+class Queue(Settings):
+    """Where jobs run."""
+
+    partition: str | None = None
+    """Partition; not set: the cluster's default."""
+    qos: str | None = None
+    """Quality of service."""
+    time: str | None = None
+    """Time limit of stages that set none; not set: the partition's."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, for example ``--constraint=h100``."""
+    node: Node
+    """Size of a node."""
+
+
+class Site(Queue):
+    """A site file."""
+
+    account: str | None = None
+    """Account that is charged."""
+    cpu: Queue | None = None
+    """Where stages run that ask for no GPU; not set: with the others."""
+    ds_config: str | None = None
+    """The ds_config that ``auto`` stands for; not set: ``zero2_bf16`` if nodes have GPUs, else
+    ``cpu_fp32``."""
+    setup: str = ""
+    """Lines of bash that run first in every job, for example ``module load`` and the activation of
+    an environment."""
+    container: tuple[str, ...] = ()
+    """Command that runs python in a container, for example ``apptainer exec --nv IMAGE``."""
+    interface: str | None = None
+    """Network interface between nodes; not set: the first that NCCL and gloo find."""
+    max_restarts: Annotated[int, whole(0, MAX_RESTARTS)] | None = None
+    """Restarts without progress after which a job gives up; not set: the job script's."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further variables of every job."""
+
+    def queue(self, *, has_gpus: bool) -> Queue:
+        """Return where a stage runs."""
+        return self if has_gpus or self.cpu is None else self.cpu
+
+    @property
+    def auto_ds_config(self) -> str:
+        """Return the ds_config that ``auto`` stands for on this cluster's nodes."""
+        return self.ds_config or ("zero2_bf16" if self.node.gpus else "cpu_fp32")
+
+
+def load_site(path: Path) -> Site:
+    """Read and check a site file.
+
+    Raises:
+        ConfigError: it cannot be read, or a setting is unknown or unusable.
+    """
+    try:
+        site = Site.model_validate(read_toml(path))
+    except ValidationError as error:
+        raise ConfigError(f"Site file {path}: {describe_validation(error, Site)}") from error
+    for queue in (site, site.cpu):
+        if queue is None:
+            continue
+        try:
+            for size in (queue.node.memory, queue.node.gpu_memory):
+                num_bytes(size)
+            seconds_of(queue.time)
+        except ConfigError as error:
+            raise ConfigError(f"Site file {path}: {error}") from error
+    return site
+
+
+def num_bytes(size: str | None) -> int | None:
+    """Return the bytes of a size such as ``512G``; a number alone counts MiB, as for sbatch.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    if size is None:
+        return None
+    found = _SIZE.fullmatch(size.strip())
+    if found is None:
+        raise ConfigError(f"{shown(size)!r} is no size of memory. Write for example 64G.")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def seconds_of(time: str | None) -> int | None:
+    """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like.
+
+    Raises:
+        ConfigError: it is no time limit.
+    """
+    if time is None:
+        return None
+    found = _TIME.fullmatch(time.strip())
+    if found is None:
+        raise ConfigError(f"{shown(time)!r} is no time limit. Write for example 24:00:00.")
+    parts = [int(part) for part in found.groups()[1:] if part is not None]
+    units = [3600, 60, 1] if found[1] or len(parts) == 3 else [60, 1]
+    clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(found[1] or 0) * 86400 + clock
+
+
+# ---------------------------------------------------------------- what a stage asks for
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Nodes, tasks, cores, GPUs, memory and time of a stage's job, and where it runs."""
+
+    queue: Queue
+    nodes: int
+    tasks: int
+    """Ranks of the job; 1 for a stage that starts its own processes."""
+    cpus_per_task: int
+    gpus_per_node: int
+    threads: int
+    """OMP_NUM_THREADS of each process."""
+    memory: str | None
+    time: str | None
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Return the ranks of each node."""
+        return self.tasks // self.nodes
+
+
+def allocate(task: Task, site: Site) -> Allocation:
+    """Return what a stage asks for: the fewest nodes that hold its processes.
+
+    All nodes get the same number of processes, so that ranks are numbered alike on each.
+
+    Raises:
+        ConfigError: a node is too small for it, or the number of nodes does not fit.
+    """
+    where, job, planned = f"Stage {task.name}", task.planned.job, task.planned
+    as_ranks = task.stage.parallel == "ranks"
+    gpus = int(as_ranks and site.node.gpus > 0)
+    gpus = gpus if job.gpus_per_process is None else job.gpus_per_process
+    queue = site.queue(has_gpus=gpus > 0)
+    node, cores = queue.node, job.cpus_per_process or planned.threads
+    tasks = planned.processes if as_ranks else 1
+    if task.stage.parallel == "workers":
+        cores *= planned.processes
+    if cores > node.cpus:
+        raise ConfigError(
+            f"{where} asks for {cores} cores in one task, where a node has {node.cpus}. Set fewer "
+            "processes or job.cpus_per_process in the plan, or correct node.cpus in the site file."
+        )
+    if gpus > node.gpus:
+        raise ConfigError(
+            f"{where} asks for a GPU, and the site's nodes have none. Set job.gpus_per_process to "
+            "0 in the plan, or node.gpus in the site file."
+        )
+    most = min(node.cpus // cores, node.gpus // gpus if gpus else tasks)
+    nodes = job.nodes or next(
+        n for n in range(1, tasks + 1) if tasks % n == 0 and tasks // n <= most
+    )
+    if tasks % nodes or tasks // nodes > most:
+        sizes = [n for n in range(1, tasks + 1) if tasks % n == 0 and tasks // n <= most]
+        raise ConfigError(
+            f"{where} spreads {tasks} processes over {nodes} nodes, of which each holds at most "
+            f"{most}, and all the same number. Set job.nodes to one of "
+            f"{', '.join(map(str, sizes))}, or leave it out."
+        )
+    return Allocation(
+        queue=queue,
+        nodes=nodes,
+        tasks=tasks,
+        cpus_per_task=cores,
+        gpus_per_node=gpus * tasks // nodes,
+        threads=planned.threads,
+        memory=_memory(task, queue),
+        time=_time(task, queue),
+    )
+
+
+def _memory(task: Task, queue: Queue) -> str | None:
+    """Return the memory per node that a stage asks for; None for the cluster's default."""
+    try:
+        wanted, there = num_bytes(task.planned.job.memory), num_bytes(queue.node.memory)
+    except ConfigError as error:
+        raise ConfigError(f"Stage {task.name}, job.memory: {error}") from error
+    if wanted is not None and there is not None and wanted > there:
+        raise ConfigError(
+            f"Stage {task.name} asks for {task.planned.job.memory} of memory per node, where a "
+            f"node has {queue.node.memory}. Set less in job.memory, or more nodes."
+        )
+    return task.planned.job.memory
+
+
+def _time(task: Task, queue: Queue) -> str | None:
+    try:
+        seconds_of(task.planned.job.time)
+    except ConfigError as error:
+        raise ConfigError(f"Stage {task.name}, job.time: {error}") from error
+    return task.planned.job.time or queue.time

@@ -1,0 +1,476 @@
+"""Submit the stages of a plan as jobs of a cluster that wait for each other.
+
+Each stage that is not up to date becomes one job. It starts when the jobs of the stages that it
+reads from have succeeded; stages that do not need each other run side by side. Jobs are recorded in
+``OUT/.jobs.json``, and ``submit_plan`` can be called again at any time:
+
+- a stage that is up to date is skipped;
+- a stage whose job waits or runs keeps it, if it would be submitted with the same settings;
+- a waiting job with other settings is canceled and submitted anew, as is everything that reads from
+  it. A running job is left alone if it makes the same artifact; training that makes another one is
+  refused without ``rebuild``;
+- a stage whose job failed, was canceled or is unknown to the scheduler is submitted anew, and
+  resumes.
+
+Invariant: an output has at most one job. A canceled job that still runs must be gone before the new
+one starts, and a record is written before its job is submitted, so that a job whose submission was
+killed is found by its comment.
+"""
+
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from pipeline.artifacts.manifest import json_digest
+from pipeline.artifacts.places import exclusive, plan_lock_path
+from pipeline.config.documents import read_json, unfinished_path
+from pipeline.config.settings import Settings
+from pipeline.errors import ArtifactError, ConfigError
+from pipeline.jobs.freshness import forecast
+from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.runner import check_rebuild, refuse_edits, refuse_losses, stage_arguments
+from pipeline.jobs.scheduler import Job, Request, Scheduler
+from pipeline.jobs.site import Allocation, Site, allocate, seconds_of
+from pipeline.terminal import clock_text
+
+RECORD_NAME = ".jobs.json"
+_REPLACES = ("--overwrite", "--if-stale")
+
+
+class JobRecord(Settings):
+    """The newest job of a stage."""
+
+    id: str = ""
+    """The scheduler's id; empty until it is known."""
+    token: str
+    """Comment of the job, by which the scheduler finds it."""
+    work: str
+    """Digest of the settings and inputs that decide the artifact."""
+    command: str
+    """Digest of everything that it was submitted with."""
+    submitted: str
+    """UTC, ISO 8601."""
+
+
+class JobsRecord(Settings):
+    """The jobs of a plan's folder."""
+
+    ds_config: str
+    """The ds_config that ``auto`` stands for on the cluster."""
+    stages: dict[str, JobRecord] = Field(default_factory=dict)
+
+    def with_job(self, stage: str, record: JobRecord) -> "JobsRecord":
+        """Return the record with another job of a stage."""
+        return self.model_copy(update={"stages": {**self.stages, stage: record}})
+
+
+def read_jobs(plan_dir: Path) -> JobsRecord | None:
+    """Return the jobs of a plan's folder; None if nothing was submitted there.
+
+    Raises:
+        ArtifactError: the record cannot be read.
+    """
+    path = plan_dir / RECORD_NAME
+    if not path.exists():
+        return None
+    fix = "cancel this plan's jobs with scancel and remove the file"
+    document = read_json(path, fix=fix)
+    try:
+        return JobsRecord.model_validate(document)
+    except ValidationError as error:
+        raise ArtifactError(f"{path} is no record of jobs. {fix[0].upper()}{fix[1:]}.") from error
+
+
+def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
+    """Replace the record of a plan's folder in one step."""
+    path = plan_dir / RECORD_NAME
+    temporary = unfinished_path(path)
+    temporary.write_text(record.model_dump_json(indent=1), encoding="utf-8")
+    temporary.replace(path)
+
+
+def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job | None]:
+    """Return stage → its newest job; None if the scheduler does not know it any more.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    ids = {name: one.id or scheduler.find(one.token) for name, one in record.stages.items()}
+    return {name: scheduler.job(job_id) if job_id else None for name, job_id in ids.items()}
+
+
+def live_jobs(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job]:
+    """Return stage → its waiting or running job."""
+    found = jobs_of(record, scheduler=scheduler)
+    return {name: job for name, job in found.items() if job is not None and job.is_live}
+
+
+def log_dir(out_dir: Path) -> Path:
+    """Return the folder of the logs of a stage's jobs."""
+    return out_dir.parent / f"{out_dir.name}.logs"
+
+
+# ---------------------------------------------------------------- deciding
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision about one stage: skip it, keep its job, or submit a new one."""
+
+    task: Task
+    reason: str | None
+    """Why it must run; None if it is up to date."""
+    job: Job | None
+    """Its waiting or running job."""
+    request: Request | None
+    """Its new job, without dependencies; None if it gets none."""
+
+
+Check = Callable[[Task, Allocation], None]
+"""Raise ConfigError if a stage cannot run as allocated."""
+
+
+class _Plan:
+    """Decides what to submit, for one call of ``submit_plan``."""
+
+    def __init__(
+        self,
+        placed: PlacedPlan,
+        site: Site,
+        *,
+        rebuild: Collection[str],
+        check: Check | None,
+        scheduler: Scheduler | None,
+    ) -> None:
+        self.placed, self.site, self.scheduler = placed, site, scheduler
+        self.record = read_jobs(placed.out_dir) or JobsRecord(ds_config=site.auto_ds_config)
+        self._rebuild, self._check = rebuild, check
+        self._limits: dict[str | None, int | None] = {}
+        self.jobs = live_jobs(self.record, scheduler=scheduler) if scheduler else {}
+
+    def decisions(self) -> list[Decision]:
+        """Decide for all stages, in order.
+
+        Raises:
+            ArtifactError: a stage that is left out is needed, or edits of an artifact would be
+                lost.
+            ConfigError: a stage cannot run as its settings ask.
+        """
+        reasons = forecast(self.placed)
+        found: list[Decision] = []
+        renewed: set[str] = set()
+        for task in self.placed.tasks:
+            refuse_edits(task)
+            reason, job = reasons[task.name], self.jobs.get(task.name)
+            if reason is None:
+                found.append(Decision(task, None, job, None))
+                continue
+            self._require_what_is_left_out(task)
+            needs = renewed.intersection(task.planned.dependencies())
+            request = self._request(task, replaces=self._replaces(task, reasons))
+            if job is not None and self._keeps(task, job, request, is_renewed=bool(needs)):
+                found.append(Decision(task, reason, job, None))
+                continue
+            self._refuse_what_cannot_run(task, request.allocation)
+            renewed.add(task.name)
+            found.append(Decision(task, reason, job, request))
+        return found
+
+    def _require_what_is_left_out(self, task: Task) -> None:
+        for other in self.placed.left_out(task):
+            if not other.is_made and other.name not in self.jobs:
+                raise ArtifactError(
+                    f"Stage {task.name} needs {other.name}, which is neither made nor submitted. "
+                    f"Pass --only {other.name}, too, or --until {task.name}, which submits all "
+                    "that it needs."
+                )
+
+    def _replaces(self, task: Task, reasons: Mapping[str, str | None]) -> bool:
+        """Return whether the job may replace what is there when it runs.
+
+        What other stages make is always replaced. A finished training is replaced only if that is
+        asked for, or if nothing is lost, which is known while its inputs stay.
+        """
+        if not task.stage.trains or task.name in self._rebuild:
+            return True
+        inputs_stay = all(reasons.get(name) is None for name in task.planned.dependencies())
+        return task.is_made and inputs_stay
+
+    def _keeps(self, task: Task, job: Job, request: Request, *, is_renewed: bool) -> bool:
+        """Return whether a stage keeps its waiting or running job.
+
+        Raises:
+            ArtifactError: training that runs would be canceled, and that is not asked for.
+        """
+        record = self.record.stages[task.name]
+        same_work = record.work == work_digest(task) and not is_renewed
+        if same_work and (job.runs or record.command == command_digest(task, request)):
+            return True
+        if job.runs and task.stage.trains and task.name not in self._rebuild:
+            raise ArtifactError(
+                f"Stage {task.name} runs as job {job.id} with other settings or inputs. Wait for "
+                f"it, stop it with `mmnmt cancel`, or pass --rebuild {task.name}."
+            )
+        return False
+
+    def _request(self, task: Task, *, replaces: bool) -> Request:
+        arguments = [one for one in stage_arguments(self.placed, task) if one != "--overwrite"]
+        allocation = allocate(task, self.site)
+        return Request(
+            name=f"mmnmt-{task.name}",
+            token="",  # follows from the job that it takes the place of
+            allocation=allocation,
+            arguments=(*arguments, *(_REPLACES if replaces else ())),
+            log=log_dir(task.out_dir) / "%j.log",
+            folder=Path.cwd(),
+            account=self.site.account,
+            environment=_environment(self.site, allocation),
+        )
+
+    def _refuse_what_cannot_run(self, task: Task, allocation: Allocation) -> None:
+        partition, wanted = allocation.queue.partition, seconds_of(allocation.time)
+        if self.scheduler is not None and wanted is not None:
+            if partition not in self._limits:
+                self._limits[partition] = self.scheduler.longest_seconds(partition)
+            limit = self._limits[partition]
+            if limit is not None and wanted > limit:
+                where = f"partition {partition}" if partition else "the default partition"
+                raise ConfigError(
+                    f"Stage {task.name} asks for {allocation.time}, where {where} allows "
+                    f"{clock_text(limit)}. Set a shorter time: training goes on in a next start."
+                )
+        if self._check is not None:
+            self._check(task, allocation)
+
+
+def work_digest(task: Task) -> str:
+    """Return the digest of what decides a stage's artifact: its settings and its inputs."""
+    return json_digest(
+        {
+            "stage": task.stage.name,
+            "settings": task.stage.deciding(task.config),
+            "inputs": task.planned.sources(),
+        }
+    )
+
+
+def command_digest(task: Task, request: Request) -> str:
+    """Return the digest of everything that a job is submitted with, and of all its settings.
+
+    ``--set`` may change settings that the stage does not read; its effect is in the settings.
+    """
+    arguments = tuple(
+        one for one in request.arguments if one not in _REPLACES and not one.startswith("--set=")
+    )
+    plain = replace(request, token="", arguments=arguments, after_done=(), after_end=())
+    return json_digest([plain.command(), dict(request.environment), dict(task.config)])
+
+
+def _environment(site: Site, allocation: Allocation) -> dict[str, str]:
+    """Return the variables by which a site's settings reach the job script."""
+    given = {
+        "MMNMT_SETUP": site.setup.strip(),
+        "MMNMT_CONTAINER": shlex.join(site.container),
+        "MMNMT_THREADS": str(allocation.threads),
+        "MMNMT_MAX_RESTARTS": "" if site.max_restarts is None else str(site.max_restarts),
+        "NCCL_SOCKET_IFNAME": site.interface or "",
+        "GLOO_SOCKET_IFNAME": site.interface or "",
+        **site.environment,
+    }
+    return {name: value for name, value in given.items() if value}
+
+
+# ---------------------------------------------------------------- submitting
+
+
+def submit_plan(
+    placed: PlacedPlan,
+    site: Site,
+    *,
+    rebuild: Collection[str] = (),
+    check: Check | None = None,
+    scheduler: Scheduler | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Submit a job for every stage that is neither up to date nor submitted already.
+
+    Args:
+        placed: the plan; its folder must be an absolute path.
+        site: the cluster.
+        rebuild: stages whose training may begin anew; earlier training is set aside.
+        check: refuses a stage that cannot run as allocated.
+        scheduler: where to submit.
+        say: prints a line.
+
+    Raises:
+        ConfigError: a stage cannot run as its settings ask; nothing is submitted.
+        ArtifactError: training would be lost, or another command works on the folder.
+        SchedulerError: SLURM refuses a job or does not answer; jobs submitted so far are recorded.
+    """
+    scheduler = scheduler or Scheduler()
+    _check(placed, rebuild)
+    with exclusive(plan_lock_path(placed.out_dir), what=str(placed.out_dir)):
+        plan = _Plan(placed, site, rebuild=rebuild, check=check, scheduler=scheduler)
+        decisions = plan.decisions()
+        canceled = _canceled(decisions)
+        scheduler.cancel([job.id for job in canceled.values()])
+        record = plan.record.model_copy(update={"ds_config": site.auto_ds_config})
+        ids = _kept(decisions, plan.jobs)
+        for one in decisions:
+            name = one.task.name
+            if one.request is not None:
+                request = _after(one, ids=ids, canceled=canceled)
+                record = record.with_job(name, _noted(one.task, request))
+                write_jobs(placed.out_dir, record)
+                request.log.parent.mkdir(parents=True, exist_ok=True)
+                ids[name] = scheduler.submit(request)
+                noted = record.stages[name].model_copy(update={"id": ids[name]})
+                record = record.with_job(name, noted)
+                write_jobs(placed.out_dir, record)
+            elif one.job is not None:
+                noted = record.stages[name].model_copy(update={"id": one.job.id})
+                record = record.with_job(name, noted)
+            say(_line(one, ids=ids, canceled=canceled))
+        write_jobs(placed.out_dir, record)
+
+
+def show_commands(
+    placed: PlacedPlan,
+    site: Site,
+    *,
+    rebuild: Collection[str] = (),
+    check: Check | None = None,
+    scheduler: Scheduler | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Print what ``submit_plan`` would do as lines of bash; change nothing.
+
+    Without ``scheduler``, no stage counts as submitted.
+    """
+    _check(placed, rebuild)
+    plan = _Plan(placed, site, rebuild=rebuild, check=check, scheduler=scheduler)
+    decisions = plan.decisions()
+    canceled = _canceled(decisions)
+    if canceled:
+        say(f"scancel {' '.join(job.id for job in canceled.values())}")
+    ids = _kept(decisions, plan.jobs)
+    for one in decisions:
+        if one.request is None:
+            say(f"# {_line(one, ids=ids, canceled=canceled)}")
+            continue
+        request = _after(one, ids=ids, canceled=canceled)
+        variable = f"job_{one.task.name.replace('-', '_')}"
+        ids[one.task.name] = f"${variable}"
+        say(f"# {one.task.name}: {one.reason}")
+        say(f"mkdir -p {shlex.quote(str(request.log.parent))}")
+        say(f"{variable}=$({request.shell_line()})")
+
+
+def cancel_jobs(
+    placed: PlacedPlan,
+    stages: Collection[str],
+    *,
+    scheduler: Scheduler | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Cancel the waiting and running jobs of a plan, or of some of its stages.
+
+    SLURM then cancels the jobs that depend on them. A running stage saves its state.
+
+    Raises:
+        ConfigError: the plan has no such stage.
+        SchedulerError: SLURM does not answer.
+    """
+    scheduler = scheduler or Scheduler()
+    for name in stages:
+        placed.require_stage(name, "--only")
+    record = read_jobs(placed.out_dir)
+    live = live_jobs(record, scheduler=scheduler) if record else {}
+    found = {name: job for name, job in live.items() if not stages or name in stages}
+    scheduler.cancel([job.id for job in found.values()])
+    for name, job in found.items():
+        say(f"{name}: canceled job {job.id}")
+    if not found:
+        say("No job waits or runs.")
+
+
+def last_log(placed: PlacedPlan, stage: str) -> Path:
+    """Return the log of a stage's newest job.
+
+    Raises:
+        ConfigError: the plan has no such stage.
+        ArtifactError: no job of it has written a log.
+    """
+    placed.require_stage(stage, "STAGE")
+    folder = log_dir(placed.out_dir / stage)
+    record = read_jobs(placed.out_dir)
+    job_id = record.stages[stage].id if record and stage in record.stages else ""
+    path = folder / f"{job_id}.log"
+    if job_id and path.is_file():
+        return path
+    found = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
+    if not found:
+        raise ArtifactError(
+            f"There is no log of stage {stage} in {folder}: its job has not started. "
+            "`mmnmt status` says why it waits."
+        )
+    return found[-1]
+
+
+def _check(placed: PlacedPlan, rebuild: Collection[str]) -> None:
+    placed.require_inputs()
+    check_rebuild(placed, rebuild)
+    refuse_losses(placed, rebuild=rebuild)
+
+
+def _canceled(decisions: Sequence[Decision]) -> dict[str, Job]:
+    """Return stage → job that a new one takes the place of, dependents first."""
+    return {
+        one.task.name: one.job
+        for one in reversed(decisions)
+        if one.job is not None and one.request is not None
+    }
+
+
+def _kept(decisions: Sequence[Decision], jobs: Mapping[str, Job]) -> dict[str, str]:
+    """Return stage → job that stays and that others wait for, of left-out stages too."""
+    gone = {one.task.name for one in decisions if one.reason is None or one.request is not None}
+    return {name: job.id for name, job in jobs.items() if name not in gone}
+
+
+def _after(one: Decision, *, ids: Mapping[str, str], canceled: Mapping[str, Job]) -> Request:
+    """Return the request of a new job with its dependencies."""
+    assert one.request is not None
+    needed = dict.fromkeys(one.task.planned.dependencies())
+    former = canceled.get(one.task.name)
+    what = [str(one.task.out_dir), work_digest(one.task), former.id if former else ""]
+    return replace(
+        one.request,
+        token=f"mmnmt-{json_digest(what)[:16]}",
+        after_done=tuple(ids[name] for name in needed if name in ids),
+        after_end=(former.id,) if former else (),
+    )
+
+
+def _noted(task: Task, request: Request) -> JobRecord:
+    return JobRecord(
+        token=request.token,
+        work=work_digest(task),
+        command=command_digest(task, request),
+        submitted=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _line(one: Decision, *, ids: Mapping[str, str], canceled: Mapping[str, Job]) -> str:
+    name = one.task.name
+    if one.request is not None:
+        instead = f", instead of job {canceled[name].id}" if name in canceled else ""
+        return f"{name}: submitted as job {ids[name]}{instead} ({one.reason})"
+    if one.reason is None:
+        return f"{name}: done"
+    assert one.job is not None
+    return f"{name}: {'runs' if one.job.runs else 'waits'} as job {one.job.id}"

@@ -1,0 +1,159 @@
+"""Site files, and what a stage asks of a cluster's nodes."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.jobs.plan import Task, load_plan, place_plan
+from pipeline.jobs.site import Site, allocate, load_site, num_bytes, seconds_of
+
+EXAMPLE = Path(__file__).parents[2] / "slurm" / "site.example.toml"
+PLAN = """
+[stages.corpus]
+run = "import_corpus"
+recipe = "demo_dense"
+[stages.tokenizer]
+run = "train_tokenizer"
+recipe = "demo_dense"
+inputs = { corpus = "corpus" }
+[stages.shards]
+run = "make_shards"
+recipe = "demo_dense"
+inputs = { corpus = "corpus", tokenizer = "tokenizer" }
+processes = 6
+threads = 2
+[stages.mixture]
+run = "mix"
+recipe = "demo_dense"
+inputs = { shards = "shards" }
+[stages.dense]
+run = "pretrain"
+recipe = "demo_dense"
+inputs = { shards = "shards", mixture = "mixture" }
+processes = 12
+threads = 4
+"""
+
+
+def task(tmp_path: Path, name: str, job: str = "") -> Task:
+    path = tmp_path / "plan.toml"
+    path.write_text(f"{PLAN}\n[stages.{name}.job]\n{job}\n", encoding="utf-8")
+    placed = place_plan(load_plan(str(path)), out_dir=tmp_path / "run")
+    return next(one for one in placed.tasks if one.name == name)
+
+
+def site(**node: object) -> Site:
+    return Site.model_validate({"node": {"cpus": 32, **node}})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "job", "nodes", "per_node", "gpus_per_node"),
+    [
+        (8, "", 2, 6, 6),  # 12 ranks on nodes of 8 GPUs: 6 on each of 2, not 8 and 4
+        (8, "nodes = 3", 3, 4, 4),
+        (4, "", 3, 4, 4),
+        (16, "", 2, 6, 6),  # 32 cores hold 8 ranks of 4 threads
+        (16, "cpus_per_process = 1", 1, 12, 12),
+        (0, "", 2, 6, 0),
+        (8, "gpus_per_process = 0", 2, 6, 0),
+    ],
+)
+def test_ranks_are_spread_evenly_over_the_fewest_nodes_that_hold_them(
+    tmp_path: Path, gpus: int, job: str, nodes: int, per_node: int, gpus_per_node: int
+) -> None:
+    found = allocate(task(tmp_path, "dense", job), site(gpus=gpus))
+    assert (found.nodes, found.tasks_per_node) == (nodes, per_node)
+    assert found.gpus_per_node == gpus_per_node
+    assert found.tasks == 12
+    assert found.threads == 4
+
+
+def test_a_stage_that_forks_its_processes_is_one_task_with_the_cores_of_all(tmp_path: Path) -> None:
+    found = allocate(task(tmp_path, "shards"), site(gpus=8))
+    assert (found.nodes, found.tasks, found.cpus_per_task) == (1, 1, 12)
+    assert (found.gpus_per_node, found.threads) == (0, 2)
+
+
+def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
+    both = Site.model_validate(
+        {
+            "partition": "gpu",
+            "time": "24:00:00",
+            "node": {"cpus": 8, "gpus": 4},
+            "cpu": {"partition": "cpu", "time": "30", "node": {"cpus": 64}},
+        }
+    )
+    shards = allocate(task(tmp_path, "shards"), both)
+    dense = allocate(task(tmp_path, "dense", 'time = "1:00:00"\ncpus_per_process = 1'), both)
+    assert (shards.queue.partition, shards.time) == ("cpu", "30")
+    assert (dense.queue.partition, dense.time) == ("gpu", "1:00:00")
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "node", "told"),
+    [
+        ("dense", "nodes = 5", {}, "over 5 nodes, of which each holds at most 8"),
+        ("dense", "nodes = 1", {"gpus": 4}, "Set job.nodes to one of 3, 4, 6, 12"),
+        ("dense", "cpus_per_process = 33", {}, "33 cores in one task, where a node has 32"),
+        ("shards", "", {"cpus": 8}, "12 cores in one task, where a node has 8"),
+        ("shards", "gpus_per_process = 1", {}, "the site's nodes have none"),
+        ("dense", 'memory = "600G"', {"memory": "512G"}, "600G of memory per node"),
+        ("dense", 'memory = "much"', {}, "'much' is no size of memory"),
+        ("dense", 'time = "a day"', {}, "'a day' is no time limit"),
+    ],
+)
+def test_what_a_node_cannot_hold_is_refused_in_one_sentence(
+    tmp_path: Path, name: str, job: str, node: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        allocate(task(tmp_path, name, job), site(**node))
+    assert told in str(refused.value)
+    assert str(refused.value).startswith(f"Stage {name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("1:30:15", 5415),
+        ("2-12", 216_000),
+        ("2-12:30", 217_800),
+        ("1-0:0:1", 86_401),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
+
+
+def test_sizes_are_read_as_sbatch_reads_them() -> None:
+    assert num_bytes("512") == 512 * 2**20
+    assert num_bytes("80G") == num_bytes("80gb") == 80 * 2**30
+    assert num_bytes(None) is None
+
+
+def test_the_example_is_a_site_file_and_names_every_setting() -> None:
+    found = load_site(EXAMPLE)
+    assert found.auto_ds_config == "zero2_bf16"
+    text = EXAMPLE.read_text(encoding="utf-8")
+    for name in (*Site.model_fields, *Site.model_fields["node"].annotation.model_fields):  # type: ignore[union-attr]
+        assert name in text, name
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("partition = 'x'", "node is missing"),
+        ("[node]\ncpus = 8\ngpu = 2", "Did you mean 'gpus'?"),
+        ("[node]\ncpus = 8\nmemory = 'x'", "'x' is no size of memory"),
+        ("time = 'x'\n[node]\ncpus = 8", "'x' is no time limit"),
+    ],
+)
+def test_a_wrong_site_file_is_named_with_its_mistake(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_site(path)
+    assert told in str(refused.value)
+    assert str(path) in str(refused.value)

@@ -1,0 +1,505 @@
+"""Submitting plans, and showing and canceling their jobs, with made-up commands of SLURM."""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_slurm import FakeSlurm, install
+from support.raw_trees import write
+from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
+
+from pipeline import cli
+from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.raw_input import RawPaths
+from pipeline.errors import ArtifactError, ConfigError, SchedulerError
+from pipeline.jobs.attempts import Start, Verdict, write_start, write_verdict
+from pipeline.jobs.job_status import show_jobs
+from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan
+from pipeline.jobs.runner import run_plan, stage_arguments
+from pipeline.jobs.scheduler import Scheduler
+from pipeline.jobs.site import Site
+from pipeline.jobs.submission import RECORD_NAME, cancel_jobs, show_commands, submit_plan
+
+pytestmark = pytest.mark.slow
+
+SITE = Site.model_validate(
+    {"partition": "gpu", "account": "ours", "time": "12:00:00", "node": {"cpus": 16, "gpus": 8}}
+)
+GRAPH = """
+[defaults]
+recipe = "demo_dense"
+[defaults.pretrain]
+inputs = { shards = "shards", mixture = "mixture" }
+processes = 2
+[stages]
+corpus = { run = "import_corpus" }
+clean = { run = "clean", inputs = { corpus = "corpus" } }
+tokenizer = { run = "train_tokenizer", inputs = { corpus = "clean" } }
+shards = { run = "make_shards", inputs = { corpus = "clean", tokenizer = "tokenizer" } }
+mixture = { run = "mix", inputs = { shards = "shards" } }
+dense = { run = "pretrain" }
+moe = { run = "pretrain", recipe = "demo_moe" }
+nearest = { run = "retrieve", inputs = { corpus = "clean" } }
+translate = { run = "translate", inputs = { checkpoint = "dense", corpus = "clean" } }
+[stages.evaluation]
+run = "evaluate"
+inputs = { corpus = "clean", systems = { dense = "translate", nearest = "nearest" } }
+"""
+OTHER_TOKENIZER = {"tokenizer": {"vocabulary_size": 777}}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return install(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def graph(out: Path, **changes: Mapping[str, Any]) -> PlacedPlan:
+    """Ten stages, none of which is made."""
+    path = out.with_name("graph.toml")
+    path.write_text(GRAPH, encoding="utf-8")
+    return place_plan(load_plan(str(path)), out_dir=out, overrides=changes, auto="cpu_fp32")
+
+
+def tiny(folder: Path, **changes: Mapping[str, Any]) -> PlacedPlan:
+    """Two data stages whose artifacts a test can really make."""
+    if not (folder / "text").exists():
+        write(folder / "text", RAW)
+        (folder / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+        plan = PLAN.replace("{recipe}", str(folder / "recipe.toml"))
+        (folder / "plan.toml").write_text(plan.format(), encoding="utf-8")
+    return place_plan(
+        load_plan(str(folder / "plan.toml")),
+        out_dir=folder / "run",
+        overrides=changes,
+        given={"text": RawPaths((folder / "text",))},
+    )
+
+
+def submit(placed: PlacedPlan, **options: Any) -> list[str]:
+    """Submit a plan; return what is printed."""
+    said: list[str] = []
+    submit_plan(placed, SITE, say=said.append, **options)
+    return said
+
+
+def status(placed: PlacedPlan) -> dict[str, str]:
+    """Stage → its line of the table; lines of ended starts below ``STAGE JOB.RESTART``."""
+    said: list[str] = []
+    show_jobs(placed, say=said.append)
+    found: dict[str, str] = {}
+    stage = ""
+    for line in said[0].splitlines()[2:]:
+        name = line.split(" ")[0]
+        stage = name or stage
+        found[name or f"{stage} {line.split()[1]}"] = " ".join(line.split())
+    return found
+
+
+def needed(slurm: FakeSlurm) -> dict[str, set[str]]:
+    """Stage → stages whose success its newest job waits for."""
+    names = {job_id: stage for stage, job_id in slurm.ids().items()}
+    found = {}
+    for stage, job_id in slurm.ids().items():
+        after = slurm.jobs[job_id]["after"].split(",")[0]
+        ids = after.split(":")[1:] if after.startswith("afterok") else []
+        found[stage] = {names[one] for one in ids}
+    return found
+
+
+def test_every_stage_is_a_job_that_waits_for_exactly_the_stages_it_reads_from(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    placed = graph(out)
+    submit(placed)
+    assert needed(slurm) == {task.name: set(task.planned.dependencies()) for task in placed.tasks}
+    assert needed(slurm)["dense"] == needed(slurm)["moe"] == {"shards", "mixture"}
+    for task in placed.tasks:
+        job = slurm.jobs[slurm.ids()[task.name]]
+        given = [one for one in job["stage"] if one not in ("--overwrite", "--if-stale")]
+        wanted = [one for one in stage_arguments(placed, task) if one != "--overwrite"]
+        assert given == wanted
+        assert ("--overwrite" in job["stage"]) == (not task.stage.trains)
+        assert "--kill-on-invalid-dep=yes" in job["options"]
+        assert f"--output={out}/{task.name}.logs/%j.log" in job["options"]
+        assert (out / f"{task.name}.logs").is_dir()
+
+
+def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> None:
+    site = SITE.model_copy(
+        update={
+            "setup": "module load gcc\nsource /it's here/activate",
+            "container": ("apptainer", "exec", "/an image"),
+            "max_restarts": 2,
+            "options": ("--constraint=h100",),
+        }
+    )
+    submit_plan(graph(out), site)
+    job = slurm.jobs[slurm.ids()["dense"]]
+    asked = {
+        *("--partition=gpu", "--account=ours", "--time=12:00:00", "--constraint=h100"),
+        *("--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--gpus-per-node=2"),
+        "--cpus-per-task=1",
+    }
+    assert asked <= set(job["options"])
+    assert job["environment"] == {
+        "MMNMT_SETUP": "module load gcc\nsource /it's here/activate",
+        "MMNMT_CONTAINER": "apptainer exec '/an image'",
+        "MMNMT_THREADS": "1",
+        "MMNMT_MAX_RESTARTS": "2",
+    }
+    assert not any("gpus" in one for one in slurm.jobs[slurm.ids()["shards"]]["options"])
+
+
+def test_a_second_submission_submits_nothing(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out))
+    before = slurm.jobs
+    assert all("waits as job" in line for line in submit(graph(out)))
+    assert slurm.jobs == before
+
+
+def test_a_job_whose_id_was_never_recorded_is_found_again(slurm: FakeSlurm, out: Path) -> None:
+    """The command may be killed after sbatch took the job and before its id is written."""
+    submit(graph(out))
+    path = out / RECORD_NAME
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record["stages"]["dense"]["id"] = ""
+    path.write_text(json.dumps(record), encoding="utf-8")
+    submit(graph(out))
+    assert len(slurm.live()) == len(slurm.jobs)
+    assert json.loads(path.read_text("utf-8"))["stages"]["dense"]["id"] == slurm.ids()["dense"]
+
+
+def test_a_refusal_in_the_middle_leaves_a_record_with_which_the_next_call_goes_on(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    slurm.set(refused="mmnmt-shards")
+    with pytest.raises(SchedulerError, match=r"does not take the job of mmnmt-shards .*account"):
+        submit(graph(out))
+    assert set(slurm.ids()) == {"corpus", "clean", "tokenizer"}
+    slurm.set(refused="")
+    submit(graph(out))
+    assert set(slurm.live()) == {task.name for task in graph(out).tasks}
+
+
+def test_what_is_made_is_skipped_and_not_waited_for(slurm: FakeSlurm, tmp_path: Path) -> None:
+    placed = tiny(tmp_path).chosen(only=["corpus"])
+    assert run_plan(placed, launcher=in_this_process, say=lambda _: None) == 0
+    assert submit(tiny(tmp_path))[0] == "corpus: done"
+    assert needed(slurm) == {"clean": set()}
+
+
+@pytest.mark.parametrize("state", ["FAILED", "COMPLETED"])
+def test_a_stage_whose_job_ended_without_its_artifact_is_submitted_again(
+    slurm: FakeSlurm, out: Path, state: str
+) -> None:
+    submit(graph(out))
+    first = slurm.ids()
+    slurm.become(first["nearest"], state)
+    submit(graph(out))
+    second = slurm.ids()
+    assert second["nearest"] != first["nearest"]
+    assert slurm.jobs[first["evaluation"]]["state"] == "CANCELLED", "it waited for the old job"
+    assert {name for name in first if first[name] != second[name]} == {"nearest", "evaluation"}
+    assert set(slurm.live()) == set(first)
+
+
+def test_a_job_that_slurm_has_forgotten_is_not_taken_for_done(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out))
+    forgotten = slurm.ids()["nearest"]
+    slurm.forget(forgotten)
+    assert "failed" in status(graph(out))["nearest"]
+    submit(graph(out))
+    assert slurm.ids()["nearest"] in slurm.live().values()
+
+
+def test_accounting_tells_how_a_job_ended_that_slurm_has_forgotten(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    (slurm.bin / "sacct").write_text(
+        "#!/bin/sh\necho 'PREEMPTED|2026-11-23T12:00:00'\necho 'TIMEOUT|2026-11-23T13:00:00'\n",
+        encoding="utf-8",
+    )
+    (slurm.bin / "sacct").chmod(0o755)
+    job = slurm.ids()["corpus"]
+    slurm.forget(job)
+    assert status(graph(out))["corpus"].startswith(f"corpus failed {job}.1 2026-11-23T")
+    assert "SLURM ended it as TIMEOUT" in status(graph(out))["corpus"]
+
+
+def test_another_setting_resubmits_the_stage_and_what_follows_it(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out))
+    first = slurm.ids()
+    submit(graph(out, **OTHER_TOKENIZER))
+    second = slurm.ids()
+    stays = {name for name in first if first[name] == second[name]}
+    assert stays == {"corpus", "clean", "nearest"}
+    assert set(slurm.live()) == set(first)
+    for name in set(first) - stays:
+        assert slurm.jobs[first[name]]["state"] == "CANCELLED"
+        assert f"afterany:{first[name]}" in slurm.jobs[second[name]]["after"]
+    submit(graph(out, **OTHER_TOKENIZER))
+    assert slurm.ids() == second
+
+
+def test_a_running_job_keeps_running_where_only_its_resources_changed(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out))
+    first = slurm.ids()
+    slurm.become(first["corpus"], "RUNNING")
+    longer = SITE.model_copy(update={"time": "13:00:00"})
+    submit_plan(graph(out), longer, say=lambda _: None)
+    assert slurm.ids()["corpus"] == first["corpus"]
+    assert slurm.ids()["clean"] != first["clean"]
+    assert "--time=13:00:00" in slurm.jobs[slurm.ids()["clean"]]["options"]
+    assert needed(slurm)["clean"] == {"corpus"}
+
+
+def test_training_that_runs_is_canceled_only_if_that_is_asked_for(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out))
+    first = slurm.ids()
+    slurm.become(first["dense"], "RUNNING")
+    with pytest.raises(ArtifactError, match=f"dense runs as job {first['dense']}"):
+        submit(graph(out, **OTHER_TOKENIZER))
+    assert slurm.ids() == first
+    submit(graph(out, **OTHER_TOKENIZER), rebuild=["dense"])
+    assert slurm.jobs[first["dense"]]["state"] == "CANCELLED"
+    assert "--overwrite" in slurm.jobs[slurm.ids()["dense"]]["stage"]
+
+
+def test_a_left_out_stage_is_waited_for_if_it_is_submitted_and_else_asked_for(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    with pytest.raises(ArtifactError, match="corpus, which is neither made nor submitted"):
+        submit(graph(out).chosen(only=["clean"]))
+    submit(graph(out).chosen(only=["corpus"]))
+    submit(graph(out).chosen(only=["clean"]))
+    assert needed(slurm) == {"corpus": set(), "clean": {"corpus"}}
+
+
+def test_nothing_is_submitted_if_one_stage_cannot_run(slurm: FakeSlurm, out: Path) -> None:
+    def check(task: Any, _: Any) -> None:
+        if task.name == "moe":
+            raise ConfigError("Stage moe: 3 ranks do not divide")
+
+    with pytest.raises(ConfigError, match="3 ranks"):
+        submit(graph(out), check=check)
+    slurm.set(limit="6:00:00")
+    with pytest.raises(ConfigError, match="12:00:00, where partition gpu allows 6:00:00"):
+        submit(graph(out))
+    assert not slurm.jobs
+
+
+def test_a_scheduler_that_is_silent_or_absent_is_one_sentence(
+    slurm: FakeSlurm, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(graph(out))
+    slurm.set(down=True)
+    with pytest.raises(SchedulerError, match="SLURM gives scontrol no answer"):
+        submit(graph(out))
+    said: list[str] = []
+    show_jobs(graph(out), say=said.append)
+    assert "States of jobs are unknown. SLURM gives scontrol no answer" in said[1]
+    (slurm.bin / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    with pytest.raises(SchedulerError, match="no answer \\(nothing in 0 s\\)"):
+        submit(graph(out), scheduler=Scheduler(answer_seconds=0.2))
+    monkeypatch.setenv("PATH", str(out))
+    with pytest.raises(SchedulerError, match="There is no scontrol on this machine"):
+        submit(graph(out))
+
+
+def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a run; of $HOME's 100 %"
+    site = SITE.model_copy(update={"setup": "module load 'gcc'\nset -o nounset"})
+    ours = install(tmp_path / "one", monkeypatch)
+    submit_plan(graph(out), site, say=lambda _: None)
+    (out / RECORD_NAME).unlink()
+    theirs = install(tmp_path / "two", monkeypatch)
+    said: list[str] = []
+    show_commands(graph(out), site, scheduler=Scheduler(), say=said.append)
+    assert not theirs.jobs
+    subprocess.run(["bash", "-euc", "\n".join(said)], check=True, timeout=120)
+    assert theirs.jobs == ours.jobs
+
+
+def test_commands_can_be_shown_without_slurm(out: Path) -> None:
+    said: list[str] = []
+    show_commands(graph(out), SITE, say=said.append)
+    assert sum(line.startswith("job_") for line in said) == len(graph(out).tasks)
+    assert not out.exists()
+
+
+def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out))
+    total = len(slurm.jobs)
+    said: list[str] = []
+    cancel_jobs(graph(out), ["moe"], say=said.append)
+    assert said == [f"moe: canceled job {slurm.ids()['moe']}"]
+    assert len(slurm.live()) == total - 1
+    cancel_jobs(graph(out), [])
+    assert not slurm.live()
+    said.clear()
+    cancel_jobs(graph(out), [], say=said.append)
+    assert said == ["No job waits or runs."]
+    with pytest.raises(ConfigError, match="has no such stage"):
+        cancel_jobs(graph(out), ["moo"])
+
+
+# ---------------------------------------------------------------- status
+
+
+def end(out_dir: Path, attempt: str, verdict: Any, cause: str, update: int | None = None) -> None:
+    start = "2026-11-23T10:00:00+00:00"
+    write_start(out_dir, Start(attempt, start, ("node1",), ()))
+    write_verdict(out_dir, Verdict(verdict, cause, attempt, start, start, update=update))
+
+
+def test_status_joins_artifacts_jobs_and_verdicts(slurm: FakeSlurm, tmp_path: Path) -> None:
+    placed = tiny(tmp_path)
+    assert status_of_artifacts(placed) == "stage state"
+    assert run_plan(placed.chosen(only=["corpus"]), launcher=in_this_process, say=quiet) == 0
+    submit(placed)
+    job = slurm.ids()["clean"]
+    found = status(placed)
+    assert found["corpus"].startswith("corpus done")
+    local = datetime(2026, 11, 23, 10)
+    since = local.astimezone(UTC).isoformat(timespec="seconds")
+    assert found["clean"] == f"clean waiting {job}.0 {since} other jobs have a higher priority"
+    end(tmp_path / "run" / "clean", f"{job}.0", "again", "preempted on node1", update=1200)
+    slurm.become(job, "RUNNING", restarts=1, reason="None")
+    found = status(placed)
+    assert found["clean"].startswith(f"clean running {job}.1 ")
+    assert found[f"clean {job}.0"].endswith("preempted on node1 (update 1,200)")
+    end(tmp_path / "run" / "clean", f"{job}.1", "failed", "rank 3 on node2: no memory")
+    slurm.become(job, "FAILED", restarts=1, reason="NonZeroExitCode")
+    assert "rank 3 on node2: no memory; its log is in" in status(placed)["clean"]
+
+
+def status_of_artifacts(placed: PlacedPlan) -> str:
+    said: list[str] = []
+    show_jobs(placed, say=said.append)
+    return " ".join(said[0].splitlines()[0].split())
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_status_tells_why_stages_wait_and_why_they_were_canceled(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out))
+    ids = slurm.ids()
+    assert status(graph(out))["clean"].endswith("after corpus")
+    slurm.become(ids["corpus"], "FAILED")
+    slurm.become(ids["clean"], "CANCELLED", reason="DependencyNeverSatisfied")
+    slurm.become(ids["nearest"], "CANCELLED", reason="None")
+    slurm.become(ids["tokenizer"], "PENDING", reason="QOSMaxJobsPerUserLimit")
+    slurm.become(ids["shards"], "PENDING", reason="ReqNodeNotAvail,_UnavailableNodes:node2")
+    found = status(graph(out))
+    assert "SLURM ended it as FAILED" in found["corpus"]
+    assert found["clean"].endswith("a stage that it needs failed")
+    assert found["nearest"].startswith(f"nearest canceled {ids['nearest']}.0")
+    assert "a limit of the account" in found["tokenizer"]
+    assert "down, drained or reserved" in found["shards"]
+
+
+def test_status_says_how_far_training_is(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out))
+    slurm.become(slurm.ids()["dense"], "RUNNING")
+    folder = run_dir(out / "dense")
+    folder.mkdir(parents=True)
+    records = [{"kind": "train", "update": n, "seconds": 2.0 * n} for n in (10, 20, 30)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    total = dict(graph(out).tasks[5].config)["training"]["updates"]
+    minutes, seconds = divmod(2 * (total - 30), 60)
+    left = f"30 of {total} updates, {minutes}:{seconds:02} left"
+    assert status(graph(out))["dense"].endswith(left)
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run ``mmnmt`` in a folder with a site file; return exit code and output."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site.toml").write_text("[node]\ncpus = 16\n", encoding="utf-8")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code = cli.main(arguments)
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+def test_the_commands_submit_show_print_logs_and_cancel(
+    slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    tiny(tmp_path)
+    given = ("plan.toml", "--input", f"text={tmp_path / 'text'}")
+    code, said = run("submit", *given, "--site", "site.toml")
+    assert code == 0, said
+    job = slurm.jobs[slurm.ids()["clean"]]
+    folder = tmp_path / "runs" / "plan"
+    assert f"--out={folder / 'clean'}" in job["stage"], "an absolute path"
+    assert run("status", *given)[1].count("waiting") == 2
+    code, said = run("logs", "plan.toml", "clean")
+    assert code == 2
+    assert "its job has not started" in said
+    log = folder / "clean.logs" / f"{slurm.ids()['clean']}.log"
+    text = "mmnmt clean: job\n00: first\n10: tenth\n01: second: 0: not of rank 0\n"
+    log.write_text(text, encoding="utf-8")
+    assert run("logs", "plan.toml", "clean") == (0, text)
+    assert run("logs", "plan.toml", "clean", "--rank", "0") == (0, "00: first\n")
+    code, said = run("cancel", "plan.toml", "--only", "clean")
+    assert said == f"clean: canceled job {slurm.ids()['clean']}\n"
+    assert list(slurm.live()) == ["corpus"]
+
+
+def test_status_after_a_submission_takes_auto_for_the_cluster_s_ds_config(
+    slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    """A login node has no GPU: its own ds_config would make every model look stale."""
+    site = "[node]\ncpus = 16\ngpus = 8\n"
+    (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+    assert run("submit", "demo", "--until", "dense", "--site", "site.toml")[0] == 0
+    job = slurm.jobs[slurm.ids()["dense"]]
+    assert "--ds-config=zero2_bf16" in job["stage"]
+    record = json.loads((tmp_path / "runs/demo" / RECORD_NAME).read_text(encoding="utf-8"))
+    assert record["ds_config"] == "zero2_bf16"
+
+
+def test_training_that_does_not_fit_is_refused_before_anything_is_submitted(
+    slurm: FakeSlurm, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    chosen = ("submit", "demo", "--until", "moe", "--site", "site.toml")
+    site = 'node = { cpus = 16, gpus = 8, gpu_memory = "20M" }'
+    (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+    code, said = run(*chosen)
+    assert code == 2
+    assert "Stage moe: a rank needs" in said
+    assert "where a GPU has 0.0 GiB" in said
+    (tmp_path / "site.toml").write_text('node = { cpus = 16, memory = "20M" }', encoding="utf-8")
+    assert "2 ranks need" in run(*chosen)[1]
+    assert not slurm.jobs
