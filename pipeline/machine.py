@@ -1,19 +1,21 @@
 """Inspect this machine without loading torch, and prepare a process for computing.
 
 ``visible_gpus`` counts GPUs, ``peak_memory`` measures the memory of a block of work, and
-``prepare_process`` sets how a process keeps memory and how its threads wait. Only entry points (the
-command, the stages, the benchmarks) call ``prepare_process``, so that importing the package changes
-nothing. torch is not loaded because the command line has to start fast.
+``prepare_process`` sets how a process keeps memory, how its threads wait and how many files it may
+open. Only entry points (the command, the stages, the benchmarks) call ``prepare_process``, so that
+importing the package changes nothing. torch is not loaded because the command line has to start
+fast.
 
 Not yet run on a GPU; ``nvidia-smi`` is called as its manual documents.
 """
 
 import io
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -136,14 +138,20 @@ SPIN_COUNT = "6000"
 """Iterations that a thread spins, about 50 µs, for the next parallel operator before it sleeps.
 
 Sleeping at once (0) slows small models on CPU; libgomp's default takes cores from other work on the
-machine.
+machine."""
 
-Sleeping at once (0) makes small models slower on CPU; waiting as long as is the default takes the
-cores from whatever else the machine does."""
+GPU_MEMORY = "expandable_segments:True"
+"""Setting of torch's allocator on GPUs: sizes of batches differ, and segments that cannot grow
+leave gaps."""
+_GPU_MEMORY_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names of its variable, as of torch 2.11 to 2.13; the second is the older one."""
 
 
 def prepare_process() -> None:
     """Set how memory is kept and how threads wait, unless the environment does.
+
+    The limit on open files becomes the highest that this user may set: rank 0 of a large world has
+    connections to all others.
 
     Standard output and standard error write characters that their encoding lacks as escapes, so
     that one arrow does not lose a whole table. Call this before torch is imported: libgomp reads
@@ -155,3 +163,18 @@ def prepare_process() -> None:
             stream.reconfigure(errors="backslashreplace")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    if not any(name in os.environ for name in _GPU_MEMORY_NAMES):
+        os.environ[_GPU_MEMORY_NAMES[0]] = GPU_MEMORY
+    _raise_limit_of_files()
+
+
+def _raise_limit_of_files() -> None:
+    _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS: no limit, which it does not let one set
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+
+
+def most_open_files() -> int | None:
+    """Return how many files this process may have open; None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit

@@ -23,13 +23,14 @@ SAMPLED_CASES = 6
 
 LONGEST_FIRST = (
     *("test_benchmarks_run", "test_byte_systems_learn", "test_parity", "test_paper_rows"),
+    *("test_many_ranks", "test_watchdog"),
     *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
     *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
     *("test_language_module_rows", "test_beam_search", "test_operators", "test_variants_model"),
     *("test_mean_of_states", "test_plan", "test_cli", "test_declared", "test_killed_plan"),
     *("test_shards", "test_unusable_checkpoints", "test_own_data_page", "test_task_stages"),
 )
-"""Files of tests by the processor time they take, from 120 s to 15 s."""
+"""Files of tests by the time they take alone, from 120 s to 15 s."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,5 +1,9 @@
 """What is made of the GPUs a machine has, and of those an environment shows."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from pipeline import machine
@@ -85,3 +89,37 @@ def test_what_a_driver_says_is_read(
         assert visible_gpus() == Gpus(2, has_bf16=True)
     finally:
         machine._capabilities.cache_clear()
+
+
+PREPARE = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
+from pipeline.machine import most_open_files, prepare_process
+assert most_open_files() == 64
+prepare_process()
+names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+print(most_open_files(), *(os.environ.get(name) for name in names))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "128 expandable_segments:True None"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "128 backend:native None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "128 None backend:native"),
+    ],
+)
+def test_a_process_may_open_all_files_that_its_user_may_and_keeps_a_setting_of_the_allocator(
+    given: dict[str, str], expected: str
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE],
+        env={**others, **given},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == expected, done.stderr

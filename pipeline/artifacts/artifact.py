@@ -63,6 +63,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
 )
 from pipeline.config.documents import read_json
+from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank
 from pipeline.errors import ArtifactError, to_write
 
@@ -265,6 +266,7 @@ class ArtifactWriter:
         target = self.path(name)
         if link_or_copy(source.file(name), target):
             self.taken_over[target] = source.manifest.files[name]
+        progress.advance()
 
 
 def stage_key(

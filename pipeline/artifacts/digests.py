@@ -29,6 +29,7 @@ from pipeline.artifacts.manifest import (
     json_digest,
 )
 from pipeline.artifacts.places import is_verified_file, sync, verified_path
+from pipeline.distributed import progress
 from pipeline.errors import ArtifactError
 
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -97,6 +98,7 @@ def _chunk_digest(chunk: tuple[Path, int]) -> str:
         while left and (count := stream.readinto(buffer[: min(left, len(buffer))])):
             digest.update(buffer[:count])
             left -= count
+            progress.advance()
     return digest.hexdigest()
 
 
@@ -393,6 +395,7 @@ class HashedFiles:
                     for part in chunk:
                         stream.write(part)
                         size += part.nbytes
+                    progress.advance()
                     if not self._synced or self._synced[-1].done():
                         self._send_to_disk(path)
         except OSError as error:

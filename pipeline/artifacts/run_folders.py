@@ -61,6 +61,9 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
 
 STATE_NAME = re.compile(r"update-(\d+)")
 
+STACK_FILES = ("stacks/rank-*.txt", "stacks/nccl-rank-*")
+"""Files that a watchdog writes into a run folder, which it makes if there is none yet."""
+
 _MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
 
 
@@ -101,12 +104,21 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
 
 def remove_files(directory: Path, patterns: Sequence[str]) -> None:
     """Remove a stage's own files from its run folder, and the folder if it is then empty."""
+    _remove_stacks(directory)
     for pattern in patterns:
         for path in directory.glob(pattern):
             path.unlink()
     if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
         (directory / MARKER_NAME).unlink(missing_ok=True)
         directory.rmdir()
+
+
+def _remove_stacks(directory: Path) -> None:
+    for pattern in STACK_FILES:
+        for path in directory.glob(pattern):
+            path.unlink()
+    with suppress(OSError):  # there is none, or it is not empty
+        stacks_dir(directory).rmdir()
 
 
 def _looks_like_a_run(directory: Path) -> bool:
@@ -118,6 +130,7 @@ def _looks_like_a_run(directory: Path) -> bool:
         or _kind_at(directory / "best") in ("checkpoint", "task_model")
         or begins_with(directory / "identity.json", b"[{")
         or begins_with(directory / "lock", b"process ")
+        or any(path for pattern in STACK_FILES for path in directory.glob(pattern))
     )
 
 
@@ -145,6 +158,11 @@ def set_aside(out_dir: Path) -> Path:
         out_dir.rename(place)
     sync(out_dir.parent)
     return place
+
+
+def stacks_dir(run_folder: Path) -> Path:
+    """Return the folder in which a watchdog writes the stacks of ranks that hang."""
+    return run_folder / "stacks"
 
 
 def states_dir(run_folder: Path) -> Path:

@@ -21,6 +21,7 @@ from torch import Tensor
 from pipeline.artifacts.artifact import Artifact, FileRecord
 from pipeline.artifacts.digests import HashedFiles
 from pipeline.config.settings import one_line
+from pipeline.distributed import progress
 from pipeline.errors import CheckpointError
 
 PART_FOLDERS = ("weights", "optimizer")
@@ -142,6 +143,7 @@ class TensorFiles:
                 f"{self.artifact.directory} has no tensor {name!r}, so it is of another model. "
                 "Name a checkpoint of this one."
             )
+        progress.advance()
         return _read(self.artifact.file(self._file_of[name]), name, fix="Run its stage again.")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.artifacts.artifact import UNWRITABLE
 from pipeline.distributed import progress
 from pipeline.distributed.signals import let_ctrl_c_in
+from pipeline.distributed.watchdog import BEFORE_END
 from pipeline.distributed.world import rank_of
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -64,6 +65,7 @@ def guarded(name: str, action: Callable[[], int], *, is_rank: bool = False) -> i
         is_rank: Whether this is a rank of a stage, which reports its end to its launcher.
     """
     reports = _Reports(name, is_rank=is_rank)
+    BEFORE_END[:] = [lambda cause: reports.write("again", cause)]
     try:
         let_ctrl_c_in()
         code = action()

@@ -34,6 +34,7 @@ from pipeline.decoding.hypotheses import (
     stopping_rule,
 )
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.distributed import progress
 from pipeline.kernels.logits import best_tokens, log_normalizer
 from pipeline.model.transformer import Transformer
 
@@ -108,6 +109,7 @@ class Search:
         """Search until all sentences are done; return the best hypotheses of each."""
         x_RD = self.states.begin()
         for length in range(1, max(self.limits) + 1):
+            progress.advance()
             next_R = self.advance(self.model.project(x_RD), length)
             if next_R is None:
                 break

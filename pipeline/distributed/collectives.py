@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from pipeline.distributed import progress
 from pipeline.distributed.heartbeat import Heartbeat, open_store
+from pipeline.distributed.watchdog import BEAT_SECONDS, Watch
 from pipeline.errors import UserError, describe_os_error
 
 if TYPE_CHECKING:
@@ -22,25 +24,38 @@ _HEARTS: list[Heartbeat] = []
 
 
 @contextmanager
-def heartbeat(address: str) -> Iterator[None]:
+def heartbeat(address: str, *, watch: Watch | None) -> Iterator[None]:
     """Let ranks wait for each other as long as they live; all ranks call this."""
     if world_size() == 1:
         yield
         return
-    server = open_store(address) if rank() == 0 else None
+    server = open_store(address, size=world_size()) if rank() == 0 else None
     port = from_rank_zero(0 if server is None else server.port)
-    heart = Heartbeat(rank=rank(), size=world_size(), address=address, port=port, server=server)
+    heart = Heartbeat(
+        rank=rank(),
+        size=world_size(),
+        address=address,
+        port=port,
+        server=server,
+        beat_seconds=watch.beat_seconds if watch else BEAT_SECONDS,
+        watch=watch,
+    )
     _HEARTS.append(heart)
     try:
         yield
+    except BaseException:
+        heart.end()
+        raise
+    else:
+        heart.leave()
     finally:
         _HEARTS.remove(heart)
-        heart.end()
 
 
 def _meet() -> None:
     for heart in _HEARTS:
         heart.meet()
+        progress.advance()
 
 
 def world_size() -> int:
@@ -63,6 +78,7 @@ def all_sum(tensor: "Tensor") -> "Tensor":
 
     if world_size() > 1:
         torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.SUM)
+        progress.advance()
     return tensor
 
 
@@ -72,6 +88,7 @@ def all_max(tensor: "Tensor") -> "Tensor":
 
     if world_size() > 1:
         torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+        progress.advance()
     return tensor
 
 

@@ -22,15 +22,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeline.distributed.collectives import gather_objects, heartbeat, wait_for_all
+from pipeline.distributed.watchdog import Watch, flight_prefix
 from pipeline.errors import ConfigError
+from pipeline.machine import most_open_files
 
 if TYPE_CHECKING:
     import torch
 
 LOOPBACK = "127.0.0.1"
+
+SILENCE_SECONDS = 600.0
+"""How long all ranks may stand still before the watchdog ends the attempt."""
+COLLECTIVE_SECONDS = 2 * SILENCE_SECONDS
+"""How long a collective waits: longer, so that the watchdog is first to say what is wrong."""
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -230,7 +238,12 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
 
 
 @contextmanager
-def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
+def distributed_world(
+    *,
+    stacks_dir: Path | None = None,
+    timeout_seconds: float = COLLECTIVE_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
+) -> Iterator[World]:
     """Open the default process group, also for a single process, since DeepSpeed needs one.
 
     It uses gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors. A collective that waits for
@@ -238,14 +251,21 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
     something failed; the group is destroyed in any case. A process that had a group must end by
     ``leave``.
 
+    With ``stacks_dir``, a watchdog ends all ranks when none has advanced for ``silence_seconds``,
+    and writes their stacks there.
+
     Raises:
         ConfigError: see ``discover`` and ``take_device``.
     """
     import torch
 
     world = discover(os.environ)
+    if world.rank == 0:
+        refuse_too_few_files(world.size)
     _HAD_GROUPS.append(world)
-    with _environment(world.environment()):
+    watch = Watch(silence_seconds, stacks_dir) if stacks_dir and world.size > 1 else None
+    settings = world.environment() | _settings_of_groups(stacks_dir)
+    with _environment(settings), watch.armed() if watch else contextlib.nullcontext():
         torch.distributed.init_process_group(
             backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             rank=world.rank,
@@ -254,11 +274,49 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
         )
         try:
             take_device(world.local_rank)
-            with heartbeat(world.master_address):
+            with heartbeat(world.master_address, watch=watch):
                 yield world
                 wait_for_all()
         finally:
             torch.distributed.destroy_process_group()
+
+
+FILES_OF_RANK_ZERO = (100, 3)
+"""Files that rank 0 has open, as a number and a number per rank."""
+
+
+def refuse_too_few_files(ranks: int) -> None:
+    """Refuse a world whose rank 0 needs more files than this process may open.
+
+    Raises:
+        ConfigError: says how many.
+    """
+    some, per_rank = FILES_OF_RANK_ZERO
+    needed, limit = some + per_rank * ranks, most_open_files()
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"Rank 0 of {ranks} ranks needs about {needed} open files, the limit is {limit}. Ask "
+            f"for ulimit -n {needed} on its node."
+        )
+
+
+def _settings_of_groups(stacks_dir: Path | None) -> dict[str, str]:
+    """Return the variables that torch reads when it makes groups, but for those that are set.
+
+    gloo connects two ranks when they first exchange something, instead of all pairs of every group
+    at once: rank 0 of 512 would hold thousands of connections that nobody uses. NCCL's flight
+    record is written beside the run when NCCL notices a timeout. (Names as of torch 2.11 to 2.13;
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE`` and ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` are older ones.)
+    """
+    wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
+    if stacks_dir is not None and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+        wanted |= {
+            "TORCH_FR_DUMP_TEMP_FILE": str(flight_prefix(stacks_dir)),
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        }
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        wanted["TORCH_FR_BUFFER_SIZE"] = "2000"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def leave(code: int) -> NoReturn:

@@ -31,7 +31,7 @@ from pipeline.training.translation import train, training_data
 def run(call: StageCall) -> None:
     """Load the checkpoint's model and train it further."""
     training, checkpoint = call.recipe.training, call.artifacts["checkpoint"]
-    with distributed_world() as world:
+    with distributed_world(stacks_dir=call.stacks_dir) as world:
         connect(world)
         call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)

@@ -29,7 +29,7 @@ from pipeline.training.translation import train, training_data
 def run(call: StageCall) -> None:
     """Build the recipe's model, initialize it and train it."""
     training = call.recipe.training
-    with distributed_world() as world:
+    with distributed_world(stacks_dir=call.stacks_dir) as world:
         connect(world)
         call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)

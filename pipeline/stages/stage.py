@@ -21,8 +21,9 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.manifest import undeciding, without_settings
+from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.artifacts.run_folders import Work
+from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
 
@@ -129,6 +130,11 @@ class StageCall:
         ds_config = self.config["ds_config"]
         assert isinstance(ds_config, Mapping)
         return ds_config
+
+    @property
+    def stacks_dir(self) -> Path:
+        """Folder for the stacks of ranks that hang."""
+        return stacks_dir(run_dir(self.out_dir))
 
     @property
     def key(self) -> str:

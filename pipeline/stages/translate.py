@@ -78,7 +78,7 @@ def run(call: StageCall) -> None:
         checkpoint=call.artifacts["checkpoint"],
         targets=call.recipe.decoding.targets,
     )
-    with distributed_world() as world, StopFlag() as stop:
+    with distributed_world(stacks_dir=call.stacks_dir) as world, StopFlag() as stop:
         checkpoint = call.artifacts["checkpoint"]
         check_together(checkpoint, checkpoint.names())
         translator = Translator(

@@ -45,6 +45,7 @@ from pipeline.config.ds_config import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.own_time import OWN_TIME
+from pipeline.distributed.progress import advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
@@ -287,6 +288,7 @@ class Engine:
             if self._gradient_order is not None:
                 self._gradient_order.end_micro_batch()
             self._engine.step()
+            advance()
             if not counts:
                 continue
             sums_2[0] += terms.cross_entropy
@@ -359,6 +361,7 @@ class Engine:
         self.model.eval()
         with torch.no_grad():
             _, terms = self._engine.module(batch.to(self.device))
+        advance()
         loss_terms: LossTerms = terms
         return loss_terms
 

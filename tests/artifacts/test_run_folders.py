@@ -20,6 +20,7 @@ from pipeline.artifacts.run_folders import (
     finish_removal,
     remove_contents,
     remove_emptied,
+    stacks_dir,
     withdraw_removal,
 )
 
@@ -28,6 +29,13 @@ CONFIG = {"training": {"updates": 6}}
 
 KILLED = 9
 """Exit code of a process that ended on its way."""
+
+
+def write_stacks(folder: Path) -> None:
+    """As a watchdog does, which may come before the folder is claimed."""
+    stacks_dir(folder).mkdir(parents=True)
+    for name in ("rank-0.txt", "rank-1.txt", "nccl-rank-0"):
+        (stacks_dir(folder) / name).write_text("Thread 0x1:\n")
 
 
 def make_run(out_dir: Path, *, config: dict[str, Any] = CONFIG) -> Path:
@@ -47,6 +55,7 @@ def make_run(out_dir: Path, *, config: dict[str, Any] = CONFIG) -> Path:
         verified_path(folder / name).write_text('["digest", "part"]\n')  # as an older state has
     (folder / "states" / ".update-0000002.unfinished" / "optimizer").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
+    write_stacks(folder)
     with new_artifact(
         out_dir, kind="checkpoint", stage="pretrain", config=config, inputs={}
     ) as writer:
@@ -167,4 +176,14 @@ def test_a_removal_that_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -
     assert problem is not None
     assert problem.startswith(f"{folder} is of no more use, and could not be removed: ")
     assert finish_removal(tmp_path / "model") is None
+    assert not folder.exists()
+
+
+def test_a_folder_in_which_a_watchdog_alone_has_written_is_claimed_by_the_next_start(
+    tmp_path: Path,
+) -> None:
+    folder = run_dir(tmp_path / "out")
+    write_stacks(folder)
+    claim_run_folder(folder, work="training")
+    assert remove_emptied(folder) is None
     assert not folder.exists()

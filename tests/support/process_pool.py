@@ -39,8 +39,9 @@ class RankFailed(Exception):
 class ProcessPool:
     """``size`` ranks of one process group."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, timeout_seconds: float = 120.0) -> None:
         self.size = size
+        self._timeout_seconds = timeout_seconds
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
@@ -58,7 +59,7 @@ class ProcessPool:
         for connection in self._connections:
             connection.send_bytes(job)
         try:
-            return self._collect(timeout_seconds=120.0)
+            return self._collect(timeout_seconds=self._timeout_seconds)
         except BaseException as error:
             if not isinstance(error, RankFailed) or not error.by_all:
                 self.close(kill=True)

@@ -113,7 +113,7 @@ def finetune(
     from unittest import mock
 
     @contextmanager
-    def here() -> Any:
+    def here(**_: object) -> Any:
         yield world
 
     module = STAGE_OF[task]

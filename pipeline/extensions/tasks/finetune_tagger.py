@@ -24,7 +24,7 @@ def run(call: StageCall) -> None:
     """Read the encoder and the text, and train a head and all of the encoder."""
     recipe = call.recipe
     tasks = recipe.section_of(TasksConfig)
-    with distributed_world() as world:
+    with distributed_world(stacks_dir=call.stacks_dir) as world:
         connect(world)
         files = entity_files(call.raw["data"].only_path())
         languages = trained_languages(files, tasks.languages)

@@ -1,0 +1,79 @@
+"""Worlds of many ranks on one machine: what they open, and that they train."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.process_pool import ProcessPool
+from support.tiny_training import Inputs, changed, make_inputs, make_recipe, pretrain, read_metrics
+
+from pipeline.distributed import world as world_module
+from pipeline.distributed.collectives import all_sum, from_rank_zero, gather_objects, wait_for_all
+from pipeline.distributed.world import FILES_OF_RANK_ZERO, World, refuse_too_few_files
+from pipeline.errors import ConfigError
+
+MANY = 64
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def exchange(world: World) -> int:
+    """Do what ranks do together; return how many files this rank has open then."""
+    assert gather_objects(world.rank) == list(range(world.size))
+    assert from_rank_zero(world.rank) == 0
+    assert all_sum(torch.ones(1)).item() == world.size
+    wait_for_all()
+    return open_files()
+
+
+def needed_by(ranks: int) -> int:
+    some, per_rank = FILES_OF_RANK_ZERO
+    return some + per_rank * ranks
+
+
+@pytest.mark.slow
+def test_open_files_of_rank_zero_grow_linearly_with_a_small_constant() -> None:
+    found = {}
+    for size in (4, 8, 16):
+        pool = ProcessPool(size)
+        try:
+            found[size] = pool.run(exchange)[0]
+        finally:
+            pool.close(kill=True)
+    assert found[16] - found[8] <= 2 * (found[8] - found[4]) + 4
+    for size, number in found.items():
+        assert number <= needed_by(size)
+
+
+def train_and_count(world: World, inputs: Inputs, out_dir: Path, ranks: int) -> int:
+    """Train a few updates on all ranks; return the open files of this one."""
+    recipe = make_recipe(updates=3, validate_every=3, checkpoint_every=3, expert_parallel_size=4)
+    recipe = changed(recipe, "batches", micro_batches=ranks)
+    assert pretrain(world, inputs, out_dir, recipe) == "done"
+    return open_files()
+
+
+@pytest.mark.slow
+def test_64_ranks_train_a_tiny_model_with_the_files_that_are_reckoned_with(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
+    pool = ProcessPool(MANY, timeout_seconds=300.0)
+    try:
+        found = pool.run(train_and_count, inputs, tmp_path / "out", MANY)
+    finally:
+        pool.close(kill=True)
+    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl")) >= 3
+    assert max(found) == found[0] <= needed_by(MANY)
+
+
+def test_too_many_ranks_for_the_limit_of_open_files_are_refused_with_the_limit_to_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needed = needed_by(1000)
+    monkeypatch.setattr(world_module, "most_open_files", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=f"ulimit -n {needed}"):
+        refuse_too_few_files(1000)
+    refuse_too_few_files(999)
+    monkeypatch.setattr(world_module, "most_open_files", lambda: None)
+    refuse_too_few_files(10**6)

@@ -1,0 +1,206 @@
+"""A run that hangs is ended by its ranks, which leave their stacks and name the one to look at."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from support.forked import forking
+
+from pipeline.cli.ending import guarded
+from pipeline.distributed import progress
+from pipeline.distributed.collectives import gather_objects
+from pipeline.distributed.watchdog import Silence, who_holds_up
+from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
+from pipeline.errors import EXIT_RUN_AGAIN
+from pipeline.jobs.attempts import REPORTS, read_ends
+
+SILENCE_SECONDS = 4.0
+BOUND_SECONDS = 60.0
+"""Far more than the ranks need to notice, to answer and to end."""
+
+Hang = Callable[[World], None]
+
+
+def nap_in_native_code(world: World) -> None:
+    """Rank 1 sleeps outside of the interpreter; the others wait for it in a collective."""
+    if world.rank == 1:
+        ctypes.CDLL(None).sleep(600)
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def hold_the_interpreter(world: World) -> None:
+    """Rank 1 sleeps in native code without letting its other threads run."""
+    if world.rank == 1:
+        ctypes.PyDLL(None).sleep(600)
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def miss_a_meeting(world: World) -> None:
+    """Rank 2 sleeps outside of the interpreter; the others wait until it comes to a meeting."""
+    if world.rank == 2:
+        ctypes.CDLL(None).sleep(600)
+    gather_objects(world.rank)
+
+
+def stop_the_rank_with_the_store(world: World) -> None:
+    """Rank 0 is stopped, and with it the store that the others ask."""
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def work_for_longer_than_the_silence(world: World) -> None:
+    """Rank 1 works, and advances; the others wait for it in a meeting."""
+    if world.rank == 1:
+        for _ in range(30):
+            time.sleep(SILENCE_SECONDS / 10)
+            progress.advance()
+    gather_objects(world.rank)
+
+
+def start(hang: Hang, stacks_dir: Path, *, size: int = 3) -> list[BaseProcess]:
+    """Start the ranks of a world; their standard error goes to ``rank-K.log`` beside the stacks."""
+    context, port = forking(), free_port()
+    worlds = [World(rank, size, rank, size, LOOPBACK, port) for rank in range(size)]
+    processes: list[BaseProcess] = [
+        context.Process(target=_rank, args=(hang, one, stacks_dir)) for one in worlds
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _rank(hang: Hang, world: World, stacks_dir: Path) -> None:
+    log = os.open(stacks_dir.parent / f"rank-{world.rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    os.environ.update(world.environment() | {REPORTS: str(stacks_dir.parent)})
+
+    def stage() -> int:
+        with distributed_world(stacks_dir=stacks_dir, silence_seconds=SILENCE_SECONDS):
+            hang(world)
+        return 0
+
+    leave(guarded("pretrain", stage, is_rank=True))
+
+
+def ends_of(processes: list[BaseProcess]) -> list[int | None]:
+    """Return the exit codes of processes that end within the bound; kill the others."""
+    deadline = time.monotonic() + BOUND_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def run(
+    hang: Hang, tmp_path: Path, *, stopped: int = 0
+) -> tuple[list[int | None], str, dict[str, str]]:
+    """Return exit codes, what was printed, and the stacks by file; the first ranks are stopped."""
+    stacks_dir = tmp_path / "out.run" / "stacks"
+    stacks_dir.parent.mkdir()
+    processes = start(hang, stacks_dir)
+    codes = ends_of(processes[stopped:])
+    for process in processes[:stopped]:
+        process.kill()
+    printed = "".join(path.read_text() for path in sorted(stacks_dir.parent.glob("*.log")))
+    return codes, printed, {path.name: path.read_text() for path in stacks_dir.glob("*")}
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_in_native_code_is_named_and_all_leave_their_stacks(
+    tmp_path: Path,
+) -> None:
+    codes, printed, stacks = run(nap_in_native_code, tmp_path)
+    assert codes == [EXIT_RUN_AGAIN] * 3
+    assert printed.count("No rank has advanced") == 1
+    reports = read_ends(tmp_path / "out.run")
+    assert [(one.end, f"mmnmt: {one.cause}\n") for one in reports] == [("again", printed)] * 3
+    assert f"Rank 1 on {os.uname().nodename}: in nap_in_native_code (test_watchdog.py:" in printed
+    assert sorted(stacks) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
+    assert "nap_in_native_code" in stacks["rank-1.txt"]
+    assert "all_reduce" in stacks["rank-0.txt"]
+    assert "all_reduce" in stacks["rank-2.txt"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_waited_for_in_a_meeting_is_named_though_its_heart_beats(
+    tmp_path: Path,
+) -> None:
+    codes, printed, stacks = run(miss_a_meeting, tmp_path)
+    assert codes == [EXIT_RUN_AGAIN] * 3
+    assert f"Rank 2 on {os.uname().nodename}: in miss_a_meeting" in printed
+    assert len(stacks) == 3
+
+
+@pytest.mark.slow
+def test_a_rank_whose_interpreter_is_stuck_is_named_by_the_others_and_ends_too(
+    tmp_path: Path,
+) -> None:
+    codes, printed, stacks = run(hold_the_interpreter, tmp_path)
+    assert codes == [EXIT_RUN_AGAIN, 1, EXIT_RUN_AGAIN]
+    assert f"Rank 1 on {os.uname().nodename} does not answer" in printed
+    assert sorted(stacks) == ["rank-0.txt", "rank-2.txt"]
+    assert "in hold_the_interpreter" in printed  # its stacks, from the timer
+
+
+@pytest.mark.slow
+def test_ranks_whose_store_does_not_answer_end_within_a_bound(tmp_path: Path) -> None:
+    codes, printed, _ = run(stop_the_rank_with_the_store, tmp_path, stopped=1)
+    assert codes == [1, 1]
+    assert printed.count("Timeout") == 2
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_that_advances_go_on(tmp_path: Path) -> None:
+    codes, printed, stacks = run(work_for_longer_than_the_silence, tmp_path)
+    assert codes == [0, 0, 0]
+    assert not printed
+    assert not stacks
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"a": "waits in all_reduce", "b": "", "c": "in f (x.py:1)"}, "b does not answer"),
+        ({"a": "", "b": "", "c": "waits"}, "a, b do not answer"),
+        ({"a": "waits in all_reduce", "b": "in f (x.py:1)"}, "b: in f (x.py:1)"),
+        (
+            {"a": "waits in all_reduce", "b": "waits in all_reduce"},
+            "all ranks: waits in all_reduce",
+        ),
+        ({"a": "waits in barrier", "b": "waits in x", "c": "waits in x"}, "a: waits in barrier"),
+        ({"a": "in f (x.py:1)", "b": "in f (x.py:1)", "c": "in g (y.py:2)"}, "c: in g (y.py:2)"),
+        (
+            {**{f"r{rank}": "" for rank in range(9)}, "z": "waits"},
+            "r0, r1, r2 and 6 more do not answer",
+        ),
+    ],
+)
+def test_whoever_differs_from_the_ranks_that_wait_is_named(
+    answers: dict[str, str], expected: str
+) -> None:
+    assert who_holds_up(answers) == expected
+
+
+def test_time_in_which_the_watchdog_itself_was_stopped_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr("pipeline.distributed.watchdog.time.monotonic", lambda: clock)
+    silence = Silence(longest_step=10.0)
+    assert silence.since_change_of(b"1") == 0.0
+    clock += 5.0
+    assert silence.since_change_of(b"1") == 5.0
+    clock += 3600.0
+    assert silence.since_change_of(b"1") == 15.0
+    clock += 5.0
+    assert silence.since_change_of(b"2") == 0.0
