@@ -10,19 +10,12 @@ from pipeline.cli.parser import Command, add_set_option, named_paths, whole_numb
 from pipeline.config.overrides import parse_overrides
 from pipeline.distributed.world import is_launched
 from pipeline.jobs.launch import MAX_PROCESSES
-from pipeline.jobs.plan import load_plan, place_plan, plan_names
+from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names
 from pipeline.jobs.runner import dry_run, run_plan, show_status
 
 
 def _run(options: argparse.Namespace) -> int:
-    placed = place_plan(
-        load_plan(options.plan),
-        out_dir=options.out,
-        overlay=options.overlay,
-        overrides=parse_overrides(options.overrides),
-        given=_given(options.input),
-        processes=options.processes,
-    ).chosen(only=options.only, until=options.until)
+    placed = placed_plan(options, processes=options.processes)
     if options.dry_run:
         dry_run(placed, rebuild=options.rebuild)
         return 0
@@ -41,19 +34,24 @@ def _say_who_runs_it() -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    placed = place_plan(
+    show_status(placed_plan(options))
+    return 0
+
+
+def placed_plan(options: argparse.Namespace, *, processes: int | None = None) -> PlacedPlan:
+    """Return the plan that the options of :func:`add_plan_options` name, with chosen stages."""
+    return place_plan(
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
         overrides=parse_overrides(options.overrides),
         given=_given(options.input),
+        processes=processes,
     ).chosen(only=options.only, until=options.until)
-    show_status(placed)
-    return 0
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add_plan_options(parser)
+    add_plan_options(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would run and why; start nothing"
     )
@@ -73,8 +71,10 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help=f"{', '.join(plan_names())}, or PATH.toml")
+def add_plan_options(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Add the plan, which may be left out if ``is_optional``, and the options of its place."""
+    about = f"{', '.join(plan_names())}, or PATH.toml"
+    parser.add_argument("plan", nargs="?" if is_optional else None, help=about)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="directory of all stages (default: runs/PLAN)"
     )
@@ -111,7 +111,7 @@ PLAN_COMMANDS = (
     Command(
         "status",
         "show which stages of a plan are done, stale or missing, and why",
-        _add_plan_options,
+        add_plan_options,
         _status,
     ),
 )
