@@ -54,7 +54,7 @@ class Finding:
     mark: Mark
     about: str
     text: str
-    """What was found; where it is wrong, with its fix."""
+    """Description of what was found; where it is wrong, with its fix."""
 
     def line(self) -> str:
         """Return the finding as the command prints it."""

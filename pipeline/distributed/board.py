@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Judgment:
-    """What rank 0 finds in a round."""
+    """Problems that rank 0 finds in a round, one line each; without any, a summary."""
 
     problems: tuple[str, ...]
     summary: str = ""

@@ -52,7 +52,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass
 class Facts:
-    """What a rank finds out without the others."""
+    """Versions and device of a rank, which it finds out without the others."""
 
     node: str
     rank: int
