@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.errors import EXIT_USER_ERROR
+from pipeline.stages.registry import STAGES
 
 TEXTS: Texts = {
     "train": {
@@ -64,33 +66,54 @@ def run_ranks(arguments: Sequence[str], *, ranks: int = 3) -> subprocess.Complet
     )
 
 
+@dataclass(frozen=True)
+class Step:
+    """A stage, and its inputs: option → folder of an earlier stage."""
+
+    module: str
+    kind: Kind
+    inputs: dict[str, str]
+    by_ranks: bool = True
+
+
+STEPS = {
+    "import_corpus": Step("data_prep.import_corpus", "corpus", {"raw": "raw"}),
+    "clean": Step("data_prep.clean", "corpus", {"corpus": "import_corpus"}),
+    "make_shards": Step(
+        "data_prep.make_shards", "shards", {"corpus": "clean", "tokenizer": "tokenizer"}
+    ),
+    "retrieve": Step("", "translations", {"corpus": "clean"}, by_ranks=False),
+    "evaluate": Step(
+        "pipeline.stages.evaluate", "evaluation", {"corpus": "clean", "systems": "near=retrieve"}
+    ),
+}
+
+
 @pytest.mark.slow
-def test_ranks_make_the_corpora_and_shards_that_one_process_makes(tmp_path: Path) -> None:
+def test_ranks_make_what_one_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if problem := what_ranks_lack():
         pytest.skip(problem)
+    monkeypatch.chdir(tmp_path)
     write_tree(tmp_path / "raw", lines={"de": 9, "ru": 7, "el": 5}, validated=("de", "ru"))
-    (tmp_path / "recipe.toml").write_text("[shards]\nmax_tokens = 50\n")
+    Path("recipe.toml").write_text(
+        "[shards]\nmax_tokens = 50\n[evaluation]\nlanguage_accuracy = false\n"
+    )
     tokenizer(tmp_path / "tokenizer", languages=("de", "el", "en", "ru"))
-    inputs = {
-        "import_corpus": {"raw": "raw"},
-        "clean": {"corpus": "import_corpus"},
-        "make_shards": {"corpus": "clean", "tokenizer": "tokenizer"},
-    }
-    for stage, places in inputs.items():
-        options = ["--recipe", str(tmp_path / "recipe.toml")]
-        for name, place in places.items():
-            options += [f"--{name}", str(tmp_path / place)]
-        by_ranks, alone = tmp_path / f"{stage}_ranks", tmp_path / stage
-        module = ["-m", f"data_prep.{stage}", "--mpi"]
-        ended = run_ranks([*module, *options, "--out", str(by_ranks)])
+    for stage, step in STEPS.items():
+        options = ["--recipe", "recipe.toml"] if STAGES[stage].sections else []
+        for name, place in step.inputs.items():
+            options += [f"--{name}", place]
+        assert cli.main([stage, *options, "--out", stage]) == 0
+        if not step.by_ranks:
+            continue
+        by_ranks = Path(f"{stage}_ranks")
+        ended = run_ranks(["-m", step.module, "--mpi", *options, "--out", str(by_ranks)])
         assert ended.returncode == 0, ended.stderr
-        assert ended.stdout.count(f"mmnmt {stage}: read ") == 1
-        assert cli.main([stage, *options, "--out", str(alone)]) == 0
-        kind: Kind = "shards" if stage == "make_shards" else "corpus"
-        one, other = (open_artifact(place, kind=kind) for place in (alone, by_ranks))
+        one, other = (open_artifact(place, kind=step.kind) for place in (Path(stage), by_ranks))
         assert one.manifest.files == other.manifest.files
         assert one.manifest.summary == other.manifest.summary
         assert one.statistics == other.statistics
+        assert all(ended.stdout.count(line) == 1 for line in other.manifest.summary)
         assert not run_dir(by_ranks).exists()
 
 
