@@ -35,8 +35,9 @@ from pipeline.artifacts.places import (
     sync,
 )
 from pipeline.distributed.board import Board, Judgment, first_line, merged, node_name
-from pipeline.distributed.world import World, discover, local_device, refuse_shared
+from pipeline.distributed.world import World, discover, local_device, rank_of, refuse_shared
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError, to_write
+from pipeline.jobs.attempts import REPORTS, RankEnd, one_line, write_end
 from pipeline.machine import prepare_process, visible_gpus
 from pipeline.terminal import counted, listed
 
@@ -474,18 +475,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, OSError) as error:  # torch, or a library that it loads
         what = f"{first_line(error)}. Install the requirements of mmnmt on that node."
         return _refused(what, is_said=is_first)
-    if world.rank == 0:
-        for problem in outcome.problems:
-            print(f"mmnmt preflight: {problem}", file=sys.stderr, flush=True)
-        if not outcome.problems:
-            print(f"mmnmt preflight: {outcome.summary}.", flush=True)
+    if world.rank == 0 and outcome.problems:
+        _report(outcome.problems, size=world.size)
+    elif world.rank == 0:
+        print(f"mmnmt preflight: {outcome.summary}.", flush=True)
     return EXIT_USER_ERROR if outcome.problems else 0
 
 
 def _refused(problem: str, *, is_said: bool) -> int:
     if is_said:
-        print(f"mmnmt preflight: {node_name()}: {problem}", file=sys.stderr, flush=True)
+        _report([f"{node_name()}: {problem}"])
     return EXIT_USER_ERROR
+
+
+def _report(problems: Sequence[str], *, size: int = 1) -> None:
+    """Report problems as the end of this rank, or print them if no job reads reports."""
+    folder = os.environ.get(REPORTS)
+    if folder:
+        cause = one_line(f"pre-flight: {' '.join(problems)}")
+        end = RankEnd(rank_of(os.environ), size, node_name(), "failed", cause)
+        try:
+            write_end(Path(folder), end)
+        except OSError:  # this node does not see the folder: then the log has to tell
+            folder = None
+    if not folder:
+        for problem in problems:
+            print(f"mmnmt preflight: {problem}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
