@@ -12,6 +12,7 @@ import pytest
 from pipeline.distributed.board import merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_USER_ERROR
+from pipeline.jobs.attempts import REPORTS, read_ends
 from pipeline.jobs.preflight import (
     Facts,
     driver_problem,
@@ -220,6 +221,19 @@ def test_the_node_on_which_something_is_broken_is_named(
     assert (codes[0], said) == (EXIT_USER_ERROR, [])
     (line,) = errors
     assert line.startswith(f"mmnmt preflight: {expected.format(torch=torch.__version__)}")
+
+
+@pytest.mark.slow
+def test_in_a_job_a_problem_is_reported_as_the_end_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
+    assert run_nodes([tmp_path / "file/out"] * 2) == ([EXIT_USER_ERROR] * 2, [], [])
+    (end,) = read_ends(tmp_path / "reports")
+    assert (end.rank, end.size, end.node, end.end) == (0, 2, "n1", "failed")
+    assert end.cause.startswith("pre-flight: n1: ")
 
 
 @pytest.mark.slow
