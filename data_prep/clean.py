@@ -42,7 +42,7 @@ from pipeline.artifacts.corpus import (
     text_name,
 )
 from pipeline.artifacts.settings import CleanConfig
-from pipeline.distributed.workers import WorkerPool
+from pipeline.distributed.workers import open_pool
 from pipeline.errors import DataError
 from pipeline.languages import letters_of, usual_script
 from pipeline.stages.stage import StageCall
@@ -59,7 +59,8 @@ def run(call: StageCall) -> None:
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
         tasks = pair_tasks(corpus, writer, config=config, held_out=held_out)
-        results = list(track(clean_all(tasks, call.processes), label="clean", total=len(tasks)))
+        found = clean_all(tasks, call.processes, mpi=call.mpi)
+        results = list(track(found, label="clean", total=len(tasks)))
         refuse_nothing(corpus, results)
         write_samples(writer, results)
         writer.write_json(LEAKS_NAME, leaks(held_out, results))
@@ -128,12 +129,12 @@ def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
     return {code: letters_of(script) if script else frozenset() for code, script in scripts.items()}
 
 
-def clean_all(tasks: list[PairTask], processes: int) -> Iterator[PairResult]:
-    """Yield the results in the order of the tasks; workers are spawned."""
-    if processes == 1 or len(tasks) < 2:
+def clean_all(tasks: list[PairTask], processes: int, *, mpi: bool = False) -> Iterator[PairResult]:
+    """Yield the results in the order of the tasks; workers are spawned, or ranks."""
+    if (processes == 1 and not mpi) or len(tasks) < 2:
         yield from map(clean_pair, tasks)
         return
-    with WorkerPool(min(processes, len(tasks))) as pool:
+    with open_pool(min(processes, len(tasks)), mpi=mpi) as pool:
         yield from pool.in_order(clean_pair, tasks)
 
 

@@ -31,7 +31,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.settings import shown
-from pipeline.distributed.workers import WorkerPool
+from pipeline.distributed.workers import open_pool
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
 from pipeline.stages.stage import StageCall
@@ -150,8 +150,10 @@ def run(call: StageCall) -> None:
         raw = read_raw(call)
         can_spread = all(isinstance(section.lines, FilesInStep) for section in raw.sections)
         with _quarantine_path(writer, raw).open("w", encoding="utf-8", newline="\n") as stream:
-            if call.processes > 1 and can_spread:
-                tally = import_spread(raw, writer, stream, config=config, processes=call.processes)
+            if (call.processes > 1 or call.mpi) and can_spread:
+                tally = import_spread(
+                    raw, writer, stream, config=config, processes=call.processes, mpi=call.mpi
+                )
             else:
                 tally = Tally()
                 for section in track(raw.sections, label="import"):
@@ -169,11 +171,12 @@ def import_spread(
     *,
     config: CorpusConfig,
     processes: int,
+    mpi: bool,
 ) -> Tally:
-    """Import pairs of files with worker processes; the quarantine keeps the order of sections."""
+    """Import pairs of files with workers; the quarantine keeps the order of sections."""
     groups = section_groups(raw.sections, writer, config=config)
     tally = Tally()
-    with WorkerPool(min(processes, max(len(groups), 1))) as pool:
+    with open_pool(min(processes, max(len(groups), 1)), mpi=mpi) as pool:
         found = [pool.submit(import_group, group) for group in groups]
         for group, future in track(
             zip(groups, found, strict=True), label="import", total=len(groups)

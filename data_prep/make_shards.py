@@ -1,9 +1,7 @@
 """Stage make_shards: encode training and validation lines as memory-mapped token ids.
 
-Reads a corpus and a tokenizer. Makes shards. Pairs are spread over worker processes
-(``pair_shards`` is the work on one pair), or over ranks that see the same folders: ``mpirun -n N
-python -m mpi4py.futures -m data_prep.make_shards --mpi …``. Their number does not change the
-result.
+Reads a corpus and a tokenizer. Makes shards. Pairs are spread over worker processes or ranks
+(``pair_shards`` is the work on one pair), whose number does not change the result.
 
 Finished pairs stay in the run folder of an interrupted stage and are not made again. A pair whose
 training sentences are all too long is listed as ``emptied`` in the statistics.
@@ -12,7 +10,7 @@ training sentences are all too long is listed as ``emptied`` in the statistics.
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 
 from data_prep.pair_shards import (
@@ -41,12 +39,10 @@ from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
-from pipeline.distributed.workers import WorkerPool
+from pipeline.distributed.workers import open_pool
 from pipeline.errors import ConfigError, DataError
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
-
-MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi …"
 
 
 def run(call: StageCall) -> None:
@@ -165,34 +161,10 @@ def run_jobs(jobs: list[PairJob], *, processes: int, mpi: bool) -> Iterator[Fini
     if processes == 1 and not mpi:
         yield from map(shard_pair, track(jobs, label="pairs", total=len(jobs)))
         return
-    with _executor(processes, mpi=mpi) as pool:
+    with open_pool(processes, mpi=mpi) as pool:
         futures = [pool.submit(shard_pair, job) for job in jobs]
-        try:
-            for future in track(as_completed(futures), label="pairs", total=len(jobs)):
-                yield future.result()
-        except BaseException:
-            if mpi:
-                pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _executor(processes: int, *, mpi: bool) -> Executor:
-    """Return an executor of worker processes, or of the other ranks of ``mpi4py.futures``.
-
-    Raises:
-        ConfigError: The process was not started with other ranks.
-    """
-    if not mpi:
-        return WorkerPool(processes)
-    if "mpi4py.futures" not in sys.orig_argv:
-        raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
-    from mpi4py import MPI
-    from mpi4py.futures import MPIPoolExecutor
-
-    if MPI.COMM_WORLD.Get_size() < 2:
-        raise ConfigError(f"--mpi needs a rank beside the one that leads. Start {MPI_COMMAND}.")
-    pool: Executor = MPIPoolExecutor()
-    return pool
+        for future in track(as_completed(futures), label="pairs", total=len(jobs)):
+            yield future.result()
 
 
 def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, object]:

@@ -10,6 +10,7 @@ Beside an output ``NAME`` there may be
   them, so they can be removed or renamed back;
 - ``.NAME.lock``: one writer at a time (``locks``);
 - ``.NAME.attempts``: how the jobs that make it started and ended (``jobs/attempts.py``);
+- ``.NAME.probe``: files by which the nodes of a job try whether they share storage;
 - ``.NAME.verified.jsonl``: the files known to match the manifest (``digests``).
 
 Nothing else in this project removes or renames anything there. A folder is replaced or removed only
@@ -114,6 +115,11 @@ def lock_path(out_dir: Path) -> Path:
 def attempts_dir(out_dir: Path) -> Path:
     """Return the folder that records how the jobs of an output started and ended."""
     return out_dir.parent / f".{out_dir.name}.attempts"
+
+
+def probe_dir(out_dir: Path) -> Path:
+    """Return the folder in which nodes try whether they share the storage of an output."""
+    return out_dir.parent / f".{out_dir.name}.probe"
 
 
 def verified_path(directory: Path) -> Path:

@@ -17,6 +17,7 @@ from pipeline.cli.checkpoint_commands import (
     add_checkpoint_commands,
 )
 from pipeline.cli.cluster_commands import CLUSTER_COMMANDS
+from pipeline.cli.doctor_command import DOCTOR_COMMANDS
 from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.plan_commands import PLAN_COMMANDS
@@ -30,7 +31,14 @@ from pipeline.stages.registry import STAGES
 __all__ = ["command", "main", "stage_main"]
 
 
-COMMANDS = (*PLAN_COMMANDS, *CLUSTER_COMMANDS, *RECIPE_COMMANDS, *SURVEY_COMMANDS, *EXPORT_COMMANDS)
+COMMANDS = (
+    *PLAN_COMMANDS,
+    *CLUSTER_COMMANDS,
+    *DOCTOR_COMMANDS,
+    *RECIPE_COMMANDS,
+    *SURVEY_COMMANDS,
+    *EXPORT_COMMANDS,
+)
 OTHER_COMMANDS = (*(one.name for one in COMMANDS), "checkpoint")
 """Names of the commands that are not stages."""
 

@@ -89,17 +89,18 @@ def add_rebuild_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_place_options(parser: argparse.ArgumentParser) -> None:
-    """Add a plan and its directory."""
-    parser.add_argument("plan", help=f"{', '.join(plan_names())}, or PATH.toml")
+def add_place_options(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Add a plan, which may be left out if ``is_optional``, and its directory."""
+    about = f"{', '.join(plan_names())}, or PATH.toml"
+    parser.add_argument("plan", nargs="?" if is_optional else None, help=about)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="directory of all stages (default: runs/PLAN)"
     )
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
+def add_plan_options(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     """Add a plan with its directory, its inputs, and changes of its settings and stages."""
-    add_place_options(parser)
+    add_place_options(parser, is_optional=is_optional)
     parser.add_argument(
         "--with", dest="overlay", default="", metavar="OVERLAY", help="overlay for every recipe"
     )

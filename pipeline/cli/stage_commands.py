@@ -217,7 +217,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
             stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
         ),
         processes=(options.processes or 1) if stage.parallel != "no" else 1,
-        mpi=stage.name == "make_shards" and options.mpi,
+        mpi=stage.spreads_over_mpi and options.mpi,
         overwrite=options.overwrite,
         profile=options.profile if stage.trains else None,
     )
@@ -379,11 +379,11 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
             metavar="N",
             help="processes on this machine (default: 1); ignored under a launcher",
         )
-    if stage.name == "make_shards":
+    if stage.spreads_over_mpi:
         parser.add_argument(
             "--mpi",
             action="store_true",
-            help="spread pairs over the ranks of mpirun -n N python -m mpi4py.futures -m "
+            help="spread the work over the ranks of mpirun -n N python -m mpi4py.futures -m "
             f"{stage.module}, which share these directories (needs the extra mpi)",
         )
     if stage.parallel == "ranks":

@@ -1,24 +1,46 @@
-"""Run worker processes that end silently on Ctrl-C.
+"""Spread the tasks of a stage over worker processes, or over ranks of MPI on several nodes.
+
+Stages that need no process group (import, cleaning, shards, upcycling, evaluation) have tasks that
+do not depend on each other. ``open_pool`` returns whatever computes them. Their results come in the
+order of the tasks, so that a stage's output does not depend on the pool.
 
 A terminal sends Ctrl-C to the whole process group. The parent prints one sentence; a worker that
 raised KeyboardInterrupt would print its traceback as well.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context, resource_tracker
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from pipeline.distributed.signals import ctrl_c_held_back
-from pipeline.errors import Interrupted
+from pipeline.errors import ConfigError, Interrupted
 
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
+MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m pipeline STAGE --mpi …"
+"""Command that starts a stage and the ranks that compute its tasks."""
 
-class WorkerPool(ProcessPoolExecutor):
+
+class Pool(Executor):
+    """Workers of a stage."""
+
+    def in_order(self, function: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
+        """Yield results in the order of the tasks.
+
+        Unlike ``map`` it cancels nothing when the caller stops early: as of Python 3.11 the thread
+        behind a process pool prints a traceback if workers end while calls are being cancelled.
+        """
+        futures = [self.submit(function, task) for task in tasks]
+        for future in futures:
+            yield future.result()
+
+
+class WorkerPool(Pool, ProcessPoolExecutor):
     """A pool of spawned processes, which inherit no handlers, locks or threads.
 
     They never see Ctrl-C. If the block ends because the stage was asked to stop, or because nobody
@@ -43,16 +65,6 @@ class WorkerPool(ProcessPoolExecutor):
         with ctrl_c_held_back():
             return super().submit(function, *args, **kwargs)
 
-    def in_order(self, function: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
-        """Yield results in the order of the tasks.
-
-        Unlike ``map`` it cancels nothing when the caller stops early: as of Python 3.11 the thread
-        behind the pool prints a traceback if workers end while calls are being cancelled.
-        """
-        futures = [self.submit(function, task) for task in tasks]
-        for future in futures:
-            yield future.result()
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -72,3 +84,63 @@ class WorkerPool(ProcessPoolExecutor):
         for process in list((self._processes or {}).values()):
             process.kill()
         self.shutdown()
+
+
+class RankPool(Pool):
+    """The other ranks of ``mpi4py.futures``, on any nodes that see the same folders.
+
+    After an error, running calls finish and no new one starts.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py.futures import MPIPoolExecutor
+
+        self._ranks: Executor = MPIPoolExecutor()
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Hand a call to a rank."""
+        return self._ranks.submit(function, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the ranks end, after the calls that they have begun."""
+        self._ranks.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown(wait=kind is None, cancel_futures=kind is not None)
+
+
+def open_pool(
+    processes: int,
+    *,
+    mpi: bool = False,
+    initializer: Callable[..., object] | None = None,
+    initargs: tuple[Any, ...] = (),
+) -> Pool:
+    """Return a pool of worker processes, or of the ranks that a launcher started.
+
+    Args:
+        processes: number of worker processes; without effect on ranks.
+        mpi: whether the tasks go to ranks.
+        initializer: called by every worker process with ``initargs`` before its first task.
+        initargs: arguments of ``initializer``.
+
+    Raises:
+        ConfigError: the process was not started with other ranks, or MPI cannot be used.
+    """
+    if not mpi:
+        return WorkerPool(processes, initializer=initializer, initargs=initargs)
+    if "mpi4py.futures" not in sys.orig_argv:
+        raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
+    from mpi4py import MPI  # loaded by mpi4py.futures already
+
+    if MPI.COMM_WORLD.Get_size() < 2:
+        raise ConfigError(f"--mpi needs a rank beside the one that leads. Start {MPI_COMMAND}.")
+    return RankPool()

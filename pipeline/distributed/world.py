@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -204,7 +205,12 @@ def slurm_hosts(node_list: str, *, environment: Mapping[str, str]) -> list[str]:
         ) from error
 
 
+@cache
 def _from_mpi() -> World:
+    """Ask MPI for this process's place, once: MPI is then finished with.
+
+    Ranks end by ``os._exit``, which leaves MPI open, and mpirun would report every run as failed.
+    """
     try:
         from mpi4py import MPI  # here only: it starts MPI, and libmpi may be absent
     except (ImportError, RuntimeError) as error:
@@ -217,7 +223,7 @@ def _from_mpi() -> World:
     node = everyone.Split_type(MPI.COMM_TYPE_SHARED)
     address = LOOPBACK if node.Get_size() == everyone.Get_size() else socket.gethostname()
     address, port = everyone.bcast((address, free_port()), root=0)
-    return World(
+    world = World(
         rank=everyone.Get_rank(),
         size=everyone.Get_size(),
         local_rank=node.Get_rank(),
@@ -225,6 +231,9 @@ def _from_mpi() -> World:
         master_address=address,
         master_port=port,
     )
+    node.Free()
+    MPI.Finalize()
+    return world
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import Direction, languages, line_counts, pair_name
-from pipeline.distributed.workers import WorkerPool
+from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
     average_by_language,
@@ -95,7 +95,7 @@ def score_systems(
         writer: receives the line statistics.
         work_dir: directory for temporary files.
     """
-    with _worker_pool(call.processes) as pool:
+    with _worker_pool(call.processes, mpi=call.mpi) as pool:
         return _score_systems(
             call, pool, profiles=profiles, left_out=left_out, writer=writer, work_dir=work_dir
         )
@@ -103,7 +103,7 @@ def score_systems(
 
 def _score_systems(
     call: StageCall,
-    pool: WorkerPool | None,
+    pool: Pool | None,
     *,
     profiles: Sequence[DirectionProfile],
     left_out: int,
@@ -218,7 +218,7 @@ def _comet_scores(
 
 
 def _word_accuracy(
-    call: StageCall, *, profiles: Sequence[DirectionProfile], pool: WorkerPool | None
+    call: StageCall, *, profiles: Sequence[DirectionProfile], pool: Pool | None
 ) -> WordAccuracy | None:
     settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
     if not settings.word_accuracy:
@@ -328,7 +328,7 @@ def _score_tasks(
     *,
     profiles: Sequence[DirectionProfile],
     writer: ArtifactWriter,
-    pool: WorkerPool | None,
+    pool: Pool | None,
 ) -> list[SystemScores]:
     found: dict[str, dict[str, DirectionScores]] = {}
     results = _in_parallel(score_direction, tasks, pool=pool, label="score")
@@ -353,7 +353,7 @@ def _score_references(
     *,
     profiles: Sequence[DirectionProfile],
     corpus: Artifact,
-    pool: WorkerPool | None,
+    pool: Pool | None,
 ) -> ReferenceScores | None:
     """Score the references as an upper bound; None if no score uses one."""
     ceilings = tuple(score for score in scores if score.column.ceiling)
@@ -384,7 +384,7 @@ def _significance(
     verdicts: Verdicts,
     writer: ArtifactWriter,
     call: StageCall,
-    pool: WorkerPool | None,
+    pool: Pool | None,
 ) -> tuple[Significance, BaselineTests | None]:
     """Compare the systems in every direction that has enough lines, by resampling them."""
     large = [profile for profile in profiles if profile.test_lines >= MIN_LINES]
@@ -439,7 +439,7 @@ def _baseline_tests(
     baseline: int,
     undecided: Sequence[str],
     call: StageCall,
-    pool: WorkerPool | None,
+    pool: Pool | None,
 ) -> BaselineTests:
     """Test every system against the baseline, with as many resamples as the tests need.
 
@@ -530,15 +530,15 @@ def _by_column(
 
 
 @contextmanager
-def _worker_pool(processes: int) -> Iterator[WorkerPool | None]:
+def _worker_pool(processes: int, *, mpi: bool) -> Iterator[Pool | None]:
     """Yield workers that all steps of an evaluation share; None if this process does the work.
 
     Workers are fresh interpreters: they inherit no signal handlers, locks or threads.
     """
-    if processes <= 1:
+    if processes <= 1 and not mpi:
         yield None
         return
-    with WorkerPool(processes) as pool:
+    with open_pool(processes, mpi=mpi) as pool:
         yield pool
 
 
@@ -547,7 +547,7 @@ def _by_key(
     tasks: Mapping[str, Task],
     *,
     label: str,
-    pool: WorkerPool | None,
+    pool: Pool | None,
 ) -> dict[str, Result]:
     """Run tasks in parallel; results have the keys of their tasks."""
     found = _in_parallel(function, list(tasks.values()), pool=pool, label=label)
@@ -559,7 +559,7 @@ def _in_parallel(
     tasks: Sequence[Task],
     *,
     label: str,
-    pool: WorkerPool | None,
+    pool: Pool | None,
 ) -> Iterable[Result]:
     """Return the results in the order of the tasks; a single task needs no worker."""
     if pool is None or len(tasks) <= 1:

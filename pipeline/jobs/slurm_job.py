@@ -161,7 +161,11 @@ class _Job:
         folder = write_start(self._out_dir, self._start)
         for record in (*folder.glob("rank-*.json"), *folder.glob("verdict.json")):
             record.unlink()  # of an earlier job with the same id
-        code = self._run_ranks(folder, "pipeline", *self._arguments)
+        code = 0
+        if STAGES[self._stage].parallel == "ranks":
+            code = self._run_ranks(folder, "pipeline.jobs.preflight", "--out", str(self._out_dir))
+        if code == 0:
+            code = self._run_ranks(folder, "pipeline", *self._arguments)
         verdict = self._judge(code)
         write_verdict(self._out_dir, verdict)
         self._say_end(verdict)

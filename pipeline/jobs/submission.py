@@ -25,8 +25,9 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import json_digest
-from pipeline.artifacts.places import exclusive, plan_lock_path
+from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, unfinished_path
 from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError, ConfigError

@@ -86,6 +86,11 @@ class Stage:
             return "training" if self.trains else "translation"
         return None
 
+    @property
+    def spreads_over_mpi(self) -> bool:
+        """Whether its tasks can go to ranks of MPI; those of ``upcycle`` write to one disk."""
+        return self.parallel == "workers" and self.name != "upcycle"
+
     def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Select the settings of a manifest on which the stage's result depends."""
         chosen = chosen_settings(config, (*self.sections, "ds_config"))

@@ -1,0 +1,153 @@
+"""Stages over the ranks of a launcher make what one process makes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.corpora import Texts, make_corpus
+from support.small_plans import write_tree
+
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.manifest import Kind
+from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.errors import EXIT_USER_ERROR
+from pipeline.stages.registry import STAGES
+
+TEXTS: Texts = {
+    "train": {
+        pair: {code: [f"{code} {number}" for number in range(50)] for code in pair.split("-")}
+        for pair in ("de-en", "en-ru", "de-ru")
+    }
+}
+
+
+def tokenizer(directory: Path, *, languages: tuple[str, ...]) -> None:
+    description = TokenizerDescription(
+        kind="bytes", languages=languages, language_token_scheme="underscores"
+    )
+    with new_artifact(
+        directory, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
+    ) as writer:
+        write_tokenizer(writer.directory, description=description, model=None)
+
+
+def inputs(directory: Path) -> list[str]:
+    make_corpus(directory / "corpus", TEXTS)
+    tokenizer(directory / "tokenizer", languages=("de", "en", "ru"))
+    (directory / "recipe.toml").write_text("[shards]\nmax_tokens = 5\n")
+    names = {"corpus": "corpus", "tokenizer": "tokenizer", "recipe": "recipe.toml"}
+    return [part for name, place in names.items() for part in (f"--{name}", str(directory / place))]
+
+
+def what_ranks_lack() -> str | None:
+    """Why none can be started here."""
+    if shutil.which("mpirun") is None:
+        return "there is no mpirun"
+    loads = subprocess.run([sys.executable, "-c", "import mpi4py.MPI"], capture_output=True)
+    return "mpi4py, or its MPI library, cannot be loaded" if loads.returncode else None
+
+
+def run_ranks(arguments: Sequence[str], *, ranks: int = 3) -> subprocess.CompletedProcess[str]:
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    mpirun = ["mpirun", "--oversubscribe", "-n", str(ranks), sys.executable]
+    return subprocess.run(
+        [*mpirun, "-m", "mpi4py.futures", *arguments],
+        env={**os.environ, **allowed, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def compared(artifact: Artifact) -> dict[str, str]:
+    """File → its digest; reports tell when they were made."""
+    files = artifact.manifest.files.items()
+    return {name: str(record) for name, record in files if not name.startswith("report.")}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage, and its inputs: option → folder of an earlier stage."""
+
+    module: str
+    kind: Kind
+    inputs: dict[str, str]
+    by_ranks: bool = True
+
+
+STEPS = {
+    "import_corpus": Step("data_prep.import_corpus", "corpus", {"raw": "raw"}),
+    "clean": Step("data_prep.clean", "corpus", {"corpus": "import_corpus"}),
+    "make_shards": Step(
+        "data_prep.make_shards", "shards", {"corpus": "clean", "tokenizer": "tokenizer"}
+    ),
+    "retrieve": Step("", "translations", {"corpus": "clean"}, by_ranks=False),
+    "evaluate": Step(
+        "pipeline.stages.evaluate", "evaluation", {"corpus": "clean", "systems": "near=retrieve"}
+    ),
+}
+
+
+@pytest.mark.slow
+def test_ranks_make_what_one_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if problem := what_ranks_lack():
+        pytest.skip(problem)
+    monkeypatch.chdir(tmp_path)
+    write_tree(tmp_path / "raw", lines={"de": 9, "ru": 7, "el": 5}, validated=("de", "ru"))
+    Path("recipe.toml").write_text(
+        "[shards]\nmax_tokens = 50\n[evaluation]\nlanguage_accuracy = false\n"
+    )
+    tokenizer(tmp_path / "tokenizer", languages=("de", "el", "en", "ru"))
+    for stage, step in STEPS.items():
+        options = ["--recipe", "recipe.toml"] if STAGES[stage].sections else []
+        for name, place in step.inputs.items():
+            options += [f"--{name}", place]
+        assert cli.main([stage, *options, "--out", stage]) == 0
+        if not step.by_ranks:
+            continue
+        by_ranks = Path(f"{stage}_ranks")
+        ended = run_ranks(["-m", step.module, "--mpi", *options, "--out", str(by_ranks)])
+        assert ended.returncode == 0, ended.stderr
+        one, other = (open_artifact(place, kind=step.kind) for place in (Path(stage), by_ranks))
+        assert compared(one) == compared(other)
+        assert one.manifest.summary == other.manifest.summary
+        assert one.statistics == other.statistics
+        assert all(ended.stdout.count(line) == 1 for line in other.manifest.summary)
+        assert not run_dir(by_ranks).exists()
+
+
+@pytest.mark.slow
+def test_an_error_on_a_rank_is_one_sentence_and_ends_all_ranks(tmp_path: Path) -> None:
+    if problem := what_ranks_lack():
+        pytest.skip(problem)
+    write_tree(tmp_path / "raw", lines={"de": 4, "ru": 4}, validated=())
+    broken = tmp_path / "raw" / "supervised" / "de-en" / "opus.de-en-train.de"
+    broken.write_text("one line\n")
+    (tmp_path / "recipe.toml").write_text("")
+    options = ["--recipe", str(tmp_path / "recipe.toml"), "--raw", str(tmp_path / "raw")]
+    module = ["-m", "data_prep.import_corpus", "--mpi"]
+    ended = run_ranks([*module, *options, "--out", str(tmp_path / "out")])
+    assert ended.returncode != 0
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("mmnmt import_corpus: ") == 1
+    assert "opus.de-en-train" in ended.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_no_launcher_started_are_refused_with_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert cli.main(["make_shards", *inputs(tmp_path), "--mpi", "--out", str(out)]) == (
+        EXIT_USER_ERROR
+    )
+    said = capsys.readouterr().err
+    assert "Start mpirun -n N python -m mpi4py.futures -m pipeline STAGE --mpi" in said
+    assert not out.exists()

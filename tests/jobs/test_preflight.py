@@ -1,0 +1,279 @@
+"""The pre-flight of an allocation: nodes are processes here, named as the scheduler names them."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.distributed.board import merged
+from pipeline.distributed.world import LOOPBACK, World, free_port
+from pipeline.errors import EXIT_USER_ERROR
+from pipeline.jobs.attempts import REPORTS, read_ends
+from pipeline.jobs.preflight import (
+    Facts,
+    driver_problem,
+    judge_facts,
+    judge_network,
+    judge_sharing,
+)
+
+PROGRAM = "import sys; from pipeline.jobs import preflight; {change}; sys.exit(preflight.main())"
+PATIENCE = 3.0
+
+
+def facts(rank: int, *, node: str, local_rank: int = 0, **versions: str) -> Facts:
+    return Facts(node, rank, local_rank, {"torch": "2.13.0", "mmnmt": "0.1.0", **versions})
+
+
+# ---------------------------------------------------------------- judging what was found
+
+
+def test_a_problem_of_several_nodes_is_one_line_that_names_them() -> None:
+    found = [("n1", "no room"), ("n2", "no lock"), ("n3", "no room"), ("n1", "no room")]
+    assert merged(found) == ("n1, n3: no room", "n2: no lock")
+
+
+def test_the_node_with_another_torch_is_named_wherever_it_stands() -> None:
+    for odd in range(3):
+        found = [
+            facts(rank, node=f"n{rank}", torch="2.12.0" if rank == odd else "2.13.0")
+            for rank in range(3)
+        ]
+        (line,) = judge_facts(found).problems
+        usual = "n1" if odd == 0 else "n0"
+        assert line.startswith(f"n{odd}: torch is 2.12.0, and 2.13.0 on {usual}. Give all nodes")
+
+
+def test_a_node_with_another_copy_of_the_code_is_named() -> None:
+    found = [facts(rank, node=f"n{rank}", code=f"copy {min(rank, 1)}") for rank in range(3)]
+    (line,) = judge_facts(found).problems
+    assert line.startswith("n0: code is copy 0, and copy 1 on n1.")
+
+
+def test_two_ranks_that_would_share_a_gpu_are_refused_with_their_node() -> None:
+    found = [facts(rank, node="n1", local_rank=rank) for rank in range(2)]
+    for one in found:
+        one.device, one.device_id = "cuda", "GPU-7"
+    (line,) = judge_facts(found).problems
+    assert "2 processes on n1 would share one GPU (GPU-7)" in line
+
+
+def test_the_summary_counts_nodes_ranks_and_gpus() -> None:
+    found = [facts(rank, node=f"n{rank // 2}", local_rank=rank % 2) for rank in range(4)]
+    assert judge_facts(found).summary == "2 nodes, 4 ranks on CPU, torch 2.13.0, mmnmt 0.1.0"
+    for rank, one in enumerate(found):
+        one.device, one.device_id, one.gpu = "cuda", f"GPU-{rank}", "H100"
+    assert "4 ranks on 4 H100," in judge_facts(found).summary
+
+
+@pytest.mark.parametrize(
+    ("by_driver", "in_torch", "cuda", "expected"),
+    [
+        (0, 0, None, None),
+        (0, 0, "13.0", None),
+        (8, 8, "13.0", None),
+        (8, 0, None, "There are 8 GPUs, and torch 2.13.0 is built for CPU. Install a build"),
+        (1, 0, "13.0", "There is 1 GPU, and torch 2.13.0 (CUDA 13.0) can use 0. Update the driver"),
+        (8, 7, "13.0", "There are 8 GPUs, and torch 2.13.0 (CUDA 13.0) can use 7."),
+        (0, 8, "13.0", "torch can use 8 GPUs, and nvidia-smi lists none. Put nvidia-smi on PATH"),
+    ],
+)
+def test_driver_and_torch_that_do_not_agree_are_named_with_a_fix(
+    by_driver: int, in_torch: int, cuda: str | None, expected: str | None
+) -> None:
+    problem = driver_problem(by_driver, in_torch, version="2.13.0", cuda=cuda)
+    assert problem is None if expected is None else (problem or "").startswith(expected)
+
+
+def test_a_node_that_the_lock_does_not_keep_out_is_named() -> None:
+    found = [
+        {"node": "n1", "clock": 5.0, "seconds": 0.1},
+        {"node": "n2", "clock": 5.0, "seconds": 0.2, "excluded": True},
+        {"node": "n3", "clock": 5.0, "seconds": 0.2, "excluded": False},
+    ]
+    (line,) = judge_sharing(found).problems
+    assert line.startswith("n3: the lock that n1 holds does not keep this node out")
+
+
+def test_clocks_that_differ_are_a_remark_and_no_problem() -> None:
+    found = [
+        {"node": node, "clock": clock, "seconds": 0.1} for node, clock in (("n1", 9.0), ("n2", 5.5))
+    ]
+    judgment = judge_sharing(found)
+    assert judgment.problems == ()
+    assert judgment.summary.endswith("the clock of n1 is 3.5 s ahead of that of n2")
+
+
+def test_the_node_that_receives_least_is_named() -> None:
+    found = [
+        {"node": node, "reduce": 2.0, "link": link}
+        for node, link in (("n1", 1.5), ("n2", 0.25), ("n3", 1.0), ("n3", None))
+    ]
+    said = judge_network(found).summary
+    assert said == "all-reduce at 2.00 GB/s, from node to node at 0.25 (n2) to 1.50 GB/s"
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def start(
+    world: World, out_dir: Path, *, node: str, change: str = "pass", patience: float = PATIENCE
+) -> subprocess.Popen[str]:
+    """Start a rank on a node; ``change`` breaks something there."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    arguments = ["--out", str(out_dir), "--patience", str(patience)]
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(change=change), *arguments],
+        env={**kept, **world.environment(), "SLURMD_NODENAME": node, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_nodes(
+    out_dirs: list[Path], *, changes: list[str] | None = None, ranks_per_node: int = 1
+) -> tuple[list[int], list[str], list[str]]:
+    """Run a node per output directory; return exit codes and the lines of both streams."""
+    port = free_port()
+    started = []
+    for number, out_dir in enumerate(out_dirs):
+        for local in range(ranks_per_node):
+            rank = number * ranks_per_node + local
+            size = ranks_per_node * len(out_dirs)
+            world = World(rank, size, local, ranks_per_node, LOOPBACK, port)
+            change = changes[number] if changes else "pass"
+            started.append(start(world, out_dir, node=f"n{number + 1}", change=change))
+    try:
+        said = [one.communicate(timeout=120) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    lines = ["".join(stream).splitlines() for stream in zip(*said, strict=True)]
+    return [one.returncode for one in started], lines[0], lines[1]
+
+
+@pytest.mark.slow
+def test_a_sound_allocation_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    codes, said, errors = run_nodes([tmp_path / "out"] * 2, ranks_per_node=2)
+    assert (codes, errors) == ([0] * 4, [])
+    (line,) = said
+    assert line.startswith("mmnmt preflight: 2 nodes, 4 ranks on CPU, torch ")
+    assert re.search(r"files seen by all nodes after \d+\.\d\d s", line)
+    assert re.search(
+        r"all-reduce at \d+\.\d\d GB/s, from node to node at \d+\.\d\d \(n[12]\)", line
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
+    for name in ("shared", "local"):
+        (tmp_path / name).mkdir()
+    codes, said, errors = run_nodes([tmp_path / "shared/out", tmp_path / "local/out"])
+    assert (codes, said) == ([EXIT_USER_ERROR] * 2, [])
+    (line,) = errors
+    assert line.startswith("mmnmt preflight: n2: the folder that rank 0 made in")
+    assert line.endswith("Name an --out on storage that all nodes share.")
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    codes, said, errors = run_nodes([tmp_path / "file/out"] * 2)
+    assert (codes, said) == ([EXIT_USER_ERROR] * 2, [])
+    (line,) = errors
+    assert line.startswith("mmnmt preflight: n1: ")
+    assert "cannot be written (" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            "import torch; torch.__version__ = '2.0.1'",
+            "n2: torch is 2.0.1, and {torch} on n1.",
+        ),
+        (
+            "import contextlib; preflight.sole_writer = contextlib.nullcontext",
+            "n2: the lock that n1 holds does not keep this node out",
+        ),
+        ("import os; preflight._exchange = lambda _: os._exit(9)", "n2: rank 1 stopped answering."),
+        (
+            "import os; preflight._share = lambda *_: os._exit(9)",
+            "n2: rank 1 stopped answering.",
+        ),
+    ],
+    ids=["another torch", "no lock", "gone before the network", "gone before the folder"],
+)
+def test_the_node_on_which_something_is_broken_is_named(
+    tmp_path: Path, change: str, expected: str
+) -> None:
+    import torch
+
+    codes, said, errors = run_nodes([tmp_path / "out"] * 2, changes=["pass", change])
+    assert (codes[0], said) == (EXIT_USER_ERROR, [])
+    (line,) = errors
+    assert line.startswith(f"mmnmt preflight: {expected.format(torch=torch.__version__)}")
+
+
+@pytest.mark.slow
+def test_in_a_job_a_problem_is_reported_as_the_end_of_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
+    assert run_nodes([tmp_path / "file/out"] * 2) == ([EXIT_USER_ERROR] * 2, [], [])
+    (end,) = read_ends(tmp_path / "reports")
+    assert (end.rank, end.size, end.node, end.end) == (0, 2, "n1", "failed")
+    assert end.cause.startswith("pre-flight: n1: ")
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    world = World(0, 3, 0, 3, LOOPBACK, free_port())
+    alone = start(world, tmp_path / "out", node="n1", patience=1)
+    said, errors = alone.communicate(timeout=60)
+    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+    assert errors.startswith(
+        f"mmnmt preflight: ranks 1, 2 of 3 did not reach {LOOPBACK}:{world.master_port} within"
+    )
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_reach_rank_zero_names_itself(tmp_path: Path) -> None:
+    world = World(1, 2, 0, 1, LOOPBACK, free_port())
+    alone = start(world, tmp_path / "out", node="n2", patience=1)
+    said, errors = alone.communicate(timeout=60)
+    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+    assert errors.startswith("mmnmt preflight: n2: Rank 0 cannot be reached at 127.0.0.1:")
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        alone = start(World(0, 1, 0, 1, LOOPBACK, port), tmp_path / "out", node="n1")
+        said, errors = alone.communicate(timeout=60)
+    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+    assert errors.startswith(f"mmnmt preflight: n1: Port {port} is taken by another process.")
+
+
+@pytest.mark.slow
+def test_a_node_without_a_usable_torch_says_so_in_one_line(tmp_path: Path) -> None:
+    change = "sys.modules['torch.distributed'] = None"
+    alone = start(World(0, 1, 0, 1, LOOPBACK, 1), tmp_path / "out", node="n1", change=change)
+    said, errors = alone.communicate(timeout=60)
+    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+    (line,) = errors.splitlines()
+    assert line.startswith("mmnmt preflight: n1: ")
+    assert line.endswith("Install the requirements of mmnmt on that node.")

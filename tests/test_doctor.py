@@ -1,0 +1,253 @@
+"""``mmnmt doctor``: what is wrong is made up here, one thing at a time."""
+
+import json
+import os
+import resource
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import cli
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.config.ds_config import ds_config_path
+from pipeline.errors import EXIT_USER_ERROR
+
+RECIPE = """
+[tokenizer]
+vocabulary_size = 1000
+[model]
+encoder_layers = 1
+decoder_layers = 1
+width = 16
+feed_forward_width = 32
+num_heads = 2
+[optimizer]
+warmup_updates = 1
+[training]
+updates = 2
+{training}
+"""
+PLAN = """
+[inputs]
+shards = "shards"
+[stages.corpus]
+run = "import_corpus"
+recipe = "{recipe}"
+[stages.tokenizer]
+run = "train_tokenizer"
+recipe = "{recipe}"
+inputs = {{ corpus = "corpus" }}
+[stages.shards]
+run = "make_shards"
+recipe = "{recipe}"
+inputs = {{ corpus = "corpus", tokenizer = "tokenizer" }}
+[stages.mixture]
+run = "mix"
+recipe = "{recipe}"
+inputs = {{ shards = "shards" }}
+[stages.model]
+run = "pretrain"
+recipe = "{recipe}"
+ds_config = "{ds_config}"
+processes = 4
+inputs = {{ shards = "shards", mixture = "mixture" }}
+"""
+
+
+class Visit:
+    """A plan in a folder, and what the doctor says of it."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+        self.recipe, self.ds_config = RECIPE.format(training=""), "cpu_fp32"
+
+    def __call__(self) -> tuple[int, dict[str, str]]:
+        """Return the exit code, and what is wrong or noted: subject → text."""
+        recipe, plan = self.folder / "recipe.toml", self.folder / "plan.toml"
+        recipe.write_text(self.recipe)
+        text = PLAN.format(recipe=recipe, ds_config=self.ds_config)
+        plan.write_text(text.replace('[inputs]\nshards = "shards"\n', ""))
+        code = cli.main(["doctor", str(plan), "--out", str(self.folder / "runs")])
+        captured = self._capsys.readouterr()
+        assert captured.err == ""
+        self.lines = captured.out.splitlines()
+        wrong = [line.split(None, 1)[1] for line in self.lines if line.startswith("wrong")]
+        return code, dict(line.split(": ", 1) for line in wrong)
+
+    def notes(self) -> str:
+        return "\n".join(line for line in self.lines if line.startswith("note"))
+
+
+@pytest.fixture
+def visit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Visit:
+    return Visit(tmp_path, capsys)
+
+
+def test_a_sound_machine_is_told_so_line_by_line_and_nothing_is_left_behind(visit: Visit) -> None:
+    assert visit() == (0, {})
+    subjects = [line.split(None, 1)[1].split(":")[0] for line in visit.lines]
+    assert subjects[0] == "packages"
+    assert {"compiler", "MPI", "SLURM", "pre-flight", "open files", "disk"} <= {*subjects}
+    assert {path.name for path in visit.folder.iterdir()} == {"plan.toml", "recipe.toml"}
+
+
+def test_without_a_plan_the_machine_alone_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "ok     packages: Python 3." in said
+    assert "disk" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_wrong_and_names_what_the_plan_needs(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.statvfs(visit.folder)
+
+    def full(_path: Any) -> os.statvfs_result:
+        values = list(os.statvfs_result(whole))
+        values[4] = 0  # f_bavail, the blocks that a user may take
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    code, wrong = visit()
+    assert code == EXIT_USER_ERROR
+    assert [*wrong] == ["disk"]
+    assert "0.0 GiB are free in" in wrong["disk"]
+    assert "Make room, name another --out" in wrong["disk"]
+
+
+@pytest.mark.parametrize("version", [None, "0.1"])
+def test_a_package_that_is_missing_or_too_old_is_named_with_its_range(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    true_version = metadata.version
+
+    def other(name: str) -> str:
+        if name != "safetensors":
+            return true_version(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", other)
+    code, wrong = visit()
+    assert code == EXIT_USER_ERROR
+    found = "is not installed" if version is None else "is 0.1"
+    assert wrong == {
+        "packages": f"safetensors {found}, and >=0.5 is needed. Run `pip install --upgrade mmnmt`."
+    }
+
+
+def test_a_package_that_only_this_plan_needs_is_named_with_its_extra(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        if name == "tensorboard":
+            raise metadata.PackageNotFoundError(name)
+        return true_version(name)
+
+    true_version = metadata.version
+    monkeypatch.setattr(metadata, "version", absent)
+    assert visit()[1] == {}
+    config = json.loads(ds_config_path("cpu_fp32").read_text())
+    config["tensorboard"] = {"enabled": True}
+    path = visit.folder / "monitored.json"
+    path.write_text(json.dumps(config))
+    visit.ds_config = str(path)
+    code, wrong = visit()
+    assert code == EXIT_USER_ERROR
+    assert "tensorboard is not installed" in wrong["packages of model"]
+    assert "Run `pip install 'mmnmt[monitors]'`." in wrong["packages of model"]
+
+
+def test_no_compiler_is_wrong_only_where_regions_are_compiled(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(visit.folder))
+    assert visit()[1] == {}
+    assert "g++ is not on PATH; nothing here needs it." in visit.notes()
+    config = {**json.loads(ds_config_path("cpu_fp32").read_text()), "compiled_regions": True}
+    path = visit.folder / "compiled.json"
+    path.write_text(json.dumps(config))
+    visit.ds_config = str(path)
+    code, wrong = visit()
+    assert (code, [*wrong]) == (EXIT_USER_ERROR, ["compiler"])
+    assert "model set compiled_regions" in wrong["compiler"]
+
+
+def test_half_of_slurm_is_wrong(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    (visit.folder / "bin").mkdir()
+    (visit.folder / "bin" / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(visit.folder / "bin"))
+    _, wrong = visit()
+    assert wrong == {"SLURM": "srun, scontrol is not on PATH. Load the module of SLURM."}
+
+
+def test_too_few_open_files_are_wrong_with_the_number_to_set(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
+    code, wrong = visit()
+    assert (code, [*wrong]) == (EXIT_USER_ERROR, ["open files"])
+    assert "the limit is 32, and rank 0 of 4 ranks holds" in wrong["open files"]
+    assert "Run `ulimit -n " in wrong["open files"]
+
+
+def test_a_file_that_the_recipe_names_is_missed_beforehand(visit: Visit) -> None:
+    visit.recipe = RECIPE.format(training="").replace(
+        "[tokenizer]\n",
+        f'[tokenizer]\nkind = "bytes"\nsegmenters = {{ my = "{visit.folder}/no.py:words" }}\n',
+    )
+    code, wrong = visit()
+    assert code == EXIT_USER_ERROR
+    assert {*wrong} == {"tokenizer", "shards"}
+    assert "no.py" in wrong["tokenizer"]
+
+
+def test_sacrebleus_tokenizer_is_looked_for_where_sacrebleu_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sacrebleu import utils
+
+    from pipeline.doctor import _missing_bleu_model
+
+    monkeypatch.setattr(utils, "SACREBLEU_DIR", str(tmp_path))
+    for option in ("flores101", "flores200"):
+        (problem,) = _missing_bleu_model(option)
+        path = Path(problem.split(" is not at ")[1].split(". Fetch")[0])
+        assert path.is_relative_to(tmp_path)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        assert not [*_missing_bleu_model(option)]
+
+
+def test_sizes_that_are_slow_on_gpus_are_notes_with_a_better_size(visit: Visit) -> None:
+    with new_artifact(
+        visit.folder / "runs" / "tokenizer",
+        kind="tokenizer",
+        stage="train_tokenizer",
+        config={},
+        inputs={},
+    ) as writer:
+        description = TokenizerDescription(
+            kind="bytes", languages=("de", "en"), language_token_scheme="underscores"
+        )
+        write_tokenizer(writer.directory, description=description, model=None)
+    visit.recipe = RECIPE.format(training="").replace(
+        "[optimizer]", "[model.moe]\nnum_experts = 5\nevery = 1\n[optimizer]"
+    )
+    assert visit()[0] == 0
+    excess = 262 % 64  # 256 bytes, 4 specials, 2 languages
+    assert "tokenizer: it has 262 ids, no multiple of 64" in visit.notes()
+    assert f"lower tokenizer.vocabulary_size by {excess}." in visit.notes()
+    visit.recipe = visit.recipe.replace("width = 16", "width = 18")
+    assert visit()[0] == 0
+    assert "parameters do not begin at 16 bytes" in visit.notes()
