@@ -42,8 +42,6 @@ Decision = Literal["done", "again", "failed"]
 Asked = Literal["time limit", "preempted or requeued", "cancelled", "asked to stop"]
 """Why a job had to stop."""
 
-ATTEMPT = "MMNMT_ATTEMPT"
-"""Variable with this start of the job, ``JOB.RESTART``."""
 REPORTS = "MMNMT_REPORTS"
 """Variable with the folder in which ranks report their ends."""
 

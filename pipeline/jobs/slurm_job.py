@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from pipeline.artifacts.locks import ATTEMPT_VARIABLE
 from pipeline.distributed.world import slurm_counts, slurm_hosts, slurm_port
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from pipeline.jobs.attempts import (
-    ATTEMPT,
     MAX_FRUITLESS,
     REPORTS,
     Asked,
@@ -218,7 +218,7 @@ class _Job:
             "OMP_NUM_THREADS": os.environ.get("MMNMT_THREADS", processors),
             "SRUN_CPUS_PER_TASK": processors,  # srun does not inherit it since SLURM 22.05
             "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
-            ATTEMPT: self._place.attempt,
+            ATTEMPT_VARIABLE: self._place.attempt,
             REPORTS: str(folder),
         }
 
