@@ -41,6 +41,7 @@ ZERO_IS_SENSIBLE = {
     "weight_decay": "none",
     "clip_norm": "no clipping",
     "label_smoothing": "none",
+    "gpus_per_process": "computes on the CPU",
     "balance_weight": "no balance loss",
     "router_z_weight": "no z-loss",
     "dropout": "none",

@@ -151,9 +151,9 @@ def test_importing_the_command_line_loads_neither_torch_nor_a_stage() -> None:
 
 def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None:
     frozen = {
-        "import_corpus": "--out --overwrite --processes --raw --recipe --set",
+        "import_corpus": "--mpi --out --overwrite --processes --raw --recipe --set",
         "import_tests": "--out --overwrite --raw --recipe --set",
-        "clean": "--corpus --out --overwrite --processes --recipe --set --tests",
+        "clean": "--corpus --mpi --out --overwrite --processes --recipe --set --tests",
         "train_tokenizer": "--corpus --out --overwrite --recipe --set",
         "make_shards": "--corpus --mpi --out --overwrite --processes --recipe --set --tokenizer",
         "mix": "--out --overwrite --recipe --set --shards",
@@ -171,7 +171,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
         "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --set --without",
         "analyze_lengths": "--corpus --out --overwrite --tokenizer",
-        "evaluate": "--analyses --comet --corpus --out --overwrite --processes --recipe --set "
+        "evaluate": "--analyses --comet --corpus --mpi --out --overwrite --processes --recipe --set "
         "--systems --tokenizer --training",
         "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
         "--pretrained --processes --profile --recipe --set",
