@@ -100,12 +100,18 @@ REPORTS_AN_ERROR = (
     ],
 )
 def test_every_error_of_the_ranks_is_printed_once(
-    capfd: pytest.CaptureFixture[str], errors: list[str], said: list[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], errors: list[str], said: list[str]
 ) -> None:
-    programs = [REPORTS_AN_ERROR.format(error=error) for error in errors]
-    arguments = _as_rank(
-        *(f"import signal; signal.signal(15, signal.SIG_IGN)\n{p}" for p in programs)
+    # The first rank that ends would have the others end before they can ignore it.
+    together = (
+        "import os, pathlib, signal, time\n"
+        "signal.signal(15, signal.SIG_IGN)\n"
+        f"folder, give_up = pathlib.Path({str(tmp_path)!r}), time.monotonic() + 60\n"
+        "(folder / os.environ['RANK']).touch()\n"
+        "while len([*folder.iterdir()]) < 3 and time.monotonic() < give_up: time.sleep(0.01)\n"
     )
+    programs = [together + REPORTS_AN_ERROR.format(error=error) for error in errors]
+    arguments = _as_rank(*programs)
     assert launch(arguments, processes=3, threads=1, grace_seconds=30) == 2
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("mmnmt train")] == said

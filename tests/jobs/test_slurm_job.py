@@ -46,7 +46,8 @@ class Bench:
             "scontrol": f'log "$@"\n[ "$2" != hostnames ] || printf "n1\\nn2\\n"\n'
             f"[ \"$1\" != --oneliner ] || echo '{self.state} Restarts={restarts}'",
             "scancel": 'log "$@"',
-            "srun": f'log "$@"\nexec {sys.executable} {self.folder}/step.py',
+            "srun": f'log "$@"\n[[ "$*" != *preflight* ]] || exit 0\n'
+            f"exec {sys.executable} {self.folder}/step.py",
             "python": f'exec {sys.executable} "$@"',
         }
         for name, body in commands.items():
@@ -124,7 +125,8 @@ def bench(tmp_path: Path) -> Bench:
 def test_a_job_whose_artifact_is_finished_ends_with_0(bench: Bench) -> None:
     assert bench.run(PUBLISH + "[end(rank, 'done') for rank in range(4)]") == 0, bench.ended.stderr
     assert (bench.verdict().verdict, bench.requeued()) == ("done", 0)
-    (step,) = bench.calls("srun")
+    preflight, step = bench.calls("srun")
+    assert " -m pipeline.jobs.preflight --out " in preflight
     assert step == (
         "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --distribution=block --label "
         f"{Path(sys.executable)} -m pipeline pretrain --out={bench.out_dir}"

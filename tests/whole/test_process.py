@@ -62,6 +62,7 @@ print([name for name in before if before[name] != after[name]])
 
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
+    "pipeline.estimates.fitting",
     "pipeline.training.updates",
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
     *("pipeline.training.resuming", "pipeline.training.translation"),
