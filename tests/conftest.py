@@ -74,6 +74,13 @@ def pool2() -> Iterator[ProcessPool]:
 
 
 @pytest.fixture(scope="session")
+def pool3() -> Iterator[ProcessPool]:
+    """Three ranks, of which the four micro-batches of most tests give one more than the others."""
+    with open_pool(3) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def pool4() -> Iterator[ProcessPool]:
     """Four ranks."""
     with open_pool(4) as pool:

@@ -10,6 +10,12 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
+from pipeline.batching.world_sizes import (
+    check_ranks,
+    expert_parallel_size,
+    expert_parallel_sizes,
+    passes_per_update,
+)
 from pipeline.cli.recipe_commands import recipe_toml
 from pipeline.config.documents import merge
 from pipeline.config.ds_config import SECTIONS, ds_config_names, load_ds_config
@@ -17,7 +23,7 @@ from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.errors import ConfigError
 from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import groups_of_languages
-from pipeline.training.engine import accumulation_steps, merge_ds_config
+from pipeline.training.engine import merge_ds_config
 from pipeline.training.settings import TrainingConfig
 
 OVERLAYS = ("smoke",)
@@ -347,11 +353,34 @@ def test_keys_deepspeed_would_ignore_are_refused_with_the_nearest_one() -> None:
     assert "Did you mean 'overlap_comm'" in message
 
 
-def test_a_number_of_ranks_that_does_not_divide_an_update_is_refused_with_those_that_do() -> None:
-    recipe = Recipe.model_validate({"name": "test", "batches": {"micro_batches": 12}})
-    assert accumulation_steps(recipe, world_size=4) == 3
-    message = refusal(lambda: accumulation_steps(recipe, world_size=5))
-    assert "Use one of 1, 2, 3, 4, 6, 12 ranks" in message
+def test_any_number_of_ranks_up_to_the_micro_batches_serves_a_recipe() -> None:
+    recipe = Recipe.model_validate({"name": "test", "batches": {"micro_batches": 184}})
+    turns = {ranks: passes_per_update(recipe, ranks=ranks) for ranks in (1, 8, 16, 32, 64, 184)}
+    assert turns == {1: 184, 8: 23, 16: 12, 32: 6, 64: 3, 184: 1}
+    assert passes_per_update(recipe, ranks=16, per_pass=5) == 3
+    message = refusal(lambda: passes_per_update(recipe, ranks=185))
+    assert message.startswith("185 ranks are more than the 184 micro-batches of an update")
+    assert "at most 184" in message
+
+
+def test_ranks_that_cannot_share_the_experts_are_refused_with_the_sizes_that_can() -> None:
+    def recipe(size: int) -> Recipe:
+        return Recipe.model_validate(
+            {
+                "name": "test",
+                "model": {"moe": {"num_experts": 8}},
+                "training": {"expert_parallel_size": size},
+            }
+        )
+
+    check_ranks(recipe(4), ranks=12)
+    assert expert_parallel_size(recipe(4), ranks=6) == 2
+    check_ranks(recipe(3), ranks=4)  # their common divisor is 1
+    message = refusal(lambda: check_ranks(recipe(3), ranks=12))
+    assert message.startswith("8 experts cannot be spread over 3 ranks")
+    assert "12 ranks can use 1, 2, 4." in message
+    for size in expert_parallel_sizes(recipe(3), ranks=12):
+        check_ranks(recipe(size), ranks=12)
 
 
 def test_a_missing_ds_config_is_refused_with_those_there_are() -> None:

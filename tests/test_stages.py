@@ -200,6 +200,7 @@ def test_every_key_of_a_ds_config_is_named_as_deciding_a_model_or_not() -> None:
         ({"comms_logger": {"enabled": True, "verbose": True}}, False),
         ({"wandb": {"enabled": True, "project": "one"}}, False),
         ({"wall_clock_breakdown": True}, False),
+        ({"micro_batches_per_pass": 4}, False),
         ({"zero_allow_untested_optimizer": True}, False),
         ({"communication_data_type": "fp32"}, True),
         ({"compiled_regions": True}, True),

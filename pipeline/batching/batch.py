@@ -30,12 +30,29 @@ TARGET_EXTRA = EXTRA_TOKENS
 
 
 @dataclass(frozen=True)
+class Shares:
+    """The tokens and labels of the M micro-batches that share a pass.
+
+    Attributes:
+        rows: tokens of each micro-batch, which follow each other.
+        mean_MN: a matrix whose product with values of tokens is their mean in each micro-batch.
+        weight_M: each micro-batch's share of the labels, which weighs losses that are not sums over
+            tokens.
+    """
+
+    rows: tuple[int, ...]
+    mean_MN: Tensor
+    weight_M: Tensor
+
+
+@dataclass(frozen=True)
 class Packing:
     """Positions of the N real tokens in a right-padded (batch, length) grid.
 
     ``index_N`` has the flat position of every real token, ascending. ``bound_B``, (B + 1,) int32,
     has the row where each sentence starts, and where the last one ends. ``is_full`` tells the host
-    that nothing is padded, so that packing is a view.
+    that nothing is padded, so that packing is a view. ``shares`` tells apart the micro-batches that
+    share a pass; None for a single one.
     """
 
     index_N: Tensor
@@ -43,6 +60,7 @@ class Packing:
     batch: int
     length: int
     is_full: bool
+    shares: Shares | None = None
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Integers) -> Self:
@@ -166,7 +184,7 @@ def _with_padding(x_ND: Tensor, packing: Packing) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch.
+    """One micro-batch, or several that share a pass (:mod:`~pipeline.batching.joining`).
 
     Attributes:
         source_N: packed source ids, tags and end-of-sentence included.

@@ -230,10 +230,10 @@ class SplitData:
 
 @dataclass(frozen=True)
 class Turn:
-    """One micro-batch of a rank, and its update."""
+    """One micro-batch of a rank, or its stand-in, and its update."""
 
     step: GlobalStep
-    indices: list[int]
+    indices: list[int | None]
     batch: AnyBatch
 
 
@@ -241,12 +241,13 @@ class Turn:
 class Update:
     """The micro-batches of a rank in an update.
 
-    ``indices`` are the step's micro-batches that it takes; ``batches`` are to be consumed once,
-    before the next update is requested.
+    ``indices`` are the step's micro-batches that it takes, None where other ranks take one more;
+    ``batches`` has a stand-in there. They are to be consumed once, before the next update is
+    requested.
     """
 
     step: GlobalStep
-    indices: list[int]
+    indices: list[int | None]
     batches: Iterator[AnyBatch]
 
 
@@ -351,7 +352,7 @@ def _turns(
         for step in steps:
             indices = [turn[rank] for turn in step.turns(ranks)]
             for index in indices:
-                batch = read(step.micro_batches[index])
+                batch = read(step.stand_in() if index is None else step.micro_batches[index])
                 yield Turn(step, indices, batch.pinned() if pins else batch)
 
 

@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -113,17 +113,38 @@ class GlobalStep:
         """Labels of all micro-batches."""
         return sum(batch.num_labels for batch in self.micro_batches)
 
-    def turns(self, ranks: int) -> list[list[int]]:
-        """Assign a micro-batch to each rank, turn by turn, as indices; ``ranks`` divides M.
+    def turns(self, ranks: int) -> list[list[int | None]]:
+        """Assign a micro-batch to each rank, turn by turn, as indices.
 
         Ranks that share experts wait for each other in every turn, and all ranks at the end of an
         update. So the micro-batches of a turn have similar sizes, and the rank with the largest of
-        one turn takes the smallest of the next.
+        one turn takes the smallest of the next. If the number of ranks does not divide M, some have
+        None in the last turn, in which the smallest micro-batches are taken.
         """
         indices = range(len(self.micro_batches))
         by_size = sorted(indices, key=lambda index: -self.micro_batches[index].num_tokens)
-        turns = [by_size[start : start + ranks] for start in range(0, len(by_size), ranks)]
+        dealt: list[int | None] = [*by_size, *[None] * (-len(by_size) % ranks)]
+        turns = [dealt[start : start + ranks] for start in range(0, len(dealt), ranks)]
         return [turn[::-1] if number % 2 else turn for number, turn in enumerate(turns)]
+
+    def stand_in(self, *, without: Collection[int] = ()) -> MicroBatch:
+        """Return one sentence for a rank without a micro-batch, which keeps it in step.
+
+        Its loss counts nothing. A batch without any sentence would need every kernel and every
+        reduction to bear it; this one costs next to nothing.
+
+        Args:
+            without: micro-batches that it must not come from.
+        """
+        kept = [batch for index, batch in enumerate(self.micro_batches) if index not in without]
+        smallest = min(kept, key=lambda batch: batch.num_tokens)
+        return MicroBatch(
+            smallest.pair_B[:1],
+            smallest.reverse_B[:1],
+            smallest.line_B[:1],
+            num_labels=0,
+            num_tokens=0,
+        )
 
 
 @dataclass(frozen=True)

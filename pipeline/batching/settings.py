@@ -27,7 +27,7 @@ class BatchesConfig(Settings):
     """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
 
     micro_batches: Annotated[int, whole(1, 10**6)] = 32
-    """Micro-batches per update over all ranks; the number of ranks must divide it."""
+    """Micro-batches per update over all ranks; there can be no more ranks than that."""
     tokens: BatchTokens = 4096
     """Token budget of a micro-batch: the larger of its padded source and target tokens stays within
     it."""

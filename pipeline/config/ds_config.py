@@ -18,9 +18,15 @@ from pipeline.machine import Gpus, visible_gpus
 
 OWN_KEYS: Mapping[str, str] = {
     "compiled_regions": "residual, dropout and norm as one kernel of torch.compile in training",
+    "micro_batches_per_pass": "micro-batches of a rank in one forward and backward pass",
 }
-"""Switches of this project, which DeepSpeed never sees; false by default. ``compiled_regions``
-decides the model: it rounds differently and drops other values."""
+"""Keys of this project, which DeepSpeed never sees; false and 1 by default. ``compiled_regions``
+decides the model: it rounds differently and drops other values. ``micro_batches_per_pass`` does
+not: without dropout and other noise, it changes results by rounding only; with it, it changes which
+values are dropped, like another seed."""
+
+MAX_PER_PASS = 1024
+"""Largest ``micro_batches_per_pass``."""
 
 MACHINE_KEYS = (
     *OWN_KEYS,
@@ -86,6 +92,7 @@ ACCUMULATION_TYPES = ("fp32", "bf16")
 
 UNDECIDING_KEYS = (
     *("comms_logger", "csv_monitor", "tensorboard", "wandb", "wall_clock_breakdown"),
+    "micro_batches_per_pass",
     "zero_allow_untested_optimizer",
     "zero_optimization.allgather_bucket_size",
     "zero_optimization.contiguous_gradients",
@@ -94,9 +101,10 @@ UNDECIDING_KEYS = (
     "zero_optimization.reduce_bucket_size",
 )
 """Keys that do not change the model: logging, measuring, DeepSpeed's permissions, and when and in
-which portions values are moved. As with another number of processes, other portions may round a sum
-differently. All other keys change the model: precision, ZeRO stage, accumulation type, optimizer,
-and keys that are not known here."""
+which portions values are computed and moved. As with another number of processes, other portions
+may round a sum differently; other passes drop other values, as another seed does. All other keys
+change the model: precision, ZeRO stage, accumulation type, optimizer, and keys that are not known
+here."""
 
 RECIPE_KEYS = {
     "train_batch_size": "batches.tokens and batches.micro_batches",
@@ -179,9 +187,10 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
-    for key in OWN_KEYS:
-        if not isinstance(config.get(key, False), bool):
-            raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}. Use true or false.")
+    key = "compiled_regions"
+    if not isinstance(config.get(key, False), bool):
+        raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}. Use true or false.")
+    _check_per_pass(config)
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
     _check_fp16(config)
@@ -221,12 +230,26 @@ def has_compiled_regions(config: Mapping[str, Any]) -> bool:
     return bool(config.get("compiled_regions", False))
 
 
+def micro_batches_per_pass(config: Mapping[str, Any]) -> int:
+    """Return how many micro-batches of a rank share a forward and backward pass."""
+    return int(config.get("micro_batches_per_pass", 1))
+
+
 def precision_of(config: Mapping[str, Any]) -> Precision:
     """Return the type of parameters and gradients; the optimizer's weights are always float32."""
     for name in ("fp16", "bf16"):
         if config.get(name, {}).get("enabled", False):
             return name
     return "fp32"
+
+
+def _check_per_pass(config: Mapping[str, Any]) -> None:
+    number = config.get("micro_batches_per_pass", 1)
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_PER_PASS:
+        raise ConfigError(
+            f"The ds_config's micro_batches_per_pass is {_shown(number)}. Choose a whole number "
+            f"from 1 to {MAX_PER_PASS:,}."
+        )
 
 
 def _check_fp16(config: Mapping[str, Any]) -> None:

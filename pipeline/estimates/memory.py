@@ -19,9 +19,13 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.config.ds_config import precision_of
+from pipeline.batching.world_sizes import (
+    check_ranks,
+    expert_parallel_size,
+    passes_per_update,
+)
+from pipeline.config.ds_config import micro_batches_per_pass, precision_of
 from pipeline.config.recipe import Recipe
-from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.logits import rows_at_a_time
 from pipeline.model.building import shape_of_model
@@ -183,7 +187,9 @@ class _Zero:
     """Values per reduce bucket."""
     buckets: int
     accumulates: bool
-    """Whether a rank has more than one micro-batch per update."""
+    """Whether a rank makes more than one pass per update."""
+    per_pass: int
+    """Micro-batches of a pass."""
     offloads: bool
 
     @classmethod
@@ -201,6 +207,9 @@ class _Zero:
             bucket=int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)),
             buckets=2 if settings.get("overlap_comm", False) else 1,
             accumulates=merged["gradient_accumulation_steps"] > 1,
+            per_pass=min(
+                micro_batches_per_pass(ds_config), passes_per_update(recipe, ranks=processes)
+            ),
             offloads=offload.get("device", "none") != "none",
         )
 
@@ -213,15 +222,15 @@ class _Zero:
 def _micro_batch(
     recipe: Recipe, zero: "_Zero", *, device: Device, processes: int, sentence_length: int | None
 ) -> MicroBatchShape:
-    """Return a full micro-batch; without a length, of the length that keeps the most memory."""
+    """Return the full micro-batches of a pass; without a length, of the one that keeps the most."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
     batch = MicroBatchShape(
-        tokens=recipe.batches.tokens,
+        tokens=recipe.batches.tokens * zero.per_pass,
         length=min(sentence_length or longest, recipe.batches.tokens),
         value=zero.value,
         device=device,
         regularization=Regularization.of(recipe.training),
-        is_spread=math.gcd(recipe.training.expert_parallel_size, processes) > 1,
+        is_spread=expert_parallel_size(recipe, ranks=processes) > 1,
         recomputes=recipe.training.recompute_layers,
     )
     if sentence_length is not None:
@@ -277,15 +286,10 @@ def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> 
     """Return a group of all replicated tensors and, with expert parallelism, those of experts.
 
     Raises:
-        ConfigError: the experts cannot be spread over the expert-parallel ranks.
+        ConfigError: so many ranks cannot train by the recipe.
     """
-    spread = math.gcd(recipe.training.expert_parallel_size, processes)
-    moe = recipe.model.moe
-    if moe is not None and moe.num_experts % spread:
-        raise ConfigError(
-            f"{moe.num_experts} experts cannot be spread over {spread} ranks. Choose a "
-            "training.expert_parallel_size that divides model.moe.num_experts."
-        )
+    check_ranks(recipe, ranks=processes)
+    spread = expert_parallel_size(recipe, ranks=processes)
     replicated, experts = [], []
     of_experts = {
         id(parameter)

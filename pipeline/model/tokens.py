@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from pipeline.batching.batch import Packing
+from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
 from pipeline.kernels.placement import RouteNumbers
 from pipeline.kernels.products import SentenceSlots
@@ -30,6 +30,7 @@ class Tokens:
         language_group_B: group of its target language.
         route: the language-specific or the shared route, in a model that has both.
         progress: share of training done before this update, 0 to 1; read in training only.
+        shares: the micro-batches that share the pass; None for a single one.
     """
 
     sentence_N: Tensor
@@ -39,6 +40,7 @@ class Tokens:
     language_group_B: Tensor
     route: Route = "specific"
     progress: float = 0.0
+    shares: Shares | None = None
 
     @cached_property
     def source_language_N(self) -> Tensor:
@@ -67,7 +69,12 @@ class Tokens:
     def over(self, packing: Packing) -> "Tokens":
         """Return the metadata of other tokens of the same sentences, such as their sources."""
         if id(packing) not in self._over:
-            other = replace(self, sentence_N=packing.sentence_N, position_N=packing.position_N)
+            other = replace(
+                self,
+                sentence_N=packing.sentence_N,
+                position_N=packing.position_N,
+                shares=packing.shares,
+            )
             # The packing is kept as well: its id could be reused if it were freed.
             self._over[id(packing)] = packing, other
         return self._over[id(packing)][1]

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.batching.batch import Batch, Packing
+from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
 from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.embedding import Embedding
@@ -59,6 +59,8 @@ class Output:
     routing: tuple[RoutingRecord, ...]
     gates: tuple[Tensor, ...] = ()
     """Gates of the projections that follow sublayers (CLSR), (N,) each."""
+    gate_shares: tuple[Shares | None, ...] = ()
+    """For each of these, the micro-batches that share the pass; None for a single one."""
 
 
 @dataclass
@@ -280,12 +282,14 @@ class Transformer(nn.Module):
         memory_ND, reports = self.encode(
             batch.source_N, source_ND, batch.source, source, begins_N=batch.source_begins_N
         )
+        gate_shares = [source.shares] * len(reports.gates)
         x_ND = self.decoder.enter(target_ND, target.position_N, self.positions_TD)
         for layer in self.decoder.layers:
             states = x_ND, batch.target, target, memory_ND, batch.source
             x_ND = reports.add(run_layer(layer, *states, recomputes=self._recomputes_now))
         logits_LV = self.project(x_ND.index_select(0, batch.label_rows_L))
-        return Output(logits_LV, tuple(reports.routing), tuple(reports.gates))
+        gate_shares += [target.shares] * (len(reports.gates) - len(gate_shares))
+        return Output(logits_LV, tuple(reports.routing), tuple(reports.gates), tuple(gate_shares))
 
     def encode(
         self,
@@ -333,6 +337,7 @@ class Transformer(nn.Module):
             language_group_B=self.group_of_language[target_language_B],
             route=route,
             progress=progress,
+            shares=packing.shares,
         )
 
     def project(self, x_ND: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,13 +35,17 @@ from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
+from pipeline.batching.batch import Batch
+from pipeline.batching.joining import join
 from pipeline.batching.labelled import AnyBatch
+from pipeline.batching.world_sizes import passes_per_update
 from pipeline.checkpoints.names import NamedSlice, named_slices
 from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader, Ranges
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
     has_compiled_regions,
+    micro_batches_per_pass,
     precision_of,
 )
 from pipeline.config.recipe import Recipe
@@ -50,7 +55,7 @@ from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
 from pipeline.kernels.compiled_regions import check_compiler
-from pipeline.model.labeller import Trained
+from pipeline.model.labeller import Labeller, Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.stacked import StackedModules
 from pipeline.model.sublayer import compile_regions
@@ -77,8 +82,8 @@ def merge_ds_config(
 
     Raises:
         ConfigError: a key the recipe owns, a key DeepSpeed would ignore, a ZeRO stage other than
-            1 or 2, gradients of experts that would be reduced over the wrong ranks, or a number of
-            ranks that does not divide the micro-batches.
+            1 or 2, gradients of experts that would be reduced over the wrong ranks, or more ranks
+            than micro-batches.
     """
     check_ds_config(ds_config)
     zero = _checked_zero(ds_config["zero_optimization"])
@@ -93,7 +98,9 @@ def merge_ds_config(
         **deepspeeds_part(ds_config),
         "zero_optimization": {"reduce_scatter": True, **zero},
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation_steps(recipe, world_size=world_size),
+        "gradient_accumulation_steps": passes_per_update(
+            recipe, ranks=world_size, per_pass=micro_batches_per_pass(ds_config)
+        ),
         "gradient_clipping": recipe.optimizer.clip_norm,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
@@ -122,18 +129,6 @@ def _checked_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
         where = ".".join(map(str, ("zero_optimization", *first["loc"])))
         raise ConfigError(f"The ds_config's {where} is wrong: {first['msg']}.") from error
     return {key: value for key, value in zero.items() if value != "auto"}
-
-
-def accumulation_steps(recipe: Recipe, *, world_size: int) -> int:
-    """Return the micro-batches that each rank takes per update: M / world."""
-    micro_batches = recipe.batches.micro_batches
-    if micro_batches % world_size:
-        sizes = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
-        raise ConfigError(
-            f"{world_size} ranks do not divide the {micro_batches} micro-batches of an update "
-            f"(batches.micro_batches). Use one of {', '.join(map(str, sizes))} ranks."
-        )
-    return micro_batches // world_size
 
 
 def connect(world: World) -> None:
@@ -201,7 +196,8 @@ class Verdict:
     the turn, and all other gradients from this rank's micro-batch alone.
     """
 
-    micro_batch: int
+    micro_batch: int | None
+    """Index in the update; None for a stand-in."""
     is_finite: bool
     of_experts_is_finite: bool
 
@@ -233,6 +229,14 @@ class Engine:
         self.ds_config: Mapping[str, Any] = config
         """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]
+        turns = passes_per_update(recipe, ranks=world.size)
+        self.per_pass = min(micro_batches_per_pass(ds_config), turns)
+        """Most micro-batches of this rank that share a pass."""
+        if self.per_pass > 1 and isinstance(model, Labeller):
+            raise ConfigError(
+                "The ds_config sets micro_batches_per_pass, which is for translation models. Leave "
+                "it out for tagging and question answering."
+            )
         parameters = split_params_into_different_moe_groups_for_optimizer(
             [{"params": trainable(model), "name": "dense"}]
         )
@@ -265,12 +269,14 @@ class Engine:
         """Make one update from this rank's micro-batches.
 
         The micro-batches are consumed once, as they arrive; there are as many as ``seeds``. Every
-        micro-batch starts from its own seed, so that dropout does not depend on the world.
-        DeepSpeed averages gradients over ranks and micro-batches; the scale turns that into the sum
-        over the global step divided by its labels.
+        pass starts from the seed of its first micro-batch, so that dropout does not depend on the
+        world if each micro-batch has a pass of its own.
+        DeepSpeed averages gradients over ranks and passes; the scale turns that into the sum over
+        the global step divided by its labels.
 
-        Batches at the turns of ``stand_ins`` replace those that are left out: ranks keep step, and
-        DeepSpeed gets gradients that are all zero. ``total_labels`` counts the labels of all ranks.
+        Batches at the turns of ``stand_ins`` replace those that are left out or that other ranks
+        have more: ranks keep step, and DeepSpeed gets gradients that are all zero.
+        ``total_labels`` counts the labels of all ranks.
         ``progress`` is the share of the training that was done before.
         """
         for group in self._zero.param_groups:
@@ -279,11 +285,14 @@ class Engine:
         scale = self.world.size * self.accumulation / total_labels
         sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels = source_tokens = 0
-        for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
-            torch.manual_seed(seed)
-            counts = turn not in stand_ins
+        turns = (
+            _Turn(batch, seed, counts=turn not in stand_ins)
+            for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True))
+        )
+        while taken := list(islice(turns, self.per_pass)):
+            batch, counts = self._batch_of_pass(taken)
             with OWN_TIME.counted(self.device, enabled=counts):
-                objective, terms = self._engine(batch.to(self.device), progress)
+                objective, terms = self._engine(batch, progress)
             self._engine.backward(objective * (scale if counts else 0.0))
             if self._gradient_order is not None:
                 self._gradient_order.end_micro_batch()
@@ -307,6 +316,26 @@ class Engine:
             own_seconds=OWN_TIME.take(),
         )
 
+    def _batch_of_pass(self, taken: Sequence["_Turn"]) -> tuple[AnyBatch, bool]:
+        """Return the batch of a pass, and whether it counts; draw its random numbers from now on.
+
+        A stand-in takes part only where a rank has nothing else.
+        """
+        counting = [turn for turn in taken if turn.counts]
+        chosen = counting or taken[:1]
+        torch.manual_seed(chosen[0].seed)
+        return self._joined([turn.batch for turn in chosen]), bool(counting)
+
+    def _joined(self, batches: Sequence[AnyBatch]) -> AnyBatch:
+        """Join the batches of a pass, even a single one: other ranks may have more.
+
+        Gradients come in the order of operators, which must be the same on all ranks.
+        """
+        moved = [batch.to(self.device) for batch in batches]
+        if self.per_pass == 1:
+            return moved[0]
+        return join([batch for batch in moved if isinstance(batch, Batch)])
+
     @property
     def loss_scale(self) -> LossScale | None:
         """State of fp16's dynamic loss scale; None without one."""
@@ -325,7 +354,7 @@ class Engine:
         self,
         batch: AnyBatch,
         *,
-        micro_batch: int,
+        micro_batch: int | None,
         seed: int,
         total_labels: int,
         progress: float = 0.0,
@@ -350,10 +379,12 @@ class Engine:
     def rehearse(self, batch: AnyBatch) -> None:
         """Run forward and backward without an update: too large a batch fails here, at the start.
 
-        Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
+        It is taken as often as micro-batches share a pass. Gradients are taken outside DeepSpeed's
+        hooks, so that nothing is reduced or kept.
         """
         self.model.train()
-        terms = training_loss(self.model, batch.to(self.device), self._loss_config)
+        joined = self._joined([batch] * self.per_pass)
+        terms = training_loss(self.model, joined, self._loss_config)
         torch.autograd.grad(terms.objective, trainable(self.model))
 
     def evaluate(self, batch: AnyBatch) -> LossTerms:
@@ -476,6 +507,15 @@ class _Range:
     start: int
     length: int
     flat: slice
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A micro-batch or a stand-in of this rank, and the seed of its random numbers."""
+
+    batch: AnyBatch
+    seed: int
+    counts: bool
 
 
 class _Objective(nn.Module):

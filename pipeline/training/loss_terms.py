@@ -14,7 +14,7 @@ from pipeline.training.settings import LossConfig
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Terms of one micro-batch.
+    """Terms of one micro-batch, or summed over those that share a pass.
 
     Attributes:
         objective: what is minimized, summed over the micro-batch's labels; differentiable.
@@ -36,7 +36,8 @@ def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms
     """Return the loss terms of one pass through a model.
 
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
-    after division by the global count, weighted means over micro-batches.
+    after division by the global count, weighted means over micro-batches. If micro-batches share
+    the pass, these losses are already means over them, weighted in the same way.
     """
     smoothed, cross_entropy = summed_cross_entropy(
         output.logits_LV, batch.labels_L, smoothing=config.label_smoothing
@@ -46,14 +47,23 @@ def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms
     for record in output.routing:
         balance = balance + record.balance_loss
         if config.router_z_weight:
-            router_z = router_z + z_loss(record.logits_NE)
+            router_z = router_z + z_loss(record.logits_NE, record.shares)
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     if output.gates:
-        mean_gate = torch.cat(output.gates).mean()
-        per_token = per_token + config.gate_weight * (mean_gate - config.gate_budget).abs()
+        per_token = per_token + config.gate_weight * _gate_loss(output, config)
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,
         cross_entropy=cross_entropy,
         balance=balance.detach(),
         routing=output.routing,
     )
+
+
+def _gate_loss(output: Output, config: LossConfig) -> Tensor:
+    """Return how far the mean gate of a micro-batch is from the budget."""
+    shares = [one for one in output.gate_shares if one is not None]
+    if not shares:
+        return (torch.cat(output.gates).mean() - config.gate_budget).abs()
+    parts = [gate_N.split(one.rows) for gate_N, one in zip(output.gates, shares, strict=True)]
+    mean_M = torch.stack([torch.cat(gates).mean() for gates in zip(*parts, strict=True)])
+    return shares[0].weight_M @ (mean_M - config.gate_budget).abs()

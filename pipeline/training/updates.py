@@ -90,8 +90,9 @@ def culprits(verdicts: Sequence[Sequence[Verdict]], *, sharing: int) -> set[int]
 
     Groups of ``sharing`` consecutive ranks share experts. If only gradients of experts are not
     finite in a turn, the ranks' sentences cannot be told apart: all of that turn are returned.
+    A stand-in is never returned: its sentence is one of a micro-batch that is checked as well.
     """
-    found: set[int] = set()
+    found: set[int | None] = set()
     for turn in zip(*verdicts, strict=True):
         for start in range(0, len(turn), sharing):
             group = turn[start : start + sharing]
@@ -99,7 +100,7 @@ def culprits(verdicts: Sequence[Sequence[Verdict]], *, sharing: int) -> set[int]
             if not own and not all(verdict.of_experts_is_finite for verdict in group):
                 own = {verdict.micro_batch for verdict in group}
             found |= own
-    return found
+    return {index for index in found if index is not None}
 
 
 class Quarantine:
@@ -208,35 +209,30 @@ class Updater:
 
     def _try(self, feed: Update, batches: Iterable[AnyBatch], *, update: int) -> StepResult:
         recipe, without = self._recipe, self._quarantine.of_update(update)
-        taken = self._taken(feed, without)
+        if len(without) == len(feed.step.micro_batches):
+            raise CheckpointError(
+                f"{self._quarantine.path} leaves all micro-batches of an update out. Remove the "
+                "lines of that update."
+            )
+        taken = _taken(feed, without)
         return self._engine.train_step(
-            self._with_stand_ins(feed, batches, taken),
+            self._with_stand_ins(feed, batches, without),
             seeds=[self._seed(update, index) for index in taken],
             total_labels=_labels(feed, without),
             learning_rate=learning_rate(
                 recipe.optimizer, update, total_updates=recipe.training.updates
             ),
-            stand_ins=[turn for turn, index in enumerate(feed.indices) if index in without],
+            stand_ins=[turn for turn, index in enumerate(taken) if index is None],
             progress=self._progress(update),
         )
 
-    def _taken(self, feed: Update, without: frozenset[int]) -> list[int]:
-        """Return this rank's micro-batches; the smallest of all replaces those left out."""
-        plans = feed.step.micro_batches
-        kept = [index for index in range(len(plans)) if index not in without]
-        if not kept:
-            raise CheckpointError(
-                f"{self._quarantine.path} leaves all micro-batches of an update out. Remove the "
-                "lines of that update."
-            )
-        smallest = min(kept, key=lambda index: plans[index].num_tokens)
-        return [smallest if index in without else index for index in feed.indices]
-
     def _with_stand_ins(
-        self, feed: Update, batches: Iterable[AnyBatch], taken: list[int]
+        self, feed: Update, batches: Iterable[AnyBatch], without: frozenset[int]
     ) -> Iterator[AnyBatch]:
-        for own, index, batch in zip(feed.indices, taken, batches, strict=True):
-            yield batch if own == index else self._batch(feed, index)
+        """Yield this rank's batches, stand-ins for those left out; none is of one left out."""
+        for own, index, batch in zip(feed.indices, _taken(feed, without), batches, strict=True):
+            is_read = index is not None or (own is None and not without)
+            yield batch if is_read else self._batch(feed, None, without)
 
     def _leave_out(self, feed: Update, *, update: int) -> None:
         """Find the micro-batches whose gradients are not finite, and record them.
@@ -260,24 +256,29 @@ class Updater:
     def _verdicts(self, feed: Update, known: frozenset[int], *, update: int) -> list[Verdict]:
         return [
             self._engine.verdict(
-                self._batch(feed, index),
-                micro_batch=own,
+                self._batch(feed, index, known),
+                micro_batch=index,
                 seed=self._seed(update, index),
                 total_labels=_labels(feed, known),
                 progress=self._progress(update),
             )
-            for own, index in zip(feed.indices, self._taken(feed, known), strict=True)
+            for index in _taken(feed, known)
         ]
 
-    def _batch(self, feed: Update, index: int) -> AnyBatch:
-        return self._data.train.batch(feed.step.micro_batches[index])
+    def _batch(
+        self, feed: Update, index: int | None, without: frozenset[int] = frozenset()
+    ) -> AnyBatch:
+        step = feed.step
+        plan = step.stand_in(without=without) if index is None else step.micro_batches[index]
+        return self._data.train.batch(plan)
 
     def _progress(self, update: int) -> float:
         """Return the share of training done before an update."""
         return (update - 1) / self._recipe.training.updates
 
-    def _seed(self, update: int, index: int) -> int:
-        return derive_seed("dropout", self._recipe.training.seed, update, index)
+    def _seed(self, update: int, index: int | None) -> int:
+        name: str | int = "stand-in" if index is None else index
+        return derive_seed("dropout", self._recipe.training.seed, update, name)
 
     def _not_finite(self, update: int) -> CheckpointError:
         run = self._quarantine.path.parent
@@ -290,6 +291,11 @@ class Updater:
             f"The gradient of update {update} is not a number: the run in {run} is left at its "
             f"last state. Lower optimizer.learning_rate, or look at that update's data ({finding})."
         )
+
+
+def _taken(feed: Update, without: frozenset[int]) -> list[int | None]:
+    """Return this rank's micro-batches, turn by turn; None where a stand-in takes the turn."""
+    return [None if index in without else index for index in feed.indices]
 
 
 def _labels(feed: Update, without: frozenset[int]) -> int:

@@ -229,7 +229,7 @@ def test_a_tag_behind_the_source_moves_and_nothing_else(corpora: Path) -> None:
         assert one.labels_L.tolist() == other.labels_L.tolist()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_reading_ahead_gives_every_rank_its_batches_in_order(corpora: Path, ranks: int) -> None:
     data = open_data(corpora, "usual")
     threads = set(threading.enumerate())
@@ -238,7 +238,11 @@ def test_reading_ahead_gives_every_rank_its_batches_in_order(corpora: Path, rank
         with closing(data.updates((0, 2), rank=rank, ranks=ranks)) as updates:
             for step, update in zip(steps, updates, strict=False):
                 indices = [turn[rank] for turn in step.turns(ranks)]
-                expected = [data.train.batch(step.micro_batches[index]) for index in indices]
+                plans = [
+                    step.stand_in() if index is None else step.micro_batches[index]
+                    for index in indices
+                ]
+                expected = [data.train.batch(plan) for plan in plans]
                 assert update.step.next_cursor == step.next_cursor
                 assert update.indices == indices
                 for found, planned in zip(update.batches, expected, strict=True):

@@ -385,6 +385,20 @@ def test_gradients_of_earlier_micro_batches_are_there_during_the_last_one(proces
     assert backward["gradients"] - once.phases["backward"]["gradients"] == backward["parameters"]
 
 
+def test_micro_batches_that_share_a_pass_are_kept_together() -> None:
+    def activations(per_pass: int, *, processes: int) -> int:
+        found = estimated(
+            make_recipe(ModelConfig(), micro_batches=8),
+            processes=processes,
+            ds_config={**FP32, "micro_batches_per_pass": per_pass},
+        )
+        return found.phases["backward"]["activations"]
+
+    one = activations(1, processes=1)
+    assert activations(3, processes=1) == pytest.approx(3 * one, rel=0.01)
+    assert activations(9, processes=4) == pytest.approx(2 * one, rel=0.01), "a rank has but two"
+
+
 def test_layers_that_are_computed_again_keep_their_inputs_and_the_largest_of_them() -> None:
     spec = wide_spec(moe=MOE)
     shape = MicroBatchShape(

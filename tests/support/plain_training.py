@@ -100,7 +100,7 @@ def plain_training(
     else:
         optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
     trained = Trained({}, [], [], [])
-    routed_E = torch.zeros(MOE.num_experts)
+    routed_E = torch.zeros(1 if spec.model.moe is None else spec.model.moe.num_experts)
     for update in range(updates):
         batches = micro_batches(spec, update)
         total_labels = sum(len(batch.labels_L) for batch in batches)

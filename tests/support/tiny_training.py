@@ -20,6 +20,7 @@ from pipeline.artifacts.corpus import Split, text_name
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.checkpoints.names import initialize_weights, tensor_shapes
+from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
@@ -195,6 +196,13 @@ def pretrain(
         except Interrupted as stopped:
             return str(stopped)
     return "done"
+
+
+def sharing_passes(tmp_path: Path, per_pass: int) -> str:
+    """A ds_config for CPUs whose passes have several micro-batches."""
+    path = tmp_path / f"{per_pass}_per_pass.json"
+    path.write_text(json.dumps({**load_ds_config("cpu_fp32"), "micro_batches_per_pass": per_pass}))
+    return str(path)
 
 
 def terminate_at_call(

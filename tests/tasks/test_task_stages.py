@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.process_pool import ProcessPool
-from support.tiny_training import terminate_at_call
+from support.tiny_training import sharing_passes, terminate_at_call
 from support.tiny_xlmr import TOKENS, pieces_model, write_entities, write_questions, write_xlmr
 from torch import Tensor
 
@@ -79,7 +79,9 @@ def make_recipe(task: str, **changes: Any) -> Recipe:
     return Recipe.model_validate(merge(merge(base, small), changes))
 
 
-def make_call(task: str, sources: Path, out_dir: Path, recipe: Recipe) -> StageCall:
+def make_call(
+    task: str, sources: Path, out_dir: Path, recipe: Recipe, *, ds_config: str = "cpu_fp32"
+) -> StageCall:
     stage = STAGES["finetune_tagger" if task == "ner" else "finetune_reader"]
     raw = {
         "pretrained": raw_input([str(sources / "xlmr")]),
@@ -95,7 +97,7 @@ def make_call(task: str, sources: Path, out_dir: Path, recipe: Recipe) -> StageC
         raw=raw,
         out_dir=out_dir,
         records=records,
-        config=stage_config(stage, recipe=recipe, ds_config="cpu_fp32"),
+        config=stage_config(stage, recipe=recipe, ds_config=ds_config),
     )
 
 
@@ -107,6 +109,7 @@ def finetune(
     recipe: Recipe,
     *,
     terminate_at: int | None = None,
+    ds_config: str = "cpu_fp32",
 ) -> str:
     """Run a stage in a rank of a pool; return how it ended."""
     from contextlib import ExitStack, contextmanager
@@ -122,12 +125,22 @@ def finetune(
         if terminate_at is not None:
             terminate_at_call(stack, terminate_at)
         try:
-            module.run(make_call(task, sources, out_dir, recipe))
+            module.run(make_call(task, sources, out_dir, recipe, ds_config=ds_config))
         except Interrupted:
             return "stopped"
         except UserError as error:
             return str(error)
     return "done"
+
+
+def test_micro_batches_that_share_a_pass_are_refused(
+    sources: Path, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    ds_config = sharing_passes(tmp_path, 2)
+    recipe = make_recipe("ner")
+    assert recipe.batches.micro_batches > 1
+    [said] = pool1.run(finetune, "ner", sources, tmp_path / "out", recipe, ds_config=ds_config)
+    assert said.startswith("The ds_config sets micro_batches_per_pass, which is for translation")
 
 
 def weights(directory: Path) -> dict[str, Tensor]:

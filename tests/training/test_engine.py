@@ -24,14 +24,13 @@ from support.plain_training import (
     set_weights,
 )
 from support.process_pool import ProcessPool
-from support.tiny_models import tiny_model, tiny_spec
+from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline.batching.settings import BatchesConfig
+from pipeline.batching.batch import Batch
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.training_state import PieceReader
 from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
-from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels import compiled_regions
@@ -42,7 +41,6 @@ from pipeline.model.spec import ModelSpec
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import (
     Engine,
-    accumulation_steps,
     connect,
     expert_parallel_group,
     merge_ds_config,
@@ -55,11 +53,17 @@ SPECS = {
     "moe": tiny_spec(moe=MOE),
     "moe_lgr": tiny_spec(moe=MOE, groups=2),
     "capacity": tiny_spec(moe=MOE.model_copy(update={"dispatch": "capacity"})),
+    "moe_lgr of nine": tiny_spec(moe=MOE.model_copy(update={"num_experts": 9}), groups=2),
 }
 
 
 def zero_config(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, "overlap_comm": False}}
+
+
+def stand_in(spec: ModelSpec) -> Batch:
+    """One sentence, which is in no micro-batch, of a rank that has no micro-batch left."""
+    return random_batch(spec, sentences=1, seed=99)
 
 
 def engine_training(
@@ -91,14 +95,16 @@ def engine_training(
     )
     model.recomputes = recomputes
     trained = Trained({}, [], [], [])
-    mine = range(world.rank, MICRO_BATCHES, world.size)
+    mine = list(range(world.rank, MICRO_BATCHES, world.size))
+    lacking = -(-MICRO_BATCHES // world.size) - len(mine)
     for update in range(UPDATES):
         batches = micro_batches(spec, update)
         if rehearses:
             engine.rehearse(batches[-1])
         result = engine.train_step(
-            [batches[index] for index in mine],
-            seeds=dropout_seeds(update, mine),
+            [*(batches[index] for index in mine), *[stand_in(spec)] * lacking],
+            seeds=[*dropout_seeds(update, mine), *[0] * lacking],
+            stand_ins=range(len(mine), len(mine) + lacking),
             total_labels=sum(batch.num_labels for batch in batches),
             learning_rate=LEARNING_RATE,
         )
@@ -145,6 +151,10 @@ CASES = [
     ("capacity", 2, 2, 1),
     *[("moe_lgr", 4, parallel, 2) for parallel in (2, 4)],
     ("moe", 4, 2, 1),
+    # two ranks of three have one micro-batch less
+    *[("dense", 3, 1, stage) for stage in (1, 2)],
+    *[("moe_lgr of nine", 3, parallel, stage) for parallel in (1, 3) for stage in (1, 2)],
+    ("capacity", 3, 1, 2),
 ]
 
 
@@ -165,7 +175,7 @@ def test_three_updates_equal_those_of_a_plain_loop_over_the_same_micro_batches(
     assert min(expected.norms) > 0.5, "the gradient must be clipped in every update"
     if spec.model.moe is not None:
         assert routed_E[IDLE_EXPERT] == 0
-        assert routed_E.count_nonzero() == MOE.num_experts - 1
+        assert routed_E.count_nonzero() == spec.model.moe.num_experts - 1
 
 
 @pytest.mark.slow
@@ -201,7 +211,7 @@ def test_layers_that_are_computed_again_make_the_same_updates_over_expert_parall
     assert_equal_training(merged(results), expected)
 
 
-def training_in_regions(world: World, spec: ModelSpec) -> tuple[Trained, set[str]]:
+def training_in_regions(world: World, spec: ModelSpec, per_pass: int) -> tuple[Trained, set[str]]:
     """Regions that are to be compiled are noted, and run as they are."""
     noted: set[str] = set()
 
@@ -211,22 +221,25 @@ def training_in_regions(world: World, spec: ModelSpec) -> tuple[Trained, set[str
 
     compiler = mock.patch.object(compiled_regions, "_compiled", note)
     with compiler, mock.patch.object(engine_module, "check_compiler") as check:
-        keys = {"compiled_regions": True}
+        keys = {"compiled_regions": True, "micro_batches_per_pass": per_pass}
         trained = engine_training(world, spec, parallel_size=2, zero_stage=2, own_keys=keys)
     check.assert_called_once_with(torch.device("cpu"))
     return trained, noted
 
 
 @pytest.mark.slow
-def test_regions_that_the_ds_config_has_compiled_make_the_same_updates(pool2: ProcessPool) -> None:
+@pytest.mark.parametrize("per_pass", [1, 2])
+def test_regions_that_the_ds_config_has_compiled_make_the_same_updates(
+    pool2: ProcessPool, per_pass: int
+) -> None:
     spec = SPECS["moe_lgr"]
-    results = pool2.run(training_in_regions, spec)
+    results = pool2.run(training_in_regions, spec, per_pass)
     assert all(noted == {"_add_dropped", "_sum_and_norm"} for _, noted in results)
     assert_equal_training(merged([trained for trained, _ in results]), plain_training(spec)[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_dropout_does_not_depend_on_the_world(
     request: pytest.FixtureRequest, world_size: int, parallel_size: int
 ) -> None:
@@ -239,6 +252,102 @@ def test_dropout_does_not_depend_on_the_world(
         engine_training, spec, parallel_size=parallel_size, zero_stage=1, dropout=0.3
     )
     assert_equal_training(merged(results), expected)
+
+
+PER_PASS = [
+    ("moe_lgr", 1, 1, 2, 2),
+    ("moe_lgr", 1, 1, 1, 3),  # the last pass has one micro-batch
+    ("capacity", 1, 1, 2, 4),
+    ("dense", 2, 1, 2, 2),
+    ("capacity", 2, 2, 1, 2),
+    ("moe_lgr of nine", 3, 3, 2, 2),  # two ranks have one micro-batch in their pass
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "world_size", "parallel_size", "zero_stage", "per_pass"), PER_PASS
+)
+def test_micro_batches_that_share_a_pass_make_the_same_updates(
+    request: pytest.FixtureRequest,
+    name: str,
+    world_size: int,
+    parallel_size: int,
+    zero_stage: int,
+    per_pass: int,
+) -> None:
+    spec = SPECS[name]
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    results = pool.run(
+        engine_training,
+        spec,
+        parallel_size=parallel_size,
+        zero_stage=zero_stage,
+        rehearses=True,
+        own_keys={"micro_batches_per_pass": per_pass},
+    )
+    assert_equal_training(merged(results), plain_training(spec)[0])
+
+
+@pytest.mark.slow
+def test_a_shared_pass_drops_the_same_values_again(pool2: ProcessPool) -> None:
+    one, other = (
+        merged(
+            pool2.run(
+                engine_training,
+                SPECS["capacity"],
+                parallel_size=2,
+                zero_stage=2,
+                dropout=0.3,
+                own_keys={"micro_batches_per_pass": 2},
+            )
+        )
+        for _ in range(2)
+    )
+    assert one.norms == other.norms
+    assert one.cross_entropies == other.cross_entropies
+    assert all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
+    without, _ = plain_training(SPECS["capacity"])
+    assert one.norms != pytest.approx(without.norms, rel=1e-3)
+
+
+def test_the_number_of_micro_batches_per_pass_sets_the_number_of_passes() -> None:
+    for per_pass, passes in ((1, 4), (2, 2), (3, 2), (4, 1), (9, 1)):
+        merged_config = merge({**zero_config(2), "micro_batches_per_pass": per_pass}, world_size=1)
+        assert merged_config["gradient_accumulation_steps"] == passes
+        assert "micro_batches_per_pass" not in merged_config
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", 1025])
+def test_a_number_of_micro_batches_per_pass_that_is_none_is_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match=r"micro_batches_per_pass is .* from 1 to 1,024"):
+        merge({**zero_config(2), "micro_batches_per_pass": wrong})
+
+
+def rehearsed(world: World, per_pass: int) -> list[int]:
+    """Sentences of every batch that the model is given in a rehearsal."""
+    connect(world)
+    spec = SPECS["dense"]
+    model = build_model(spec)
+    set_weights(model)
+    engine = Engine(
+        model,
+        make_recipe(spec.model),
+        world=world,
+        ds_config={**zero_config(1), "micro_batches_per_pass": per_pass},
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+    )
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _module, args: seen.append(args[0].num_sentences))
+    engine.rehearse(random_batch(spec, sentences=5, seed=1))
+    return seen
+
+
+@pytest.mark.slow
+def test_a_rehearsal_is_as_large_as_a_pass(pool1: ProcessPool, pool2: ProcessPool) -> None:
+    assert pool1.run(rehearsed, 1) == [[5]]
+    assert pool1.run(rehearsed, 3) == [[15]]
+    assert pool2.run(rehearsed, 3) == [[10]] * 2, "a rank has two micro-batches"
 
 
 def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, bool]:
@@ -347,7 +456,8 @@ def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:
 
 
 def test_what_this_project_does_by_the_machine_is_not_passed_on() -> None:
-    own = dict.fromkeys(OWN_KEYS, True)
+    own = {"compiled_regions": True, "micro_batches_per_pass": 1}
+    assert own.keys() == OWN_KEYS.keys()
     assert merge({**zero_config(1), **own}) == merge(zero_config(1))
 
 
@@ -373,11 +483,11 @@ def test_every_ds_config_that_ships_is_accepted(name: str) -> None:
     assert merge(load_ds_config(name))["gradient_clipping"] == 0.5
 
 
-def test_ranks_that_do_not_divide_the_micro_batches_are_refused_with_those_that_do() -> None:
-    recipe = Recipe(name="test", batches=BatchesConfig(micro_batches=12))
-    assert accumulation_steps(recipe, world_size=4) == 3
-    with pytest.raises(ConfigError, match=r"5 ranks do not divide .* one of 1, 2, 3, 4, 6, 12"):
-        accumulation_steps(recipe, world_size=5)
+def test_more_ranks_than_micro_batches_are_refused() -> None:
+    assert merge(zero_config(2), world_size=3)["gradient_accumulation_steps"] == 2
+    assert merge(zero_config(2), world_size=4)["gradient_accumulation_steps"] == 1
+    with pytest.raises(ConfigError, match="5 ranks are more than the 4 micro-batches"):
+        merge(zero_config(2), world_size=5)
 
 
 def one_update_and_state(world: World, name: str) -> dict[str, set[str]]:

@@ -30,6 +30,7 @@ from support.tiny_training import (
     read_metrics,
     read_state,
     read_weights,
+    sharing_passes,
     terminate_at_call,
     write_artifact,
 )
@@ -383,7 +384,7 @@ def test_a_state_of_other_inputs_is_refused_with_the_input_named(
         pool2.run(pretrain, others, out_dir, recipe)
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [1, 3, 4])
 def test_another_number_of_ranks_resumes_to_the_same_curves(
     request: pytest.FixtureRequest,
     inputs: Inputs,
@@ -404,6 +405,62 @@ def test_another_number_of_ranks_resumes_to_the_same_curves(
         assert record["update"] == wanted["update"]
         assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
     assert set(read_weights(out_dir)) == set(read_weights(straight))
+
+
+def test_micro_batches_that_share_a_pass_resume_bit_for_bit(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    recipe, ds_config = make_recipe(), sharing_passes(tmp_path, 2)
+    whole, out_dir = tmp_path / "whole", tmp_path / "stopped"
+    pool2.run(pretrain, inputs, whole, recipe, ds_config=ds_config)
+    pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 2), ds_config=ds_config)
+    assert pool2.run(pretrain, inputs, out_dir, recipe, ds_config=ds_config) == ["done"] * 2
+    assert_same_tensors(read_weights(out_dir), read_weights(whole))
+    metrics = read_metrics(out_dir / "metrics.jsonl")
+    assert metrics == read_metrics(whole / "metrics.jsonl")
+    assert metrics != read_metrics(straight / "metrics.jsonl"), "other values are dropped"
+
+
+def test_ranks_of_which_one_has_one_micro_batch_more_resume_bit_for_bit(
+    inputs: Inputs, straight: Path, pool3: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    pool3.run(pretrain, inputs, tmp_path / "three", recipe)
+    out_dir = tmp_path / "stopped"
+    pool3.run(pretrain, inputs, out_dir, recipe, terminate_at=(2, 2))
+    assert pool3.run(pretrain, inputs, out_dir, recipe) == ["done"] * 3
+    assert_same_tensors(read_weights(out_dir), read_weights(tmp_path / "three"))
+    metrics = read_metrics(out_dir / "metrics.jsonl")
+    assert metrics == read_metrics(tmp_path / "three" / "metrics.jsonl")
+    for record, wanted in zip(metrics, read_metrics(straight / "metrics.jsonl"), strict=True):
+        counted = {name for name in wanted if name.endswith("_tokens")}
+        assert {name: record[name] for name in counted} == {n: wanted[n] for n in counted}
+        assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("size", "per_pass"), [(1, 3), (2, 2), (3, 2)])
+def test_a_run_goes_on_with_other_ranks_and_passes_to_the_same_curves(
+    request: pytest.FixtureRequest,
+    inputs: Inputs,
+    pool2: ProcessPool,
+    tmp_path: Path,
+    size: int,
+    per_pass: int,
+) -> None:
+    out_dir, straight = tmp_path / "model", tmp_path / "straight"
+    recipe = make_recipe(dropout=0.0, attention_dropout=0.0)
+    pool2.run(pretrain, inputs, straight, recipe)
+    pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 2))
+    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
+    ds_config = sharing_passes(tmp_path, per_pass)
+    done = pool.run(pretrain, inputs, out_dir, recipe, ds_config=ds_config)
+    assert done == ["done"] * size
+    found = read_metrics(out_dir / "metrics.jsonl")
+    for record, wanted in zip(found, read_metrics(straight / "metrics.jsonl"), strict=True):
+        assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+        for name in ("balance", "gradient_norm", "target_tokens", "source_tokens"):
+            if wanted["kind"] == "train":
+                assert record[name] == pytest.approx(wanted[name], rel=1e-3), name
 
 
 # ---------------------------------------------------------------- validation

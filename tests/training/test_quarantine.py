@@ -25,6 +25,7 @@ from support.tiny_training import (
     pretrain,
     read_metrics,
     read_weights,
+    sharing_passes,
 )
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ ALONE = World(0, 1, 0, 1, "127.0.0.1", 1)
 # ---------------------------------------------------------------- who did it
 
 
-def verdict(micro_batch: int, *, own: bool = True, experts: bool = True) -> Verdict:
+def verdict(micro_batch: int | None, *, own: bool = True, experts: bool = True) -> Verdict:
     return Verdict(micro_batch, is_finite=own, of_experts_is_finite=experts)
 
 
@@ -82,6 +83,14 @@ def test_of_ranks_that_share_experts_all_are_named_where_only_those_tell() -> No
         [verdict(3)],
     ]
     assert culprits(verdicts, sharing=2) == {0, 1}
+
+
+def test_a_stand_in_is_never_named_and_clears_the_others_of_its_turn() -> None:
+    verdicts = [
+        [verdict(0, own=False, experts=False), verdict(2, experts=False)],
+        [verdict(1, experts=False), verdict(None, own=False, experts=False)],
+    ]
+    assert culprits(verdicts, sharing=2) == {0}
 
 
 def test_lines_are_told_by_direction_and_counted_from_one() -> None:
@@ -275,7 +284,10 @@ def plain_training(
     return {entry.name: entry.value.detach() for entry in named_slices(model)}
 
 
-@pytest.mark.parametrize(("size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("size", "parallel_size", "per_pass"),
+    [(1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 1, 1), (1, 1, 3), (2, 2, 2)],
+)
 def test_an_update_is_made_of_the_micro_batches_whose_gradients_are_finite(
     request: pytest.FixtureRequest,
     inputs: Inputs,
@@ -283,12 +295,17 @@ def test_an_update_is_made_of_the_micro_batches_whose_gradients_are_finite(
     tmp_path: Path,
     size: int,
     parallel_size: int,
+    per_pass: int,
 ) -> None:
     recipe = skipping_recipe(expert_parallel_size=parallel_size)
+    if per_pass > 1:  # other values would be dropped
+        recipe = changed(recipe, "training", dropout=0.0, attention_dropout=0.0)
     recipe = changed(recipe, "optimizer", epsilon=1e-3)  # or signs of noise would be learnt
     pool: ProcessPool = request.getfixturevalue(f"pool{size}")
     out_dir = tmp_path / "model"
-    assert pool.run(pretrain_poisoned, inputs, out_dir, recipe, sentence) == ["done"] * size
+    ds_config = sharing_passes(tmp_path, per_pass)
+    done = pool.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, ds_config=ds_config)
+    assert done == ["done"] * size
     steps = planned(data_of(inputs, recipe, tmp_path))
     assert recorded(out_dir) == where(steps, sentence)
     assert 0 < len(where(steps, sentence)) < UPDATES

@@ -6,12 +6,16 @@ import it.
 Legend: N tokens, E experts, C choices per token (top-k).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.batching.batch import Shares
 from pipeline.kernels.placement import Placement
 from pipeline.kernels.routing import choose_experts
 from pipeline.model.settings import CombineWeights
@@ -47,6 +51,20 @@ class Routing:
         assert self.chosen_logits_NC is not None, "weights are made with the choice or of these"
         return F.softmax(self.chosen_logits_NC, dim=-1)
 
+    def split(self, rows: Sequence[int]) -> Iterator["Routing"]:
+        """Yield the routing of each of the micro-batches of so many tokens."""
+        for end, count in zip(accumulate(rows), rows, strict=True):
+            part = slice(end - count, end)
+            made, chosen = self.made_weight_NC, self.chosen_logits_NC
+            yield replace(
+                self,
+                logits_NE=self.logits_NE[part],
+                probability_NE=self.probability_NE[part],
+                expert_NC=self.expert_NC[part],
+                made_weight_NC=None if made is None else made[part],
+                chosen_logits_NC=None if chosen is None else chosen[part],
+            )
+
 
 def choose(
     logits_NE: Tensor, *, top_k: int, combine_weights: CombineWeights = "renormalized"
@@ -58,14 +76,32 @@ def choose(
     return Routing(logits_NE, *choice)
 
 
-def z_loss(logits_NE: Tensor) -> Tensor:
-    """Return the mean over tokens of the router's squared log-sum-exp (ST-MoE, eq. 5)."""
-    return logits_NE.logsumexp(-1).square().sum() / max(len(logits_NE), 1)
+def mean_balance_loss(routing: Routing, shares: Shares) -> Tensor:
+    """Return the balance losses of the micro-batches of a pass, averaged by their labels.
+
+    One of the pass would be another: it is a product of means over tokens.
+    """
+    logits_NE = routing.logits_NE
+    is_first_NE = torch.zeros_like(logits_NE).scatter_(1, routing.expert_NC[:, :1], 1.0)
+    chosen_ME = shares.mean_MN @ is_first_NE
+    probability_ME = shares.mean_MN @ F.softmax(logits_NE, dim=-1)
+    return logits_NE.shape[1] * (shares.weight_M @ (probability_ME * chosen_ME).sum(-1))
+
+
+def z_loss(logits_NE: Tensor, shares: Shares | None = None) -> Tensor:
+    """Return the mean over tokens of the router's squared log-sum-exp (ST-MoE, eq. 5).
+
+    With ``shares``, those of the micro-batches are averaged by their labels.
+    """
+    square_N = logits_NE.logsumexp(-1).square()
+    if shares is not None:
+        return shares.weight_M @ (shares.mean_MN @ square_N)
+    return square_N.sum() / max(len(logits_NE), 1)
 
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """Routing of one micro-batch by one MoE layer; the layer returns it and keeps no state.
+    """Routing of a pass by one MoE layer; the layer returns it and keeps no state.
 
     Attributes:
         balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
@@ -73,6 +109,7 @@ class RoutingRecord:
         probability_NE: router probabilities, detached.
         expert_NC: chosen experts, best first.
         placement: the row of every route.
+        shares: the micro-batches that share the pass; None for a single one.
     """
 
     balance_loss: Tensor
@@ -80,6 +117,7 @@ class RoutingRecord:
     probability_NE: Tensor
     expert_NC: Tensor
     placement: Placement
+    shares: Shares | None = None
 
     @property
     def routed_E(self) -> Tensor:
@@ -88,5 +126,5 @@ class RoutingRecord:
 
     @property
     def kept_E(self) -> Tensor:
-        """Return the routes per expert after the capacity limit."""
+        """Return the routes per expert after the capacity limit; of a shared pass, all."""
         return self.placement.count_E

@@ -1,0 +1,177 @@
+"""Micro-batches that share a pass have the loss and the gradient of separate passes.
+
+The reference runs one micro-batch after the other through the same model, as training does without
+``micro_batches_per_pass``. Nothing random is on, but where a test says so.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.fronted_models import FRONTS, fronted_spec
+from support.plain_training import MOE, micro_batches
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline.batching.batch import Batch
+from pipeline.batching.joining import join
+from pipeline.model.moe import dispatch, layer
+from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
+
+NOISY = Regularization(
+    dropout=0.3,
+    attention_dropout=0.3,
+    moe_dropout=0.2,
+    expert_output_masking=0.3,
+    router_jitter=0.2,
+)
+LOSS = {"balance_weight": 0.5, "router_z_weight": 0.1, "label_smoothing": 0.1}
+DISTILLED = {"objective": "fuse_distillation"}
+TIGHT = MOE.model_copy(update={"dispatch": "capacity", "capacity_factor": 0.6})
+"""Most micro-batches drop routes, and another one than all of them together would."""
+
+
+def with_modules(**modules: Any) -> ModelSpec:
+    return tiny_spec(moe=MoEConfig(num_experts=4), model={"language_modules": modules})
+
+
+SPECS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
+    "dense": (tiny_spec(), {}),
+    "dense, post-norm": (tiny_spec(model={"norm": "post"}), {}),
+    "moe": (tiny_spec(moe=MOE), {}),
+    "moe, language groups": (tiny_spec(moe=MOE, groups=2), {}),
+    "capacity": (tiny_spec(moe=TIGHT, groups=2), {}),
+    "capacity by position": (
+        tiny_spec(moe=TIGHT.model_copy(update={"batch_prioritized": False})),
+        {},
+    ),
+    "capacity, weights as they are": (
+        tiny_spec(moe=TIGHT.model_copy(update={"combine_weights": "probability"})),
+        {},
+    ),
+    "low rank": (with_modules(kind="low_rank", rank=2, within="both"), {}),
+    "distilled": (with_modules(kind="low_rank", rank=2, shared=True), DISTILLED),
+    "language experts": (with_modules(kind="language_experts", every=1), {}),
+    "clsr": (
+        with_modules(kind="clsr", gate_width=4),
+        {"gate_weight": 3.0, "gate_budget": 0.4},
+    ),
+    **{
+        f"front {name}": (fronted_spec(front, moe=MOE, groups=2), {})
+        for name, front in FRONTS.items()
+    },
+}
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+        parameter.grad = None
+    return found
+
+
+def run(
+    model: Transformer,
+    passes: Sequence[Batch],
+    loss: LossConfig,
+    *,
+    seed: int = 1,
+    progress: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(Objective, cross entropy, balance by label) of all passes, and the gradients."""
+    torch.manual_seed(seed)
+    sums_3 = torch.zeros(3, dtype=torch.float64)
+    for batch in passes:
+        terms = training_loss(model, batch, loss, progress=progress)
+        terms.objective.backward()
+        each = terms.objective.detach(), terms.cross_entropy, terms.balance * batch.num_labels
+        sums_3 += torch.stack(each)
+    return sums_3, gradients(model)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        rounding = 1e-6  # all that there is of the gradients of key biases
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max() + rounding, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+def test_a_shared_pass_is_the_sum_of_its_micro_batches(name: str) -> None:
+    spec, more = SPECS[name]
+    loss = LossConfig.model_validate({**LOSS, **more})
+    model = tiny_model(spec).train()
+    batches = micro_batches(spec, 1)[1:]
+    expected, expected_gradients = run(model, batches, loss)
+    found, found_gradients = run(model, [join(batches)], loss)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(found_gradients, expected_gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+def test_a_shared_pass_draws_the_same_numbers_again(name: str) -> None:
+    spec, more = SPECS[name]
+    loss = LossConfig.model_validate({**LOSS, **more})
+    model = tiny_model(spec, regularization=NOISY).train()
+    batch = join(micro_batches(spec, 1)[1:])
+    first, first_gradients = run(model, [batch], loss, progress=0.5)
+    again, again_gradients = run(model, [batch], loss, progress=0.5)
+    assert torch.equal(first, again)
+    for parameter, value in first_gradients.items():
+        assert torch.equal(again_gradients[parameter], value), parameter
+    model.recomputes = True
+    recomputed, recomputed_gradients = run(model, [batch], loss, progress=0.5)
+    assert torch.equal(first, recomputed)
+    assert_close(recomputed_gradients, first_gradients)
+    others, _ = run(model, [batch], loss, progress=0.5, seed=2)
+    assert not torch.allclose(others, first, rtol=1e-4), "the seed must matter"
+
+
+def test_capacity_is_that_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+    original = dispatch.expert_capacity
+
+    def noting(num_tokens: int, **options: Any) -> int:
+        tokens.append(num_tokens)
+        return original(num_tokens, **options)
+
+    monkeypatch.setattr(layer, "expert_capacity", noting)
+    spec = SPECS["capacity"][0]
+    model = tiny_model(spec).train()
+    batches = [random_batch(spec, sentences=2 + 3 * index, seed=index) for index in range(2)]
+    model(join(batches))
+    assert tokens == [len(b.source_N) for b in batches] + [len(b.target_N) for b in batches]
+
+
+def test_joined_sentences_keep_their_places() -> None:
+    spec = tiny_spec()
+    batches = [
+        random_batch(spec, sentences=3, seed=1, longest=4),
+        random_batch(spec, sentences=2, seed=2, longest=9),
+        random_batch(spec, sentences=1, seed=3, longest=2),
+    ]
+    joined = join(batches)
+    assert joined.num_sentences == 6
+    assert joined.num_labels == sum(batch.num_labels for batch in batches)
+    for side in ("source", "target"):
+        packing = getattr(joined, side)
+        parts = [getattr(batch, side) for batch in batches]
+        lengths = [n for part in parts for n in part.bound_B.diff().tolist()]
+        assert packing.bound_B.diff().tolist() == lengths
+        assert packing.bound_B.dtype == parts[0].bound_B.dtype
+        assert packing.mask_BT.sum(1).tolist() == lengths
+        assert packing.position_N.tolist() == [i for n in lengths for i in range(n)]
+        assert packing.sentence_N.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
+    followed = joined.target_N[joined.label_rows_L]
+    assert followed.tolist() == [
+        int(token) for batch in batches for token in batch.target_N[batch.label_rows_L]
+    ]
