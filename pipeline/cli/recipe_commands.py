@@ -30,7 +30,7 @@ def _describe(options: argparse.Namespace) -> int:
     if options.settings:
         _print_settings(recipe, options)
         return 0
-    sizes = _sizes(recipe, options)
+    sizes = _sizes_of(recipe, options)
     from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
 
     parameters = count_parameters(recipe.model, output_size=recipe.tokenizer.output_ids, **sizes)
@@ -82,12 +82,27 @@ def recipe_toml(recipe: Recipe) -> str:
     return "\n".join([f"# {shown(recipe.name)}", *toml_lines(settings)])
 
 
-def _sizes(recipe: Recipe, options: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the recipe's model that the data decides, from options or recipe."""
+def _sizes_of(recipe: Recipe, options: argparse.Namespace) -> dict[str, int]:
+    return model_sizes(
+        recipe,
+        vocabulary=options.vocabulary,
+        groups=options.groups,
+        languages=options.languages,
+    )
+
+
+def model_sizes(
+    recipe: Recipe, *, vocabulary: int | None, groups: int | None, languages: int | None
+) -> dict[str, int]:
+    """Return the sizes of the recipe's model that the data decides, as asked for or by the recipe.
+
+    Raises:
+        ConfigError: the recipe has no such size, or leaves one to the data that was not asked for.
+    """
     return {
-        "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
-        "num_groups": _num_groups(recipe, options.groups),
-        "num_languages": _num_languages(recipe, options.languages),
+        "vocabulary_size": vocabulary or recipe.tokenizer.ids,
+        "num_groups": _num_groups(recipe, groups),
+        "num_languages": _num_languages(recipe, languages),
     }
 
 
@@ -151,7 +166,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
     estimated = estimate(
         recipe,
-        **_sizes(recipe, options),
+        **_sizes_of(recipe, options),
         processes=options.processes,
         ds_config=load_ds_config(options.ds_config),
         device=options.device,
@@ -166,12 +181,12 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
 def _estimate_time(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options)
-    sizes = _sizes(recipe, options)
+    sizes = _sizes_of(recipe, options)
     import torch  # once the recipe is known to be good
 
     from pipeline.estimates import operators, step_time
 
-    device = step_time.DEVICES[options.device]
+    device = step_time.device_named(options.device)
     steps = {
         "training micro-batch": operators.count_training(recipe, dtype=torch.bfloat16, **sizes),
         "decoding step": operators.count_decoding_step(recipe, **sizes),
@@ -260,9 +275,9 @@ def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
     _add_size_options(parser)
     parser.add_argument(
         "--device",
-        choices=("h100", "h200", "a100"),
         default="h100",
-        help="GPU (default: h100)",
+        metavar="GPU",
+        help="v100, a100, h100 or h200 (default: h100)",
     )
     parser.add_argument(
         "--by-place", action="store_true", help="add a row for every module of the model"

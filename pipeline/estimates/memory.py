@@ -13,9 +13,10 @@ experts, so that a run stays below it unless its routing is skewed.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal
 
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
@@ -138,10 +139,6 @@ def estimate(
     Raises:
         ConfigError: recipe, ds_config and number of ranks do not fit together.
     """
-    zero = _Zero.of(recipe, ds_config, processes=processes)
-    batch = _micro_batch(
-        recipe, zero, device=device, processes=processes, sentence_length=sentence_length
-    )
     model = shape_of_model(
         placeholder_spec(
             recipe.model,
@@ -151,7 +148,33 @@ def estimate(
             output_size=recipe.tokenizer.output_ids,
         )
     )
-    groups = _optimizer_groups(model, recipe, processes=processes)
+    return estimate_of(
+        model,
+        recipe,
+        vocabulary_size=vocabulary_size,
+        processes=processes,
+        ds_config=ds_config,
+        device=device,
+        sentence_length=sentence_length,
+    )
+
+
+def estimate_of(
+    model: Transformer,
+    recipe: Recipe,
+    *,
+    vocabulary_size: int,
+    processes: int,
+    ds_config: Mapping[str, Any],
+    device: Device = "cuda",
+    sentence_length: int | None = None,
+) -> MemoryEstimate:
+    """Estimate as :func:`estimate` does, for a recipe whose model is built on the meta device."""
+    zero = ZeroSettings.of(recipe, ds_config, processes=processes)
+    batch = _micro_batch(
+        recipe, zero, device=device, processes=processes, sentence_length=sentence_length
+    )
+    groups = optimizer_groups(model, recipe, processes=processes)
     held = _HeldByZero(
         zero,
         groups,
@@ -175,43 +198,65 @@ def estimate(
 
 
 @dataclass(frozen=True)
-class _Zero:
-    """Settings of recipe and ds_config that determine memory; sizes of values in bytes."""
+class ZeroSettings:
+    """Settings of recipe and ds_config that determine memory and traffic; sizes in bytes."""
 
     stage: int
     value: int
     """Size of a parameter."""
     accumulated: int
     """Size of an accumulated gradient."""
+    sent: int
+    """Size of a gradient that is being reduced."""
     bucket: int
     """Values per reduce bucket."""
-    buckets: int
-    accumulates: bool
-    """Whether a rank makes more than one pass per update."""
+    passes: int
+    """Forward and backward passes of a rank per update."""
     per_pass: int
     """Micro-batches of a pass."""
+    overlaps: bool
+    """Whether gradients are reduced while the backward pass goes on."""
+    sums_on_all: bool
+    """Whether gradients are all-reduced, or else reduced to the rank that owns them."""
     offloads: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "_Zero":
+    def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "ZeroSettings":
+        """Merge a ds_config with the recipe's settings for a number of ranks.
+
+        Raises:
+            ConfigError: they do not fit together.
+        """
         merged = merge_ds_config(ds_config, recipe, world_size=processes)
         settings = merged["zero_optimization"]
         value = FLOAT32 if precision_of(merged) == "fp32" else 2
-        sizes = {"fp32": FLOAT32, "bf16": 2, None: value}
+        sizes = {"fp32": FLOAT32, "bf16": 2, "fp16": 2, None: value}
         kind = merged.get("data_types", {}).get("grad_accum_dtype")
         offload = settings.get("offload_optimizer") or {}
         return cls(
             stage=settings["stage"],
             value=value,
             accumulated=sizes[kind],
+            sent=sizes.get(merged.get("communication_data_type"), value),
             bucket=int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)),
-            buckets=2 if settings.get("overlap_comm", False) else 1,
-            accumulates=merged["gradient_accumulation_steps"] > 1,
             per_pass=min(
                 micro_batches_per_pass(ds_config), passes_per_update(recipe, ranks=processes)
             ),
+            passes=merged["gradient_accumulation_steps"],
+            overlaps=bool(settings.get("overlap_comm", False)),
+            sums_on_all=bool(settings.get("use_multi_rank_bucket_allreduce", True)),
             offloads=offload.get("device", "none") != "none",
         )
+
+    @property
+    def buckets(self) -> int:
+        """Return the number of reduce buckets: one is filled while the other is being reduced."""
+        return 2 if self.overlaps else 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Return whether a rank makes more than one pass per update."""
+        return self.passes > 1
 
     @property
     def accumulates_wider(self) -> bool:
@@ -220,7 +265,12 @@ class _Zero:
 
 
 def _micro_batch(
-    recipe: Recipe, zero: "_Zero", *, device: Device, processes: int, sentence_length: int | None
+    recipe: Recipe,
+    zero: "ZeroSettings",
+    *,
+    device: Device,
+    processes: int,
+    sentence_length: int | None,
 ) -> MicroBatchShape:
     """Return the full micro-batches of a pass; without a length, of the one that keeps the most."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
@@ -249,7 +299,7 @@ def _head_width(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class _Group:
+class OptimizerGroup:
     """An optimizer group of a rank: sizes of its tensors in values, and ranks that share it."""
 
     sizes: tuple[int, ...]
@@ -269,11 +319,12 @@ class _Group:
     @property
     def covering(self) -> int:
         """Return the values of all tensors that overlap a share, on the rank with the most."""
-        spans = list(pairwise(accumulate(self.sizes, initial=0)))
-        return max(
-            sum(stop - start for start, stop in spans if start < low + self.share and stop > low)
-            for low in range(0, self.values, self.share)
-        )
+        edges = list(accumulate(self.sizes, initial=0))
+        covered = []
+        for low in range(0, edges[-1], self.share):  # padding comes last and is no tensor
+            first, last = bisect_right(edges, low) - 1, bisect_left(edges, low + self.share)
+            covered.append(edges[min(last, len(edges) - 1)] - edges[first])
+        return max(covered)
 
 
 def _largest_embedding(model: Transformer) -> int:
@@ -282,7 +333,7 @@ def _largest_embedding(model: Transformer) -> int:
     return max(tables, default=0)
 
 
-def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> list[_Group]:
+def optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> list[OptimizerGroup]:
     """Return a group of all replicated tensors and, with expert parallelism, those of experts.
 
     Raises:
@@ -303,8 +354,8 @@ def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> 
             experts.append(parameter.numel() // count * -(-count // spread))
         else:
             replicated.append(parameter.numel())
-    expert_groups = [_Group(sizes, processes // spread) for sizes in _split(experts)]
-    return [_Group(tuple(replicated), processes), *expert_groups]
+    expert_groups = [OptimizerGroup(sizes, processes // spread) for sizes in _split(experts)]
+    return [OptimizerGroup(tuple(replicated), processes), *expert_groups]
 
 
 def _split(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -322,8 +373,8 @@ class _HeldByZero:
 
     def __init__(
         self,
-        zero: _Zero,
-        groups: Sequence[_Group],
+        zero: ZeroSettings,
+        groups: Sequence[OptimizerGroup],
         *,
         embedding: int,
         frozen: int,

@@ -12,19 +12,19 @@ goes to one expert. The exchange of counts, one number per expert, is left out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
 from pipeline.config.ds_config import precision_of
 from pipeline.config.recipe import Recipe
+from pipeline.errors import ConfigError, hint
 from pipeline.estimates.operators import Counted, Launch, micro_batch
 from pipeline.model.extension import extensions
 from pipeline.model.moe.layer import has_experts
 from pipeline.model.settings import ModelConfig
 
-DeviceName = Literal["h100", "h200", "a100"]
-DEVICE_NAMES: tuple[DeviceName, ...] = get_args(DeviceName)
+DeviceName = Literal["v100", "a100", "h100", "h200"]
 
 LAUNCH_SECONDS = 5e-6
 """Host time of one operator: an assumption for PyTorch without CUDA graphs."""
@@ -35,23 +35,60 @@ class Device:
     """A GPU as its data sheet describes it, without sparsity.
 
     Attributes:
+        memory: bytes of memory, in GB as on the data sheet.
         bandwidth: memory bandwidth in bytes per second.
-        bfloat16: operations per second in bfloat16; a multiply-add counts as two.
+        half: operations per second in bfloat16, or in float16 on a GPU without bfloat16; a
+            multiply-add counts as two.
         float32: operations per second in float32.
+        nvlink: bytes per second that a GPU sends over NVLink, half of the data sheet's sum of both
+            ways.
+        has_bfloat16: whether it computes in bfloat16.
         source: source of the numbers.
     """
 
+    memory: float
     bandwidth: float
-    bfloat16: float
+    half: float
     float32: float
+    nvlink: float
+    has_bfloat16: bool
     source: str
 
 
 DEVICES: dict[DeviceName, Device] = {
-    "h100": Device(3.35e12, 989e12, 67e12, "NVIDIA H100 Tensor Core GPU data sheet, SXM"),
-    "h200": Device(4.8e12, 989e12, 67e12, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
-    "a100": Device(2.039e12, 312e12, 19.5e12, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
+    "v100": Device(
+        *(32e9, 0.9e12, 125e12, 15.7e12, 150e9),
+        has_bfloat16=False,
+        source="NVIDIA V100 Tensor Core GPU data sheet, 32GB SXM2",
+    ),
+    "a100": Device(
+        *(80e9, 2.039e12, 312e12, 19.5e12, 300e9),
+        has_bfloat16=True,
+        source="NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM",
+    ),
+    "h100": Device(
+        *(80e9, 3.35e12, 989e12, 67e12, 450e9),
+        has_bfloat16=True,
+        source="NVIDIA H100 Tensor Core GPU data sheet, SXM",
+    ),
+    "h200": Device(
+        *(141e9, 4.8e12, 989e12, 67e12, 450e9),
+        has_bfloat16=True,
+        source="NVIDIA H200 Tensor Core GPU data sheet, SXM",
+    ),
 }
+
+
+def device_named(name: str) -> Device:
+    """Return a GPU of :data:`DEVICES`.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    for known, device in DEVICES.items():
+        if known == name:
+            return device
+    raise ConfigError(f"There is no device {name!r}{hint(name, [*DEVICES])}")
 
 
 @dataclass(frozen=True)
@@ -155,7 +192,7 @@ def _part_time(launches: Sequence[Launch], device: Device) -> PartTime:
         multiply_adds=sum(by_dtype.values()),
         launch_seconds=len(launches) * LAUNCH_SECONDS,
         byte_seconds=transferred / device.bandwidth,
-        arithmetic_seconds=2 * by_dtype[torch.bfloat16] / device.bfloat16
+        arithmetic_seconds=2 * by_dtype[torch.bfloat16] / device.half
         + 2 * by_dtype[torch.float32] / device.float32,
     )
 
@@ -242,7 +279,7 @@ def peak_operations(ds_config: Mapping[str, Any]) -> float | None:
     sheet = _data_sheet_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if sheet is None:
         return None
-    return sheet.float32 if precision_of(ds_config) == "fp32" else sheet.bfloat16
+    return sheet.float32 if precision_of(ds_config) == "fp32" else sheet.half
 
 
 def _data_sheet_of(name: str) -> Device | None:

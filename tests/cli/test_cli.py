@@ -66,20 +66,8 @@ TRAIN = Stage(
 )
 
 OTHER_VERBS = (
-    *(
-        "run",
-        "status",
-        "submit",
-        "cancel",
-        "logs",
-        "describe",
-        "recipes",
-        "memory",
-        "estimate",
-        "survey",
-        "checkpoint",
-    ),
-    "export",
+    *("run", "status", "submit", "cancel", "logs", "doctor", "describe", "recipes", "memory"),
+    *("estimate", "simulate", "survey", "checkpoint", "export"),
 )
 
 

@@ -122,6 +122,7 @@ def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
         ("NVIDIA A100-SXM4-80GB", {"bf16": {"enabled": False}}, 19.5e12),
         ("NVIDIA H100 80GB HBM3", {"bf16": {"enabled": True}}, 989e12),
         ("NVIDIA H200", {}, 67e12),
+        ("Tesla V100-SXM2-32GB", {"fp16": {"enabled": True}}, 125e12),
         ("NVIDIA A100-PCIE-80GB", {}, None),
         ("NVIDIA H100 NVL", {}, None),
         ("NVIDIA GH200 480GB", {}, None),

@@ -63,6 +63,7 @@ print([name for name in before if before[name] != after[name]])
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
     "pipeline.estimates.fitting",
+    *("pipeline.estimates.simulation", "pipeline.estimates.simulated_plan"),
     "pipeline.training.updates",
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
     *("pipeline.training.resuming", "pipeline.training.translation"),
