@@ -29,6 +29,7 @@ from pipeline.distributed.world import discover
 from pipeline.errors import UserError
 from pipeline.jobs import preflight
 from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.site import load_site
 from pipeline.terminal import counted, listed
 
 Mark = Literal["ok", "note", "wrong"]
@@ -78,12 +79,15 @@ class Patient:
         return {task.name: load_recipe(task.recipe or None, task.overrides) for task in self.tasks}
 
 
-def examine(placed: PlacedPlan | None, *, out_dir: Path) -> Iterator[Finding]:
+def examine(
+    placed: PlacedPlan | None, *, out_dir: Path, site: Path | None = None
+) -> Iterator[Finding]:
     """Yield the findings of all checks, in the order in which they are printed.
 
     Args:
         placed: the plan that is to run; None: what every plan needs.
         out_dir: directory of all its stages.
+        site: site file of the cluster where it is to run; None: none is checked.
     """
     patient = Patient(placed, out_dir)
     checks: Sequence[Callable[[], Iterator[Finding]]] = (
@@ -91,7 +95,7 @@ def examine(placed: PlacedPlan | None, *, out_dir: Path) -> Iterator[Finding]:
         partial(_extras, patient),
         partial(_compiler, patient),
         _mpi,
-        _slurm,
+        partial(_slurm, site),
         partial(_preflight, patient),
         partial(_open_files, patient),
         partial(_files_to_fetch, patient),
@@ -220,7 +224,7 @@ def _mpi() -> Iterator[Finding]:
     yield Finding("ok", "MPI", f"{version}, {launcher}.")
 
 
-def _slurm() -> Iterator[Finding]:
+def _slurm(site: Path | None) -> Iterator[Finding]:
     missing = [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]
     if not missing:
         yield Finding("ok", "SLURM", "sbatch, srun and scontrol are on PATH.")
@@ -230,6 +234,14 @@ def _slurm() -> Iterator[Finding]:
         yield Finding(
             "wrong", "SLURM", f"{listed(missing)} is not on PATH. Load the module of SLURM."
         )
+    if site is None:
+        return
+    try:
+        load_site(site)
+    except UserError as error:
+        yield Finding("wrong", "site file", str(error))
+    else:
+        yield Finding("ok", "site file", f"{site} can be read.")
 
 
 # ---------------------------------------------------------------- machine

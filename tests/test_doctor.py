@@ -64,13 +64,13 @@ class Visit:
         self.folder, self._capsys = folder, capsys
         self.recipe, self.ds_config = RECIPE.format(training=""), "cpu_fp32"
 
-    def __call__(self) -> tuple[int, dict[str, str]]:
+    def __call__(self, *options: str) -> tuple[int, dict[str, str]]:
         """Return the exit code, and what is wrong or noted: subject → text."""
         recipe, plan = self.folder / "recipe.toml", self.folder / "plan.toml"
         recipe.write_text(self.recipe)
         text = PLAN.format(recipe=recipe, ds_config=self.ds_config)
         plan.write_text(text.replace('[inputs]\nshards = "shards"\n', ""))
-        code = cli.main(["doctor", str(plan), "--out", str(self.folder / "runs")])
+        code = cli.main(["doctor", str(plan), "--out", str(self.folder / "runs"), *options])
         captured = self._capsys.readouterr()
         assert captured.err == ""
         self.lines = captured.out.splitlines()
@@ -189,6 +189,20 @@ def test_half_of_slurm_is_wrong(visit: Visit, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", str(visit.folder / "bin"))
     _, wrong = visit()
     assert wrong == {"SLURM": "srun, scontrol is not on PATH. Load the module of SLURM."}
+
+
+def test_a_site_file_is_checked_where_one_is_named(visit: Visit) -> None:
+    site = visit.folder / "site.toml"
+    site.write_text("[node]\ncpus = 8\n")
+    assert visit("--site", str(site)) == (0, {})
+    assert f"site file: {site} can be read." in "\n".join(visit.lines)
+    site.write_text("[node]\ncpus = 8\ngpu_memory = 'much'\n")
+    code, wrong = visit("--site", str(site))
+    assert (code, [*wrong]) == (EXIT_USER_ERROR, ["site file"])
+    assert str(site) in wrong["site file"]
+    assert "'much' is no size of memory" in wrong["site file"]
+    site.unlink()
+    assert [*visit("--site", str(site))[1]] == ["site file"]
 
 
 def test_too_few_open_files_are_wrong_with_the_number_to_set(

@@ -15,7 +15,7 @@ def _doctor(options: argparse.Namespace) -> int:
     placed = None if options.plan is None else placed_plan(options)
     out_dir = options.out or Path("runs") if placed is None else placed.out_dir
     wrong = 0
-    for finding in examine(placed, out_dir=out_dir):
+    for finding in examine(placed, out_dir=out_dir, site=options.site):
         say(finding.line())
         wrong += finding.mark == "wrong"
     return EXIT_USER_ERROR if wrong else 0
@@ -23,6 +23,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser, is_optional=True)
+    parser.add_argument(
+        "--site", type=Path, metavar="FILE", help="site file (TOML) of a cluster, to check it"
+    )
 
 
 DOCTOR_COMMANDS = (
