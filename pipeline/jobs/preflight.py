@@ -30,6 +30,7 @@ from typing import Any, cast
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import (
     discard_working,
+    lock_path,
     make_working,
     probe_dir,
     sync,
@@ -322,12 +323,17 @@ def _await(condition: Callable[[], bool], *, patience: float) -> bool:
 
 
 def _is_locked_out(folder: Path) -> bool:
-    """Return whether the lock that another node holds keeps this node out."""
+    """Return whether the lock that another node holds keeps this node out.
+
+    ``sole_writer`` would wait for a sign of life from that node.
+    """
+    place = lock_path(folder)
     try:
-        with sole_writer(folder):
-            return False
-    except ArtifactError:
+        place.mkdir()
+    except FileExistsError:
         return True
+    place.rmdir()
+    return False
 
 
 def _unwritable(folder: Path, error: OSError | UserError) -> ArtifactError:

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -53,6 +54,8 @@ USAGE = "usage: sbatch [options of sbatch] slurm/stage.sbatch STAGE --out DIR [o
 _POLL_SECONDS = 0.2
 _RESEND_SECONDS = 30.0
 """Seconds after which a request to stop is passed on again: the first can come before the ranks."""
+_REASON_SECONDS = 1.0
+"""Seconds to wait for the signal that ranks were sent: SLURM signals one process after another."""
 _PORTS_TRIED = 100
 _NEAR_THE_LIMIT_SECONDS = 900
 """A warning that comes at most so long before the end of the job is that of its time limit."""
@@ -166,6 +169,7 @@ class _Job:
             code = self._run_ranks(folder, "pipeline.jobs.preflight", "--out", str(self._out_dir))
         if code == 0:
             code = self._run_ranks(folder, "pipeline", *self._arguments)
+        self._await_reason(folder)
         verdict = self._judge(code)
         write_verdict(self._out_dir, verdict)
         self._say_end(verdict)
@@ -221,6 +225,15 @@ class _Job:
             ATTEMPT_VARIABLE: self._place.attempt,
             REPORTS: str(folder),
         }
+
+    def _await_reason(self, folder: Path) -> None:
+        """Learn why ranks stopped, if SLURM told them before it told this process."""
+        until = time.monotonic() + _REASON_SECONDS
+        stopped = any(end.end in ("again", "lost") for end in read_ends(folder))
+        while stopped and not self._requests and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        if self._is_new_request():
+            self._pass_on()
 
     def _is_new_request(self) -> bool:
         return len(self._requests) > self._passed_on

@@ -66,7 +66,7 @@ def _play(plan: dict[str, Any]) -> None:
     place, fault = plan["at"], plan["do"]
 
     def at_update(update: int | None = None) -> None:
-        if place in (f"update {update}", "every update"):
+        if update is not None and place in (f"update {update}", "every update"):
             _strike(fault)
 
     def always(*_: object) -> None:
