@@ -220,9 +220,14 @@ def _estimate_time(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_size_options(parser: argparse.ArgumentParser) -> None:
+def _add_recipe_and_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
     add_set_option(parser)
+    add_size_options(parser)
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes that a recipe leaves to the data, and ``--json``."""
     parser.add_argument(
         "--vocabulary",
         type=whole_number(MAX_VOCABULARY),
@@ -233,7 +238,7 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         "--groups",
         type=whole_number(MAX_GROUPS),
         metavar="G",
-        help="language groups of the router (default: the recipe's num_groups)",
+        help="language groups of routers (default: the recipe's num_groups)",
     )
     parser.add_argument(
         "--languages",
@@ -245,7 +250,7 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_describe_options(parser: argparse.ArgumentParser) -> None:
-    _add_size_options(parser)
+    _add_recipe_and_sizes(parser)
     parser.add_argument(
         "--settings",
         action="store_true",
@@ -254,7 +259,7 @@ def _add_describe_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
-    _add_size_options(parser)
+    _add_recipe_and_sizes(parser)
     parser.add_argument(
         "--processes",
         type=whole_number(MAX_RANKS),
@@ -272,7 +277,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
-    _add_size_options(parser)
+    _add_recipe_and_sizes(parser)
     parser.add_argument(
         "--device",
         default="h100",

@@ -3,12 +3,10 @@
 import argparse
 import json
 
-from pipeline.artifacts.settings import MAX_VOCABULARY
 from pipeline.cli.parser import Command, add_set_option, whole_number
-from pipeline.cli.recipe_commands import model_sizes
+from pipeline.cli.recipe_commands import add_size_options, model_sizes
 from pipeline.config.overrides import parse_overrides
 from pipeline.config.recipe import Recipe
-from pipeline.config.settings import MAX_GROUPS
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import load_plan, place_plan, plan_names
 
@@ -126,25 +124,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="STAGE",
         help="simulate STAGE alone (repeatable)",
     )
-    parser.add_argument(
-        "--vocabulary",
-        type=whole_number(MAX_VOCABULARY),
-        metavar="V",
-        help="rows of the embedding (default: the recipe's vocabulary, without language tokens)",
-    )
-    parser.add_argument(
-        "--groups",
-        type=whole_number(MAX_GROUPS),
-        metavar="G",
-        help="language groups of routers (default: the recipe's num_groups)",
-    )
-    parser.add_argument(
-        "--languages",
-        type=whole_number(MAX_GROUPS),
-        metavar="L",
-        help="languages with modules (default: those of the recipe)",
-    )
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    add_size_options(parser)
 
 
 SIMULATE_COMMANDS = (
