@@ -210,6 +210,10 @@ def test_a_crash_of_the_first_node_is_judged_by_the_next_start(
     assert bench.end() == "COMPLETED", bench.cluster.log(bench.job)
     first, last = verdicts(bench.out_dir)
     assert (first.verdict, first.progress) == ("again", True)
-    assert first.cause == f"rank 0 on node1: {KILLED}"
+    # SLURM kills the rank on the other node seconds later; whether it reports before is open.
+    assert first.cause in (
+        f"rank 0 on node1: {KILLED}",
+        "no rank on node1, node2 reported how it ended (the job's first node was lost)",
+    )
     assert last.verdict == "done"
     assert weights(bench.out_dir) == weights(uninterrupted.out_dir)
