@@ -31,7 +31,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.settings import shown
-from pipeline.distributed.workers import open_pool
+from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
 from pipeline.stages.stage import StageCall
@@ -134,12 +134,18 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Importing:
+    """Input of all groups, sent to a worker once."""
+
+    writer: ArtifactWriter
+    config: CorpusConfig
+
+
+@dataclass(frozen=True)
 class SectionGroup:
     """Input of a worker: all sections of one split of one pair."""
 
     sections: list[Section]
-    writer: ArtifactWriter
-    config: CorpusConfig
     quarantine_path: Path
 
 
@@ -174,10 +180,10 @@ def import_spread(
     mpi: bool,
 ) -> Tally:
     """Import pairs of files with workers; the quarantine keeps the order of sections."""
-    groups = section_groups(raw.sections, writer, config=config)
-    tally = Tally()
-    with open_pool(min(processes, max(len(groups), 1)), mpi=mpi) as pool:
-        found = [pool.submit(import_group, group) for group in groups]
+    groups = section_groups(raw.sections, writer)
+    tally, importing = Tally(), Importing(writer, config)
+    with open_pool(min(processes, max(len(groups), 1)), mpi=mpi, shared=importing) as pool:
+        found = [pool.submit(with_shared(import_group), group) for group in groups]
         for group, future in track(
             zip(groups, found, strict=True), label="import", total=len(groups)
         ):
@@ -188,26 +194,24 @@ def import_spread(
     return tally
 
 
-def section_groups(
-    sections: Iterable[Section], writer: ArtifactWriter, *, config: CorpusConfig
-) -> list[SectionGroup]:
+def section_groups(sections: Iterable[Section], writer: ArtifactWriter) -> list[SectionGroup]:
     """Group the sections that are written to one file, those of one split and pair."""
     found: dict[tuple[str, Split], list[Section]] = {}
     for section in sections:
         found.setdefault((section.pair, section.split), []).append(section)
     return [
-        SectionGroup(group, writer, config, writer.path(f"{QUARANTINE_NAME}.{number}"))
+        SectionGroup(group, writer.path(f"{QUARANTINE_NAME}.{number}"))
         for number, group in enumerate(found.values())
     ]
 
 
-def import_group(group: SectionGroup) -> Tally:
+def import_group(importing: Importing, group: SectionGroup) -> Tally:
     """Import the sections of a group in order."""
-    tally = Tally()
+    writer, config, tally = importing.writer, importing.config, Tally()
     raw = RawText(group.sections)
     with group.quarantine_path.open("w", encoding="utf-8", newline="\n") as stream:
         for section in group.sections:
-            import_one(section, group.writer, stream, config=group.config, tally=tally, raw=raw)
+            import_one(section, writer, stream, config=config, tally=tally, raw=raw)
     return tally
 
 
