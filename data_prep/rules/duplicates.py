@@ -284,28 +284,31 @@ class LineSketches:
             line_at: Function from the number of an earlier line to its two sides.
         """
         self._streams.close()
-        before_BN = self._map("before", np.dtype(np.int32), (BANDS, self._lines))
+        size, none = 4 * BANDS * self._lines, b"\xff" * 2**16  # -1 as int32
+        with (self._folder / "before").open("wb") as stream:
+            # Written, not only mapped: a full disk is then an error and not a crash.
+            for start in range(0, size, len(none)):
+                stream.write(none[: size - start])
+        before_BN = self._map("before", np.dtype(np.int32), (BANDS, self._lines), mode="r+")
         for band, before_N in enumerate(before_BN):
             link_equal(self._band(band), before_N)
             self._band(band).unlink()
-        traits_NW = self._map("traits", np.dtype(np.uint64), (self._lines, 1 + TRAIT_BITS // 64))
+        shape = self._lines, 1 + TRAIT_BITS // 64
+        traits_NW = self._map("traits", np.dtype(np.uint64), shape, mode="r")
         self._rule = NearDuplicates(before_BN, traits_NW, threshold=threshold, line_at=line_at)
         return self._rule
 
     def _map(
-        self, name: str, kind: np.dtype[np.generic], shape: tuple[int, int]
+        self, name: str, kind: np.dtype[Any], shape: tuple[int, int], *, mode: Literal["r", "r+"]
     ) -> npt.NDArray[Any]:
         """Map a file into memory, which the system can take back at any time."""
         if not self._lines:
             return np.empty(shape, kind)
-        path = self._folder / name
-        mode: Literal["r", "w+"] = "r" if path.exists() else "w+"
-        return np.asarray(np.memmap(path, dtype=kind, mode=mode, shape=shape))
+        return np.asarray(np.memmap(self._folder / name, dtype=kind, mode=mode, shape=shape))
 
 
 def link_equal(path: Path, before_N: npt.NDArray[np.int32]) -> None:
-    """Fill in the last earlier line with the same digest in a file; -1 if there is none."""
-    before_N[:] = -1
+    """Fill in the last earlier line with the same digest in a file, for lines that have one."""
     parts = max(1, -(-len(before_N) // BAND_PART))
     for part in range(parts):
         digest_N, number_N = part_of(path, part, parts)

@@ -91,13 +91,12 @@ def near_duplicate_rates(*, lines: int, rounds: int) -> tuple[float, float]:
         tasks = [
             _phrases_task(Path(folder) / str(count), count) for count in (lines, GROWTH * lines)
         ]
-        clean_pair(tasks[0])  # compiles its loops
         fewer, more = (_per_line(task, rounds) for task in tasks)
     return fewer, more
 
 
 def _per_line(task: PairTask, rounds: int) -> float:
-    lines = clean_pair(task).lines
+    lines = clean_pair(task).lines  # not timed: the first time, loops are compiled
     seconds = (_seconds(lambda: clean_pair(task).lines, expected=lines) for _ in range(rounds))
     return statistics.median(seconds) / lines * 1e6
 

@@ -232,7 +232,7 @@ def test_links_do_not_depend_on_how_many_lines_are_sorted_at_a_time(
     draw = random.Random(part)
     digests = np.array([draw.randrange(30) for _ in range(100)], dtype=np.uint64)
     (tmp_path / "band").write_bytes(digests.tobytes())
-    before = np.empty(100, dtype=np.int32)
+    before = np.full(100, -1, dtype=np.int32)
     module.link_equal(tmp_path / "band", before)
     earlier = [digests[:number].tolist() for number in range(100)]
     for number, digest in enumerate(digests.tolist()):
