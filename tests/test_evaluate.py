@@ -456,6 +456,11 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     assert "Systems with one run have intervals over test lines alone" in text
     assert "Systems with several runs are shown by their first run." in text
     assert "paired bootstrap over seeds and lines" in text
+    dense = system_scores(made, "dense")["averages"]["into_pivot"]["all"]["bleu"]
+    shown = document["significance"]["averages"]["into_pivot"]["all"]["bleu"]["differences"]
+    low, high = shown["tuned"]["low"], shown["tuned"]["high"]
+    section = text.split("### BLEU: difference to dense")[1]
+    assert f"| tuned | {mean - dense:+.1f} ({low:+.1f} to {high:+.1f}) |" in section
 
 
 def scored_by_overlap(_: Path, work: Path) -> Iterator[str]:

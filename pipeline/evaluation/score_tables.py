@@ -332,13 +332,18 @@ def baseline_section(evaluation: Evaluation) -> ReportSection | None:
             title,
             f"Not decided: {evaluation.wins.baseline} does not translate in any direction.",
         )
-    tables = (*_win_tables(evaluation), *_test_tables(evaluation))
+    tables = (
+        *_difference_tables(evaluation),
+        *_win_tables(evaluation),
+        *_test_tables(evaluation),
+    )
     if not tables:
         return None
     return ReportSection(
         title,
-        "The win ratio is the share of decided directions in which a system scores better than "
-        "the baseline; a tie is no win." + _description_of_tests(evaluation),
+        "The range beside a difference is its 95 % confidence interval, over the resamples that "
+        "both systems share. The win ratio is the share of decided directions in which a system "
+        "scores better than the baseline; a tie is no win." + _description_of_tests(evaluation),
         tables=tables,
     )
 
@@ -370,6 +375,48 @@ def _description_of_tests(evaluation: Evaluation) -> str:
         f"for {tested.tests:,} tests (directions × systems). {counts}, with "
         f"{drawn.resamples:,} resamples{more}."
     )
+
+
+def _difference_tables(evaluation: Evaluation) -> Iterator[Table]:
+    """Yield the differences of averages to the baseline, with their intervals, if there are any."""
+    baseline = evaluation.verdicts.baseline
+    by_name = {one.name: one for one in evaluation.systems}
+    for column in evaluation.main_columns:
+        averages = average_columns(evaluation, column)
+        compared = [comparison_of_average(evaluation, one, column) for one in averages]
+        rows = [
+            row(
+                name,
+                *(
+                    _difference_cell(
+                        _average(system.averages, one, column),
+                        _average(by_name[baseline].averages, one, column),
+                        column,
+                        None if found is None else found.differences.get(name),
+                    )
+                    for one, found in zip(averages, compared, strict=True)
+                ),
+            )
+            for name, system in by_name.items()
+            if name != baseline
+        ]
+        if any(found is not None and found.differences for found in compared):
+            titles = _average_headings(evaluation, averages, notes=True)
+            yield Table(
+                f"{column.title}: difference to {baseline}",
+                (*headings("System"), *titles),
+                tuple(rows),
+            )
+
+
+def _difference_cell(
+    ours: float | None, theirs: float | None, column: Column, interval: Interval | None
+) -> Cell:
+    if ours is None or theirs is None:
+        return Cell(None)
+    sign = f"+.{column.decimals}f"
+    note = "" if interval is None else f"{interval.low:{sign}} to {interval.high:{sign}}"
+    return Cell(ours - theirs, sign, note=note)
 
 
 def _win_tables(evaluation: Evaluation) -> Iterator[Table]:

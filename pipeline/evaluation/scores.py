@@ -109,6 +109,8 @@ class Comparison:
     best: str | None
     """System that is better than every other one in 97.5 % of the resamples. None if there is none,
     if it does not translate, or if the baseline does not."""
+    differences: Mapping[str, Interval] = field(default_factory=dict)
+    """Other system → confidence interval of its score minus the baseline's."""
 
 
 @dataclass(frozen=True)

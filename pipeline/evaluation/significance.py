@@ -234,6 +234,7 @@ def compare(
     draws: Floats,
     *,
     larger_is_better: bool | None = True,
+    baseline: str | None = None,
 ) -> Comparison:
     """Return the intervals of all systems, and the one that is better than all others, if any.
 
@@ -242,7 +243,9 @@ def compare(
         scores: of the systems on the test set itself.
         draws: scores of resamples, (systems, resamples).
         larger_is_better: which end of the scale is better; None: neither.
+        baseline: system whose difference to the others has an interval, too; None: the first.
     """
+    base = 0 if baseline is None else systems.index(baseline)
     sign = 1.0 if larger_is_better else -1.0
     leader = int(np.argmax(sign * np.asarray(scores)))
     others = [place for place in range(len(systems)) if place != leader]
@@ -252,6 +255,11 @@ def compare(
             name: Interval(*middle_95(row)) for name, row in zip(systems, draws, strict=True)
         },
         best=systems[leader] if larger_is_better is not None and leads and all(leads) else None,
+        differences={
+            name: Interval(*middle_95(row - draws[base]))
+            for name, row in zip(systems, draws, strict=True)
+            if name != systems[base]
+        },
     )
 
 
@@ -291,6 +299,7 @@ def compare_all(
                     np.mean([scores[name][column.name] for name in measured], axis=0).tolist(),
                     np.mean([draws[name][column.name] for name in measured], axis=0),
                     larger_is_better=column.larger_is_better,
+                    baseline=verdicts.baseline,
                 )
                 best = compared.best
                 sound = best and all(qualities[one].translates for one in (best, verdicts.baseline))

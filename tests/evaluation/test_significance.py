@@ -136,6 +136,20 @@ def test_only_a_lead_over_every_other_system_makes_a_best_one() -> None:
     assert compare(["a", "twin"], [30.0, 30.0], draws[[0, 0]]).best is None
 
 
+def test_the_interval_of_a_difference_is_that_of_the_same_resamples() -> None:
+    """Both systems find the same lines hard, so that it is narrower than those of their scores."""
+    generator = np.random.default_rng(3)
+    lines, noise = generator.normal(size=1000), generator.normal(size=1000)
+    draws = np.stack([31 + lines, 30 + lines + 0.1 * noise, 29 + lines])
+    found = compare(["a", "b", "c"], [31.0, 30.0, 29.0], draws, baseline="b")
+    assert found.differences.keys() == {"a", "c"}
+    low, high = middle_95(1 - 0.1 * noise)
+    assert found.differences["a"].low == pytest.approx(low)
+    assert found.differences["a"].high == pytest.approx(high)
+    assert high - low < 0.2 * (found.intervals["a"].high - found.intervals["a"].low)
+    assert compare(["a"], [30.0], draws[:1]).differences == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "separated"), [(0.40, False), (0.20, True)])
 def test_two_systems_alike_are_not_told_apart_and_two_unlike_ones_are(
