@@ -456,6 +456,11 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     assert "Systems with one run have intervals over test lines alone" in text
     assert "Systems with several runs are shown by their first run." in text
     assert "paired bootstrap over seeds and lines" in text
+    page = made.file("report.html").read_text(encoding="utf-8")
+    whiskers = re.findall(r'class="whisker" style="left:([\d.]+)%;width:([\d.]+)%"', page)
+    assert interval["tuned"]["high"] > 100.0, "of two runs, a t distribution's"
+    assert len(whiskers) == page.count('class="whisker"')
+    assert all(float(left) + float(width) <= 100.01 for left, width in whiskers)
     dense = system_scores(made, "dense")["averages"]["into_pivot"]["all"]["bleu"]
     shown = document["significance"]["averages"]["into_pivot"]["all"]["bleu"]["differences"]
     low, high = shown["tuned"]["low"], shown["tuned"]["high"]
