@@ -60,12 +60,14 @@ class Column:
     @cached_property
     def is_there_N(self) -> Flags:
         """Return which records have the language."""
-        return np.frombuffer(self._states, dtype=np.uint8) != _MISSING
+        flags: Flags = np.frombuffer(self._states, dtype=np.uint8) != _MISSING
+        return flags
 
     @cached_property
     def is_text_N(self) -> Flags:
         """Return which records have the language, and text in it."""
-        return np.frombuffer(self._states, dtype=np.uint8) == _TEXT
+        flags: Flags = np.frombuffer(self._states, dtype=np.uint8) == _TEXT
+        return flags
 
     @cached_property
     def lengths_N(self) -> npt.NDArray[np.int64]:
