@@ -101,7 +101,8 @@ class Silence:
     """Adds up the time for which a value stays the same.
 
     Time in which this process itself was stopped (by a scheduler that suspends jobs) does not
-    count: a step counts as ``longest_step`` seconds at most.
+    count: a step counts as ``longest_step`` seconds at most. The time-out of collectives and the
+    timer of :class:`Watch` count it, so that a run survives a stop that is shorter than both.
     """
 
     def __init__(self, *, longest_step: float) -> None:
