@@ -205,8 +205,12 @@ class Watchdog:
             time.sleep(SHORT_WAIT_SECONDS)
 
     def _dump(self) -> None:
-        """Write the stacks of all threads; a file system that hangs does not hold this up."""
-        writer = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
+        """Write the stacks of all threads."""
+        self._write(self._write_stacks)
+
+    def _write(self, action: Callable[[], object]) -> None:
+        """Write files; a file system that hangs does not hold this up."""
+        writer = threading.Thread(target=action, name="last words", daemon=True)
         writer.start()
         writer.join(self._watch.answer_seconds)
 
@@ -222,11 +226,15 @@ class Watchdog:
 
     def _end(self, cause: str, *, is_printed: bool = False) -> NoReturn:
         """Record the cause, or print it where nobody records it, and end this process."""
-        is_known = is_printed
-        for record in BEFORE_END:
-            with contextlib.suppress(Exception):
-                is_known = record(cause) or is_known
-        if not is_known:
+        known = [is_printed]
+
+        def tell() -> None:
+            for record in BEFORE_END:
+                with contextlib.suppress(Exception):
+                    known.append(record(cause))
+
+        self._write(tell)
+        if not any(known):
             _print(cause)
         os._exit(EXIT_RUN_AGAIN)
 

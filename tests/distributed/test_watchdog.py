@@ -14,6 +14,7 @@ import torch
 from support.forked import forking
 
 from pipeline.cli.ending import guarded
+from pipeline.config.documents import unfinished_path
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import gather_objects
 from pipeline.distributed.watchdog import Silence, _whereabouts, who_holds_up
@@ -130,7 +131,7 @@ def run(
 ) -> tuple[list[int | None], str, dict[str, str]]:
     """Return exit codes, what was printed, and the stacks by file; the first ranks are stopped."""
     stacks_dir = tmp_path / "out.run" / "stacks"
-    stacks_dir.parent.mkdir()
+    stacks_dir.parent.mkdir(exist_ok=True)
     processes = start(hang, stacks_dir, reports=reports)
     codes = ends_of(processes[stopped:])
     for process in processes[:stopped]:
@@ -153,6 +154,17 @@ def test_a_rank_that_sleeps_in_native_code_is_named_and_all_leave_their_stacks(
     assert "nap_in_native_code" in stacks["rank-1.txt"]
     assert "all_reduce" in stacks["rank-0.txt"]
     assert "all_reduce" in stacks["rank-2.txt"]
+
+
+@pytest.mark.slow
+def test_ranks_end_though_the_file_system_of_their_reports_hangs(tmp_path: Path) -> None:
+    """Whoever opens a pipe that nobody reads waits for ever."""
+    (tmp_path / "out.run").mkdir()
+    for rank in range(3):
+        os.mkfifo(unfinished_path(tmp_path / "out.run" / f"rank-{rank}.json"))
+    codes, printed, _ = run(nap_in_native_code, tmp_path)
+    assert codes == [EXIT_RUN_AGAIN] * 3
+    assert printed.count("No rank has advanced") == 1
 
 
 @pytest.mark.slow
