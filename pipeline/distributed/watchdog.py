@@ -85,7 +85,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Heard:
-    """What a rank last heard of the others, over the store."""
+    """The last news of the others that a rank had from the store."""
 
     answers: int = 0
     """How often the store has answered."""
