@@ -18,10 +18,11 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -44,6 +45,9 @@ Asked = Literal["time limit", "preempted or requeued", "cancelled", "asked to st
 
 REPORTS = "MMNMT_REPORTS"
 """Variable with the folder in which ranks report their ends."""
+
+KEPT_STARTS = 50
+"""Starts that are kept. A stage can be preempted thousands of times, with a report per rank."""
 
 MAX_FRUITLESS = 3
 """Most restarts in a row that save nothing new, before a stage counts as failed."""
@@ -126,18 +130,21 @@ def attempt_dir(out_dir: Path, attempt: str) -> Path:
 
 def attempts(out_dir: Path) -> list[str]:
     """Return the starts that are recorded, oldest first."""
+    return [name for _, _, name in _by_age(out_dir)]
+
+
+def _by_age(out_dir: Path) -> list[tuple[str, int, str]]:
+    """Return time, restart and name of each start, in order; job ids can begin anew."""
     folder = attempts_dir(out_dir)
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _ATTEMPT_NAME.fullmatch(path.name)]
-    return [path.name for path in sorted(found, key=_age)]
-
-
-def _age(folder: Path) -> tuple[str, int]:
-    """Order starts by the time they record, then by restart; job ids can begin anew."""
-    start = read_start(folder)
-    _, _, restart = folder.name.rpartition(".")
-    return (start.started if start else "", int(restart))
+    found = []
+    for path in folder.iterdir():
+        if _ATTEMPT_NAME.fullmatch(path.name):
+            start = read_start(path)
+            _, _, restart = path.name.rpartition(".")
+            found.append((start.started if start else "", int(restart), path.name))
+    return sorted(found)
 
 
 def job_of(attempt: str) -> str:
@@ -163,11 +170,37 @@ def read_ends(folder: Path) -> list[RankEnd]:
 
 
 def write_start(out_dir: Path, start: Start) -> Path:
-    """Make the folder of a start, and return it; OSError if it cannot be written."""
+    """Make the folder of a start, and return it; OSError if it cannot be written.
+
+    It is recorded as later than all that are there, whatever the clock of its node says. The oldest
+    starts are removed.
+    """
     folder = attempt_dir(out_dir, start.attempt)
+    earlier = [one for one in _by_age(out_dir) if one[-1] != start.attempt]
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _START_NAME, start)
+    newest = earlier[-1][0] if earlier else ""
+    _write(folder / _START_NAME, replace(start, started=_later(start.started, newest)))
+    for _, _, name in earlier[: 1 - KEPT_STARTS]:
+        _remove_start(attempt_dir(out_dir, name))
     return folder
+
+
+def _later(started: str, newest: str) -> str:
+    """Return a time, or the second after the newest one if that is not earlier."""
+    with contextlib.suppress(ValueError, OverflowError):
+        if started <= newest:
+            after = datetime.fromisoformat(newest) + timedelta(seconds=1)
+            return after.isoformat(timespec="seconds")
+    return started
+
+
+def _remove_start(folder: Path) -> None:
+    """Remove the records of a start, and its folder if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for pattern in ("*.json", ".*.unfinished"):
+            for path in folder.glob(pattern):
+                path.unlink()
+        folder.rmdir()
 
 
 def read_start(folder: Path) -> Start | None:
@@ -191,32 +224,42 @@ def verdicts(out_dir: Path) -> list[Verdict]:
     return [verdict for verdict in found if verdict is not None]
 
 
-def latest_verdict(out_dir: Path, *, is_running: bool = False) -> Verdict | None:
-    """Return the verdict on the newest start of an output; None if there is none.
+def ended_starts(
+    out_dir: Path, *, most: int, running: str = "", may_run: bool = False
+) -> list[Verdict]:
+    """Return the verdicts on the last starts of an output, oldest first.
+
+    If a start left no verdict, its first node crashed: then the reports of the ranks are judged.
 
     Args:
         out_dir: Output of the stage.
-        is_running: Whether the scheduler says that its job runs. If not, and the newest start left
-            no verdict, its first node crashed: then the reports of the ranks are judged.
+        most: Most starts to look at.
+        running: The start that runs now. It may have left a verdict for the case that it is killed
+            while it saves.
+        may_run: Whether another start may run, since the scheduler does not answer.
     """
-    names = attempts(out_dir)
-    if not names:
-        return None
-    if (found := read_verdict(out_dir, names[-1])) is not None:
-        return found
-    if is_running:
-        earlier = verdicts(out_dir)
-        return earlier[-1] if earlier else None
-    return judge_abandoned(out_dir, names[-1])
+    found: list[Verdict | None] = []
+    for attempt in attempts(out_dir)[-most:]:
+        if attempt != running:
+            verdict = read_verdict(out_dir, attempt)
+            is_abandoned = verdict is None and not may_run
+            found.append(judge_abandoned(out_dir, attempt) if is_abandoned else verdict)
+    return [verdict for verdict in found if verdict is not None]
 
 
 def _write(path: Path, record: RankEnd | Start | Verdict) -> None:
-    temporary = unfinished_path(path)
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(asdict(record), stream, ensure_ascii=False, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    # A name of its own: a thread of a rank may report its end at the same time as the rank itself.
+    temporary = unfinished_path(path.with_name(f"{path.name}.{secrets.token_hex(4)}"))
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            json.dump(asdict(record), stream, ensure_ascii=False, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:

@@ -34,11 +34,14 @@ _FIELD = re.compile(
     r"(?:^| )(JobState|Reason|Restarts|SubmitTime|StartTime|EndTime|NodeList)=(\S*)"
 )
 
+NEVER_SATISFIED = "DependencyNeverSatisfied"
+"""Reason for which SLURM cancels a job."""
+
 _REASONS = {
     "Priority": "other jobs have a higher priority",
     "Resources": "no nodes are free",
     "Dependency": "stages that it needs are not finished",
-    "DependencyNeverSatisfied": "a stage that it needs failed",
+    NEVER_SATISFIED: "a stage that it needs failed",
     "BeginTime": "it was requeued and starts again soon",
     "JobHeldUser": "it is held: `scontrol release` lets it go",
     "JobHeldAdmin": "an administrator holds it",
