@@ -243,6 +243,52 @@ def test_accounting_tells_how_a_job_ended_that_slurm_has_forgotten(
     assert "SLURM ended it as TIMEOUT" in status(graph(out))["corpus"]
 
 
+def test_a_job_that_accounting_takes_for_running_for_ever_is_submitted_again(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    (slurm.bin / "sacct").write_text("#!/bin/sh\necho 'RUNNING|Unknown'\n", encoding="utf-8")
+    (slurm.bin / "sacct").chmod(0o755)
+    slurm.forget(slurm.ids()["corpus"])
+    assert "failed" in status(graph(out))["corpus"]
+    assert "submitted as job" in submit(graph(out).chosen(only=["corpus"]))[0]
+
+
+@pytest.mark.parametrize("other", [{"name": "bash"}, {"comment": "mmnmt-0123456789abcdef"}])
+def test_a_job_of_somebody_else_with_the_recorded_id_is_neither_kept_nor_canceled(
+    slurm: FakeSlurm, out: Path, other: dict[str, str]
+) -> None:
+    """Ids begin anew when a controller loses its state."""
+    submit(graph(out).chosen(only=["corpus"]))
+    job = slurm.ids()["corpus"]
+    slurm.become(job, "RUNNING", **other)
+    cancel_jobs(graph(out), [])
+    assert slurm.jobs[job]["state"] == "RUNNING"
+    assert "failed" in status(graph(out))["corpus"]
+    assert "submitted as job" in submit(graph(out).chosen(only=["corpus"]))[0]
+
+
+def test_a_canceled_job_that_still_ends_is_followed_by_a_new_one(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    """A user cancels and submits again while the stage still saves its state."""
+    submit(graph(out).chosen(only=["corpus"]))
+    first = slurm.ids()["corpus"]
+    slurm.become(first, "COMPLETING")
+    (said,) = submit(graph(out).chosen(only=["corpus"]))
+    assert f"instead of job {first}" in said
+    assert slurm.jobs[slurm.ids()["corpus"]]["after"] == f"afterany:{first}"
+
+
+def test_a_requeued_job_that_still_ends_is_kept(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    first = slurm.ids()["corpus"]
+    end(out / "corpus", f"{first}.0", "again", "preempted")
+    slurm.become(first, "COMPLETING", restarts=1)
+    submit(graph(out).chosen(only=["corpus"]))
+    assert slurm.ids()["corpus"] == first
+
+
 def test_another_setting_resubmits_the_stage_and_what_follows_it(
     slurm: FakeSlurm, out: Path
 ) -> None:
