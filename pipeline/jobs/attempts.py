@@ -20,7 +20,8 @@ import os
 import re
 import secrets
 import signal
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import read_json, unfinished_path
+from pipeline.distributed.signals import held_back
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
 
@@ -51,6 +53,9 @@ KEPT_STARTS = 50
 
 MAX_FRUITLESS = 3
 """Most restarts in a row that save nothing new, before a stage counts as failed."""
+
+TOLD_TO_END = "told to end (SIGTERM) before it had reported anything else"
+"""Cause of a rank that another one's end, or the job's, took down."""
 
 LONGEST_CAUSE = 600
 """Characters of a cause that are kept."""
@@ -158,6 +163,82 @@ def job_of(attempt: str) -> str:
 def write_end(folder: Path, end: RankEnd) -> None:
     """Write the report of a rank; OSError if the folder cannot be written."""
     _write(folder / f"rank-{end.rank}.json", end)
+
+
+class EndReport:
+    """Report of how this process ended, which it may replace until it ends.
+
+    Within ``noting_sigterm``, SIGTERM is noted at once, even while the main thread waits in native
+    code: Python's handlers run between two of its own instructions, so that a rank that waits for
+    another would be killed without a word, and look like the one that is the cause.
+    """
+
+    def __init__(self, folder: Path, *, describe: Callable[[End, str], RankEnd]) -> None:
+        self._folder, self._describe = folder, describe
+        self._lock = threading.RLock()  # a handler may come while this thread writes
+        self._is_written = False
+
+    def write(self, end: End, cause: str) -> bool:
+        """Report an end; return whether the launcher will read it."""
+        with self._lock:
+            self._is_written = True
+            return self._write(end, cause)
+
+    def _write(self, end: End, cause: str) -> bool:
+        try:
+            write_end(self._folder, self._describe(end, one_line(cause)))
+        except OSError:  # this node does not see the folder
+            return False
+        return True
+
+    def _note(self) -> None:
+        """Report that this process was told to end, unless it has reported its end."""
+        with self._lock:
+            if not self._is_written:
+                self._write("lost", TOLD_TO_END)
+
+    @contextlib.contextmanager
+    def noting_sigterm(self) -> Iterator[None]:
+        """Note SIGTERM within the block; end by it where nothing else handles it."""
+        process_id = os.getpid()
+
+        def end(number: int, _frame: object) -> None:
+            if os.getpid() == process_id:
+                self._end_unless_written()
+            else:  # a process that was forked within the block
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        def watch() -> None:
+            while 0 not in (numbers := os.read(reading, 64)):  # 0 is the end of the block
+                if signal.SIGTERM in numbers:
+                    self._note()
+                    if signal.getsignal(signal.SIGTERM) is end:
+                        self._end_unless_written()
+
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        thread = threading.Thread(target=watch, name="SIGTERM", daemon=True)
+        with held_back():
+            thread.start()
+        handler = signal.signal(signal.SIGTERM, end)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGTERM, handler)
+            os.write(writing, b"\0")
+            thread.join()
+            os.close(reading)
+            os.close(writing)
+
+    def _end_unless_written(self) -> None:
+        """End this process, as SIGTERM does by default, unless it is about to end itself."""
+        with self._lock:
+            if not self._is_written:
+                self._note()
+                os._exit(128 + signal.SIGTERM)
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
@@ -307,9 +388,9 @@ class Cause:
 
 
 def merged(ends: Iterable[RankEnd]) -> list[Cause]:
-    """Return the causes of some ranks' ends, equal ones once, in order of the first rank."""
+    """Return the causes of some ranks' ends, equal ones once; what says least comes last."""
     groups: dict[tuple[str, End, str], list[RankEnd]] = {}
-    for end in sorted(ends, key=lambda end: end.rank):
+    for end in sorted(ends, key=lambda end: (end.cause == TOLD_TO_END, end.rank)):
         groups.setdefault((end.cause, end.end, end.stage), []).append(end)
     return [
         Cause(
@@ -338,7 +419,7 @@ def described_ranks(ranks: Sequence[int]) -> str:
 def causes_to_print(ends: Sequence[RankEnd]) -> list[Cause]:
     """Return the errors of ranks; those that are consequences only if there is no other."""
     return merged(end for end in ends if end.end in ("failed", "crashed")) or merged(
-        end for end in ends if end.end == "lost"
+        end for end in ends if end.end == "lost" and end.cause != TOLD_TO_END
     )
 
 

@@ -1,6 +1,10 @@
 """Tests of pipeline/jobs/attempts.py: what follows from how the ranks of a job ended."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +15,7 @@ import pytest
 from pipeline.jobs.attempts import (
     LONGEST_CAUSE,
     MAX_FRUITLESS,
+    TOLD_TO_END,
     Asked,
     End,
     RankEnd,
@@ -101,6 +106,18 @@ def everyone(kind: End, cause: str = "", update: int | None = None) -> list[Rank
             {"code": 137},
             "again",
             f"rank 2 on node2: {KILLED}",
+        ),
+        (
+            [end(0, "lost", TOLD_TO_END), end(2, "lost", "gloo"), end(3, "lost", TOLD_TO_END)],
+            {"code": 137},
+            "again",
+            f"rank 1 on node1: {KILLED}",
+        ),
+        (
+            [*everyone("lost", TOLD_TO_END)[:2], *everyone("lost", "gloo")[2:]],
+            {"code": 143},
+            "again",
+            "ranks 2-3 on node2: gloo",
         ),
         (
             everyone("lost", "Rank 2 gives no sign of life"),
@@ -261,6 +278,49 @@ def test_reports_of_one_rank_that_are_written_at_once_do_not_damage_each_other(
     for writer in writers:
         writer.result()
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+RANK = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from pipeline.jobs.attempts import EndReport, RankEnd
+
+mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+report = EndReport(Path(sys.argv[1]), describe=lambda *end: RankEnd(1, 2, "node2", *end))
+with report.noting_sigterm():
+"""
+IN_NATIVE_CODE = "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(mutex)"
+
+
+@pytest.mark.parametrize("wait", ["time.sleep(600)", IN_NATIVE_CODE], ids=["python", "native"])
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_a_rank_that_is_told_to_end_says_so_wherever_it_waits(
+    tmp_path: Path, wait: str, is_handled: bool
+) -> None:
+    handler = "signal.signal(signal.SIGTERM, lambda *_: None); " if is_handled else ""
+    program = f"{RANK}    {handler}print(flush=True); {wait}"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        rank.terminate()
+        deadline = time.monotonic() + 60
+        try:
+            while not read_ends(tmp_path):
+                assert time.monotonic() < deadline
+            if not is_handled:
+                assert rank.wait(timeout=60) == 128 + signal.SIGTERM
+        finally:
+            rank.kill()
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == ("lost", TOLD_TO_END)
+
+
+def test_a_report_stays_where_a_rank_is_told_to_end_after_it(tmp_path: Path) -> None:
+    act = "report.write('failed', 'no recipe'); os.kill(os.getpid(), signal.SIGTERM)"
+    subprocess.run([sys.executable, "-c", f"{RANK}    {act}", tmp_path], check=True, timeout=60)
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == ("failed", "no recipe")
 
 
 def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks(
