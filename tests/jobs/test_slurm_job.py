@@ -248,10 +248,21 @@ def test_the_lines_of_a_site_may_read_unset_variables(bench: Bench) -> None:
     assert " env IN_CONTAINER=1 python -m pipeline" in bench.calls("srun")[0]
 
 
-def test_lines_of_a_site_that_fail_end_the_job(bench: Bench) -> None:
-    bench.variables = {"MMNMT_SETUP": "source /there/is/no/site.sh"}
+@pytest.mark.parametrize(
+    "setup", ["source /there/is/no/site.sh", "module load cuda\nexport CUDA=12", "false; true"]
+)
+def test_any_line_of_a_site_that_fails_ends_the_job(bench: Bench, setup: str) -> None:
+    bench.variables = {"MMNMT_SETUP": f"module() {{ return 1; }}\n{setup}"}
     assert bench.run("") == EXIT_USER_ERROR
-    assert "MMNMT_SETUP failed" in bench.ended.stderr
+    assert "(MMNMT_SETUP) failed" in bench.ended.stderr
+    assert not (bench.folder / "calls").exists()
+
+
+def test_what_the_lines_of_a_site_call_may_fail_within(bench: Bench) -> None:
+    site = bench.folder / "site.sh"
+    site.write_text("module() { false; true; }\nmodule load cuda\nfalse\ntrue\n")
+    bench.variables = {"MMNMT_SETUP": f"source '{site}'\nfalse || true\n[ -z x ] && true"}
+    assert bench.run(PUBLISH + "end(0, 'done')") == 0, bench.ended.stderr
 
 
 @pytest.mark.parametrize(
