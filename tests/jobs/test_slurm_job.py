@@ -44,7 +44,8 @@ class Bench:
         """Run the script; ``step`` is what srun does, and ``end(rank, kind, cause)`` reports."""
         commands = {
             "scontrol": f'log "$@"\n[ "$2" != hostnames ] || printf "n1\\nn2\\n"\n'
-            f"[ \"$1\" != --oneliner ] || echo '{self.state} Restarts={restarts}'",
+            f"[ \"$1\" != --oneliner ] || echo '{self.state} Restarts={restarts}'\n"
+            "[ \"$*\" != 'show config' ] || echo 'KillWait                = 1 sec'",
             "scancel": 'log "$@"',
             "srun": f'log "$@"\n[[ "$*" != *preflight* ]] || exit 0\n'
             f"exec {sys.executable} {self.folder}/step.py",
@@ -177,6 +178,17 @@ def test_an_agreed_stop_requeues_the_job_whatever_code_srun_returns(bench: Bench
 
 
 @pytest.mark.slow
+def test_a_step_that_outlives_the_report_of_a_rank_is_ended_and_the_job_requeued(
+    bench: Bench,
+) -> None:
+    """srun waits for ever for the ranks of a node that crashed and came back at once."""
+    code = bench.run("end(0, 'lost', 'rank 3 has ended')\nend(1, 'lost', 'so')\ntime.sleep(900)")
+    assert code == EXIT_RUN_AGAIN
+    (verdict,) = verdicts(bench.out_dir)
+    assert (verdict.verdict, verdict.nodes, verdict.ranks) == ("again", ("n2",), (2, 3))
+    assert bench.calls("scontrol")[-1] == "scontrol requeue 54321"
+
+
 def test_a_warning_is_passed_on_and_the_job_waits_for_the_save(bench: Bench) -> None:
     step = "ask(signal.SIGUSR1); save(4); [end(rank, 'again', 'saved', 4) for rank in range(4)]"
     assert bench.run(step) == EXIT_RUN_AGAIN
