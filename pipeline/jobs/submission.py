@@ -14,9 +14,11 @@ reads from have succeeded; stages that do not need each other run side by side. 
 
 Invariant: an output has at most one job. A canceled job that still runs must be gone before the new
 one starts, and a record is written before its job is submitted, so that a job whose submission was
-killed is found by its comment.
+killed is found by its comment. A job with another name or comment than was recorded is another one:
+ids can begin anew.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, unfinished_path
 from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.jobs.attempts import attempts
 from pipeline.jobs.freshness import forecast
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.jobs.runner import check_rebuild, refuse_edits, refuse_losses, stage_arguments
@@ -90,7 +93,10 @@ def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
     """Replace the record of a plan's folder in one step."""
     path = plan_dir / RECORD_NAME
     temporary = unfinished_path(path)
-    temporary.write_text(record.model_dump_json(indent=1), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(record.model_dump_json(indent=1))
+        stream.flush()
+        os.fsync(stream.fileno())  # else a crash of this machine can leave an empty file
     temporary.replace(path)
 
 
@@ -100,8 +106,22 @@ def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job | None
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    ids = {name: one.id or scheduler.find(one.token) for name, one in record.stages.items()}
-    return {name: scheduler.job(job_id) if job_id else None for name, job_id in ids.items()}
+    found: dict[str, Job | None] = {}
+    for name, one in record.stages.items():
+        job_id = one.id or scheduler.find(one.token)
+        job = scheduler.job(job_id) if job_id else None
+        found[name] = job if job is not None and _is_of(job, name, one) else None
+    return found
+
+
+def _is_of(job: Job, stage: str, record: JobRecord) -> bool:
+    """Return whether a job is the recorded one, as far as the scheduler tells."""
+    return job.name in ("", job_name(stage)) and job.comment in ("", record.token)
+
+
+def job_name(stage: str) -> str:
+    """Return the name of a stage's job."""
+    return f"mmnmt-{stage}"
 
 
 def live_jobs(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job]:
@@ -209,6 +229,8 @@ class _Plan:
         """
         record = self.record.stages[task.name]
         same_work = record.work == work_digest(task) and not is_renewed
+        if same_work and _is_ending(task, job):
+            return False
         if same_work and (job.runs or record.command == command_digest(task, request)):
             return True
         if job.runs and task.stage.trains and task.name not in self._rebuild:
@@ -224,7 +246,7 @@ class _Plan:
         if task.stage.parallel == "workers" and allocation.tasks > 1:
             arguments.append("--mpi")
         return Request(
-            name=f"mmnmt-{task.name}",
+            name=job_name(task.name),
             token="",  # follows from the job that it takes the place of
             allocation=allocation,
             arguments=(*arguments, *(_REPLACES if replaces else ())),
@@ -248,6 +270,14 @@ class _Plan:
                 )
         if self._check is not None:
             self._check(task, allocation)
+
+
+def _is_ending(task: Task, job: Job) -> bool:
+    """Return whether a job is being cleaned up after its last start, for example when canceled.
+
+    One that is requeued looks the same, but its count of restarts is that of the next start.
+    """
+    return job.state == "COMPLETING" and (not job.restarts or job.attempt in attempts(task.out_dir))
 
 
 def work_digest(task: Task) -> str:

@@ -551,6 +551,11 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
             "lost",
             "RuntimeError: [third_party/gloo/pair.cc:538] Connection closed by peer",
         ),
+        (
+            type("DistStoreError", (RuntimeError,), {})("wait timeout after 300000ms"),
+            "lost",
+            "DistStoreError: wait timeout after 300000ms",
+        ),
         (ConfigError("The recipe\nis wrong."), "failed", "The recipe is wrong."),
         (SystemExit(2), "failed", "the command line cannot be used; the log says why"),
         (MemoryError(), "crashed", "MemoryError"),
@@ -576,15 +581,30 @@ def test_a_rank_reports_its_end_to_the_launcher_that_asks_for_it(
         bench.action = _raise(error)
     reports = tmp_path / "reports"
     reports.mkdir()
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", REPORTS: str(reports)}.items():
+    place = {"RANK": "1", "WORLD_SIZE": "2", "SLURMD_NODENAME": "node7"}
+    for name, value in {**place, REPORTS: str(reports)}.items():
         monkeypatch.setenv(name, value)
     capsys.readouterr()
     with suppress(MemoryError, RuntimeError, OSError, SystemExit):
         bench.train()
     (found,) = read_ends(reports)
-    assert (found.rank, found.size, found.stage) == (1, 2, "train")
+    assert (found.rank, found.size, found.node, found.stage) == (1, 2, "node7", "train")
     assert (found.end, found.cause) == (end, cause)
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_whose_launcher_has_ended_reports_that(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = (
+        "from pipeline.cli.ending import guarded\n"
+        "guarded('train', lambda: print('x' * 100_000), is_rank=True)"
+    )
+    environment = {**os.environ, REPORTS: str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], stdout=writing, env=environment, timeout=60)
+    os.close(writing)
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == ("lost", "the reader of its output has ended")
 
 
 def test_a_rank_that_cannot_reach_the_reports_prints_its_error(
