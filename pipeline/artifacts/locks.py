@@ -354,12 +354,6 @@ def refuse_if_lost(path: Path) -> None:
         lock.refuse_if_lost()
 
 
-def is_lost(path: Path) -> bool:
-    """Return whether this process held the lock at a path and lost it."""
-    lock = held_lock(path)
-    return lock is not None and lock.loss() is not None
-
-
 @contextmanager
 def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
     """Hold the lock ``path`` within the block; its parent folders are made.

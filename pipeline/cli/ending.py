@@ -74,10 +74,10 @@ def guarded(
     reports = _Reports(name, is_rank=is_rank)
     BEFORE_END[:] = [lambda cause: reports.write("again", cause)]
     with reports.end.noting_sigterm() if reports.end else nullcontext():
-        return _guarded(name, action, reports=reports)
+        return _guarded(name, action, reports=reports, leads=leads)
 
 
-def _guarded(name: str, action: Callable[[], int], *, reports: "_Reports") -> int:
+def _guarded(name: str, action: Callable[[], int], *, reports: "_Reports", leads: bool) -> int:
     try:
         let_ctrl_c_in()
         code = action()

@@ -670,22 +670,60 @@ def test_who_has_lost_the_lock_publishes_nothing_and_leaves_the_others_working_f
     tmp_path: Path,
 ) -> None:
     out_dir = tmp_path / "corpus"
-    working = unfinished_dir(out_dir)
     with (
         sole_writer(out_dir),
         pytest.raises(ArtifactError, match="it is being written by process 1 on node7"),
         new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer,
     ):
         writer.path("mine").write_text("mine")
-        leave(lock_path(out_dir), elsewhere(), generation=2)
+        other = elsewhere()
+        leave(lock_path(out_dir), other, generation=2)
+        working = unfinished_dir(out_dir, token=other.token)
         make_working(working)
         (working / "others").write_text("others")
     assert not out_dir.exists()
     assert (working / "others").read_text() == "others"
 
 
+def test_who_has_lost_the_lock_and_writes_on_does_not_reach_the_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An orphan on a lost node opens its files one after the other, and looks at the lock last."""
+    monkeypatch.setattr(locks, "LATE_SECONDS", 0.2)
+    out_dir = tmp_path / "corpus"
+    new: dict[str, Any] = {"kind": "corpus", "stage": "x", "config": {}, "inputs": {}}
+    reading, writing = os.pipe()
+
+    def take_over_and_make() -> None:
+        lock = lock_path(out_dir)
+        (lock / "1").unlink()
+        lock.rmdir()
+        with sole_writer(out_dir), new_artifact(out_dir, **new) as writer:
+            writer.path("file").write_text("of the next attempt")
+            assert os.read(reading, 1) == b"x"
+
+    with (
+        sole_writer(out_dir),
+        pytest.raises(ArtifactError, match=r"it is being written by|its lock is gone"),
+        new_artifact(out_dir, **new) as orphan,
+        child(take_over_and_make) as other,
+    ):
+        while not any(tmp_path.glob(".corpus*.unfinished/file")):
+            time.sleep(0.01)
+        orphan.path("file").write_text("orphan")
+        os.write(writing, b"x")
+        ended = os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        assert ended.si_status == 0
+    made = open_artifact(out_dir, kind="corpus").file("file")
+    assert made.read_text() == "of the next attempt"
+    with sole_writer(out_dir), new_artifact(out_dir, overwrite=True, **new) as writer:
+        writer.path("file").write_text("third")
+    assert names_in(tmp_path) == ["corpus"], "nothing is left of it"
+
+
 @pytest.mark.parametrize("error", [KeyError("a bug"), OSError(errno.ENOSPC, "full")])
-def test_who_fails_after_the_loss_leaves_the_others_working_folder_too(
+def test_who_fails_after_the_loss_removes_its_own_working_folder(
     tmp_path: Path, error: Exception
 ) -> None:
     out_dir = tmp_path / "corpus"
@@ -696,7 +734,7 @@ def test_who_fails_after_the_loss_leaves_the_others_working_folder_too(
     ):
         leave(lock_path(out_dir), elsewhere(), generation=2)
         raise error
-    assert unfinished_dir(out_dir).exists()
+    assert names_in(tmp_path) == [".corpus.lock"]
 
 
 def test_an_artifact_appears_under_the_lock_of_its_maker(tmp_path: Path) -> None:

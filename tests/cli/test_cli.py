@@ -1144,7 +1144,7 @@ def test_ctrl_c_at_any_moment_of_a_stage_with_workers_is_one_sentence(tmp_path: 
     (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "tree"\n')
     options = ["--recipe", "recipe.toml", "--raw", "raw", "--out", "corpus", "--processes", "2"]
     command = [sys.executable, "-m", "pipeline", "import_corpus", *options]
-    for sign in (".corpus.lock", ".corpus.unfinished", ".corpus.unfinished/train/*/*.txt"):
+    for sign in (".corpus.lock", ".corpus.*.unfinished", ".corpus.*.unfinished/train/*/*.txt"):
         stage = subprocess.Popen(
             command,
             cwd=tmp_path,
