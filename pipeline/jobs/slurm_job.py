@@ -29,6 +29,7 @@ from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from pipeline.jobs.attempts import (
     MAX_FRUITLESS,
     REPORTS,
+    TOLD_TO_END,
     Asked,
     Start,
     Verdict,
@@ -322,7 +323,7 @@ class _Leaving:
 
     srun waits for ever for the ranks of a node that crashed and came back before SLURM missed it
     (22.05). Otherwise all ranks are gone ``KillWait`` seconds after one of them failed, and soon
-    after one of them is done.
+    after one of them is done. A rank that was told to end may still save its state.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -337,7 +338,7 @@ class _Leaving:
             return now_seconds > self._until
         if now_seconds >= self._next_look:
             self._next_look = now_seconds + _LOOK_SECONDS
-            if next(self._folder.glob("rank-*.json"), None) is not None:
+            if any(end.cause != TOLD_TO_END for end in read_ends(self._folder)):
                 self._until = now_seconds + _LEAVING_KILL_WAITS * kill_wait_seconds()
         return False
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
-from pipeline.jobs.attempts import MAX_FRUITLESS, Asked, Verdict, verdicts
+from pipeline.jobs.attempts import MAX_FRUITLESS, TOLD_TO_END, Asked, Verdict, verdicts
 from pipeline.jobs.slurm_job import (
     allocation,
     job_fields,
@@ -187,6 +187,12 @@ def test_a_step_that_outlives_the_report_of_a_rank_is_ended_and_the_job_requeued
     (verdict,) = verdicts(bench.out_dir)
     assert (verdict.verdict, verdict.nodes, verdict.ranks) == ("again", ("n2",), (2, 3))
     assert bench.calls("scontrol")[-1] == "scontrol requeue 54321"
+
+
+def test_a_rank_that_was_told_to_end_may_take_its_time_to_save(bench: Bench) -> None:
+    told = f"end(0, 'lost', {TOLD_TO_END!r})\ntime.sleep(8)\nsave(4)"
+    bench.run(f"{told}\nend(0, 'again', 'saved')\nsys.exit(75)")
+    assert (bench.verdict().cause, bench.verdict().progress) == ("saved", True)
 
 
 def test_a_warning_is_passed_on_and_the_job_waits_for_the_save(bench: Bench) -> None:
