@@ -491,7 +491,11 @@ def _decide(
         text = f"{asked}: {cause.text}" if asked else cause.text
         return "again", Cause(text)
     if asked is not None and not any(end.end == "crashed" for end in ends):
-        return "again", Cause(f"{asked}: ended before all ranks had saved")
+        text = f"{asked}: ended before all ranks had saved"
+        if ends and (silent := _silent(ends, start)):  # SLURM also requeues after it lost a node
+            on = listed(_nodes(start, silent))
+            text = f"{text}; {described_ranks(silent)} on {on} reported nothing"
+        return "again", Cause(text)
     return "again", _cause_of_crash(ends, start=start, code=code)
 
 
@@ -499,8 +503,7 @@ def _cause_of_crash(ends: Sequence[RankEnd], *, start: Start, code: int | None) 
     """Return the cause of an end that nobody asked for: an error, a silent rank, or a lost one."""
     if crashed := [end for end in ends if end.end == "crashed"]:
         return merged(crashed)[0]
-    reported = {end.rank for end in ends}
-    silent = [rank for rank in range(len(start.nodes)) if rank not in reported]
+    silent = _silent(ends, start)
     if not ends:
         how = "the job's first node was lost" if code is None else f"srun: {describe_exit(code)}"
         nodes = _nodes(start, silent)
@@ -509,6 +512,12 @@ def _cause_of_crash(ends: Sequence[RankEnd], *, start: Start, code: int | None) 
         text = "ended without a word: killed, out of memory, or its node crashed"
         return Cause(text, tuple(silent), _nodes(start, silent))
     return merged(ends)[0]
+
+
+def _silent(ends: Iterable[RankEnd], start: Start) -> list[int]:
+    """Return the ranks that reported nothing."""
+    reported = {end.rank for end in ends}
+    return [rank for rank in range(len(start.nodes)) if rank not in reported]
 
 
 def _nodes(start: Start, ranks: Iterable[int]) -> tuple[str, ...]:

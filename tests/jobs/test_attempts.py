@@ -143,6 +143,14 @@ def everyone(kind: End, cause: str = "", update: int | None = None) -> list[Rank
             "again",
             "preempted or requeued: ended before all ranks had saved",
         ),
+        # SLURM gave up node2 and requeued the job; the ranks there may run on.
+        (
+            [end(0, "lost", "gloo"), end(1, "lost", TOLD_TO_END)],
+            {"asked": "preempted or requeued"},
+            "again",
+            "preempted or requeued: ended before all ranks had saved; ranks 2-3 on node2 reported "
+            "nothing",
+        ),
         (everyone("again", "saved"), {"asked": "time limit"}, "again", "time limit: saved"),
         # The folder of reports was unreadable on every node, and the artifact is there.
         ([], {"code": 0, "is_finished": True}, "done", ""),
