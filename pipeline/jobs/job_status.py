@@ -6,11 +6,12 @@ any more has ended, however it ended.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
 from pipeline.errors import ArtifactError, SchedulerError
-from pipeline.jobs.attempts import Verdict, ended_starts, job_of
+from pipeline.jobs.attempts import Verdict, ended_starts, job_of, one_line
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.jobs.runner import status_rows
 from pipeline.jobs.scheduler import NEVER_SATISFIED, Job, Scheduler
@@ -77,6 +78,9 @@ def _rows(
         return [shown, *_attempt_rows(ended)]
     ended = _ended(task)
     last = ended[-1] if ended and job_of(ended[-1].attempt) == noted.id else None
+    if job is None and not noted.id:
+        about = "; ".join(filter(None, (about, "its job was not submitted; submit again")))
+        return [[name, state, "", "", about], *_attempt_rows(ended)]
     if state == "changed" or _has_succeeded(task, job, last):
         return [[name, state, "", "", about], *_attempt_rows(ended)]  # it is stale since
     if job is not None and (job.state, job.reason) == ("CANCELLED", NEVER_SATISFIED):
@@ -93,7 +97,7 @@ def _live_row(
         return [task.name, "running", job.attempt, job.since, how_far(task) or about]
     waits_for = [
         name
-        for name in task.planned.dependencies()
+        for name in dict.fromkeys(task.planned.dependencies())
         if name in record.stages and (other := jobs.get(name)) is not None and other.is_live
     ]
     why = f"after {', '.join(waits_for)}" if job.reason == "Dependency" else job.why
@@ -116,9 +120,24 @@ def _ended_row(task: Task, noted: JobRecord, job: Job | None, last: Verdict | No
     elif job.state == "CANCELLED":
         told = "; ".join(filter(None, (told, _next_step(task))))
         return [task.name, "canceled", attempt, since, told]
-    else:
-        told = told or f"SLURM ended it as {job.state}"
+    elif not told:
+        path = log_dir(task.out_dir) / f"{noted.id}.log"
+        told = f"SLURM ended it as {job.state}"
+        if line := _last_line(path):
+            told = f"{told} before the stage started: {line}"
+        elif job.state == "FAILED" and not path.exists():
+            told = f"{told} without a log: name an --out where all nodes can write; submit again"
+            return [task.name, "failed", attempt, since, told]
     return [task.name, "failed", attempt, since, f"{told}; {_next_step(task)}"]
+
+
+def _last_line(path: Path) -> str:
+    """Return the last line of a log that is not empty; an empty string if there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((one_line(line) for line in reversed(lines) if line.strip()), "")
 
 
 def _has_succeeded(task: Task, job: Job | None, last: Verdict | None) -> bool:

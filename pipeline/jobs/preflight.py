@@ -16,6 +16,7 @@ has not yet run here on more than one GPU.
 import argparse
 import json
 import os
+import socket
 import sys
 import time
 import zlib
@@ -135,6 +136,8 @@ def find_facts(world: World) -> Facts:
     if world.local_rank == 0:  # one rank per node reads the files
         versions["the code of mmnmt"] = code_digest()
     facts = Facts(node_name(), world.rank, world.local_rank, versions)
+    if problem := interface_problem(os.environ.get("GLOO_SOCKET_IFNAME", "")):
+        facts.problems.append(problem)
     in_torch = torch.cuda.device_count()
     problem = driver_problem(
         visible_gpus().count, in_torch, version=torch.__version__, cuda=torch.version.cuda
@@ -186,6 +189,18 @@ def driver_problem(by_driver: int, in_torch: int, *, version: str, cuda: str | N
 
 def _are(gpus: int) -> str:
     return f"{'is' if gpus == 1 else 'are'} {counted(gpus, 'GPU')}"
+
+
+def interface_problem(wanted: str) -> str | None:
+    """Return which of the network interfaces ``A,B`` this node lacks; None if it has all."""
+    there = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in wanted.split(",") if name and name not in there]
+    if not missing:
+        return None
+    return (
+        f"There is no network interface {listed(missing)}. Set `interface` in the site file, or "
+        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, to one of {listed(there)}."
+    )
 
 
 def code_digest() -> str:

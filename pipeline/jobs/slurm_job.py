@@ -29,6 +29,7 @@ from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from pipeline.jobs.attempts import (
     MAX_FRUITLESS,
     REPORTS,
+    TOLD_TO_END,
     Asked,
     Start,
     Verdict,
@@ -58,6 +59,12 @@ _RESEND_SECONDS = 30.0
 """Seconds after which a request to stop is passed on again: the first can come before the ranks."""
 _REASON_SECONDS = 1.0
 """Seconds to wait for the signal that ranks were sent: SLURM signals one process after another."""
+_LOOK_SECONDS = 2.0
+"""Seconds between looks for reports of ranks, which lie on shared storage."""
+_LEAVING_KILL_WAITS = 4
+"""Times ``KillWait`` that ranks have to leave after the first one reported its end."""
+_USUAL_KILL_WAIT = 30
+"""SLURM's default, in seconds."""
 _PORTS_TRIED = 100
 _NEAR_THE_LIMIT_SECONDS = 900
 """A warning that comes at most so long before the end of the job is that of its time limit."""
@@ -214,6 +221,7 @@ class _Job:
         command = [*step_options(self._place), *python(), "-m", module, *arguments]
         with subprocess.Popen(command, env=environment, start_new_session=True) as step:
             waited = 0.0
+            leaving = _Leaving(folder)
             while True:
                 try:
                     return step.wait(_POLL_SECONDS)
@@ -222,6 +230,9 @@ class _Job:
                 if self._is_new_request() or (self._requests and waited >= _RESEND_SECONDS):
                     waited = 0.0
                     self._pass_on()
+                if leaving.is_overdue():
+                    self._say("srun waits for ranks that are gone with their node; ending it")
+                    step.kill()
 
     def _variables(self, folder: Path) -> dict[str, str]:
         """Return what the ranks find in their environment, beside what SLURM puts there."""
@@ -305,6 +316,37 @@ class _Job:
 
     def _say(self, text: str) -> None:
         print(f"mmnmt {self._stage}: {text}", file=sys.stderr, flush=True)
+
+
+class _Leaving:
+    """Notices that srun does not end although a rank has ended.
+
+    srun waits for ever for the ranks of a node that crashed and came back before SLURM missed it
+    (22.05). Otherwise all ranks are gone ``KillWait`` seconds after one of them failed, and soon
+    after one of them is done. A rank that was told to end may still save its state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._until: float | None = None
+        self._next_look = 0.0
+
+    def is_overdue(self) -> bool:
+        """Return whether the first rank reported its end too long ago."""
+        now_seconds = time.monotonic()
+        if self._until is not None:
+            return now_seconds > self._until
+        if now_seconds >= self._next_look:
+            self._next_look = now_seconds + _LOOK_SECONDS
+            if any(end.cause != TOLD_TO_END for end in read_ends(self._folder)):
+                self._until = now_seconds + _LEAVING_KILL_WAITS * kill_wait_seconds()
+        return False
+
+
+def kill_wait_seconds() -> int:
+    """Return the seconds after which SLURM kills what does not end when told to."""
+    found = re.search(r"^KillWait\s*=\s*(\d+)", _run("scontrol", "show", "config"), re.MULTILINE)
+    return int(found[1]) if found else _USUAL_KILL_WAIT
 
 
 def python() -> list[str]:

@@ -415,14 +415,15 @@ def cancel_jobs(
     SLURM then cancels the jobs that depend on them. A running stage saves its state.
 
     Raises:
+        ArtifactError: nothing was submitted.
         ConfigError: the plan has no such stage.
         SchedulerError: SLURM does not answer.
     """
     scheduler = scheduler or Scheduler()
     for name in stages:
         placed.require_stage(name, "--only")
-    record = read_jobs(placed.out_dir)
-    live = live_jobs(record, scheduler=scheduler) if record else {}
+    record = _submitted(placed)
+    live = live_jobs(record, scheduler=scheduler)
     found = {name: job for name, job in live.items() if not stages or name in stages}
     scheduler.cancel([job.id for job in found.values()])
     for name, job in found.items():
@@ -440,18 +441,29 @@ def last_log(placed: PlacedPlan, stage: str) -> Path:
     """
     placed.require_stage(stage, "STAGE")
     folder = log_dir(placed.out_dir / stage)
-    record = read_jobs(placed.out_dir)
-    job_id = record.stages[stage].id if record and stage in record.stages else ""
+    record = _submitted(placed)
+    job_id = record.stages[stage].id if stage in record.stages else ""
     path = folder / f"{job_id}.log"
     if job_id and path.is_file():
         return path
     found = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
     if not found:
         raise ArtifactError(
-            f"There is no log of stage {stage} in {folder}: its job has not started. "
-            "`mmnmt status` says why it waits."
+            f"There is no log of stage {stage} in {folder}. `mmnmt status` says why its job waits, "
+            "or how it ended."
         )
     return found[-1]
+
+
+def _submitted(placed: PlacedPlan) -> JobsRecord:
+    """Return the jobs of a plan; ArtifactError if nothing was submitted."""
+    record = read_jobs(placed.out_dir)
+    if record is None:
+        raise ArtifactError(
+            f"Nothing was submitted to {placed.out_dir.absolute()}. Change to the folder of "
+            "`mmnmt submit`, or pass its --out."
+        )
+    return record
 
 
 def _check(placed: PlacedPlan, rebuild: Collection[str]) -> None:

@@ -216,6 +216,10 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
             "n2: torch is 2.0.1, and {torch} on n1.",
         ),
         (
+            "import os; os.environ['GLOO_SOCKET_IFNAME'] = 'no-card'",
+            "n2: There is no network interface no-card. Set `interface` in the site file",
+        ),
+        (
             "from pathlib import Path; Path.mkdir = Path.rmdir = lambda *_, **__: None",
             "n2: the lock that n1 holds does not keep this node out",
         ),
@@ -225,7 +229,13 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
             "n2: rank 1 stopped answering.",
         ),
     ],
-    ids=["another torch", "no lock", "gone before the network", "gone before the folder"],
+    ids=[
+        "another torch",
+        "no interface",
+        "no lock",
+        "gone before the network",
+        "gone before the folder",
+    ],
 )
 def test_the_node_on_which_something_is_broken_is_named(
     tmp_path: Path, change: str, expected: str

@@ -29,7 +29,14 @@ from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan
 from pipeline.jobs.runner import run_plan, stage_arguments
 from pipeline.jobs.scheduler import Job, Scheduler
 from pipeline.jobs.site import Site
-from pipeline.jobs.submission import RECORD_NAME, cancel_jobs, show_commands, submit_plan
+from pipeline.jobs.submission import (
+    RECORD_NAME,
+    cancel_jobs,
+    last_log,
+    log_dir,
+    show_commands,
+    submit_plan,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -539,10 +546,44 @@ def test_status_tells_why_stages_wait_and_why_they_were_canceled(
     slurm.become(ids["shards"], "PENDING", reason="ReqNodeNotAvail,_UnavailableNodes:node2")
     found = status(graph(out))
     assert "SLURM ended it as FAILED" in found["corpus"]
-    assert found["clean"].endswith("a stage that it needs failed")
+    assert found["clean"].endswith("a stage that it needs failed or was canceled")
     assert found["nearest"].startswith(f"nearest canceled {ids['nearest']}.0")
     assert "a limit of the account" in found["tokenizer"]
     assert "down, drained or reserved" in found["shards"]
+
+
+def test_status_tells_why_a_job_never_came_to_start_its_stage(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    job = slurm.ids()["corpus"]
+    slurm.become(job, "FAILED")
+    assert "without a log: name an --out where all nodes can write" in status(graph(out))["corpus"]
+    log = log_dir(out / "corpus") / f"{job}.log"
+    log.write_text("script: line 7: exec: python: not found\n\n", encoding="utf-8")
+    told = "SLURM ended it as FAILED before the stage started: script: line 7: exec: python: not"
+    assert told in status(graph(out))["corpus"]
+
+
+def test_a_stage_whose_submission_slurm_refused_is_missing_and_says_so(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    slurm.set(refused="mmnmt-corpus")
+    with pytest.raises(SchedulerError):
+        submit(graph(out))
+    assert status(graph(out))["corpus"] == "corpus missing its job was not submitted; submit again"
+
+
+def test_logs_and_cancel_say_where_nothing_was_submitted(out: Path) -> None:
+    with pytest.raises(ArtifactError, match=f"Nothing was submitted to {out}"):
+        cancel_jobs(graph(out), [])
+    with pytest.raises(ArtifactError, match=f"Nothing was submitted to {out}"):
+        last_log(graph(out), "corpus")
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_stage_waits_for_another_once_however_often_it_reads_it(tmp_path: Path) -> None:
+    placed = place_plan(load_plan("demo"), out_dir=tmp_path / "demo", auto="cpu_fp32")
+    submit(placed)
+    assert status(placed)["assembled"].endswith("after dense, moe_lgr")
 
 
 def test_status_says_how_far_training_is(slurm: FakeSlurm, out: Path) -> None:
@@ -591,7 +632,7 @@ def test_the_commands_submit_show_print_logs_and_cancel(
     assert run("status", *given)[1].count("waiting") == 2
     code, said = run("logs", "plan.toml", "clean")
     assert code == 2
-    assert "its job has not started" in said
+    assert "There is no log of stage clean" in said
     log = folder / "clean.logs" / f"{slurm.ids()['clean']}.log"
     text = "mmnmt clean: job\n00: first\n10: tenth\n01: second: 0: not of rank 0\n"
     log.write_text(text, encoding="utf-8")
