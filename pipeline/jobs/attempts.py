@@ -157,6 +157,11 @@ def job_of(attempt: str) -> str:
     return attempt.rpartition(".")[0]
 
 
+def restart_of(attempt: str) -> int:
+    """Return the restart of a start: ``1234.1`` → 1."""
+    return int(attempt.rpartition(".")[2])
+
+
 # ---------------------------------------------------------------- reading and writing
 
 

@@ -515,6 +515,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_process()
     # torch's C++ code reports every time-out, too, with a stack; the lines below say what it means.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others
     folder = os.environ.get(REPORTS)
     report = EndReport(Path(folder), describe=_describe) if folder else None
     with report.noting_sigterm() if report else nullcontext():

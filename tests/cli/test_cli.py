@@ -1082,14 +1082,14 @@ def test_a_raw_file_whose_name_is_not_utf_8_is_named_before_any_work(
 def test_the_longest_name_of_an_output_has_room_for_what_lies_beside_it(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for length, unit in ((239, "a"), (238, "é")):  # of two bytes
+    for length, unit in ((234, "a"), (234, "é")):  # of two bytes
         assert bench.read(out=unit * (length // len(unit.encode()))) == 0
-    assert bench.train(out="m" * 239) == EXIT_USER_ERROR, "there is no corpus"
+    assert bench.train(out="m" * 234) == EXIT_USER_ERROR, "there is no corpus"
     capsys.readouterr()
-    for length in (240, 247, 256, 5000):
+    for length in (235, 247, 256, 5000):
         assert bench.read(out="b" * length) == EXIT_USER_ERROR
         said = capsys.readouterr().err
-        assert f"has a name of {length} bytes, where at most 239 fit. Choose a shorter" in said
+        assert f"has a name of {length} bytes, where at most 234 fit. Choose a shorter" in said
     assert len(bench.calls) == 2
     deep = "/".join(["folder"] * 1000)
     assert bench.read(out=deep) == EXIT_USER_ERROR
