@@ -38,7 +38,7 @@ from pipeline.kernels.products import (
 )
 
 Which = Literal["first", "second"]
-"""Which of the two slots of a sentence."""
+"""One of the two slots of a sentence."""
 
 
 class Run(NamedTuple):
