@@ -3,12 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sacrebleu
+from support.recorded_runs import training_run
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -143,6 +145,7 @@ def stage_call(
     comet: Path | None = None,
     tokenizer: Artifact | None = None,
     analyses: Mapping[str, Artifact] | None = None,
+    given: Mapping[str, Artifact] | None = None,
 ) -> StageCall:
     stage = STAGES["evaluate"]
     recipe = Recipe(
@@ -155,6 +158,7 @@ def stage_call(
         inputs["training"] = training
     if tokenizer is not None:
         inputs["tokenizer"] = tokenizer
+    inputs |= {f"given/{name}": one for name, one in (given or {}).items()}
     inputs |= {f"analyses/{name}": one for name, one in (analyses or {}).items()}
     raw = {} if comet is None else {"comet": RawPaths((comet,))}
     of_raw = {} if comet is None else raw["comet"].records("comet")
@@ -343,6 +347,125 @@ def test_outputs_are_scored_and_every_system_is_compared_with_the_named_baseline
     assert tests["de-en"]["copies"]["copied"]["difference"] == 100.0
     assert document["significance"]["directions"]["de-en"]["length_ratio"]["best"] is None
     assert "## Comparison with the baseline perfect" in made.file("report.md").read_text("utf-8")
+
+
+def write_parallel_lines(writer: ArtifactWriter, *, shared: bool = True) -> None:
+    """Thirty sentences in three languages; or, in every pair, thirty others."""
+    for pair in ("de-en", "de-fr", "en-fr"):
+        of_pair = "" if shared else f" of {pair}"
+        for code in pair.split("-"):
+            text = "".join(f"sentence {number} in {code}{of_pair}\n" for number in range(30))
+            writer.path(text_name("test", pair, code)).write_text(text, encoding="utf-8")
+    writer.statistics["pairs"] = {
+        pair: {"train": 0 if pair == "de-fr" else 50, "test": 30}
+        for pair in ("de-en", "de-fr", "en-fr")
+    }
+
+
+def with_gaps(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
+    """Every third line is not translated, in every direction."""
+    return [Hypothesis("" if number % 3 == 0 else text) for number, text in enumerate(references)]
+
+
+def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> None:
+    """The directions agree on every line, so that their average is as uncertain as each of them."""
+    settings = EvaluationConfig.model_validate({"scores": ["bleu", "empty"]})
+    widths, reports = {}, {}
+    for name, shared in (("shared", True), ("apart", False)):
+        corpus = artifact(
+            tmp_path / name, "corpus", "clean", partial(write_parallel_lines, shared=shared)
+        )
+        systems = {"gaps": translations(tmp_path / f"{name}-gaps", corpus, with_gaps)}
+        made = evaluated(stage_call(tmp_path / f"{name}-out", corpus, systems, settings=settings))
+        found = made.read_json("scores.json")["significance"]
+        of_average = found["averages"]["into_pivot"]["all"]["empty"]["intervals"]["gaps"]
+        of_direction = found["directions"]["de-en"]["empty"]["intervals"]["gaps"]
+        widths[name] = [one["high"] - one["low"] for one in (of_average, of_direction)]
+        reports[name] = made.file("report.md").read_text(encoding="utf-8"), found["shared_lines"]
+    assert widths["shared"][0] == pytest.approx(widths["shared"][1])
+    assert widths["apart"][0] < 0.85 * widths["apart"][1]
+    assert reports["shared"][1] == [{"pairs": ["de-en", "de-fr", "en-fr"], "sentences": 30}]
+    assert reports["apart"][1] == []
+    said = "6 of 6 directions have parallel test sets"
+    assert said in reports["shared"][0]
+    assert "3 pairs with 30 sentences" in reports["shared"][0]
+    assert said not in reports["apart"][0]
+    assert "no two pairs have half of their test lines in common" in reports["apart"][0]
+
+
+def damaged_by(seed: int) -> Translate:
+    """Translations by a run: other words are lost with every seed."""
+
+    def translate(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
+        generator = np.random.default_rng(seed)
+        return [
+            Hypothesis(" ".join(word for word in text.split() if generator.random() < 0.8))
+            for text in references
+        ]
+
+    return translate
+
+
+def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_parallel_lines)
+    dense = training_run(tmp_path / "dense", [3.0] * 4)
+    tuned = {
+        name: training_run(tmp_path / name, [2.0] * 3, {"checkpoint": dense}, stage="finetune")
+        for name in ("tuned1", "tuned2")
+    }
+    systems = {
+        "dense": translations(tmp_path / "a", corpus, damaged_by(1), {"checkpoint": dense}),
+        "tuned@1": translations(
+            tmp_path / "b", corpus, damaged_by(2), {"checkpoint": tuned["tuned1"]}
+        ),
+        "tuned@2": translations(
+            tmp_path / "c", corpus, damaged_by(3), {"checkpoint": tuned["tuned2"]}
+        ),
+    }
+    settings = EvaluationConfig.model_validate({"scores": ["bleu"], "word_accuracy": True})
+    made = evaluated(
+        stage_call(
+            tmp_path / "out",
+            corpus,
+            systems,
+            settings=settings,
+            training=artifact(tmp_path / "trained", "corpus", "clean", write_training_lines),
+            given={"dense": dense},
+        )
+    )
+    document = made.read_json("scores.json")
+    assert [one["name"] for one in document["systems"]] == ["dense", "tuned"]
+    runs = document["systems"][1]["runs"]
+    of_runs = [one["averages"]["into_pivot"]["all"]["bleu"] for one in runs]
+    mean = system_scores(made, "tuned")["averages"]["into_pivot"]["all"]["bleu"]
+    assert mean == pytest.approx(np.mean(of_runs))
+    alone = evaluated(stage_call(tmp_path / "alone", corpus, {"x": systems["tuned@2"]}))
+    assert of_runs[1] == system_scores(alone, "x")["averages"]["into_pivot"]["all"]["bleu"]
+    interval = document["significance"]["averages"]["into_pivot"]["all"]["bleu"]["intervals"]
+    assert interval["tuned"]["low"] < min(of_runs) < max(of_runs) < interval["tuned"]["high"]
+    (test,) = document["baseline_tests"]["directions"]["de-en"]["bleu"].values()
+    assert test["randomisation"] is None
+    assert 0.0 < test["bootstrap"] <= 1.0
+    assert made.has("sentences/tuned@2/de-en.npz")
+    assert made.statistics["systems"].keys() == {"dense", "tuned"}
+    words = document["words"]["families"]["into_pivot"]["length"]["1–3"]
+    assert words.keys() == {"dense", "tuned"}
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert "| tuned (2 runs) | 7 updates (1.8 ×), 3 new |" in text
+    assert "New updates" in text
+    assert "Systems with one run have intervals over test lines alone" in text
+    assert "Systems with several runs are shown by their first run." in text
+    assert "paired bootstrap over seeds and lines" in text
+    page = made.file("report.html").read_text(encoding="utf-8")
+    whiskers = re.findall(r'class="whisker" style="left:([\d.]+)%;width:([\d.]+)%"', page)
+    assert interval["tuned"]["high"] > 100.0, "of two runs, a t distribution's"
+    assert len(whiskers) == page.count('class="whisker"')
+    assert all(float(left) + float(width) <= 100.01 for left, width in whiskers)
+    dense = system_scores(made, "dense")["averages"]["into_pivot"]["all"]["bleu"]
+    shown = document["significance"]["averages"]["into_pivot"]["all"]["bleu"]["differences"]
+    low, high = shown["tuned"]["low"], shown["tuned"]["high"]
+    section = text.split("### BLEU: difference to dense")[1]
+    assert f"| tuned | {mean - dense:+.1f} ({low:+.1f} to {high:+.1f}) |" in section
 
 
 def scored_by_overlap(_: Path, work: Path) -> Iterator[str]:

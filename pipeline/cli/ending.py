@@ -56,13 +56,17 @@ _CONNECTION = re.compile(
 RuntimeError or a subclass of it (torch 2.11), so only the text tells them from other errors."""
 
 
-def guarded(name: str, action: Callable[[], int], *, is_rank: bool = False) -> int:
+def guarded(
+    name: str, action: Callable[[], int], *, is_rank: bool = False, leads: bool = False
+) -> int:
     """Run a command; turn errors that a user can fix into one line and an exit code.
 
     Args:
         name: Name of the command.
         action: Work of the command; returns its exit code.
         is_rank: Whether this is a rank of a stage, which reports its end to its launcher.
+        leads: Whether the stage needs nobody's agreement to stop: it has no other rank, or ranks of
+            MPI that only compute its tasks.
     """
     reports = _Reports(name, is_rank=is_rank)
     BEFORE_END[:] = [lambda cause: reports.write("again", cause)]
@@ -76,7 +80,8 @@ def guarded(name: str, action: Callable[[], int], *, is_rank: bool = False) -> i
     except Interrupted as error:
         reason = str(error) or "stopped as asked"
         say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")
-        is_agreed = isinstance(error, AgreedStop) or (launched_size(os.environ) or 1) == 1
+        is_alone = leads or (launched_size(os.environ) or 1) == 1
+        is_agreed = is_alone or isinstance(error, AgreedStop)
         reports.write("again" if is_agreed else "lost", reason)
         return EXIT_RUN_AGAIN
     except UserError as error:

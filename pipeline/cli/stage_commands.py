@@ -88,7 +88,7 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
         refuse_paths(options)
         return action()
 
-    return guarded(name, act, is_rank=True)
+    return guarded(name, act, is_rank=True, leads=stage.parallel != "ranks")
 
 
 def _chosen(stage: Stage, arguments: Sequence[str]) -> tuple[argparse.Namespace, Callable[[], int]]:

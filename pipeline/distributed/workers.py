@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m pipeline STAGE --mpi …"
 """Command that starts a stage and the ranks that compute its tasks."""
+_STARTERS = {"mpi4py.futures", "pipeline.jobs.mpi_rank"}
+"""Modules that start a stage with other ranks."""
 
 
 class Pool(Executor):
@@ -137,7 +139,7 @@ def open_pool(
     """
     if not mpi:
         return WorkerPool(processes, initializer=initializer, initargs=initargs)
-    if "mpi4py.futures" not in sys.orig_argv:
+    if _STARTERS.isdisjoint(sys.orig_argv):
         raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
     from mpi4py import MPI  # loaded by mpi4py.futures already
 

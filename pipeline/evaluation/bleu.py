@@ -17,6 +17,7 @@ from pipeline.evaluation.chrf import shared_words
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
+    LineCount,
     LineStatistics,
     Rows,
     Score,
@@ -101,7 +102,7 @@ class Bleu(Score):
         totals = rows.sum(axis=0, dtype=np.int64).tolist()
         return float(BLEU()._compute_score_from_stats(totals).score)
 
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:  # noqa: ARG002 (one signature)
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:  # noqa: ARG002 (one signature)
         """Return BLEU with sacreBLEU's exponential smoothing, (draws, 10) → (draws,)."""
         hypothesis, reference = sums[:, 0], sums[:, 1]
         correct, total = sums[:, 2:6], sums[:, 6:10]

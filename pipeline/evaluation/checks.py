@@ -8,6 +8,7 @@ from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, listed_nam
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.averages import RULE
 from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.repeated_runs import group_runs
 from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.scores import SystemScores, Verdicts
 from pipeline.languages import parse_tag
@@ -27,8 +28,8 @@ def check_inputs(call: StageCall) -> None:
     """Check that settings and inputs of the stage belong together.
 
     Raises:
-        ConfigError: a model or tokenizer is given but not used, or needed but not given; or a set
-            of languages contains an unknown language.
+        ConfigError: a model or tokenizer is given but not used, or needed but not given; a set of
+            languages contains an unknown language; or a system is named with and without a seed.
     """
     settings = call.recipe.evaluation
     if "comet" in call.raw and "comet" not in settings.computed_scores:
@@ -49,6 +50,7 @@ def check_inputs(call: StageCall) -> None:
     for codes in settings.language_sets.values():
         for code in codes:
             parse_tag(code)
+    group_runs(call.many("systems"))
 
 
 def shared_directions(

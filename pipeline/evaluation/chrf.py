@@ -16,6 +16,7 @@ from sacrebleu.metrics.chrf import CHRF
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
+    LineCount,
     LineStatistics,
     Rows,
     Score,
@@ -99,7 +100,7 @@ class Chrf(Score):
         totals = rows.sum(axis=0, dtype=np.int64).tolist()
         return float(_chrf()._compute_score_from_stats(totals).score)
 
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:  # noqa: ARG002 (one signature)
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:  # noqa: ARG002 (one signature)
         """Return chrF++ over the orders that have n-grams, (draws, 24) → (draws,)."""
         hypothesis, reference, matches = sums[:, 0::3], sums[:, 1::3], sums[:, 2::3]
         known = (hypothesis > 0) & (reference > 0)

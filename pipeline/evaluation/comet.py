@@ -33,7 +33,14 @@ import numpy as np
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import EXIT_USER_ERROR, ConfigError
-from pipeline.evaluation.score_slot import Column, Floats, LineStatistics, Score, TranslatedLines
+from pipeline.evaluation.score_slot import (
+    Column,
+    Floats,
+    LineCount,
+    LineStatistics,
+    Score,
+    TranslatedLines,
+)
 from pipeline.terminal import track
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -65,7 +72,7 @@ class Comet(Score):
         assert len(scores) == len(lines.hypotheses)
         return LineStatistics(scores, self.given.signature)
 
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
         """Return means of summed scores, (draws, 1) → (draws,)."""
         found: Floats = 100.0 * sums[:, 0] / lines
         return found

@@ -9,6 +9,7 @@ import numpy as np
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
+    LineCount,
     LineStatistics,
     Score,
     Section,
@@ -47,7 +48,7 @@ class LengthRatio(Score):
         counted = [[len(one.strip()), len(other.strip())] for one, other in pairs]
         return LineStatistics(np.array(counted, dtype=np.int32))
 
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:  # noqa: ARG002 (one signature)
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:  # noqa: ARG002 (one signature)
         """Return ratios of characters, (draws, 2) → (draws,)."""
         found: Floats = sums[:, 0] / np.maximum(sums[:, 1], 1.0)
         return found

@@ -4,6 +4,9 @@ The budget of a system covers the training runs that its weights come from: its 
 those of every checkpoint that it was assembled from or trained further from. A run counts whole,
 even if only some of its weights were used. Trainings that only gave the language groups are named
 but not counted.
+
+The new cost of a system is its budget without what led to given checkpoints, which the user had
+already: run by run, what the system's weights have spent beyond those of the checkpoints.
 """
 
 import sys
@@ -84,6 +87,8 @@ class SystemTraining:
     """Whether all runs could still be found."""
     groups_from: tuple[str, ...] = ()
     """Directories of trainings that gave the language groups alone; not counted."""
+    new: Spent | None = None
+    """Cost beyond the given checkpoints; None if none is given."""
 
     @property
     def is_trained(self) -> bool:
@@ -114,24 +119,43 @@ def add_up(parts: Iterable[Spent]) -> Spent:
     )
 
 
+def beyond(spent: Spent, given: Spent) -> Spent:
+    """Return what a run has spent after the updates of it that are given."""
+    if given.updates >= spent.updates:
+        return Spent()
+    return Spent(
+        updates=spent.updates - given.updates,
+        target_tokens=_difference(spent.target_tokens, given.target_tokens),
+        operations=_difference(spent.operations, given.operations),
+        seconds=_difference(spent.seconds, given.seconds),
+        source_tokens=_difference(spent.source_tokens, given.source_tokens),
+    )
+
+
+def _difference(whole: Number | None, part: Number | None) -> Number | None:
+    return None if whole is None or part is None else max(whole - part, 0)
+
+
 def _total(counts: Sequence[Number | None], zero: Number) -> Number | None:
     known = [one for one in counts if one is not None]
     return sum(known, zero) if len(known) == len(counts) else None
 
 
-def trace_training(system: str, translations: Artifact) -> tuple[SystemTraining, Artifact | None]:
-    """Return the training of a system, and the checkpoint with the metrics of its last run."""
+def trace_training(
+    system: str, translations: Artifact, *, given: Sequence[Artifact] = ()
+) -> tuple[SystemTraining, Artifact | None]:
+    """Return the training of a system, and the checkpoint with the metrics of its last run.
+
+    Args:
+        system: name.
+        translations: by the system.
+        given: checkpoints that existed already; empty: the new cost is not asked for.
+    """
     record = translations.manifest.inputs.get("checkpoint")
     checkpoint = None if record is None else open_recorded(record)
     if checkpoint is None:
         return SystemTraining(system, None, None, (), complete=record is None), None
-    lineage = Lineage()
-    lineage.add(checkpoint, follow=_gives_weights)
-    runs: dict[str, list[Artifact]] = {}
-    for artifact in lineage.found.values():
-        if artifact.manifest.stage in TRAINING_STAGES:
-            runs.setdefault(_run_identity(artifact), []).append(artifact)
-    runs = dict(sorted(runs.items(), key=lambda item: item[1][0].manifest.run.started))
+    lineage, runs = _trace_runs([checkpoint])
     own = _last_run(checkpoint)
     described = {identity: describe_run(members) for identity, members in runs.items()}
     return SystemTraining(
@@ -141,7 +165,32 @@ def trace_training(system: str, translations: Artifact) -> tuple[SystemTraining,
         before=tuple(run for identity, run in described.items() if identity != own),
         complete=not lineage.missing,
         groups_from=_groups_from(lineage, {run.folder for run in described.values()}),
+        new=_new_cost(described, given) if given else None,
     ), _with_metrics(runs.get(own or "", []))
+
+
+def _trace_runs(
+    checkpoints: Sequence[Artifact],
+) -> tuple[Lineage, dict[str, list[Artifact]]]:
+    """Return what the weights of checkpoints come from, and the artifacts of every run in it."""
+    lineage = Lineage()
+    for checkpoint in checkpoints:
+        lineage.add(checkpoint, follow=_gives_weights)
+    runs: dict[str, list[Artifact]] = {}
+    for artifact in lineage.found.values():
+        if artifact.manifest.stage in TRAINING_STAGES:
+            runs.setdefault(_run_identity(artifact), []).append(artifact)
+    return lineage, dict(sorted(runs.items(), key=lambda item: item[1][0].manifest.run.started))
+
+
+def _new_cost(described: Mapping[str, TrainingRun], given: Sequence[Artifact]) -> Spent:
+    """Return what the runs of a system have spent beyond those of given checkpoints."""
+    _, runs = _trace_runs(given)
+    before = {identity: describe_run(members).spent for identity, members in runs.items()}
+    return add_up(
+        beyond(run.spent, before[identity]) if identity in before else run.spent
+        for identity, run in described.items()
+    )
 
 
 def _gives_weights(record: InputRecord) -> bool:
@@ -343,7 +392,9 @@ class History:
     missing: tuple[str, ...] = ()
     """Directories that are gone or have changed since."""
     trainings: tuple[SystemTraining, ...] = ()
-    """Trainings of the systems, in their order."""
+    """Trainings of the systems, in their order; of a system with several runs, of each run."""
+    given: tuple[str, ...] = ()
+    """Directories of the given checkpoints."""
 
     def training_of(self, system: str) -> SystemTraining | None:
         """Return the training of a system, if it is known."""
@@ -354,8 +405,13 @@ class History:
         return sum(one.wall_seconds for one in self.stages if system in one.systems)
 
 
-def trace_history(systems: Mapping[str, Artifact]) -> History:
-    """Follow the systems' manifests back to the raw text."""
+def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] = ()) -> History:
+    """Follow the manifests of systems, or of their runs, back to the raw text.
+
+    Args:
+        systems: name → translations.
+        given: checkpoints that existed already, if new costs are asked for.
+    """
     runs: dict[Path, Artifact] = {}
     users: dict[Path, list[str]] = {}
     curves: list[Curve] = []
@@ -368,7 +424,7 @@ def trace_history(systems: Mapping[str, Artifact]) -> History:
         for path, artifact in behind.found.items():
             runs.setdefault(path, artifact)
             users.setdefault(path, []).append(name)
-        training, checkpoint = trace_training(name, translations)
+        training, checkpoint = trace_training(name, translations, given=given)
         trainings.append(training)
         if checkpoint is not None and not read_metrics(checkpoint):
             missing.add(checkpoint.directory.name)
@@ -388,6 +444,7 @@ def trace_history(systems: Mapping[str, Artifact]) -> History:
         curves=tuple(curves),
         missing=tuple(sorted(missing)),
         trainings=tuple(trainings),
+        given=tuple(one.directory.name for one in given),
     )
 
 

@@ -42,7 +42,7 @@ SPENT_COLUMNS = ("updates", "source tokens", "target tokens", "FLOP", "wall time
 
 
 def trained_for(history: History, system: str) -> str:
-    """Return the training of a system in a few words: ``2,100 updates (3.0 ×)``.
+    """Return the training of a system in a few words: ``2,100 updates (3.0 ×), 700 new``.
 
     The factor is relative to the least trained system; it is left out if there is but one.
     """
@@ -53,10 +53,11 @@ def trained_for(history: History, system: str) -> str:
         return "no training" if training.complete else "training not found"
     updates = training.total.updates
     text = counted(updates, "update")
+    new = "" if training.new is None else f", {training.new.updates:,} new"
     if not training.complete:
-        return f"at least {text}"
+        return f"at least {text}{new}"
     least = _least_updates(history)
-    return f"{text} ({updates / least:.1f} ×)" if least else text
+    return f"{text} ({updates / least:.1f} ×){new}" if least else f"{text}{new}"
 
 
 def _least_updates(history: History) -> int | None:
@@ -73,7 +74,11 @@ def budgets_section(history: History) -> ReportSection | None:
         *(Heading(title, group="Parameters") for title in ("total", "active")),
         *(
             Heading(title, group=group)
-            for group in ("Last training", "All trainings")
+            for group in (
+                "Last training",
+                "All trainings",
+                *(["New"] if history.given else []),
+            )
             for title in SPENT_COLUMNS
         ),
     )
@@ -82,7 +87,8 @@ def budgets_section(history: History) -> ReportSection | None:
             training.system,
             *_parameters(training),
             *_spent(None if training.own is None else training.own.spent),
-            *_total(training),
+            *_sums(training, training.total),
+            *(_sums(training, training.new) if history.given else ()),
         )
         for training in history.trainings
     )
@@ -112,10 +118,11 @@ def _spent(spent: Spent | None) -> tuple[str, ...]:
     )
 
 
-def _total(training: SystemTraining) -> tuple[str, ...]:
+def _sums(training: SystemTraining, spent: Spent | None) -> tuple[str, ...]:
+    """Return sums over the runs of a system, as lower bounds if some runs are missing."""
     if not training.is_trained:
         return _spent(None)
-    cells = _spent(training.total)
+    cells = _spent(spent)
     if training.complete:
         return cells
     return tuple(cell if cell == NO_VALUE else f"≥ {cell}" for cell in cells)
@@ -136,6 +143,12 @@ def _budget_notes(history: History) -> Iterator[str]:
         "Fuse distillation takes every batch through the model twice, and both passes count. Wall "
         "times are of the training stages, on any number of processes."
     )
+    if history.given:
+        yield (
+            f"New is what a system has cost where {joined(history.given)} existed already: all its "
+            "trainings without those that given weights come from, too. Of a training that the "
+            "system used for more updates than what was given, the further ones are new."
+        )
     if _least_updates(history):
         yield (
             "× compares the updates of a system with those of the least trained one: where it is "
@@ -223,9 +236,14 @@ class Axis:
 UPDATES = Axis("updates", lambda point: point.update, lambda spent: spent.updates)
 
 
-def curves_section(history: History, systems: Sequence[str]) -> ReportSection | None:
-    """Return the loss curves, whose colors follow the order of the systems."""
-    figures = curve_figures(history, places={name: place for place, name in enumerate(systems)})
+def curves_section(history: History, places: Mapping[str, int]) -> ReportSection | None:
+    """Return the loss curves.
+
+    Args:
+        history: runs behind the systems.
+        places: system → number of its color.
+    """
+    figures = curve_figures(history, places=places)
     if not figures:
         return None
     return ReportSection(

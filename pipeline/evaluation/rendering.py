@@ -18,7 +18,7 @@ from pipeline.evaluation.tables import Report, Table
 _SPECIAL = re.compile(
     r"""[\\`*\[\]~|$]             # code, emphasis, links, strikethrough, cells, formulae
     | (?<![^\W_])_ | _(?![^\W_])  # emphasis; between letters and digits it has no meaning
-    | ^[\#+=-]                   # headings, lists, rules
+    | ^[\#=] | ^[+-](?!\d)        # headings, lists, rules; signed numbers are none
     """,
     re.VERBOSE,
 )

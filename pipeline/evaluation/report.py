@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import read_hypotheses, read_lines
+from pipeline.artifacts.corpus import pair_name, read_hypotheses, read_lines
 from pipeline.evaluation.averages import RULE
 from pipeline.evaluation.directions import FAMILIES, DirectionProfile
 from pipeline.evaluation.history import History
@@ -17,6 +17,7 @@ from pipeline.evaluation.history_tables import (
     summaries_section,
     trained_for,
 )
+from pipeline.evaluation.repeated_runs import group_runs
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.score_tables import (
     AverageColumn,
@@ -35,7 +36,7 @@ from pipeline.evaluation.score_tables import (
     separate_sections,
     word_accuracy_section,
 )
-from pipeline.evaluation.scores import Evaluation
+from pipeline.evaluation.scores import Evaluation, Interval, Significance, SystemScores
 from pipeline.evaluation.significance import MIN_LINES
 from pipeline.evaluation.tables import (
     BulletList,
@@ -48,6 +49,7 @@ from pipeline.evaluation.tables import (
     Table,
     TextSample,
     bullets,
+    joined,
     score_cell,
 )
 from pipeline.seeds import derive_seed
@@ -101,8 +103,8 @@ def evaluation_report(
         imprint: date and version.
         further: sections that follow those of the scores.
     """
-    names = [one.name for one in evaluation.systems]
-    training = _trained_for(history)
+    runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
+    training = _trained_for(evaluation, history)
     sections = (
         _overview_section(evaluation, training),
         _warnings_section(evaluation),
@@ -115,16 +117,16 @@ def evaluation_report(
         output_languages_section(evaluation),
         word_accuracy_section(evaluation),
         *further,
-        curves_section(history, names),
+        curves_section(history, runs),
         _samples_section(evaluation, samples),
         directions_section(evaluation),
         summaries_section(history),
-        stages_section(history, names),
+        stages_section(history, [*runs]),
         _notes_section(evaluation, history),
         _signatures_section(evaluation),
     )
     return Report(
-        f"Translation quality of {counted(len(names), 'system')}",
+        f"Translation quality of {counted(len(evaluation.systems), 'system')}",
         f"Evaluation report, {imprint.text}",
         _facts(evaluation),
         tuple(section for section in sections if section is not None),
@@ -134,11 +136,15 @@ def evaluation_report(
 
 def summary_tables(evaluation: Evaluation, history: History) -> tuple[Table, ...]:
     """Return the averages of the main scores, which the command prints."""
-    return main_tables(evaluation, _trained_for(history))
+    return main_tables(evaluation, _trained_for(evaluation, history))
 
 
-def _trained_for(history: History) -> TrainedFor:
-    return lambda system: trained_for(history, system)
+def _trained_for(evaluation: Evaluation, history: History) -> TrainedFor:
+    """Return the description of a system's training; of runs that differ in it, all of theirs."""
+    runs = {one.name: one.run_names for one in evaluation.systems}
+    return lambda system: " / ".join(
+        dict.fromkeys(trained_for(history, run) for run in runs[system])
+    )
 
 
 def _facts(evaluation: Evaluation) -> tuple[str, ...]:
@@ -200,11 +206,16 @@ def _bars(
                 system.name,
                 training(system.name),
                 score_cell(score, decimals=column.decimals),
-                interval=None if interval is None else (interval.low, interval.high),
+                interval=None if interval is None else _within_bar(interval),
                 series=place,
             )
         )
     return tuple(bars)
+
+
+def _within_bar(interval: Interval) -> tuple[float, float]:
+    """Return an interval cut to 0–100, beyond which that of two or three runs may reach."""
+    return min(max(interval.low, 0.0), 100.0), min(max(interval.high, 0.0), 100.0)
 
 
 def _warnings_section(evaluation: Evaluation) -> ReportSection | None:
@@ -222,7 +233,11 @@ def choose_samples(
     profiles: Sequence[DirectionProfile],
     seed: int,
 ) -> list[Sample]:
-    """Draw test lines by seed: a few lines of a few directions of every family."""
+    """Draw test lines by seed: a few lines of a few directions of every family.
+
+    Of a system with several runs, the first translates them.
+    """
+    systems = {name: systems[runs[0]] for name, runs in group_runs(systems).items()}
     samples: list[Sample] = []
     for family in FAMILIES:
         members = [profile for profile in profiles if profile.family == family]
@@ -264,7 +279,12 @@ def _samples_section(evaluation: Evaluation, samples: Sequence[Sample]) -> Repor
     ordered = sorted(samples, key=lambda one: FAMILIES.index(one.profile.family))
     return ReportSection(
         "Sample translations",
-        "Test lines drawn at random by the evaluation's seed.",
+        "Test lines drawn at random by the evaluation's seed."
+        + (
+            " Systems with several runs are shown by their first run."
+            if any(one.runs for one in evaluation.systems)
+            else ""
+        ),
         samples=tuple(_text_sample(evaluation, one) for one in ordered),
     )
 
@@ -310,10 +330,11 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
             f"Confidence intervals hold the middle 95 % of {evaluation.significance.resamples:,} "
             "bootstrap resamples of the test lines, which are the same for all systems. A score is "
             "bold if its lead over every other system is significant at 95 % (paired bootstrap), "
-            f"and if both its system and the baseline translate. {RULE} The two directions of a "
-            "pair are resampled together, and pairs independently of each other. Test sets of "
+            f"and if both its system and the baseline translate. {RULE} Test sets of "
             f"fewer than {MIN_LINES} lines have neither intervals nor bold scores."
         )
+        yield from _notes_on_lines(evaluation.significance)
+        yield from _notes_on_seeds(evaluation.systems)
     for section, columns in evaluation.sections.items():
         if any(average_columns(evaluation, column) for column in columns):
             yield section.note
@@ -326,6 +347,53 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
         yield (
             "Wall times and budgets leave out what is no longer where it was, or has changed "
             f"since: {', '.join(missing)}."
+        )
+
+
+def _notes_on_lines(significance: Significance) -> Iterator[str]:
+    """Yield which directions are resampled together, with the sizes of their line sets."""
+    resampled = [name for name, columns in significance.directions.items() if columns]
+    if not resampled:
+        return
+    pairs = {pair for one in significance.shared_lines for pair in one.pairs}
+    together = sum(pair_name(*name.split("-")) in pairs for name in resampled)
+    if not together:
+        yield (
+            "The two directions of a pair are resampled together, and pairs independently of each "
+            "other: no two pairs have half of their test lines in common."
+        )
+        return
+    sizes = [
+        f"{counted(len(one.pairs), 'pair')} with {counted(one.sentences, 'sentence')}"
+        for one in significance.shared_lines
+    ]
+    yield (
+        f"{together} of {counted(len(resampled), 'direction')} have parallel test sets, known by "
+        "equal lines in a language of both, and are resampled together, since their scores vary "
+        f"together: {joined(sizes)}."
+    )
+    if together < len(resampled):
+        yield (
+            f"The other {len(resampled) - together} are resampled independently, but for the two "
+            "directions of a pair."
+        )
+
+
+def _notes_on_seeds(systems: Sequence[SystemScores]) -> Iterator[str]:
+    """Yield how runs with different seeds are averaged and compared, if a system has several."""
+    repeated = [f"{one.name} of {len(one.runs)}" for one in systems if one.runs]
+    if not repeated:
+        return
+    yield (
+        f"Scores of systems with several runs ({', '.join(repeated)}) are means over the runs; ± "
+        "is the standard deviation over runs. Their resamples add the standard error over seeds, "
+        "times a value of Student's t distribution, to the mean of the runs on the resampled "
+        "lines. Systems with the same seeds are paired by seed and line."
+    )
+    if len(repeated) < len(systems):
+        yield (
+            "Systems with one run have intervals over test lines alone: another seed of them may "
+            "score differently."
         )
 
 

@@ -22,6 +22,9 @@ Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[Any]
 """(lines, statistics) integers, booleans or floats; (lines,) where a line has one figure."""
 
+LineCount = int | Floats
+"""Number of lines that statistics are summed over; if it varies, of every draw, (draws,)."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -144,12 +147,12 @@ class Score(ABC):
         """Return the statistics of every line of a covered direction."""
 
     @abstractmethod
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
         """Return the scores of summed statistics, (draws, statistics) → (draws,).
 
         Args:
             sums: one row per draw.
-            lines: number of lines that each row sums over.
+            lines: number of lines that the rows sum over.
         """
 
     def of_corpus(self, rows: Rows) -> float:
@@ -169,7 +172,7 @@ class ShareOfLines(Score):
         """Return the mean, rounded as a mean is."""
         return 100.0 * float(rows.mean())
 
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
         """Return percentages from numbers of lines of the kind, (draws, 1) → (draws,)."""
         found: Floats = 100.0 * sums[:, 0] / lines
         return found

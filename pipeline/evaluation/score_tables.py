@@ -173,10 +173,16 @@ def _average_tables(
         compared = [comparison_of_average(evaluation, one, column) for one in averages]
         rows = [
             row(
-                system.name,
+                Cell(system.name, note=counted(len(system.runs), "run") if system.runs else ""),
                 trained_for(system.name),
                 *(
-                    _system_cell(system.name, _average(system.averages, one, column), column, found)
+                    _system_cell(
+                        system.name,
+                        _average(system.averages, one, column),
+                        column,
+                        found,
+                        spread=_average(system.spread, one, column),
+                    )
                     for one, found in zip(averages, compared, strict=True)
                 ),
             )
@@ -209,16 +215,22 @@ def _average(
 
 
 def _system_cell(
-    system: str, value: float | None, column: Column, compared: Comparison | None
+    system: str,
+    value: float | None,
+    column: Column,
+    compared: Comparison | None,
+    *,
+    spread: float | None = None,
 ) -> Cell:
-    """Return a score with its confidence interval, bold if it is the best one."""
-    if compared is None:
-        return score_cell(value, decimals=column.decimals)
+    """Return a score with its spread over runs and its interval, bold if it is the best one."""
+    notes = [] if spread is None else [f"± {spread:.{column.decimals}f}"]
+    if compared is not None:
+        notes.append(_range(compared.intervals[system], decimals=column.decimals))
     return score_cell(
         value,
         decimals=column.decimals,
-        note=_range(compared.intervals[system], decimals=column.decimals),
-        bold=compared.best == system,
+        note=", ".join(notes),
+        bold=compared is not None and compared.best == system,
     )
 
 
@@ -320,13 +332,18 @@ def baseline_section(evaluation: Evaluation) -> ReportSection | None:
             title,
             f"Not decided: {evaluation.wins.baseline} does not translate in any direction.",
         )
-    tables = (*_win_tables(evaluation), *_test_tables(evaluation))
+    tables = (
+        *_difference_tables(evaluation),
+        *_win_tables(evaluation),
+        *_test_tables(evaluation),
+    )
     if not tables:
         return None
     return ReportSection(
         title,
-        "The win ratio is the share of decided directions in which a system scores better than "
-        "the baseline; a tie is no win." + _description_of_tests(evaluation),
+        "The range beside a difference is its 95 % confidence interval, over the resamples that "
+        "both systems share. The win ratio is the share of decided directions in which a system "
+        "scores better than the baseline; a tie is no win." + _description_of_tests(evaluation),
         tables=tables,
     )
 
@@ -348,11 +365,58 @@ def _description_of_tests(evaluation: Evaluation) -> str:
         if tested.resamples > drawn.resamples
         else ""
     )
+    counts = (
+        "The test is the paired bootstrap over seeds and lines"
+        if any(one.runs for one in evaluation.systems)
+        else "Each entry has two counts: by paired bootstrap / by approximate randomization"
+    )
     return (
         f" A difference is significant if its p-value is at most {LEVEL} after Holm's correction "
-        f"for {tested.tests:,} tests (directions × systems). Each entry has two counts: by paired "
-        f"bootstrap / by approximate randomization, with {drawn.resamples:,} resamples{more}."
+        f"for {tested.tests:,} tests (directions × systems). {counts}, with "
+        f"{drawn.resamples:,} resamples{more}."
     )
+
+
+def _difference_tables(evaluation: Evaluation) -> Iterator[Table]:
+    """Yield the differences of averages to the baseline, with their intervals, if there are any."""
+    baseline = evaluation.verdicts.baseline
+    by_name = {one.name: one for one in evaluation.systems}
+    for column in evaluation.main_columns:
+        averages = average_columns(evaluation, column)
+        compared = [comparison_of_average(evaluation, one, column) for one in averages]
+        rows = [
+            row(
+                name,
+                *(
+                    _difference_cell(
+                        _average(system.averages, one, column),
+                        _average(by_name[baseline].averages, one, column),
+                        column,
+                        None if found is None else found.differences.get(name),
+                    )
+                    for one, found in zip(averages, compared, strict=True)
+                ),
+            )
+            for name, system in by_name.items()
+            if name != baseline
+        ]
+        if any(found is not None and found.differences for found in compared):
+            titles = _average_headings(evaluation, averages, notes=True)
+            yield Table(
+                f"{column.title}: difference to {baseline}",
+                (*headings("System"), *titles),
+                tuple(rows),
+            )
+
+
+def _difference_cell(
+    ours: float | None, theirs: float | None, column: Column, interval: Interval | None
+) -> Cell:
+    if ours is None or theirs is None:
+        return Cell(None)
+    sign = f"+.{column.decimals}f"
+    note = "" if interval is None else f"{interval.low:{sign}} to {interval.high:{sign}}"
+    return Cell(ours - theirs, sign, note=note)
 
 
 def _win_tables(evaluation: Evaluation) -> Iterator[Table]:
@@ -409,14 +473,22 @@ def _test_tables(evaluation: Evaluation) -> Iterator[Table]:
 
 
 def _counts(column: Column, tests: Sequence[PairedTest]) -> list[str]:
-    """Count directions that are better, worse and neither, by each of the two tests."""
+    """Count directions that are better, worse and neither, by each of the one or two tests."""
     sign = 1.0 if column.larger_is_better else -1.0
+    by_test: list[list[float]] = [[one.bootstrap_holm for one in tests]]
+    randomised = [one.randomisation_holm for one in tests if one.randomisation_holm is not None]
+    if len(randomised) == len(tests):
+        by_test.append(randomised)
     counts = []
-    for name in ("bootstrap_holm", "randomisation_holm"):
-        sure = [sign * one.difference for one in tests if getattr(one, name) <= LEVEL]
+    for p_values in by_test:
+        sure = [
+            sign * one.difference
+            for one, p_value in zip(tests, p_values, strict=True)
+            if p_value <= LEVEL
+        ]
         better, worse = sum(one > 0 for one in sure), sum(one < 0 for one in sure)
         counts.append((better, worse, len(tests) - better - worse))
-    return [" / ".join(map(str, both)) for both in zip(*counts, strict=True)]
+    return [" / ".join(map(str, found)) for found in zip(*counts, strict=True)]
 
 
 # Languages

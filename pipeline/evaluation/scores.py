@@ -47,11 +47,23 @@ class DirectionScores:
 
 @dataclass(frozen=True)
 class SystemScores:
-    """Scores of one system by direction (``de-en``), and their averages."""
+    """Scores of one system by direction (``de-en``), and their averages.
+
+    Those of a system with several runs are means over the runs, and its counts are sums.
+    """
 
     name: str
     directions: Mapping[str, DirectionScores]
     averages: Mapping[Family, Mapping[Group, Scores]]
+    runs: tuple["SystemScores", ...] = ()
+    """Scores of its runs, in the order given; empty if it has one."""
+    spread: Mapping[Family, Mapping[Group, Scores]] = field(default_factory=dict)
+    """Standard deviations of the averages over runs; empty if it has one."""
+
+    @property
+    def run_names(self) -> tuple[str, ...]:
+        """Return the names of its runs; of a system with one, its own."""
+        return tuple(one.name for one in self.runs) or (self.name,)
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,17 @@ class Comparison:
     best: str | None
     """System that is better than every other one in 97.5 % of the resamples. None if there is none,
     if it does not translate, or if the baseline does not."""
+    differences: Mapping[str, Interval] = field(default_factory=dict)
+    """Other system → confidence interval of its score minus the baseline's."""
+
+
+@dataclass(frozen=True)
+class SharedLines:
+    """Pairs whose test lines are the same sentences."""
+
+    pairs: tuple[str, ...]
+    sentences: int
+    """Number of different sentences."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +130,8 @@ class Significance:
     directions: Mapping[str, Mapping[str, Comparison]]
     """Direction → name of a column → comparison."""
     averages: Mapping[Family, Mapping[Group, Mapping[str, Comparison]]]
+    shared_lines: tuple[SharedLines, ...] = ()
+    """Parallel test sets, whose lines are drawn together; all others are drawn independently."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +146,9 @@ class PairedTest:
     """Score of the system minus that of the baseline."""
     bootstrap: float
     bootstrap_holm: float
-    randomisation: float
-    randomisation_holm: float
+    randomisation: float | None
+    """None if some system has several runs, as is the corrected one."""
+    randomisation_holm: float | None
 
 
 @dataclass(frozen=True)
@@ -279,6 +305,20 @@ def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[st
             family: {group: _scores_document(one, columns) for group, one in groups.items()}
             for family, groups in system.averages.items()
         },
+        **_runs_document(system, columns),
+    }
+
+
+def _runs_document(system: SystemScores, columns: Sequence[Column]) -> dict[str, Any]:
+    """Return the scores of the runs of a system and their spread, if it has several."""
+    if not system.runs:
+        return {}
+    return {
+        "spread": {
+            family: {group: _scores_document(one, columns) for group, one in groups.items()}
+            for family, groups in system.spread.items()
+        },
+        "runs": [_system_document(one, columns) for one in system.runs],
     }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,8 @@ from pipeline.evaluation.chosen_scores import (
 )
 from pipeline.evaluation.comet import CometScores, ask_comet
 from pipeline.evaluation.directions import DirectionProfile, find_pivot
+from pipeline.evaluation.line_sets import LineSet, find_line_sets
+from pipeline.evaluation.repeated_runs import group_runs, merge_runs, merge_words, seed_of
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
@@ -45,6 +48,7 @@ from pipeline.evaluation.scores import (
     Evaluation,
     ReferenceScores,
     Scores,
+    SharedLines,
     Significance,
     SystemScores,
     Verdicts,
@@ -56,6 +60,7 @@ from pipeline.evaluation.significance import (
     PairedBootstrapTask,
     PValues,
     RandomisationTask,
+    SeedErrors,
     bootstrap_p_values,
     compare_all,
     compare_with_baseline,
@@ -117,7 +122,8 @@ def _score_systems(
         settings, scored=Scored(targets=targets, languages=_languages(call), comet=comet)
     )
     columns = tuple(score.column for score in scores)
-    names = list(call.many("systems"))
+    groups = group_runs(call.many("systems"))
+    names = list(groups)
     baseline = names[baseline_place(names, settings.baseline)]
     tasks = [
         ScoringTask(
@@ -131,7 +137,8 @@ def _score_systems(
         for name, translations in call.many("systems").items()
         for profile in profiles
     ]
-    systems = _score_tasks(tasks, profiles=profiles, writer=writer, pool=pool)
+    scored = _score_tasks(tasks, profiles=profiles, writer=writer, pool=pool)
+    systems = merge_runs(scored, groups, profiles=profiles)
     verdicts = judge(systems, baseline=baseline, profiles=profiles)
     compared, tested = _significance(
         systems,
@@ -154,7 +161,7 @@ def _score_systems(
         references=_score_references(scores, profiles=profiles, corpus=corpus, pool=pool),
         undetectable=tuple(undetectable(scores, targets)),
         warnings=(
-            *caveats(systems, scores=scores, profiles=profiles, left_out=left_out, call=call),
+            *caveats(scored, scores=scores, profiles=profiles, left_out=left_out, call=call),
             *undecided(verdicts),
         ),
         verdicts=verdicts,
@@ -237,7 +244,8 @@ def _word_accuracy(
         side=settings.word_side,
     )
     found = _in_parallel(words_of_language, tasks, pool=pool, label="words")
-    return join_words([*found], tasks, profiles=profiles)
+    words = join_words([*found], tasks, profiles=profiles)
+    return merge_words(words, group_runs(call.many("systems")))
 
 
 # Scores of one direction
@@ -387,19 +395,13 @@ def _significance(
     pool: Pool | None,
 ) -> tuple[Significance, BaselineTests | None]:
     """Compare the systems in every direction that has enough lines, by resampling them."""
-    large = [profile for profile in profiles if profile.test_lines >= MIN_LINES]
+    large = [profile.direction for profile in profiles if profile.test_lines >= MIN_LINES]
     names = [one.name for one in systems]
-    seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
-    tasks = {
-        direction: BootstrapTask(
-            [writer.path(_lines_name(name, direction)) for name in names],
-            scores,
-            seed=derive_seed("bootstrap", seed, profile.direction.pair),
-            resamples=resamples,
-        )
-        for profile in large
-        for direction in [str(profile.direction)]
-    }
+    pairs = [*dict.fromkeys(direction.pair for direction in large)]
+    line_sets = find_line_sets(call.artifacts["corpus"], pairs)
+    tasks = _bootstrap_tasks(
+        systems, large, scores=scores, line_sets=line_sets, writer=writer, call=call
+    )
     draws = _by_key(resampled_scores, tasks, pool=pool, label="resample")
     columns = [score.column for score in scores]
     values = {
@@ -413,7 +415,8 @@ def _significance(
         systems=names,
         profiles=profiles,
         verdicts=verdicts,
-        resamples=resamples,
+        resamples=call.recipe.evaluation.resamples,
+        shared_lines=[SharedLines(one.pairs, one.sentences) for one in line_sets],
     )
     if len(systems) == 1 or not large:
         return compared, None
@@ -427,6 +430,47 @@ def _significance(
         undecided=[name for name in tasks if name not in tested],
         call=call,
         pool=pool,
+    )
+
+
+def _bootstrap_tasks(
+    systems: Sequence[SystemScores],
+    directions: Sequence[Direction],
+    *,
+    scores: Sequence[Score],
+    line_sets: Sequence[LineSet],
+    writer: ArtifactWriter,
+    call: StageCall,
+) -> dict[str, BootstrapTask]:
+    """Return the resampling of every direction; those of a line set have the same draws."""
+    settings = call.recipe.evaluation
+    set_of = {pair: one for one in line_sets for pair in one.pairs}
+    runs = [run for one in systems for run in one.run_names]
+    seeds = _seed_errors(systems, seed=settings.seed)
+    found = {}
+    for direction in directions:
+        lines = set_of.get(direction.pair)
+        drawn = lines.pairs[0] if lines else direction.pair
+        found[str(direction)] = BootstrapTask(
+            [writer.path(_lines_name(run, str(direction))) for run in runs],
+            scores,
+            seed=derive_seed("bootstrap", settings.seed, drawn),
+            resamples=settings.resamples,
+            sentences=lines.of_pair(direction.pair) if lines else None,
+            seeds=seeds,
+        )
+    return found
+
+
+def _seed_errors(systems: Sequence[SystemScores], *, seed: int) -> SeedErrors | None:
+    """Return the runs of all systems; None if none has several."""
+    if not any(one.runs for one in systems):
+        return None
+    places = iter(range(sum(len(one.run_names) for one in systems)))
+    return SeedErrors(
+        runs=tuple(tuple(islice(places, len(one.run_names))) for one in systems),
+        labels=tuple(tuple(map(seed_of, one.run_names)) for one in systems),
+        seed=seed,
     )
 
 
@@ -467,9 +511,15 @@ def _baseline_tests(
             trials=resamples,
         )
         for name, task in tasks.items()
+        if task.seeds is None
     }
     of_draws: Mapping[str, PValues] = {
-        name: p_values_of_draws(draws[name], baseline=baseline, differences=task.differences)
+        name: p_values_of_draws(
+            draws[name],
+            baseline=baseline,
+            differences=task.differences,
+            seeds=task.draws.seeds,
+        )
         for name, task in bootstrap.items()
     }
     of_tosses: Mapping[str, PValues] = _by_key(
@@ -500,7 +550,7 @@ def _baseline_tests(
     return compare_with_baseline(
         values,
         of_draws,
-        of_tosses,
+        None if any(task.seeds for task in tasks.values()) else of_tosses,
         systems=systems,
         baseline=baseline,
         resamples=more or resamples,

@@ -4,19 +4,34 @@ Confidence intervals and the best system (bold in reports) come from the paired 
 
 - The lines of a test set are drawn with replacement a thousand times; every system is scored on
   the same draws (Koehn 2004), from the sufficient statistics of the lines.
-- Both directions of a pair have the same lines and share their draws; pairs are drawn
-  independently. The draws of an average are the means of its directions' draws.
+- Directions whose test lines are the same sentences (``line_sets``) share their draws, as both
+  directions of a pair do; others are drawn independently. The draws of an average are the means of
+  its directions' draws.
 - A system is the best one only if its lead over each of the others is above zero in the middle
   95 % of the draws, and if both it and the baseline translate.
 - A draw is a row of counts, how often it holds each line: the sums of all draws are then one
   matrix product, in blocks that bound memory.
+
+A system with several runs, trained with different seeds, has the mean score of its runs:
+
+- Its draws are the means of the runs' scores on the drawn lines, plus the standard error of the
+  measured mean over seeds times a value of Student's t distribution. Their interval is nearly that
+  of the t test if runs differ much, and that of the bootstrap if they agree.
+- Seeds are not drawn with replacement: of three runs, the middle 95 % of such draws lie between
+  the worst and the best run, which the expected score is outside of in one case of four.
+- Systems with the same seeds are paired by seed (``SeedErrors``). The value is the same for all
+  directions, since each run has one model for all of them.
 
 Every system is tested against the baseline in every direction by two tests:
 
 - Paired bootstrap: how often the difference of a draw, minus the mean of all draws, is as large as
   the measured one (Koehn 2004, as Moses and sacreBLEU count it).
 - Approximate randomization: how often the difference is as large once the two translations of
-  every line are swapped by the toss of a coin (Riezler and Maxwell 2005).
+  every line are swapped by the toss of a coin (Riezler and Maxwell 2005). It says nothing about
+  seeds, and is left out if a system has several runs.
+
+The p-value of a system with several runs is how often the difference of a draw is as far from the
+measured one as that is from zero.
 
 With as many tests as there are directions and systems, one in twenty would be significant by
 chance. Holm's correction (1979) bounds the probability that any of them is. Both tests count a
@@ -48,16 +63,19 @@ import numpy as np
 
 from pipeline.evaluation.averages import by_group
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.score_slot import Column, Floats, Score
+from pipeline.evaluation.line_sets import Sentences
+from pipeline.evaluation.score_slot import Column, Floats, LineCount, Score
 from pipeline.evaluation.scores import (
     BaselineTests,
     Comparison,
     Interval,
     PairedTest,
     Quality,
+    SharedLines,
     Significance,
     Verdicts,
 )
+from pipeline.seeds import derive_seed
 
 RESAMPLES = 1000
 MIN_LINES = 20
@@ -67,35 +85,115 @@ BLOCK_ELEMENTS = 4_000_000
 
 
 @dataclass(frozen=True)
+class SeedErrors:
+    """Runs of every system, and their share in the error of its mean over seeds."""
+
+    runs: tuple[tuple[int, ...], ...]
+    """Places of the runs of every system among all runs."""
+    labels: tuple[tuple[str, ...], ...]
+    """Seeds of these runs; systems with the same seeds are paired by seed."""
+    seed: int
+    """Seed of the draws, the same for all directions."""
+
+    @property
+    def repeated(self) -> tuple[int, ...]:
+        """Return the places of the systems that have several runs."""
+        return tuple(place for place, runs in enumerate(self.runs) if len(runs) > 1)
+
+    def of_systems(self, draws: Floats, measured: Floats) -> Floats:
+        """Return the draws of systems from those of runs, (systems, resamples).
+
+        Args:
+            draws: scores of resampled lines, (runs, resamples).
+            measured: scores of the test set itself, (runs,).
+        """
+        found = []
+        for places, labels in zip(self.runs, self.labels, strict=True):
+            mean = draws[list(places)].mean(axis=0)
+            if len(places) > 1:
+                mean += self.weights(labels, resamples=draws.shape[1]) @ measured[list(places)]
+            found.append(mean)
+        return np.stack(found)
+
+    def weights(self, labels: Sequence[str], *, resamples: int) -> Floats:
+        """Return a weight of every run in every draw, (resamples, runs).
+
+        The sum over runs of weight times score is the standard error of the mean score times a
+        value of Student's t distribution with runs - 1 degrees of freedom: normal deviates, whose
+        mean is taken off, weigh the runs, and a chi-square deviate divides them.
+        """
+        order = sorted(labels)
+        generator = np.random.default_rng(derive_seed("seeds", self.seed, *order))
+        normal = generator.standard_normal((resamples, len(order)))
+        freedom = len(order) - 1
+        scale = np.sqrt(generator.chisquare(freedom, size=(resamples, 1)) / freedom)
+        weights: Floats = (normal - normal.mean(axis=1, keepdims=True)) / scale
+        weights /= math.sqrt(len(order) * freedom)
+        return np.take(weights, [order.index(label) for label in labels], axis=1)
+
+
+@dataclass(frozen=True)
 class BootstrapTask:
     """One direction of all systems."""
 
     paths: Sequence[Path]
-    """Files of line statistics, one per system."""
+    """Files of line statistics, one per run of a system."""
     scores: Sequence[Score]
     """Scores to resample if every file has their statistics."""
     seed: int
     resamples: int = RESAMPLES
+    sentences: Sentences | None = None
+    """Sentences to draw, of which the lines are some; None: the lines themselves."""
+    seeds: SeedErrors | None = None
+    """Runs of the systems; None: every system has one."""
 
 
 def resampled_scores(task: BootstrapTask) -> dict[str, Floats]:
     """Return the scores of all resamples, name of a column → (systems, resamples)."""
-    statistics = [read_statistics(path, task.scores) for path in task.paths]
+    return resample([read_statistics(path, task.scores) for path in task.paths], task)
+
+
+def resample(statistics: Sequence[Mapping[str, Floats]], task: BootstrapTask) -> dict[str, Floats]:
+    """Return the scores of all resamples, name of a column → (systems, resamples).
+
+    Args:
+        statistics: name of a column → (lines, statistics), for every run of a system.
+        task: which scores to resample, and how.
+    """
     measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
     if not measured:
         return {}
     blocks = [found[one.column.name] for one in measured for found in statistics]
-    lines = len(blocks[0])
     columns = np.concatenate(blocks, axis=1)
-    counts = draw_counts(lines, resamples=task.resamples, seed=task.seed)
-    sums = np.concatenate([block @ columns for block in counts])
-    parts = iter(np.split(sums, np.cumsum([block.shape[1] for block in blocks]), axis=1))
-    return {
-        one.column.name: np.stack(
-            [one.of_sums(part, lines=lines) for part in islice(parts, len(statistics))]
+    sums, drawn = _drawn_sums(columns, task)
+    splits = np.cumsum([block.shape[1] for block in blocks])
+    parts = iter(np.split(sums, splits, axis=1))
+    wholes = iter(np.split(columns.sum(axis=0, keepdims=True), splits, axis=1))
+    found = {}
+    for one in measured:
+        draws = np.stack(
+            [one.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
         )
-        for one in measured
-    }
+        whole = [one.of_sums(part, lines=len(columns)) for part in islice(wholes, len(statistics))]
+        if task.seeds is not None:
+            draws = task.seeds.of_systems(draws, np.concatenate(whole))
+        found[one.column.name] = draws
+    return found
+
+
+def _drawn_sums(columns: Floats, task: BootstrapTask) -> tuple[Floats, LineCount]:
+    """Return the sums of statistics over drawn lines, (resamples, statistics), and their number."""
+    sentences = task.sentences
+    if sentences is None:
+        counts = draw_counts(len(columns), resamples=task.resamples, seed=task.seed)
+        return np.concatenate([block @ columns for block in counts]), len(columns)
+    sums, drawn = [], []
+    for block in draw_counts(sentences.total, resamples=task.resamples, seed=task.seed):
+        of_lines = block[:, sentences.of_lines]
+        sums.append(of_lines @ columns)
+        drawn.append(of_lines.sum(axis=1))
+    # A draw may miss all lines of a test set that has few of the set's sentences.
+    return np.concatenate(sums), np.maximum(np.concatenate(drawn), 1.0)
 
 
 def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
@@ -136,6 +234,7 @@ def compare(
     draws: Floats,
     *,
     larger_is_better: bool | None = True,
+    baseline: str | None = None,
 ) -> Comparison:
     """Return the intervals of all systems, and the one that is better than all others, if any.
 
@@ -144,7 +243,9 @@ def compare(
         scores: of the systems on the test set itself.
         draws: scores of resamples, (systems, resamples).
         larger_is_better: which end of the scale is better; None: neither.
+        baseline: system whose difference to the others has an interval, too; None: the first.
     """
+    base = 0 if baseline is None else systems.index(baseline)
     sign = 1.0 if larger_is_better else -1.0
     leader = int(np.argmax(sign * np.asarray(scores)))
     others = [place for place in range(len(systems)) if place != leader]
@@ -154,6 +255,11 @@ def compare(
             name: Interval(*middle_95(row)) for name, row in zip(systems, draws, strict=True)
         },
         best=systems[leader] if larger_is_better is not None and leads and all(leads) else None,
+        differences={
+            name: Interval(*middle_95(row - draws[base]))
+            for name, row in zip(systems, draws, strict=True)
+            if name != systems[base]
+        },
     )
 
 
@@ -166,6 +272,7 @@ def compare_all(
     profiles: Sequence[DirectionProfile],
     verdicts: Verdicts,
     resamples: int = RESAMPLES,
+    shared_lines: Sequence[SharedLines] = (),
 ) -> Significance:
     """Compare the systems in every direction, and in every average whose directions all have draws.
 
@@ -177,6 +284,7 @@ def compare_all(
         profiles: directions.
         verdicts: which systems translate in every direction and average.
         resamples: number of draws.
+        shared_lines: pairs whose lines are drawn together.
     """
 
     def joined(
@@ -191,6 +299,7 @@ def compare_all(
                     np.mean([scores[name][column.name] for name in measured], axis=0).tolist(),
                     np.mean([draws[name][column.name] for name in measured], axis=0),
                     larger_is_better=column.larger_is_better,
+                    baseline=verdicts.baseline,
                 )
                 best = compared.best
                 sound = best and all(qualities[one].translates for one in (best, verdicts.baseline))
@@ -208,6 +317,7 @@ def compare_all(
             }
             for family, groups in members.items()
         },
+        shared_lines=tuple(shared_lines),
     )
 
 
@@ -295,23 +405,33 @@ class PairedBootstrapTask:
 
 def bootstrap_p_values(task: PairedBootstrapTask) -> dict[str, list[float]]:
     """Return p-values by column and system, 1 for the baseline, of scores that all systems have."""
-    draws = resampled_scores(task.draws)
-    return p_values_of_draws(draws, baseline=task.baseline, differences=task.differences)
+    return p_values_of_draws(
+        resampled_scores(task.draws),
+        baseline=task.baseline,
+        differences=task.differences,
+        seeds=task.draws.seeds,
+    )
 
 
 def p_values_of_draws(
-    draws: Mapping[str, Floats], *, baseline: int, differences: Mapping[str, Sequence[float]]
+    draws: Mapping[str, Floats],
+    *,
+    baseline: int,
+    differences: Mapping[str, Sequence[float]],
+    seeds: SeedErrors | None = None,
 ) -> dict[str, list[float]]:
     """Return p-values by column and system from draws, name of a column → (systems, resamples)."""
+    repeated: Collection[int] = () if seeds is None else seeds.repeated
+
+    def p_value(column: str, place: int) -> float:
+        if place == baseline:
+            return 1.0
+        of_draws = p_value_over_seeds if {place, baseline} & {*repeated} else bootstrap_p_value
+        rows, difference = draws[column], differences[column][place]
+        return of_draws(rows[place], rows[baseline], difference=difference)
+
     return {
-        column: [
-            1.0
-            if place == baseline
-            else bootstrap_p_value(
-                rows[place], rows[baseline], difference=differences[column][place]
-            )
-            for place in range(len(rows))
-        ]
+        column: [p_value(column, place) for place in range(len(rows))]
         for column, rows in draws.items()
     }
 
@@ -320,6 +440,15 @@ def bootstrap_p_value(ours: Floats, baseline: Floats, *, difference: float) -> f
     """Return the p-value of a system from its draws and the baseline's, (resamples,) each."""
     gaps = np.abs(ours - baseline)
     return _share_beyond(gaps - gaps.mean(), abs(difference))
+
+
+def p_value_over_seeds(ours: Floats, baseline: Floats, *, difference: float) -> float:
+    """Return the p-value of a system if it or the baseline has several runs.
+
+    The mean of the gaps, which :func:`bootstrap_p_value` takes off, is dominated by single draws of
+    the t distribution of two or three runs; their distance from the difference is not.
+    """
+    return _share_beyond(np.abs(ours - baseline - difference), abs(difference))
 
 
 def _share_beyond(gaps: Floats, measured: float) -> float:
@@ -407,7 +536,7 @@ def holm(p_values: Sequence[float], *, tests: int | None = None) -> list[float]:
 def compare_with_baseline(
     scores: Mapping[str, Mapping[str, Sequence[float]]],
     bootstrap: Mapping[str, PValues],
-    randomised: Mapping[str, PValues],
+    randomised: Mapping[str, PValues] | None,
     *,
     systems: Sequence[str],
     baseline: int,
@@ -419,7 +548,7 @@ def compare_with_baseline(
     Args:
         scores: direction → name of a column → one score per system.
         bootstrap: direction → p-values.
-        randomised: direction → p-values.
+        randomised: direction → p-values; None if systems have several runs.
         systems: names.
         baseline: index of the baseline.
         resamples: of the second round.
@@ -434,18 +563,15 @@ def compare_with_baseline(
             (name, place) for name in bootstrap if column in bootstrap[name] for place in others
         ]
         of_draws = [bootstrap[name][column][place] for name, place in cases]
-        of_swaps = [randomised[name][column][place] for name, place in cases]
-        corrected = zip(holm(of_draws, tests=tests), holm(of_swaps, tests=tests), strict=True)
-        for number, ((name, place), (draws_holm, swaps_holm)) in enumerate(
-            zip(cases, corrected, strict=True)
-        ):
-            found[name].setdefault(column, {})[systems[place]] = PairedTest(
-                difference=scores[name][column][place] - scores[name][column][baseline],
-                bootstrap=of_draws[number],
-                bootstrap_holm=draws_holm,
-                randomisation=of_swaps[number],
-                randomisation_holm=swaps_holm,
-            )
+        of_swaps: list[float | None] = [None] * len(cases)
+        swaps_holm: list[float | None] = [None] * len(cases)
+        if randomised is not None:
+            swapped = [randomised[name][column][place] for name, place in cases]
+            of_swaps, swaps_holm = [*swapped], [*holm(swapped, tests=tests)]
+        p_values = zip(of_draws, holm(of_draws, tests=tests), of_swaps, swaps_holm, strict=True)
+        for (name, place), of_case in zip(cases, p_values, strict=True):
+            difference = scores[name][column][place] - scores[name][column][baseline]
+            found[name].setdefault(column, {})[systems[place]] = PairedTest(difference, *of_case)
     return BaselineTests(
         baseline=systems[baseline],
         directions=found,

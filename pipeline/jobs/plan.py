@@ -87,7 +87,8 @@ class StageJob(Settings):
     """
 
     nodes: Annotated[int, whole(1, MAX_NODES)] | None = None
-    """Number of nodes; not set: the fewest of the site's nodes that hold the processes."""
+    """Number of nodes; not set: the fewest of the site's nodes that hold the processes. More than
+    one spreads a data stage over ranks of MPI, one of which leads the others."""
     gpus_per_process: Annotated[int, whole(0, 1)] | None = None
     """GPUs of each process; not set: 1 for training and translation if the site's nodes have GPUs,
     else 0."""

@@ -148,7 +148,7 @@ class Allocation:
     queue: Queue
     nodes: int
     tasks: int
-    """Ranks of the job; 1 for a stage that starts its own processes."""
+    """Ranks of the job; 1 for a stage that starts its own processes on one node."""
     cpus_per_task: int
     gpus_per_node: int
     threads: int
@@ -165,7 +165,8 @@ class Allocation:
 def allocate(task: Task, site: Site) -> Allocation:
     """Return what a stage asks for: the fewest nodes that hold its processes.
 
-    All nodes get the same number of processes, so that ranks are numbered alike on each.
+    All nodes get the same number of processes, so that ranks are numbered alike on each. A stage of
+    workers stays on one node, unless ``job.nodes`` spreads it over ranks of MPI.
 
     Raises:
         ConfigError: a node is too small for it, or the number of nodes does not fit.
@@ -176,13 +177,16 @@ def allocate(task: Task, site: Site) -> Allocation:
     gpus = gpus if job.gpus_per_process is None else job.gpus_per_process
     queue = site.queue(has_gpus=gpus > 0)
     node, cores = queue.node, job.cpus_per_process or planned.threads
-    tasks = planned.processes if as_ranks else 1
-    if task.stage.parallel == "workers":
+    over_mpi = task.stage.spreads_over_mpi and (job.nodes or 1) > 1
+    tasks = planned.processes if as_ranks or over_mpi else 1
+    if task.stage.parallel == "workers" and not over_mpi:
         cores *= planned.processes
     if cores > node.cpus:
+        spread = ", set job.nodes to spread them" if task.stage.spreads_over_mpi else ""
         raise ConfigError(
             f"{where} asks for {cores} cores in one task, where a node has {node.cpus}. Set fewer "
-            "processes or job.cpus_per_process in the plan, or correct node.cpus in the site file."
+            f"processes or job.cpus_per_process in the plan{spread}, or correct node.cpus in the "
+            "site file."
         )
     if gpus > node.gpus:
         raise ConfigError(

@@ -49,6 +49,8 @@ from pipeline.jobs.attempts import (
 from pipeline.stages.registry import STAGES
 
 EXIT_FAILED = 1
+MPI_RANK = "pipeline.jobs.mpi_rank"
+"""Module that runs a stage as a rank of MPI."""
 USAGE = "usage: sbatch [options of sbatch] slurm/stage.sbatch STAGE --out DIR [options of STAGE]"
 
 _POLL_SECONDS = 0.2
@@ -117,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_USER_ERROR
     try:
         place = allocation(os.environ)
-        if STAGES[arguments[0]].parallel != "ranks":
+        if not is_spread(arguments):
             place = place.of_one_process()
         return _Job(place, arguments, out_dir=out_dir).run()
     except UserError as error:
@@ -130,6 +132,11 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_USER_ERROR
+
+
+def is_spread(arguments: Sequence[str]) -> bool:
+    """Return whether a stage runs as the ranks of its job, and not as one process."""
+    return STAGES[arguments[0]].parallel == "ranks" or "--mpi" in arguments
 
 
 def _output(arguments: Sequence[str]) -> Path | None:
@@ -165,10 +172,11 @@ class _Job:
         for record in (*folder.glob("rank-*.json"), *folder.glob("verdict.json")):
             record.unlink()  # of an earlier job with the same id
         code = 0
-        if STAGES[self._stage].parallel == "ranks":
+        if is_spread(self._arguments):
             code = self._run_ranks(folder, "pipeline.jobs.preflight", "--out", str(self._out_dir))
         if code == 0:
-            code = self._run_ranks(folder, "pipeline", *self._arguments)
+            module = MPI_RANK if "--mpi" in self._arguments else "pipeline"
+            code = self._run_ranks(folder, module, *self._arguments)
         self._await_reason(folder)
         verdict = self._judge(code)
         write_verdict(self._out_dir, verdict)
@@ -201,6 +209,8 @@ class _Job:
             self._pass_on()
             return EXIT_RUN_AGAIN
         environment = without_gpu_binding(os.environ) | self._variables(folder)
+        if module == MPI_RANK:  # a cluster without PMIx runs everything else
+            environment.setdefault("SLURM_MPI_TYPE", "pmix")
         command = [*step_options(self._place), *python(), "-m", module, *arguments]
         with subprocess.Popen(command, env=environment, start_new_session=True) as step:
             waited = 0.0

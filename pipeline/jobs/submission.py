@@ -221,6 +221,8 @@ class _Plan:
     def _request(self, task: Task, *, replaces: bool) -> Request:
         arguments = [one for one in stage_arguments(self.placed, task) if one != "--overwrite"]
         allocation = allocate(task, self.site)
+        if task.stage.parallel == "workers" and allocation.tasks > 1:
+            arguments.append("--mpi")
         return Request(
             name=f"mmnmt-{task.name}",
             token="",  # follows from the job that it takes the place of

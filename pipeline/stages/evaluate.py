@@ -1,13 +1,14 @@
 """evaluate: score systems side by side and report them.
 
-Inputs: a corpus with its references, one translations artifact per system and, if the corpus has
-test lines alone, the corpus that the systems were trained on. Output, an evaluation:
+Inputs: a corpus with its references, one translations artifact per system (or per run of one) and,
+if the corpus has test lines alone, the corpus that the systems were trained on; given checkpoints
+split budgets into old and new. Output, an evaluation:
 
 - ``scores.json``: every score with its confidence interval, a function of the translations and
   references alone;
 - ``history.json``: loss curves, budgets and wall times of the runs behind the systems, as far as
   they can still be found;
-- ``sentences/{system}/{direction}.npz``: per line, the sufficient statistics of every score, such
+- ``sentences/{run}/{direction}.npz``: per line, the sufficient statistics of every score, such
   as sacreBLEU's (``bleu``, ``chrf``) and whether the language was right (``language``,
   ``language_restricted``);
 - ``report.md`` and ``report.html``, which also say when and by which version they were made.
@@ -57,7 +58,7 @@ def run(call: StageCall) -> None:
             writer=writer,
             work_dir=Path(work),
         )
-        history = trace_history(systems)
+        history = trace_history(systems, given=[*call.many("given").values()])
         seed = call.recipe.evaluation.seed
         report = evaluation_report(
             evaluation,

@@ -165,7 +165,17 @@ _CORE = (
         sections=("evaluation", "training.resource_thresholds"),
         inputs={
             "corpus": Input("corpus", "references"),
-            "systems": Input("translations", "NAME=DIR, one per system", many=True),
+            "systems": Input(
+                "translations",
+                "NAME=DIR, one per system; NAME@SEED=DIR for each of several runs of one",
+                many=True,
+            ),
+            "given": Input(
+                "checkpoint",
+                "NAME=DIR, what existed already; the report shows what systems cost beyond it",
+                required=False,
+                many=True,
+            ),
             "training": Input(
                 "corpus",
                 "what the systems were trained on, where the references' has test sets alone",

@@ -159,8 +159,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
         "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --set --without",
         "analyze_lengths": "--corpus --out --overwrite --tokenizer",
-        "evaluate": "--analyses --comet --corpus --mpi --out --overwrite --processes --recipe "
-        "--set --systems --tokenizer --training",
+        "evaluate": "--analyses --comet --corpus --given --mpi --out --overwrite --processes "
+        "--recipe --set --systems --tokenizer --training",
         "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
         "--pretrained --processes --profile --recipe --set",
         "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "

@@ -14,6 +14,7 @@ import pytest
 from support.raw_trees import write
 from support.slurm_cluster import ENDED, Cluster, why_not
 
+from pipeline.artifacts.manifest import read_manifest
 from pipeline.config.documents import toml_lines
 from pipeline.jobs.attempts import verdicts
 from pipeline.jobs.submission import RECORD_NAME
@@ -75,6 +76,11 @@ moe = {{ run = "pretrain", recipe = "demo_moe+{overlay}" }}
 translate = {{ run = "translate", inputs = {{ checkpoint = "dense", corpus = "clean" }} }}
 evaluation = {{ run = "evaluate", inputs.corpus = "clean", inputs.systems.dense = "translate" }}
 """
+OVER_MPI = PLAN
+for _stage in ("import_corpus", "clean", "make_shards", "evaluate"):
+    OVER_MPI = OVER_MPI.replace(
+        f'run = "{_stage}"', f'run = "{_stage}", processes = 4, job = {{{{ nodes = 2 }}}}'
+    )
 SLOW = {"at": "every update", "do": 0.5}
 """Updates that something can come between."""
 PREEMPTION = """
@@ -89,11 +95,11 @@ PartitionName=DEFAULT GraceTime=8 PriorityTier=1
 class Plan:
     """A plan in a folder of its own, and what a user types for it on a login node."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, *, document: str = PLAN) -> None:
         self.cluster, self.out = cluster, cluster.folder / "runs" / name
         self.folder = cluster.folder / "plans" / name
         overlay = self.folder / "small.toml"
-        write(self.folder, {"small.toml": OVERLAY, "plan.toml": PLAN.format(overlay=overlay)})
+        write(self.folder, {"small.toml": OVERLAY, "plan.toml": document.format(overlay=overlay)})
 
     def mmnmt(self, command: str, *options: str) -> str:
         """Run a command for the plan and return what it prints."""
@@ -286,3 +292,62 @@ def test_a_node_whose_daemon_dies_and_returns_leaves_the_stage_its_result(
     assert plan.ends()["dense"] == "COMPLETED", plan.log()
     assert weights(plan.out / "dense") == weights(done.out / "dense")
     assert len(verdicts(plan.out / "dense")) == 2
+
+
+@pytest.fixture(scope="module")
+def mpi(cluster: Cluster) -> None:
+    """SLURM starts ranks of MPI."""
+    tried = subprocess.run(
+        ["srun", "--mpi=pmix", "--ntasks=1", sys.executable, "-c", "import mpi4py.MPI"],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if tried.returncode != 0:
+        pytest.skip(f"NO MPI: apt-get install openmpi-bin libpmix-dev ({tried.stderr})")
+
+
+def made(folder: Path) -> dict[str, str]:
+    """File → its digest; reports tell when they were made."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    files = manifest.files.items()
+    return {name: str(record) for name, record in files if not name.startswith("report.")}
+
+
+@pytest.mark.usefixtures("mpi")
+def test_data_stages_over_ranks_of_mpi_on_two_nodes_make_what_one_node_makes(
+    cluster: Cluster, done: Plan
+) -> None:
+    plan = Plan(cluster, "mpi", document=OVER_MPI)
+    plan.submit("--until=shards")
+    assert set(plan.ends().values()) == {"COMPLETED"}, plan.log()
+    job = plan.jobs()["shards"]
+    assert (cluster.fields(job)["NumNodes"], cluster.fields(job)["NumTasks"]) == ("2", "4")
+    for stage in ("corpus", "clean", "shards"):
+        assert made(plan.out / stage) == made(done.out / stage)
+
+
+@pytest.mark.usefixtures("mpi")
+@pytest.mark.parametrize("fault", ["kill", "requeue"])
+def test_a_data_stage_over_mpi_goes_on_after_a_lost_rank_or_a_request(
+    cluster: Cluster, done: Plan, fault: str
+) -> None:
+    plan = Plan(cluster, f"mpi-{fault}", document=OVER_MPI)
+    for stage in ("corpus", "clean", "tokenizer"):
+        shutil.copytree(done.out / stage, plan.out / stage)
+    act = "kill" if fault == "kill" else 5
+    plan.submit("--only=shards", mischief={"at": "pair", "do": act, "rank": 3, "restarts": [0]})
+    job = plan.jobs()["shards"]
+    if fault == "requeue":
+        plan.wait(lambda: (plan.out / "shards.run").is_dir())
+        cluster.command("scontrol", "requeue", job)
+    assert set(plan.ends().values()) == {"COMPLETED"}, plan.log()
+    first, last = verdicts(plan.out / "shards")
+    cause = "stopped by SIG"  # which signal is first is SLURM's choice
+    if fault == "kill":
+        cause = "rank 3 on node2: ended without a word: killed, out of memory, or its node crashed"
+    assert (first.verdict, last.verdict) == ("again", "done")
+    assert cause in first.cause
+    assert made(plan.out / "shards") == made(done.out / "shards")

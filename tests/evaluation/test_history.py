@@ -226,6 +226,71 @@ def test_an_assembled_model_has_spent_what_all_its_parts_have_each_once(
     assert total.seconds == 100.0
 
 
+def test_new_cost_leaves_out_what_led_to_the_given_checkpoint(
+    tmp_path: Path, assembled: Artifact
+) -> None:
+    """The dense part existed already; an average of its states is the same training."""
+    dense = open_artifact(tmp_path / "dense", kind="checkpoint")
+    mean = artifact(tmp_path / "mean", "checkpoint", "average", {"checkpoints/0": dense})
+    for given in (dense, mean):
+        history = trace_history({"mmnmt": assembled}, given=[given])
+        (training,) = history.trainings
+        assert training.new is not None
+        assert (training.new.updates, training.new.seconds) == (6, 70.0)
+        assert training.new.target_tokens == 6 * TOKENS_PER_UPDATE
+        assert training.total.updates == 9
+        assert trained_for(history, "mmnmt") == "9 updates, 6 new"
+        section = budgets_section(history)
+        assert section is not None
+        (table,) = section.tables
+        assert {one.group for one in table.headings[-5:]} == {"New"}
+        assert table.rows[0].texts[-5] == "6"
+        assert table.rows[0].texts[-1] == "1 min 10 s"
+        assert f"where {given.directory.name} existed already" in notes_of(history)
+
+
+def test_all_training_of_a_system_is_new_if_the_given_checkpoint_led_to_none_of_it(
+    tmp_path: Path, assembled: Artifact
+) -> None:
+    other = training_run(tmp_path / "other", [3.0] * 7)
+    (training,) = trace_history({"mmnmt": assembled}, given=[other]).trainings
+    assert training.new == training.total
+
+
+def test_nothing_is_new_in_the_given_checkpoint_itself(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", [3.0] * 3)
+    made = translated(tmp_path / "t", run)
+    history = trace_history({"dense": made}, given=[run])
+    assert history.trainings[0].new == Spent()
+    assert trained_for(history, "dense") == "3 updates, 0 new"
+
+
+def test_updates_after_the_given_state_of_a_training_are_new(tmp_path: Path) -> None:
+    """The state does not have the metrics of its training: tokens and times are not known."""
+    run = training_run(tmp_path / "run", [3.0] * 5)
+    state = artifact(
+        tmp_path / "state",
+        "training_state",
+        "pretrain",
+        statistics={"update": 2},
+        config={"name": "run"},
+    )
+    given = artifact(tmp_path / "given", "checkpoint", "average", {"states/0": state})
+    (training,) = trace_history({"x": translated(tmp_path / "t", run)}, given=[given]).trainings
+    assert training.new == Spent(3, None, None, None, None)
+
+
+def test_without_a_given_checkpoint_budgets_have_no_new_part(assembled: Artifact) -> None:
+    history = trace_history({"mmnmt": assembled})
+    assert trained_for(history, "mmnmt") == "9 updates"
+    section = budgets_section(history)
+    assert section is not None
+    assert {one.group for one in section.tables[0].headings[-10:]} == {
+        "Last training",
+        "All trainings",
+    }
+
+
 def test_arithmetic_is_six_operations_per_token_and_parameter_that_multiplies_it(
     assembled: Artifact,
 ) -> None:

@@ -226,7 +226,9 @@ def shown(line: str) -> str:
             around = (line[place - 1 : place], line[place + 1 : place + 2])
             assert all(re.fullmatch(r"[^\W_]", one) for one in around), line
         text, place = text + character, place + 1
-    assert not re.match(r"\s*([#+=-]|\d+[.)](\s|$))", line), "begins a heading, list or rule"
+    assert not re.match(r"\s*([#=]|[+-](?!\d)|\d+[.)](\s|$))", line), (
+        "begins a heading, list or rule"
+    )
     return text
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from pipeline.evaluation import significance
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED, LanguageAccuracy
-from pipeline.evaluation.score_slot import Score
+from pipeline.evaluation.line_sets import Sentences
+from pipeline.evaluation.score_slot import Floats, Score
 from pipeline.evaluation.scores import Quality, Significance, Verdicts
 from pipeline.evaluation.significance import (
     LEVEL,
@@ -38,6 +40,7 @@ from pipeline.evaluation.significance import (
     PairedBootstrapTask,
     PValues,
     RandomisationTask,
+    SeedErrors,
     bootstrap_p_value,
     bootstrap_p_values,
     compare,
@@ -49,6 +52,7 @@ from pipeline.evaluation.significance import (
     middle_95,
     p_values_of_draws,
     randomisation_p_values,
+    resample,
     resampled_scores,
     second_round,
 )
@@ -62,6 +66,7 @@ SCORES: tuple[Score, ...] = (
     LanguageAccuracy(PLAIN, KNOWN, None, seed=1),
     LanguageAccuracy(RESTRICTED, KNOWN, KNOWN, seed=1),
 )
+HITS = LanguageAccuracy(PLAIN, KNOWN, None, seed=1)
 
 words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7).map(" ".join)
 
@@ -131,6 +136,20 @@ def test_only_a_lead_over_every_other_system_makes_a_best_one() -> None:
     assert compare(["a", "twin"], [30.0, 30.0], draws[[0, 0]]).best is None
 
 
+def test_the_interval_of_a_difference_is_that_of_the_same_resamples() -> None:
+    """Both systems find the same lines hard, so that it is narrower than those of their scores."""
+    generator = np.random.default_rng(3)
+    lines, noise = generator.normal(size=1000), generator.normal(size=1000)
+    draws = np.stack([31 + lines, 30 + lines + 0.1 * noise, 29 + lines])
+    found = compare(["a", "b", "c"], [31.0, 30.0, 29.0], draws, baseline="b")
+    assert found.differences.keys() == {"a", "c"}
+    low, high = middle_95(1 - 0.1 * noise)
+    assert found.differences["a"].low == pytest.approx(low)
+    assert found.differences["a"].high == pytest.approx(high)
+    assert high - low < 0.2 * (found.intervals["a"].high - found.intervals["a"].low)
+    assert compare(["a"], [30.0], draws[:1]).differences == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "separated"), [(0.40, False), (0.20, True)])
 def test_two_systems_alike_are_not_told_apart_and_two_unlike_ones_are(
@@ -150,6 +169,183 @@ def test_two_systems_alike_are_not_told_apart_and_two_unlike_ones_are(
         points = [BLEU_INTO.of_corpus(one["bleu"]) for one in rows]
         found += compare(["a", "b"], points, draws["bleu"]).best is not None
     assert found >= 18 if separated else found <= 4
+
+
+# Lines that directions share
+
+DIRECTIONS, LINES, TRIALS_OF_COVERAGE = 4, 100, 600
+
+
+def hits_of_shared_sentences(generator: np.random.Generator) -> list[dict[str, Floats]]:
+    """Hits of a system in directions that find the same sentences easy; half of all are hits."""
+    ease = generator.beta(0.3, 0.3, size=LINES)
+    drawn = generator.random((DIRECTIONS, LINES)) < ease
+    return [{"language": row.astype(np.float64)[:, None]} for row in drawn]
+
+
+def interval_of_average(
+    of_directions: Sequence[dict[str, Floats]], tasks: Sequence[BootstrapTask]
+) -> tuple[float, float]:
+    draws = [
+        resample([found], task)["language"][0]
+        for found, task in zip(of_directions, tasks, strict=True)
+    ]
+    return middle_95(np.mean(draws, axis=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [1.0, 0.7])
+def test_intervals_of_averages_over_parallel_directions_cover_what_they_say(kept: float) -> None:
+    """Nineteen in twenty intervals hold the expected score, 50; independent draws: three in four.
+
+    Also where every direction lacks some of the sentences.
+    """
+    generator = np.random.default_rng(1)
+    independent, shared = 0, 0
+    for trial in range(TRIALS_OF_COVERAGE):
+        found = hits_of_shared_sentences(generator)
+        here = [np.flatnonzero(generator.random(LINES) < kept) for _ in found]
+        found = [{"language": one["language"][of]} for one, of in zip(found, here, strict=True)]
+        alone = [
+            BootstrapTask([], (HITS,), seed=trial * DIRECTIONS + place, resamples=200)
+            for place in range(DIRECTIONS)
+        ]
+        together = [
+            BootstrapTask([], (HITS,), trial, resamples=200, sentences=Sentences(of, LINES))
+            for of in here
+        ]
+        low, high = interval_of_average(found, alone)
+        independent += low <= 50.0 <= high
+        low, high = interval_of_average(found, together)
+        shared += low <= 50.0 <= high
+    assert independent / TRIALS_OF_COVERAGE < 0.85
+    assert 0.93 <= shared / TRIALS_OF_COVERAGE <= 0.97
+
+
+def test_parallel_directions_with_all_sentences_have_the_draws_of_sacrebleu(tmp_path: Path) -> None:
+    references = sentences(40, seed=9)
+    path = stored(
+        tmp_path / "a", line_statistics(damaged(references, share=0.3, seed=1), references)
+    )
+    alone = BootstrapTask([path], (BLEU_INTO, CHRF_PLUS), seed=5, resamples=100)
+    together = replace(alone, sentences=Sentences(np.arange(40), 40))
+    for name, draws in resampled_scores(alone).items():
+        np.testing.assert_array_equal(resampled_scores(together)[name], draws)
+
+
+def test_a_draw_without_any_line_of_a_direction_scores_nothing() -> None:
+    task = BootstrapTask([], (HITS,), seed=1, resamples=200, sentences=Sentences(np.array([7]), 9))
+    (draws,) = resample([{"language": np.ones((1, 1))}], task)["language"]
+    assert set(draws.tolist()) == {0.0, 100.0}
+
+
+# Runs with different seeds
+
+
+def hits_of_runs(
+    generator: np.random.Generator, *, runs: int, spread: float
+) -> list[dict[str, Floats]]:
+    """Hits of the runs of a system, which are better or worse by chance; half of all are hits."""
+    ease = generator.beta(2.0, 2.0, size=LINES)
+    of_runs = np.clip(ease + spread * generator.standard_normal((runs, 1)), 0.0, 1.0)
+    drawn = generator.random((runs, LINES)) < of_runs
+    return [{"language": row.astype(np.float64)[:, None]} for row in drawn]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+@pytest.mark.parametrize("runs", [2, 3])
+def test_intervals_over_seeds_cover_what_they_say(runs: int, spread: float) -> None:
+    """Drawing the seeds with replacement does not, if runs differ by more than their lines do.
+
+    If they hardly differ, intervals are too wide: the lines on which they differ count twice.
+    """
+    generator = np.random.default_rng(2)
+    labels = tuple(map(str, range(runs)))
+    places = tuple(range(runs))
+    covered, drawn = 0, 0
+    for trial in range(TRIALS_OF_COVERAGE):
+        found = hits_of_runs(generator, runs=runs, spread=spread)
+        seeds = SeedErrors((places,), (labels,), seed=trial)
+        task = BootstrapTask([], (HITS,), seed=trial, resamples=200, seeds=seeds)
+        low, high = middle_95(resample(found, task)["language"][0])
+        covered += low <= 50.0 <= high
+        of_runs = resample(found, replace(task, seeds=None))["language"]
+        chosen = generator.integers(runs, size=(runs, 200))
+        low, high = middle_95(np.take_along_axis(of_runs, chosen, axis=0).mean(axis=0))
+        drawn += low <= 50.0 <= high
+    assert covered / TRIALS_OF_COVERAGE >= 0.93
+    if spread > 0.1:
+        assert covered / TRIALS_OF_COVERAGE <= 0.97
+        assert drawn / TRIALS_OF_COVERAGE < 0.85
+
+
+def constant(score: float) -> dict[str, Floats]:
+    """A run whose every line has one score, so that lines add nothing to its error."""
+    return {"language": np.full((30, 1), score / 100.0)}
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_p_values_of_runs_are_those_of_the_t_test(paired: bool) -> None:
+    """Paired by seed, the differences 1, 2 and 3; |t| with 2 degrees of freedom is in closed form.
+
+    Unpaired, both systems vary by themselves, and the same difference may be chance.
+    """
+    base, ours = (40.0, 45.0, 50.0), (41.0, 47.0, 53.0)
+    labels = ("1", "2", "3")
+    seeds = SeedErrors(
+        ((0, 1, 2), (3, 4, 5)), (labels, labels if paired else ("4", "5", "6")), seed=3
+    )
+    task = BootstrapTask([], (HITS,), seed=1, resamples=20_000, seeds=seeds)
+    draws = resample([constant(one) for one in (*base, *ours)], task)
+    found = p_values_of_draws(draws, baseline=0, differences={"language": [0.0, 2.0]}, seeds=seeds)[
+        "language"
+    ]
+    t = 2.0 / (1.0 / math.sqrt(3))
+    expected = 1.0 - t / math.sqrt(2.0 + t**2)
+    assert found[0] == 1.0
+    if paired:
+        assert found[1] == pytest.approx(expected, abs=0.01)
+    else:
+        assert found[1] > 0.5
+    low, high = middle_95(draws["language"][0])
+    half = 4.303 * 5.0 / math.sqrt(3)
+    assert (low, high) == pytest.approx((45.0 - half, 45.0 + half), rel=0.05)
+
+
+def test_an_average_over_directions_is_as_uncertain_as_its_runs() -> None:
+    """A run has one model for all directions, so that their errors over seeds do not cancel."""
+    runs = [constant(one) for one in (40.0, 45.0, 50.0)]
+    seeds = SeedErrors(((0, 1, 2),), (("1", "2", "3"),), seed=3)
+    draws = [
+        resample(runs, BootstrapTask([], (HITS,), seed=direction, seeds=seeds))["language"][0]
+        for direction in range(4)
+    ]
+    assert middle_95(np.mean(draws, axis=0)) == pytest.approx(middle_95(draws[0]))
+
+
+def test_seeds_are_paired_by_name_in_any_order() -> None:
+    seeds = SeedErrors((), (), seed=1)
+    forth = seeds.weights(("1", "2", "3"), resamples=50)
+    back = seeds.weights(("3", "2", "1"), resamples=50)
+    np.testing.assert_array_equal(forth, back[:, ::-1])
+    np.testing.assert_allclose(forth.sum(axis=1), 0.0, atol=1e-9)
+
+
+def test_a_system_with_one_run_has_the_draws_it_has_without_seeds(tmp_path: Path) -> None:
+    references = sentences(40, seed=9)
+    paths = [
+        stored(
+            tmp_path / str(seed),
+            line_statistics(damaged(references, share=0.3, seed=seed), references),
+        )
+        for seed in range(3)
+    ]
+    task = BootstrapTask(paths, (BLEU_INTO,), seed=5, resamples=100)
+    seeds = SeedErrors(((0,), (1, 2)), (("",), ("1", "2")), seed=1)
+    alone, found = (resampled_scores(one)["bleu"] for one in (task, replace(task, seeds=seeds)))
+    assert found.shape == (2, 100)
+    np.testing.assert_array_equal(found[0], alone[0])
 
 
 def profile(source: str, target: str) -> DirectionProfile:
@@ -236,7 +432,6 @@ def test_language_accuracies_are_resampled_where_they_were_measured(tmp_path: Pa
 # Tests against the baseline
 
 TRIALS = 300
-HITS = LanguageAccuracy(PLAIN, KNOWN, None, seed=1)
 
 
 @pytest.fixture

@@ -75,6 +75,12 @@ def test_a_stage_that_forks_its_processes_is_one_task_with_the_cores_of_all(tmp_
     assert (found.gpus_per_node, found.threads) == (0, 2)
 
 
+def test_a_stage_of_workers_on_several_nodes_has_a_rank_for_each_process(tmp_path: Path) -> None:
+    found = allocate(task(tmp_path, "shards", "nodes = 2"), site(gpus=8))
+    assert (found.nodes, found.tasks, found.cpus_per_task) == (2, 6, 2)
+    assert found.gpus_per_node == 0
+
+
 def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
     both = Site.model_validate(
         {
@@ -97,6 +103,8 @@ def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
         ("dense", "nodes = 1", {"gpus": 4}, "Set job.nodes to one of 3, 4, 6, 12"),
         ("dense", "cpus_per_process = 33", {}, "33 cores in one task, where a node has 32"),
         ("shards", "", {"cpus": 8}, "12 cores in one task, where a node has 8"),
+        ("shards", "", {"cpus": 8}, "set job.nodes to spread them"),
+        ("shards", "nodes = 4", {}, "Set job.nodes to one of 1, 2, 3, 6"),
         ("shards", "gpus_per_process = 1", {}, "the site's nodes have none"),
         ("dense", 'memory = "600G"', {"memory": "512G"}, "600G of memory per node"),
         ("dense", 'memory = "much"', {}, "'much' is no size of memory"),

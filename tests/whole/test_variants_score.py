@@ -24,7 +24,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.evaluation.score_slot import Column, Floats, LineStatistics, Score, TranslatedLines
+from pipeline.evaluation.score_slot import (
+    Column,
+    Floats,
+    LineCount,
+    LineStatistics,
+    Score,
+    TranslatedLines,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class SourceRatio(Score):
         pairs = zip(lines.hypotheses, lines.sources, strict=True)
         return LineStatistics(np.array([[len(text), len(source)] for text, source in pairs]))
 
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
         return 100.0 * sums[:, 0] / sums[:, 1]
 '''
 VARIANT = Variant(

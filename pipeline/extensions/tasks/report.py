@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-RUN_MARK = "@"
-"""Separates a system from its run: ``lms@1`` is run 1 of ``lms``."""
+from pipeline.evaluation.repeated_runs import RUN_MARK
+
 TITLES = {"f1": "F1", "precision": "precision", "recall": "recall", "exact_match": "exact match"}
 MAIN = {"tagger": ("f1",), "reader": ("f1", "exact_match")}
 """Scores that the tables show."""

@@ -1,8 +1,9 @@
 """Play faults in the ranks of a job; Python imports this module at its start if PYTHONPATH has it.
 
 MISCHIEF holds JSON: {"at": place, "do": fault, "rank": which, "restarts": [numbers]}. Places are
-"start" (before torch is loaded), "rehearsal", "update N" and "leaving"; faults are "memory", "kill"
-and seconds to sleep. Without "rank" all ranks take part, without "restarts" all starts of the job.
+"start" (before torch is loaded), "rehearsal", "update N", "leaving" and "pair" (make_shards begins
+one); faults are "memory", "kill" and seconds to sleep. Without "rank" all ranks take part, without
+"restarts" all starts of the job.
 """
 
 import importlib.abc
@@ -84,6 +85,10 @@ def _play(plan: dict[str, Any]) -> None:
         "leaving": (
             "pipeline.distributed.heartbeat",
             lambda module: _before(module.Heartbeat, "end", always),
+        ),
+        "pair": (
+            "data_prep.pair_shards",
+            lambda module: _before(module, "shard_pair", always),
         ),
     }
     name, call = places.get(
