@@ -309,4 +309,6 @@ def test_language_modules_launch_few_operators_for_any_mixture_and_hardly_wait(
         )
     assert len(found.launches) <= most[device]
     assert len(found.host_copies) == WAITS.get((kind, device), 0)
+    assert ("language modules" in found.parts) == kind.startswith("CLSR")
+    assert ("experts" in found.parts) == (kind == "language experts")
     assert found.kinds == others.kinds

@@ -15,6 +15,7 @@ from pipeline.estimates.step_time import (
     least_time,
     peak_operations,
 )
+from pipeline.kernels import slot_products
 from pipeline.kernels.products import meta_stands_for
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
@@ -114,6 +115,23 @@ def test_the_host_waits_once_per_moe_layer_and_once_per_side_with_language_exper
     with meta_stands_for(capability), OperatorCounter(host_number=even, model=model) as mode:
         training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
     assert expert_exchanges(recipe).host_copies == len(mode.counted.host_copies) == waits
+
+
+@pytest.mark.parametrize(
+    ("moe", "modules", "waits"), [(DROPLESS, None, 3), (None, BY_LANGUAGE, 2)], ids=["MoE", "lang"]
+)
+def test_products_without_groups_wait_for_numbers_of_rows_unless_an_exchange_has_told_them(
+    moe: dict[str, Any] | None,
+    modules: dict[str, Any] | None,
+    waits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slot_products, "WORTH_A_WAIT", 0)
+    for size, expected in ((1, waits), (2, 0)):
+        recipe = recipe_of(moe, size=size, modules=modules)
+        with meta_stands_for((8, 0)):
+            found = count_training(recipe, vocabulary_size=40, num_groups=0, num_languages=2)
+        assert len(found.host_copies) == expected
 
 
 @pytest.mark.parametrize(("moe", "size"), [(None, 1), (DROPLESS, 1)])
