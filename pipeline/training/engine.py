@@ -376,6 +376,7 @@ class Engine:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             is_own = getattr(parameter, "allreduce", True)
             is_finite[is_own] = is_finite[is_own] and bool(gradient.isfinite().all())
+        advance()
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
     def rehearse(self, batch: AnyBatch) -> None:
@@ -388,6 +389,7 @@ class Engine:
         joined = self._joined([batch] * self.per_pass)
         terms = training_loss(self.model, joined, self._loss_config)
         torch.autograd.grad(terms.objective, trainable(self.model))
+        advance()
 
     def evaluate(self, batch: AnyBatch) -> LossTerms:
         """Return the loss terms of a batch, without dropout and gradients."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from pipeline.batching.batch import Batch
 from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.training_state import PieceReader
 from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
+from pipeline.distributed import progress
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels import compiled_regions
@@ -348,6 +350,38 @@ def test_a_rehearsal_is_as_large_as_a_pass(pool1: ProcessPool, pool2: ProcessPoo
     assert pool1.run(rehearsed, 1) == [[5]]
     assert pool1.run(rehearsed, 3) == [[15]]
     assert pool2.run(rehearsed, 3) == [[10]] * 2, "a rank has two micro-batches"
+
+
+def steps_of_calls(world: World) -> list[int]:
+    """Steps that the watchdog sees in a rehearsal, a verdict, an evaluation and an update."""
+    connect(world)
+    spec = SPECS["dense"]
+    model = build_model(spec)
+    set_weights(model)
+    engine = Engine(
+        model,
+        make_recipe(spec.model),
+        world=world,
+        ds_config=zero_config(1),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+    )
+    batches = micro_batches(spec, 1)
+    calls: list[Callable[[], object]] = [
+        lambda: engine.rehearse(batches[0]),
+        lambda: engine.verdict(batches[0], micro_batch=0, seed=1, total_labels=9),
+        lambda: engine.evaluate(batches[0]),
+        lambda: engine.train_step(batches, seeds=[1] * 4, total_labels=9, learning_rate=0.1),
+    ]
+    counts = [progress.count()]
+    for call in calls:
+        call()
+        counts.append(progress.count())
+    return [after - before for before, after in pairwise(counts)]
+
+
+@pytest.mark.slow
+def test_every_batch_that_the_model_computes_is_a_step_for_the_watchdog(pool1: ProcessPool) -> None:
+    assert pool1.run(steps_of_calls) == [[1, 1, 1, MICRO_BATCHES]]
 
 
 def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, bool]:
