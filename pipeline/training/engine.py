@@ -96,7 +96,9 @@ def merge_ds_config(
         )
     return {
         **deepspeeds_part(ds_config),
-        "zero_optimization": {"reduce_scatter": True, **zero},
+        # Parameters start at multiples of 16 bytes in DeepSpeed's flat buffers: grouped products
+        # refuse a matrix that the single value of a bias before it has shifted.
+        "zero_optimization": {"reduce_scatter": True, "parameter_alignment": True, **zero},
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": passes_per_update(
             recipe, ranks=world_size, per_pass=micro_batches_per_pass(ds_config)

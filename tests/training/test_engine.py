@@ -29,7 +29,7 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.batching.batch import Batch
-from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.training_state import PieceReader
 from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
 from pipeline.distributed import progress
@@ -659,3 +659,47 @@ def test_published_weights_are_the_masters_not_what_they_were_rounded_to(
             assert torch.equal(value.flatten(), expected)
             rounded += int((value != parameters[name].float()).sum())
     assert (rounded > 1000) == (precision != "fp32")
+
+
+def addresses_and_masters(
+    world: World, *, zero: str, precision: Precision
+) -> tuple[set[int], dict[str, Tensor], list[tuple[str, int, Tensor]]]:
+    """Where parameters start, beyond a multiple of 16 bytes, and the master weights.
+
+    Each gate of CLSR has a bias of one value.
+    """
+    modules = {"kind": "clsr", "gate_width": 8}
+    spec = tiny_spec(model={"language_modules": modules})
+    engine = make_engine(
+        world,
+        parallel_size=1,
+        zero=zero,
+        precision=precision,
+        method="adam",
+        spec=spec,
+        prepare=lambda model: initialize_weights(model, seed=1),
+    )
+    one_update(engine, world, 0, rate=1e-3, spec=spec)
+    starts = {parameter.data_ptr() % 16 for parameter in engine.model.parameters()}
+    published = {entry.name: value.clone() for entry, value in engine.published_weights()}
+    pieces = engine.optimizer_pieces()
+    return starts, published, [(p.tensor, p.start, p.values) for p in pieces if p.what == "master"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision"), [("ZeRO 1", "bf16"), ("ZeRO 2", "bf16"), ("ZeRO 2", "fp32")]
+)
+def test_every_parameter_starts_at_a_multiple_of_16_bytes_and_keeps_its_place(
+    pool2: ProcessPool, zero: str, precision: Precision
+) -> None:
+    """Grouped products refuse matrices at other addresses."""
+    results = pool2.run(addresses_and_masters, zero=zero, precision=precision)
+    masters: dict[str, dict[int, Tensor]] = {}
+    for _, _, pieces in results:
+        for name, start, values in pieces:
+            masters.setdefault(name, {})[start] = values
+    for starts, published, _ in results:
+        assert starts == {0}
+        for name, value in published.items():
+            expected = torch.cat([values for _, values in sorted(masters[name].items())])
+            assert torch.equal(value.flatten(), expected)
