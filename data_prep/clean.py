@@ -9,8 +9,9 @@ A dropped line is counted under the first rule it breaks, and for the side that 
 does. A pair that loses all its lines is listed as ``emptied`` in the statistics. Pairs are
 independent, so the number of workers does not change the result.
 
-Memory: 250 bytes per held-out line of a language; for each pair in work 1 byte per training line,
-16 bytes per repeated line, and a block of lines, whose length import has limited.
+Memory: 250 bytes per held-out line, of which a worker holds those of eight languages; for each pair
+in work 1 byte per training line, 16 bytes per repeated line, and a block of lines, whose length
+import has limited.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_prep.clean_pair import (
@@ -28,7 +30,13 @@ from data_prep.clean_pair import (
     PairTask,
     clean_pair,
 )
-from data_prep.rules.held_out import HELD_OUT_SPLITS, HeldOutSets, held_out_sets
+from data_prep.rules.held_out import (
+    HELD_OUT_SPLITS,
+    HeldOutLines,
+    HeldOutSets,
+    held_out_sets,
+    held_out_stored,
+)
 from data_prep.rules.judge import RULES, SIDED_RULES, PairFacts, Rule
 from data_prep.rules.line_language import line_identifier
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
@@ -42,7 +50,7 @@ from pipeline.artifacts.corpus import (
     text_name,
 )
 from pipeline.artifacts.settings import CleanConfig
-from pipeline.distributed.workers import open_pool
+from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import letters_of, usual_script
 from pipeline.stages.stage import StageCall
@@ -58,9 +66,18 @@ def run(call: StageCall) -> None:
     held_out = held_out_sets(languages(corpus), corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
-        tasks = pair_tasks(corpus, writer, config=config, held_out=held_out)
-        found = clean_all(tasks, call.processes, mpi=call.mpi)
-        results = list(track(found, label="clean", total=len(tasks)))
+        corpus.check(corpus.names("train/"))
+        pairs = list(line_counts(corpus, "train"))
+        cleaning = Cleaning(
+            corpus=corpus,
+            writer=writer,
+            config=config,
+            letters=letters_of_languages(corpus),
+            held_out=held_out.lines,
+            own_sets=held_out.by_pair() if config.held_out_scope == "own_pair" else None,
+        )
+        found = clean_all(cleaning, pairs, processes=call.processes, mpi=call.mpi)
+        results = list(track(found, label="clean", total=len(pairs)))
         refuse_nothing(corpus, results)
         write_samples(writer, results)
         writer.write_json(LEAKS_NAME, leaks(held_out, results))
@@ -95,31 +112,40 @@ def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
             shutil.copyfile(corpus.file(name), writer.path(name))
 
 
-def pair_tasks(
-    corpus: Artifact, writer: ArtifactWriter, *, config: CleanConfig, held_out: HeldOutSets
-) -> list[PairTask]:
-    """Return one task per pair that has training lines."""
-    letters = letters_of_languages(corpus)
-    corpus.check(corpus.names("train/"))
-    tasks = []
-    for pair in line_counts(corpus, "train"):
+@dataclass(frozen=True)
+class Cleaning:
+    """Input of all pairs, sent to a worker once."""
+
+    corpus: Artifact
+    writer: ArtifactWriter
+    config: CleanConfig
+    letters: Mapping[str, frozenset[str]]
+    """Language → scripts of its letters."""
+    held_out: Mapping[str, HeldOutLines]
+    """Language → its held-out lines over all pairs."""
+    own_sets: Mapping[str, frozenset[int]] | None
+    """Pair → numbers of its held-out sets, if only their lines are dropped."""
+
+    def task(self, pair: str) -> PairTask:
+        """Return the task of a pair, whose files were checked before."""
         first, second = pair.split("-")
         names = text_name("train", pair, first), text_name("train", pair, second)
-        own = held_out.of_pair(pair) if config.held_out_scope == "own_pair" else None
-        tasks.append(
-            PairTask(
-                pair=pair,
-                sources=(corpus.file(names[0]), corpus.file(names[1])),
-                outputs=(writer.path(names[0]), writer.path(names[1])),
-                facts=PairFacts(
-                    letters=(letters[first], letters[second]),
-                    held_out=(held_out.lines[first], held_out.lines[second]),
-                    own_sets=own,
-                ),
-                config=config,
-            )
+        return PairTask(
+            pair=pair,
+            sources=(self.corpus.unchecked_file(names[0]), self.corpus.unchecked_file(names[1])),
+            outputs=(self.writer.path(names[0]), self.writer.path(names[1])),
+            facts=PairFacts(
+                letters=(self.letters[first], self.letters[second]),
+                held_out=(self.held_out[first], self.held_out[second]),
+                own_sets=None if self.own_sets is None else self.own_sets.get(pair, frozenset()),
+            ),
+            config=self.config,
         )
-    return tasks
+
+
+def clean_by_name(cleaning: Cleaning, pair: str) -> PairResult:
+    """Clean a pair, in any process."""
+    return clean_pair(cleaning.task(pair))
 
 
 def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
@@ -129,13 +155,18 @@ def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
     return {code: letters_of(script) if script else frozenset() for code, script in scripts.items()}
 
 
-def clean_all(tasks: list[PairTask], processes: int, *, mpi: bool = False) -> Iterator[PairResult]:
-    """Yield the results in the order of the tasks; workers are spawned, or ranks."""
-    if (processes == 1 and not mpi) or len(tasks) < 2:
-        yield from map(clean_pair, tasks)
+def clean_all(
+    cleaning: Cleaning, pairs: list[str], *, processes: int, mpi: bool = False
+) -> Iterator[PairResult]:
+    """Yield the results in the order of the pairs; workers are spawned, or ranks."""
+    if (processes == 1 and not mpi) or len(pairs) < 2:
+        for pair in pairs:
+            yield clean_by_name(cleaning, pair)
         return
-    with open_pool(min(processes, len(tasks)), mpi=mpi) as pool:
-        yield from pool.in_order(clean_pair, tasks)
+    with held_out_stored(cleaning.held_out, cleaning.writer.path("held_out.stored")) as stored:
+        shared = replace(cleaning, held_out=stored)
+        with open_pool(min(processes, len(pairs)), mpi=mpi, shared=shared) as pool:
+            yield from pool.in_order(with_shared(clean_by_name), pairs)
 
 
 def write_samples(writer: ArtifactWriter, results: list[PairResult]) -> None:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from data_prep.rules.duplicates import LineDigests, NearDuplicates, sketches
+from data_prep.rules.duplicates import LineDigests, LineSketches
 from data_prep.rules.judge import RULES, Judge, LengthRatios, PairFacts, Rule, as_seen
 from data_prep.rules.line_language import LanguageRule, line_identifier
 from pipeline.artifacts.corpus import aligned_lines
@@ -186,8 +186,10 @@ def _judge(task: PairTask, stack: ExitStack) -> Judge:
         )
     if task.config.drop_near_duplicates:
         streams = [stack.enter_context(path.open("rb")) for path in task.sources]
-        judge.near_duplicates = NearDuplicates(
-            [sketches(block) for block in _blocks(task)],
+        found = stack.enter_context(LineSketches(task.outputs[0].with_suffix(".sketches")))
+        for block in _blocks(task):
+            found.add(block)
+        judge.near_duplicates = found.near_duplicates(
             threshold=NEAR_DUPLICATE_SIMILARITY,
             line_at=StoredLines(streams[0], streams[1]).line_at,
         )
@@ -200,12 +202,16 @@ def _blocks(task: PairTask) -> Iterator[Lines]:
         yield block
 
 
+STEP = 16
+"""Lines from one known place in a file to the next."""
+
+
 class StoredLines:
-    """Lines of two files by number, with 16 bytes in memory per line."""
+    """Lines of two files by number, with a byte in memory per line."""
 
     def __init__(self, first: BinaryIO, second: BinaryIO) -> None:
         self._streams = first, second
-        self._starts = [array("q", _starts(stream)) for stream in self._streams]
+        self._starts = [array("q", islice(_starts(one), 0, None, STEP)) for one in self._streams]
 
     def line_at(self, number: int) -> tuple[str, str]:
         """Return both sides of a line."""
@@ -213,8 +219,11 @@ class StoredLines:
         return first, second
 
     def _read(self, side: int, number: int) -> str:
-        self._streams[side].seek(self._starts[side][number])
-        return self._streams[side].readline().decode("utf-8").removesuffix("\n")
+        stream = self._streams[side]
+        stream.seek(self._starts[side][number // STEP])
+        for _ in range(number % STEP):
+            stream.readline()
+        return stream.readline().decode("utf-8").removesuffix("\n")
 
 
 def _starts(stream: BinaryIO) -> Iterator[int]:

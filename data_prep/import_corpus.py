@@ -5,23 +5,26 @@ Reads raw text through the reader of ``corpus.source``, one module of ``readers/
 every line that is not text. Characters that some tools take for line ends become spaces.
 
 Memory is constant. Pairs of files are imported by several worker processes, whose number does not
-change the result; other sources by one process.
+change the result; other sources by one process. A file with text in several languages is read once
+for all of its pairs (``one_pass.py``).
 """
 
 import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
+from data_prep.one_pass import PairOfFile, blocks_of
+from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines, refuse_damaged
 from data_prep.readers.cldr import read_phrases
 from data_prep.readers.file_pairs import read_moses, read_trees
 from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
+from data_prep.readers.multiway import MultiwayFile, MultiwayText
 from data_prep.readers.raw_files import FilesInStep
 from data_prep.readers.section import SPLITS, RawText, Section
 from data_prep.readers.tables import read_columns, read_tsv
@@ -31,11 +34,11 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.settings import shown
-from pipeline.distributed.workers import open_pool
+from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
 from pipeline.stages.stage import StageCall
-from pipeline.terminal import counted, listed, tallied, track
+from pipeline.terminal import Progress, counted, listed, tallied, track
 
 QUARANTINE_NAME = "quarantine.jsonl"
 
@@ -81,13 +84,16 @@ class Tally:
         return {pair for pair in self.trained if not self.pairs[pair]["train"]}
 
     def include(self, other: "Tally") -> None:
-        """Add the counts of another tally, of other splits and pairs."""
+        """Add the counts of another tally, of other sections."""
         for pair, counts in other.pairs.items():
             known = self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))
             for split, number in counts.items():
                 known[split] += number
         for pair, splits in other.characters.items():
-            self.characters.setdefault(pair, {}).update(splits)
+            for split, sides in splits.items():
+                known_sides = self.characters.setdefault(pair, {}).setdefault(split, {})
+                for code, number in sides.items():
+                    known_sides[code] = known_sides.get(code, 0) + number
         self.counts.update(other.counts)
         self.trained |= other.trained
         self.empty_sides |= other.empty_sides
@@ -134,12 +140,18 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Importing:
+    """Input of all groups, sent to a worker once."""
+
+    writer: ArtifactWriter
+    config: CorpusConfig
+
+
+@dataclass(frozen=True)
 class SectionGroup:
     """Input of a worker: all sections of one split of one pair."""
 
     sections: list[Section]
-    writer: ArtifactWriter
-    config: CorpusConfig
     quarantine_path: Path
 
 
@@ -150,7 +162,9 @@ def run(call: StageCall) -> None:
         raw = read_raw(call)
         can_spread = all(isinstance(section.lines, FilesInStep) for section in raw.sections)
         with _quarantine_path(writer, raw).open("w", encoding="utf-8", newline="\n") as stream:
-            if (call.processes > 1 or call.mpi) and can_spread:
+            if isinstance(raw, MultiwayText):
+                tally = import_multiway(raw, writer, stream, config=config)
+            elif (call.processes > 1 or call.mpi) and can_spread:
                 tally = import_spread(
                     raw, writer, stream, config=config, processes=call.processes, mpi=call.mpi
                 )
@@ -164,6 +178,92 @@ def run(call: StageCall) -> None:
         writer.summary += summary(tally)
 
 
+def import_multiway(
+    raw: MultiwayText, writer: ArtifactWriter, quarantine: TextIO, *, config: CorpusConfig
+) -> Tally:
+    """Import files with text in several languages; the quarantine keeps the order of sections."""
+    parts: dict[int, Tally] = {}
+    kept: Counter[tuple[str, Split]] = Counter()
+    with Progress("import records") as records:
+        for file in raw.files:
+            pairs = pairs_of_file(file, raw, writer, config=config, kept=kept)
+            read_pairs(file, pairs.values(), records, max_line_bytes=config.max_line_bytes)
+            for number, pair in pairs.items():
+                section = pair.section
+                kept[section.pair, section.split] += pair.counts.kept
+                parts[number] = tally_of(pair, config=config)
+    tally = Tally()
+    for number in sorted(parts):
+        tally.include(parts[number])
+        append_quarantine(_part_path(writer, number), quarantine)
+    return tally
+
+
+def pairs_of_file(
+    file: MultiwayFile,
+    raw: MultiwayText,
+    writer: ArtifactWriter,
+    *,
+    config: CorpusConfig,
+    kept: Counter[tuple[str, Split]],
+) -> dict[int, PairOfFile]:
+    """Return number of a section of a file → its pair, of which nothing is read yet.
+
+    Args:
+        file: File.
+        raw: All sections.
+        writer: Corpus, which takes the lines.
+        config: Settings.
+        kept: Lines of each pair and split from earlier files.
+    """
+    pairs = {}
+    for number, section, lines in raw.of_file(file):
+        limit = _limit(config, section.split, section.languages)
+        pairs[number] = PairOfFile(
+            section,
+            lines,
+            paths=_text_paths(writer, section.split, section.languages),
+            quarantine_path=_part_path(writer, number),
+            limit=None if limit is None else limit - kept[section.pair, section.split],
+        )
+    return pairs
+
+
+def read_pairs(
+    file: MultiwayFile, pairs: Collection[PairOfFile], records: Progress, *, max_line_bytes: int
+) -> None:
+    """Read a file in one pass for all of its pairs; not at all for none."""
+    languages = {spellings for pair in pairs for spellings in pair.lines.spellings}
+    if not languages:
+        return
+    for block in blocks_of(file.records(), languages, max_line_bytes=max_line_bytes):
+        for pair in pairs:
+            pair.take(block)
+        records.advance(len(block.numbers))
+
+
+def tally_of(pair: PairOfFile, *, config: CorpusConfig) -> Tally:
+    """Return the counts of a section, unless too many of its lines are damaged.
+
+    Raises:
+        DataError: Too many lines are not text, or each side reads as the other's language.
+    """
+    section, counts, tally = pair.section, pair.counts, Tally()
+    refuse_damaged(section.sources, counts)
+    tally.add(section.split, section.languages, lines=counts.kept, characters=pair.characters)
+    tally.add_lines(section.split, section.languages, counts)
+    look_at_sides(section, pair.sample, config=config, tally=tally)
+    return tally
+
+
+def append_quarantine(part_path: Path, quarantine: TextIO) -> None:
+    """Move a part of the quarantine to its end; parts without a line may be missing."""
+    if part_path.exists():
+        with part_path.open(encoding="utf-8") as part:
+            shutil.copyfileobj(part, quarantine)
+        part_path.unlink()
+
+
 def import_spread(
     raw: RawText,
     writer: ArtifactWriter,
@@ -174,40 +274,36 @@ def import_spread(
     mpi: bool,
 ) -> Tally:
     """Import pairs of files with workers; the quarantine keeps the order of sections."""
-    groups = section_groups(raw.sections, writer, config=config)
-    tally = Tally()
-    with open_pool(min(processes, max(len(groups), 1)), mpi=mpi) as pool:
-        found = [pool.submit(import_group, group) for group in groups]
+    groups = section_groups(raw.sections, writer)
+    tally, importing = Tally(), Importing(writer, config)
+    with open_pool(min(processes, max(len(groups), 1)), mpi=mpi, shared=importing) as pool:
+        found = [pool.submit(with_shared(import_group), group) for group in groups]
         for group, future in track(
             zip(groups, found, strict=True), label="import", total=len(groups)
         ):
             tally.include(future.result())
-            with group.quarantine_path.open(encoding="utf-8") as part:
-                shutil.copyfileobj(part, quarantine)
-            group.quarantine_path.unlink()
+            append_quarantine(group.quarantine_path, quarantine)
     return tally
 
 
-def section_groups(
-    sections: Iterable[Section], writer: ArtifactWriter, *, config: CorpusConfig
-) -> list[SectionGroup]:
+def section_groups(sections: Iterable[Section], writer: ArtifactWriter) -> list[SectionGroup]:
     """Group the sections that are written to one file, those of one split and pair."""
     found: dict[tuple[str, Split], list[Section]] = {}
     for section in sections:
         found.setdefault((section.pair, section.split), []).append(section)
     return [
-        SectionGroup(group, writer, config, writer.path(f"{QUARANTINE_NAME}.{number}"))
+        SectionGroup(group, _part_path(writer, number))
         for number, group in enumerate(found.values())
     ]
 
 
-def import_group(group: SectionGroup) -> Tally:
+def import_group(importing: Importing, group: SectionGroup) -> Tally:
     """Import the sections of a group in order."""
-    tally = Tally()
+    writer, config, tally = importing.writer, importing.config, Tally()
     raw = RawText(group.sections)
     with group.quarantine_path.open("w", encoding="utf-8", newline="\n") as stream:
         for section in group.sections:
-            import_one(section, group.writer, stream, config=group.config, tally=tally, raw=raw)
+            import_one(section, writer, stream, config=config, tally=tally, raw=raw)
     return tally
 
 
@@ -264,7 +360,10 @@ def import_section(
         DataError: The lines cannot be read, or too many are not text.
     """
     split, languages = section.split, section.languages
-    first, second = (_open_text(writer, split, languages, code) for code in languages)
+    first, second = (
+        path.open("a", encoding="utf-8", newline="\n")
+        for path in _text_paths(writer, split, languages)
+    )
     found, sample, characters = LineCounts(), EvenSample(), [0, 0]
     limit = _limit(config, split, languages)
     with first, second:
@@ -425,12 +524,19 @@ def _quarantine_path(writer: ArtifactWriter, raw: RawText) -> Path:
     return writer.path(QUARANTINE_NAME) if raw.is_found else Path(os.devnull)
 
 
-def _open_text(
-    writer: ArtifactWriter, split: Split, languages: tuple[str, str], code: str
-) -> TextIO:
-    """Open a side's text file to append to the lines of earlier sections."""
-    path = writer.path(text_name(split, pair_name(*languages), code))
-    return path.open("a", encoding="utf-8", newline="\n")
+def _part_path(writer: ArtifactWriter, number: int) -> Path:
+    """Return the path of a part of the quarantine, until it is appended to the whole."""
+    return writer.path(f"{QUARANTINE_NAME}.{number}")
+
+
+def _text_paths(
+    writer: ArtifactWriter, split: Split, languages: tuple[str, str]
+) -> tuple[Path, Path]:
+    """Return the text files of both sides, to which sections are appended in their order."""
+    first, second = (
+        writer.path(text_name(split, pair_name(*languages), code)) for code in languages
+    )
+    return first, second
 
 
 def _limit(config: CorpusConfig, split: Split, languages: tuple[str, str]) -> int | None:

@@ -9,7 +9,7 @@ training sentences are all too long is listed as ``emptied`` in the statistics.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import as_completed
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from data_prep.pair_shards import (
     FinishedPair,
     PairCounts,
     PairJob,
+    Sharding,
     claim_work,
     pair_folder,
     read_finished,
@@ -35,11 +36,10 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.manifest import OTHER_LANGUAGES
 from pipeline.artifacts.places import link_or_copy, run_dir
-from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
-from pipeline.distributed.workers import open_pool
+from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import ConfigError, DataError
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
@@ -53,18 +53,12 @@ def run(call: StageCall) -> None:
     config, work_dir = call.recipe.shards, run_dir(call.out_dir)
     max_tokens = call.recipe.max_tokens
     segmenters = call.recipe.tokenizer.segmenters
-    Segmenters(tokenizer, segmenters).load(languages(corpus))
+    sharding = Sharding(corpus, tokenizer, config, max_tokens, segmenters)
+    sharding.words.load(languages(corpus))
     with call.new_artifact() as writer:
-        jobs = pair_jobs(
-            corpus,
-            tokenizer=tokenizer,
-            work_dir=work_dir,
-            config=config,
-            max_tokens=max_tokens,
-            segmenters=segmenters,
-        )
+        jobs = pair_jobs(corpus, work_dir=work_dir)
         claim_work(work_dir, key=call.key)
-        finished = make_pairs(jobs, processes=call.processes, mpi=call.mpi)
+        finished = make_pairs(sharding, jobs, processes=call.processes, mpi=call.mpi)
         results = [pair.counts for pair in finished]
         check_training_lines(corpus, results, config=config, max_tokens=max_tokens)
         take_files(finished, writer, work_dir=work_dir)
@@ -75,11 +69,14 @@ def run(call: StageCall) -> None:
         remove_work(work_dir)
 
 
-def make_pairs(jobs: list[PairJob], *, processes: int, mpi: bool) -> list[FinishedPair]:
+def make_pairs(
+    sharding: Sharding, jobs: list[PairJob], *, processes: int, mpi: bool
+) -> list[FinishedPair]:
     """Return the shards of every pair by name; finished ones are not made again."""
     known = {job.pair: read_finished(job.out_dir) for job in jobs}
     missing = [job for job in jobs if known[job.pair] is None]
-    made = {pair.counts.pair: pair for pair in run_jobs(missing, processes=processes, mpi=mpi)}
+    pairs = run_jobs(sharding, missing, processes=processes, mpi=mpi)
+    made = {pair.counts.pair: pair for pair in pairs}
     made |= {name: pair for name, pair in known.items() if pair is not None}
     return [made[name] for name in sorted(made)]
 
@@ -127,15 +124,7 @@ def check_training_lines(
         )
 
 
-def pair_jobs(
-    corpus: Artifact,
-    *,
-    tokenizer: Tokenizer,
-    work_dir: Path,
-    config: ShardsConfig,
-    max_tokens: int,
-    segmenters: Mapping[str, str] | None = None,
-) -> list[PairJob]:
+def pair_jobs(corpus: Artifact, *, work_dir: Path) -> list[PairJob]:
     """Return one job per pair, the largest first, so that no worker begins with it last."""
     for split in SPLITS:
         corpus.check(corpus.names(f"{split}/"))
@@ -144,25 +133,23 @@ def pair_jobs(
         PairJob(
             pair=pair,
             lines={split: counts[pair] for split, counts in lines.items() if pair in counts},
-            corpus=corpus,
             out_dir=pair_folder(work_dir, pair),
-            tokenizer=tokenizer,
-            config=config,
-            max_tokens=max_tokens,
-            segmenters=segmenters or {},
         )
         for pair in pair_counts(corpus)
     ]
     return sorted(jobs, key=lambda job: (-sum(job.lines.values()), job.pair))
 
 
-def run_jobs(jobs: list[PairJob], *, processes: int, mpi: bool) -> Iterator[FinishedPair]:
+def run_jobs(
+    sharding: Sharding, jobs: list[PairJob], *, processes: int, mpi: bool
+) -> Iterator[FinishedPair]:
     """Yield the results as they are ready; after a failure no further pair begins."""
     if processes == 1 and not mpi:
-        yield from map(shard_pair, track(jobs, label="pairs", total=len(jobs)))
+        for job in track(jobs, label="pairs", total=len(jobs)):
+            yield shard_pair(sharding, job)
         return
-    with open_pool(processes, mpi=mpi) as pool:
-        futures = [pool.submit(shard_pair, job) for job in jobs]
+    with open_pool(processes, mpi=mpi, shared=sharding) as pool:
+        futures = [pool.submit(with_shared(shard_pair), job) for job in jobs]
         for future in track(as_completed(futures), label="pairs", total=len(jobs)):
             yield future.result()
 

@@ -47,14 +47,10 @@ SPLITS: tuple[ShardSplit, ...] = ("train", "valid")
 
 
 @dataclass(frozen=True)
-class PairJob:
-    """Input of a worker: the files, tokenizer and settings of one pair."""
+class Sharding:
+    """Input of all jobs, sent to a worker once: corpus, tokenizer and settings."""
 
-    pair: str
-    lines: dict[ShardSplit, int]
     corpus: Artifact
-    out_dir: Path
-    """Folder of this pair."""
     tokenizer: Tokenizer
     config: ShardsConfig
     max_tokens: int
@@ -64,8 +60,18 @@ class PairJob:
 
     @cached_property
     def words(self) -> Segmenters:
-        """Return the segmenters of the pair's languages."""
+        """Return the segmenters of the tokenizer's languages."""
         return Segmenters(self.tokenizer, self.segmenters)
+
+
+@dataclass(frozen=True)
+class PairJob:
+    """Input of a worker for one pair."""
+
+    pair: str
+    lines: dict[ShardSplit, int]
+    out_dir: Path
+    """Folder of this pair."""
 
 
 @dataclass
@@ -141,7 +147,7 @@ def read_finished(folder: Path) -> FinishedPair | None:
     return found if sizes == {name: entry.size for name, entry in found.files.items()} else None
 
 
-def shard_pair(job: PairJob) -> FinishedPair:
+def shard_pair(sharding: Sharding, job: PairJob) -> FinishedPair:
     """Make the shards of all splits of one pair."""
     if job.out_dir.exists():
         shutil.rmtree(job.out_dir)
@@ -155,7 +161,7 @@ def shard_pair(job: PairJob) -> FinishedPair:
         too_long_sides=dict.fromkeys(codes, 0),
     )
     for split in job.lines:
-        shard_split(job, split, counts)
+        shard_split(sharding, job, split, counts)
     paths = sorted(files_below(job.out_dir))
     records = file_records(paths)
     for path in paths:
@@ -169,7 +175,7 @@ def shard_pair(job: PairJob) -> FinishedPair:
     return finished
 
 
-def shard_split(job: PairJob, split: ShardSplit, counts: PairCounts) -> None:
+def shard_split(sharding: Sharding, job: PairJob, split: ShardSplit, counts: PairCounts) -> None:
     """Encode one split, both sides in step, and add to the pair's counts.
 
     Training lines are encoded once per segmentation.
@@ -177,22 +183,23 @@ def shard_split(job: PairJob, split: ShardSplit, counts: PairCounts) -> None:
     Raises:
         DataError: The sides differ in their number of lines.
     """
-    passes = job.config.segmentations if split == "train" else 1
+    passes = sharding.config.segmentations if split == "train" else 1
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(closing(_shard_writer(job, split=split, language=code)))
+            stack.enter_context(closing(_shard_writer(sharding, job, split=split, language=code)))
             for code in job.pair.split("-")
         ]
         for number in range(passes):
             first_line = 0
-            for chunk in line_pairs(job, split):
-                seeds = _seeds(job, number, first_line, len(chunk[0])) if passes > 1 else None
-                _add_chunk(job, split, chunk, writers=writers, seeds=seeds, counts=counts)
-                first_line += len(chunk[0])
+            for chunk in line_pairs(sharding.corpus, job.pair, split):
+                lines = range(first_line, first_line + len(chunk[0]))
+                seeds = _seeds(sharding.config, job.pair, number, lines) if passes > 1 else None
+                _add_chunk(sharding, split, chunk, writers=writers, seeds=seeds, counts=counts)
+                first_line = lines.stop
 
 
 def _add_chunk(
-    job: PairJob,
+    sharding: Sharding,
     split: ShardSplit,
     chunk: tuple[list[str], list[str]],
     *,
@@ -201,52 +208,50 @@ def _add_chunk(
     counts: PairCounts,
 ) -> None:
     encoded = [
-        _encode(job, lines, None if seeds is None else seeds[side], code)
-        for side, (code, lines) in enumerate(zip(job.pair.split("-"), chunk, strict=True))
+        _encode(sharding, lines, None if seeds is None else seeds[side], code)
+        for side, (code, lines) in enumerate(zip(counts.pair.split("-"), chunk, strict=True))
     ]
     lengths = [_lengths(sentences) for sentences in encoded]
-    too_long = [side > job.max_tokens for side in lengths]
+    too_long = [side > sharding.max_tokens for side in lengths]
     left_out = too_long[0] | too_long[1]
     counts.too_long += int(left_out.sum())
     counts.kept[split] += int(left_out.size - left_out.sum())
-    for side, code in enumerate(job.pair.split("-")):
+    for side, code in enumerate(counts.pair.split("-")):
         counts.too_long_sides[code] += int(too_long[side].sum())
         sentences, lines = encoded[side], chunk[side]
         if left_out.any():
             kept = np.flatnonzero(~left_out)
             sentences, lines = [sentences[i] for i in kept], [lines[i] for i in kept]
         tokens = writers[side].append(sentences)
-        if code in job.words:
-            words = writers[side].append_begins(job.words.begins(code, lines))
+        if code in sharding.words:
+            words = writers[side].append_begins(sharding.words.begins(code, lines))
             if split == "train":
                 counts.words[code] = counts.words.get(code, 0) + words
         if split == "train":
             counts.tokens[code] += len(tokens)
-            counts.unknown[code] += int(np.count_nonzero(tokens == job.tokenizer.unk_id))
+            counts.unknown[code] += int(np.count_nonzero(tokens == sharding.tokenizer.unk_id))
 
 
 def _encode(
-    job: PairJob, lines: list[str], seeds: list[int] | None, language: str
+    sharding: Sharding, lines: list[str], seeds: list[int] | None, language: str
 ) -> list[list[int]]:
     if seeds is None:
-        return job.tokenizer.encode_batch(lines, language=language)
-    config = job.config
-    return job.tokenizer.sample_batch(
+        return sharding.tokenizer.encode_batch(lines, language=language)
+    config = sharding.config
+    return sharding.tokenizer.sample_batch(
         lines,
         SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds),
         language=language,
     )
 
 
-def _seeds(job: PairJob, number: int, first_line: int, lines: int) -> tuple[list[int], list[int]]:
+def _seeds(
+    config: ShardsConfig, pair: str, number: int, lines: range
+) -> tuple[list[int], list[int]]:
     """Return a seed for each line of either side, which depends only on its place in the file."""
-    name = ("segmentation", job.config.seed, job.pair, number)
+    name = ("segmentation", config.seed, pair, number)
     first, second = (
-        [
-            derive_seed(*name, code, line) & 0xFFFFFFFF
-            for line in range(first_line, first_line + lines)
-        ]
-        for code in job.pair.split("-")
+        [derive_seed(*name, code, line) & 0xFFFFFFFF for line in lines] for code in pair.split("-")
     )
     return first, second
 
@@ -255,16 +260,15 @@ def _lengths(sentences: list[list[int]]) -> npt.NDArray[np.int64]:
     return np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
 
 
-def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], list[str]]]:
+def line_pairs(
+    corpus: Artifact, pair: str, split: ShardSplit
+) -> Iterator[tuple[list[str], list[str]]]:
     """Yield chunks of both sides' lines, aligned by number.
 
     Raises:
         DataError: One side ends before the other.
     """
-    streams = [
-        iterate_lines(job.corpus.file(text_name(split, job.pair, code)))
-        for code in job.pair.split("-")
-    ]
+    streams = [iterate_lines(corpus.file(text_name(split, pair, code))) for code in pair.split("-")]
     first: list[str] = []
     second: list[str] = []
     characters = 0
@@ -280,17 +284,19 @@ def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], lis
             yield first, second
     except ValueError as error:
         raise DataError(
-            f"The two sides of {split}/{job.pair} in {job.corpus.directory} differ in their number "
-            "of lines. Run the stage that made this corpus again."
+            f"The two sides of {split}/{pair} in {corpus.directory} differ in their number of "
+            "lines. Run the stage that made this corpus again."
         ) from error
 
 
-def _shard_writer(job: PairJob, *, split: ShardSplit, language: str) -> ShardWriter:
+def _shard_writer(
+    sharding: Sharding, job: PairJob, *, split: ShardSplit, language: str
+) -> ShardWriter:
     return ShardWriter(
         job.out_dir,
         split=split,
         pair=job.pair,
         language=language,
-        size=job.tokenizer.size,
-        has_begins=language in job.words,
+        size=sharding.tokenizer.size,
+        has_begins=language in sharding.words,
     )

@@ -53,6 +53,50 @@ class LineCounts:
         """Return the number of pairs of lines read."""
         return self.kept + self.quarantined + self.over_limit
 
+    def note(
+        self,
+        repairs: Sequence["Repair | None"],
+        sources: Sequence[Source],
+        *,
+        number: int,
+        quarantine: "Quarantine",
+    ) -> bool:
+        """Count the defects of a line and return whether all its sides are text.
+
+        Args:
+            repairs: Repair of each side; None if it is plain.
+            sources: Source of each side.
+            number: Line in its sources.
+            quarantine: List that takes the sides that are not text.
+        """
+        is_text = True
+        for side, repair in enumerate(repairs):
+            if repair is None:
+                continue
+            self.byte_order_marks += repair.had_byte_order_mark
+            self.carriage_returns += repair.had_carriage_return
+            self.separators += repair.had_separators
+            self.without_text[side] += repair.is_blank
+            if repair.reason is not None:
+                self.no_text[side][repair.reason] += 1
+                quarantine.add(sources[side], line=number, reason=repair.reason)
+                is_text = False
+        self.quarantined += not is_text
+        return is_text
+
+
+@dataclass
+class Repair:
+    """What was found in a text that is not plain, and what became of it."""
+
+    text: str = ""
+    reason: str | None = None
+    """Why it is not text, if it is not."""
+    had_byte_order_mark: bool = False
+    had_carriage_return: bool = False
+    had_separators: bool = False
+    is_blank: bool = False
+
 
 @dataclass(frozen=True)
 class Quarantine:
@@ -64,10 +108,6 @@ class Quarantine:
         """Write one line of the list."""
         record = {"file": source.name, "line": line, "reason": reason}
         self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-class _NoText(Exception):
-    """Signals a line that cannot be a sentence; the argument is the reason."""
 
 
 class _NotPlain(Exception):
@@ -107,29 +147,32 @@ def good_lines(
             counts.over_limit += 1
             continue
         if is_malformed:
-            _set_aside(sources, number=number, quarantine=quarantine, counts=counts)
+            set_aside(sources, number=number, quarantine=quarantine, counts=counts)
             continue
         try:
             # Nearly all lines are plain; the slow path handles the others.
             texts = [_plain(raw, max_line_bytes=max_line_bytes) for raw in raws]
         except (_NotPlain, UnicodeDecodeError):
-            texts = _look_again(
-                raws,
-                sources,
-                number=number,
-                max_line_bytes=max_line_bytes,
-                quarantine=quarantine,
-                counts=counts,
-            )
-        if len(texts) == len(raws):
-            counts.kept += 1
-            yield texts
-        else:
-            counts.quarantined += 1
-    _refuse_damaged(sources, counts, setting=setting)
+            repairs = [
+                _repair(raw, is_first=number == 1, max_line_bytes=max_line_bytes) for raw in raws
+            ]
+            if not counts.note(repairs, sources, number=number, quarantine=quarantine):
+                continue
+            texts = [repair.text for repair in repairs]
+        counts.kept += 1
+        yield texts
+    refuse_damaged(sources, counts, setting=setting)
 
 
-def _set_aside(
+def checked(raw: bytes, *, is_first: bool, max_line_bytes: int) -> str | Repair:
+    """Return a text if it is plain; else its repair."""
+    try:
+        return _plain(raw, max_line_bytes=max_line_bytes)
+    except (_NotPlain, UnicodeDecodeError):
+        return _repair(raw, is_first=is_first, max_line_bytes=max_line_bytes)
+
+
+def set_aside(
     sources: Sequence[Source], *, number: int, quarantine: Quarantine, counts: LineCounts
 ) -> None:
     """Quarantine a malformed record, once if all sides are in one file."""
@@ -151,51 +194,40 @@ def _plain(raw: bytes, *, max_line_bytes: int) -> str:
     return text
 
 
-def _look_again(
-    raws: Sequence[bytes],
-    sources: Sequence[Source],
-    *,
-    number: int,
-    max_line_bytes: int,
-    quarantine: Quarantine,
-    counts: LineCounts,
-) -> list[str]:
-    """Return the texts of a line that needs repair, quarantining the sides that are not text."""
-    texts = []
-    for side, raw in enumerate(raws):
-        try:
-            if len(raw) > max_line_bytes:
-                raise _NoText("too_long")
-            texts.append(_decode(raw, side=side, is_first=number == 1, counts=counts))
-        except _NoText as error:
-            counts.no_text[side][str(error)] += 1
-            quarantine.add(sources[side], line=number, reason=str(error))
-    return texts
-
-
-def _decode(raw: bytes, *, side: int, is_first: bool, counts: LineCounts) -> str:
-    """Decode and repair one line; raise _NoText for a NUL or invalid UTF-8."""
+def _repair(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Repair:
+    """Decode and repair one text, or say why it is none."""
+    found = Repair()
+    if len(raw) > max_line_bytes:
+        found.reason = "too_long"
+        return found
     if is_first and raw.startswith(codecs.BOM_UTF8):
         raw = raw.removeprefix(codecs.BOM_UTF8)
-        counts.byte_order_marks += 1
+        found.had_byte_order_mark = True
     if raw.endswith(b"\r"):
         raw = raw.rstrip(b"\r")
-        counts.carriage_returns += 1
+        found.had_carriage_return = True
     if b"\0" in raw:
-        raise _NoText("nul")
+        found.reason = "nul"
+        return found
     try:
         text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _NoText("invalid_utf8") from error
-    if _SEPARATORS.search(text):
-        counts.separators += 1
-        text = _SEPARATORS.sub(" ", text)
-    if not text or text.isspace():
-        counts.without_text[side] += 1
-    return text
+    except UnicodeDecodeError:
+        found.reason = "invalid_utf8"
+        return found
+    found.had_separators = _SEPARATORS.search(text) is not None
+    found.text = _SEPARATORS.sub(" ", text)
+    found.is_blank = not found.text or found.text.isspace()
+    return found
 
 
-def _refuse_damaged(sources: Sequence[Source], counts: LineCounts, *, setting: str) -> None:
+def refuse_damaged(
+    sources: Sequence[Source], counts: LineCounts, *, setting: str = "corpus.max_line_bytes"
+) -> None:
+    """Refuse files of which too many lines are not text.
+
+    Raises:
+        DataError: Names the files, and why their lines are not text.
+    """
     bad, lines = counts.quarantined, counts.kept + counts.quarantined
     is_other_form = not counts.kept and any(side["malformed"] for side in counts.no_text)
     if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines) and not is_other_form:

@@ -1,7 +1,7 @@
 """Pair up text in several languages: translation memories and tables.
 
-Their records hold any number of languages. Each pair is read from its file separately, so that
-nothing is held in memory. A language with several spellings in a file (``pt``, ``pt-br``) is one
+Their records hold any number of languages. A file is read once for all of its pairs
+(``data_prep/one_pass.py``). A language with several spellings in a file (``pt``, ``pt-br``) is one
 language, and a record gives the first text in the order of the spellings, unless ``corpus.regions``
 keeps them apart.
 """
@@ -63,6 +63,47 @@ class MultiwayFile:
         return {spelling for spellings in self.together for spelling in spellings}
 
 
+@dataclass(frozen=True)
+class LinesOfPair:
+    """Lines of a file in two languages, each with its spellings by preference."""
+
+    file: MultiwayFile
+    spellings: tuple[tuple[str, ...], tuple[str, ...]]
+    left_out: Counter[str]
+
+    def __iter__(self) -> Iterator[RawLine]:
+        """Read the file for this pair alone, counting records with text in one of the two."""
+        for record in self.file.records():
+            if record.is_malformed:
+                yield RawLine(record.line, (b"", b""), is_malformed=True)
+                continue
+            one, other = (first_text(record.texts, of_side) for of_side in self.spellings)
+            if one is not None and other is not None:
+                yield RawLine(record.line, (one, other))
+            elif one is not None or other is not None:
+                self.count_one_sided(1)
+
+    def count_one_sided(self, number: int) -> None:
+        """Count records with text in one of the two languages, unless that was done before."""
+        if not self.file.is_surveyed:
+            self.left_out[ONE_SIDED] += number
+
+
+@dataclass(frozen=True)
+class MultiwayText(RawText):
+    """Sections of files that are each read once for all of its sections."""
+
+    files: Sequence[MultiwayFile] = ()
+    """Files, in the order of their sections in every pair."""
+
+    def of_file(self, file: MultiwayFile) -> Iterator[tuple[int, Section, LinesOfPair]]:
+        """Yield number, section and lines of each pair of a file."""
+        for number, section in enumerate(self.sections):
+            lines = section.lines
+            if isinstance(lines, LinesOfPair) and lines.file is file:
+                yield number, section, lines
+
+
 def is_language(spelling: str) -> bool:
     """Return whether a spelling is a language code, with or without script and region."""
     return _SPELLING.fullmatch(spelling) is not None
@@ -77,7 +118,9 @@ def without_variant(spelling: str) -> str | None:
     return match[0]
 
 
-def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: LeftOut) -> RawText:
+def pair_up(
+    files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: LeftOut
+) -> MultiwayText:
     """Return a section per wanted pair of languages of each file, by pair, then by file.
 
     Raises:
@@ -105,7 +148,7 @@ def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Le
     left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
         {section.languages for section in sections}
     )
-    return RawText(sections, left_out=left_out)
+    return MultiwayText(sections, left_out=left_out, files=files)
 
 
 def section_of_pair(
@@ -130,33 +173,13 @@ def section_of_pair(
     return replace(section, languages=(first, second))
 
 
-def lines_of_pair(
-    records: Iterable[Record],
-    spellings: tuple[Sequence[str], Sequence[str]],
-    *,
-    left_out: Counter[str],
-) -> Iterator[RawLine]:
-    """Yield the lines of records in two languages, each with its spellings by preference.
-
-    Records with text in one of the two are counted in ``left_out``; those with neither are not.
-    """
-    for record in records:
-        if record.is_malformed:
-            yield RawLine(record.line, (b"", b""), is_malformed=True)
-            continue
-        one, other = (_first_text(record.texts, of_side) for of_side in spellings)
-        if one is not None and other is not None:
-            yield RawLine(record.line, (one, other))
-        elif one is not None or other is not None:
-            left_out[ONE_SIDED] += 1
-
-
 def preferred(spellings: Iterable[str]) -> list[str]:
     """Sort spellings of one language by preference: those without script and region first."""
     return sorted(spellings, key=lambda spelling: (len(spelling), spelling))
 
 
-def _first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
+def first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
+    """Return the text of the first of these spellings that a record has."""
     return next((texts[spelling] for spelling in spellings if spelling in texts), None)
 
 
@@ -188,7 +211,7 @@ def _section(
     file: MultiwayFile, pair: tuple[str, str], codes: Mapping[str, str], left_out: Counter[str]
 ) -> Section:
     first, second = (
-        preferred(spelling for spelling in file.spellings if codes[spelling] == code)
+        tuple(preferred(spelling for spelling in file.spellings if codes[spelling] == code))
         for code in pair
     )
     return Section(
@@ -196,14 +219,5 @@ def _section(
         languages=pair,
         spellings=(first[0], second[0]),
         sources=(file.file.source(first[0]), file.file.source(second[0])),
-        lines=lines_of_pair(
-            _opened(file),
-            (first, second),
-            left_out=Counter() if file.is_surveyed else left_out,
-        ),
+        lines=LinesOfPair(file, (first, second), left_out),
     )
-
-
-def _opened(file: MultiwayFile) -> Iterator[Record]:
-    """Yield the records of a file, which is opened when the first is asked for."""
-    yield from file.records()

@@ -2,7 +2,7 @@
 
 Files are read as a stream, plain or packed, in the encoding that they declare. Memory holds one
 unit, and of a segment at most the longest wanted line. A file is read once to find its languages,
-and once for each pair of them.
+and once for all pairs of them.
 
 The text of a segment is what a reader sees. The native codes in ``bpt``, ``ept``, ``it``, ``ph``
 and ``ut`` are left out, with the subflows in them (``sub``: a footnote, the title of a link), which

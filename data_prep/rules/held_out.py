@@ -3,10 +3,18 @@
 Lines are compared with the held-out lines of their language only, with letters and digits folded
 (``normalization.fold``), by digests of 8 bytes. The first characters of the key tell most lines
 from all held-out ones, so that only the head of a line needs folding.
+
+Workers read the lines of a language from a file when they first need them: those of all languages
+would be too much for the memory of each worker, and too much to send with every pair.
 """
 
-from collections.abc import Iterable, Mapping
+import pickle
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 
 from data_prep.rules.normalization import digest_of, fold, head
 from pipeline.artifacts.artifact import Artifact
@@ -15,6 +23,8 @@ from pipeline.artifacts.corpus import Split, iterate_lines, line_counts, text_na
 HELD_OUT_SPLITS: tuple[Split, ...] = ("valid", "test")
 START = 12
 """Characters of a key that are compared first."""
+LANGUAGES_HELD = 8
+"""Languages whose lines a worker holds at a time."""
 
 
 @dataclass
@@ -76,9 +86,12 @@ class HeldOutSets:
                         name = text_name(split, pair, code)
                         self.lines[code].add(iterate_lines(corpus.file(name)), number)
 
-    def of_pair(self, pair: str) -> frozenset[int]:
-        """Return the numbers of the sets of a pair."""
-        return frozenset(number for number, one in enumerate(self.pairs) if one == pair)
+    def by_pair(self) -> dict[str, frozenset[int]]:
+        """Return the numbers of the sets of each pair."""
+        found: dict[str, set[int]] = {}
+        for number, pair in enumerate(self.pairs):
+            found.setdefault(pair, set()).add(number)
+        return {pair: frozenset(numbers) for pair, numbers in found.items()}
 
 
 def held_out_sets(
@@ -90,3 +103,38 @@ def held_out_sets(
     for name, one in tests.items():
         sets.add_corpus(one, prefix=f"{name}:")
     return sets
+
+
+@dataclass(frozen=True)
+class StoredHeldOut(Mapping[str, HeldOutLines]):
+    """Held-out lines by language, read from files; one process holds few languages at a time."""
+
+    folder: Path
+    languages: tuple[str, ...]
+
+    def __getitem__(self, language: str) -> HeldOutLines:
+        return _read_stored(self.folder / language)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.languages)
+
+    def __len__(self) -> int:
+        return len(self.languages)
+
+
+@lru_cache(maxsize=LANGUAGES_HELD)
+def _read_stored(path: Path) -> HeldOutLines:
+    lines: HeldOutLines = pickle.loads(path.read_bytes())
+    return lines
+
+
+@contextmanager
+def held_out_stored(lines: Mapping[str, HeldOutLines], folder: Path) -> Iterator[StoredHeldOut]:
+    """Store held-out lines in a new folder, which is removed at the end of the block."""
+    folder.mkdir()
+    try:
+        for language, of_language in lines.items():
+            (folder / language).write_bytes(pickle.dumps(of_language))
+        yield StoredHeldOut(folder, tuple(lines))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # gone with the artifact after an error

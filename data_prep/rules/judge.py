@@ -74,7 +74,9 @@ class LengthRatios:
 
     def median(self) -> float:
         """Return the median over the lines; 1 if there are none."""
-        one, other = self._lines_LL.nonzero()
+        rows = np.flatnonzero(self._lines_LL.max(axis=1))  # first: 10 times faster for few lines
+        row, other = self._lines_LL[rows].nonzero()
+        one = rows[row]
         ratio_X = np.concatenate([one / other, np.frombuffer(self._long, dtype=np.float64)])
         lines_X = np.concatenate([self._lines_LL[one, other], np.ones(len(self._long), np.int64)])
         if not len(ratio_X):

@@ -2,15 +2,19 @@
 
 Stages that need no process group (import, cleaning, shards, upcycling, evaluation) have tasks that
 do not depend on each other. ``open_pool`` returns whatever computes them. Their results come in the
-order of the tasks, so that a stage's output does not depend on the pool.
+order of the tasks, so that a stage's output does not depend on the pool. What all tasks share is
+pickled and sent once per worker: with hundreds of pairs, a tokenizer and a manifest in each task
+would take more time than the lines.
 
 A terminal sends Ctrl-C to the whole process group. The parent prints one sentence; a worker that
 raised KeyboardInterrupt would print its traceback as well.
 """
 
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from functools import cached_property, partial
 from multiprocessing import get_context, resource_tracker
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
@@ -18,6 +22,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from pipeline.distributed.signals import ctrl_c_held_back
 from pipeline.errors import ConfigError, Interrupted
 
+C = TypeVar("C")
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -26,6 +31,35 @@ MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m pipeline STAGE --mpi …"
 """Command that starts a stage and the ranks that compute its tasks."""
 _STARTERS = {"mpi4py.futures", "pipeline.jobs.mpi_rank"}
 """Modules that start a stage with other ranks."""
+
+
+class _Shared:
+    """What the tasks of a pool share, in a worker."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+
+    @cached_property
+    def value(self) -> Any:
+        """Unpickle it when a task needs it: the task then fails with the error, not the pool."""
+        return pickle.loads(self._pickled)
+
+
+_received: list[_Shared] = []
+"""In a worker, what its present pool sent."""
+
+
+def _receive(pickled: bytes) -> None:
+    _received[:] = [_Shared(pickled)]
+
+
+def _call(function: Callable[[C, S], T], task: S) -> T:
+    return function(_received[0].value, task)
+
+
+def with_shared(function: Callable[[C, S], T]) -> Callable[[S], T]:
+    """Return a function for workers that gets what its pool's tasks share, and a task."""
+    return partial(_call, function)
 
 
 class Pool(Executor):
@@ -94,10 +128,10 @@ class RankPool(Pool):
     After an error, running calls finish and no new one starts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bytes) -> None:
         from mpi4py.futures import MPIPoolExecutor
 
-        self._ranks: Executor = MPIPoolExecutor()
+        self._ranks: Executor = MPIPoolExecutor(initializer=_receive, initargs=(shared,))
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Hand a call to a rank."""
@@ -119,30 +153,23 @@ class RankPool(Pool):
         self.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
 
-def open_pool(
-    processes: int,
-    *,
-    mpi: bool = False,
-    initializer: Callable[..., object] | None = None,
-    initargs: tuple[Any, ...] = (),
-) -> Pool:
+def open_pool(processes: int, *, mpi: bool = False, shared: object = None) -> Pool:
     """Return a pool of worker processes, or of the ranks that a launcher started.
 
     Args:
         processes: number of worker processes; without effect on ranks.
         mpi: whether the tasks go to ranks.
-        initializer: called by every worker process with ``initargs`` before its first task.
-        initargs: arguments of ``initializer``.
+        shared: what all tasks share, for the functions that ``with_shared`` returns.
 
     Raises:
         ConfigError: the process was not started with other ranks, or MPI cannot be used.
     """
     if not mpi:
-        return WorkerPool(processes, initializer=initializer, initargs=initargs)
+        return WorkerPool(processes, initializer=_receive, initargs=(pickle.dumps(shared),))
     if _STARTERS.isdisjoint(sys.orig_argv):
         raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
     from mpi4py import MPI  # loaded by mpi4py.futures already
 
     if MPI.COMM_WORLD.Get_size() < 2:
         raise ConfigError(f"--mpi needs a rank beside the one that leads. Start {MPI_COMMAND}.")
-    return RankPool()
+    return RankPool(pickle.dumps(shared))

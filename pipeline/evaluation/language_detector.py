@@ -355,15 +355,20 @@ class _Walk:
         filled = np.zeros(len(rows), dtype=np.int64)
         counts, shifts = self._counts[rows], self._shifts[rows]
         positions = self._positions[rows]
+        ahead = np.arange(2 * draws)  # enough for most lines: half of the numbers or more are taken
         waiting = np.arange(len(rows))
         while len(waiting):
-            position, place = positions[waiting], filled[waiting]
-            numbers = self._stream.words[position] >> shifts[waiting]
-            position += 1
-            drawn[waiting, place], ends[waiting, place] = numbers, position
-            place += numbers < counts[waiting]
-            positions[waiting], filled[waiting] = position, place
-            waiting = waiting[place < draws]
+            begins = positions[waiting]
+            numbers = self._stream.words[begins[:, None] + ahead] >> shifts[waiting, None]
+            is_taken = numbers < counts[waiting, None]
+            places = filled[waiting, None] + np.cumsum(is_taken, axis=1) - 1
+            filled[waiting] = np.minimum(places[:, -1] + 1, draws)
+            row, word = np.nonzero(is_taken & (places < draws))
+            place = places[row, word]
+            drawn[waiting[row], place] = numbers[row, word]
+            ends[waiting[row], place] = begins[row] + word + 1
+            positions[waiting] = begins + len(ahead)
+            waiting = waiting[filled[waiting] < draws]
         return drawn, ends
 
     def _end_trials(self, rows: Integers) -> Integers:

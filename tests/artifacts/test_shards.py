@@ -322,17 +322,13 @@ def test_the_summary_says_what_was_read_kept_and_too_long(
 
 
 def test_chunks_are_bounded_in_lines_and_in_characters(
-    inputs: tuple[Artifact, Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ["a" * 10, "b" * 30, "", "c", "d" * 100, "e"]
     corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": {"de": lines, "en": lines}}})
-    tokenizer = load_tokenizer(inputs[1].directory)
-    [job] = make_shards.pair_jobs(
-        corpus, tokenizer=tokenizer, work_dir=tmp_path, config=ShardsConfig(), max_tokens=99
-    )
     monkeypatch.setattr(pair_shards, "CHUNK_CHARACTERS", 50)
     monkeypatch.setattr(pair_shards, "CHUNK_LINES", 2)
-    chunks = [first for first, _ in pair_shards.line_pairs(job, "train")]
+    chunks = [first for first, _ in pair_shards.line_pairs(corpus, "de-en", "train")]
     assert chunks == [lines[:2], lines[2:4], lines[4:5], lines[5:]]
 
 
@@ -367,12 +363,14 @@ def test_pairs_that_were_finished_when_the_stage_was_stopped_are_not_made_again(
 ) -> None:
     made: list[str] = []
 
-    def until_the_last(job: pair_shards.PairJob) -> pair_shards.FinishedPair:
+    def until_the_last(
+        sharding: pair_shards.Sharding, job: pair_shards.PairJob
+    ) -> pair_shards.FinishedPair:
         if job.pair == "de-ru" and "de-ru" not in made:
             made.append(job.pair)
             raise Stopped
         made.append(job.pair)
-        return pair_shards.shard_pair(job)
+        return pair_shards.shard_pair(sharding, job)
 
     monkeypatch.setattr(make_shards, "shard_pair", until_the_last)
     with pytest.raises(Stopped):

@@ -12,6 +12,12 @@ drawn, follow the minutes that OPUS-100 takes on 16 cores, were the spread over 
 --memory each stage runs in a fresh process at two sizes of a corpus, and its peak is compared.
 
     python tests/bench/data.py [--lines N] [--memory [N N]] [--quick] [--rounds N] [--json FILE]
+
+With --many, what a pair costs beyond the work on its lines, and a file of many languages:
+
+- import, clean and make_shards with two workers, for all pairs of few and of many languages with
+  two lines a split: processor time of all processes, by which a further pair adds to it;
+- import of a TMX of 24 languages and 3,000 units, which has 276 pairs.
 """
 
 import argparse
@@ -19,6 +25,7 @@ import gzip
 import json
 import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -26,9 +33,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain, combinations, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
@@ -43,6 +52,7 @@ from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.config.recipe import Recipe
+from pipeline.languages import FAMILIES
 from pipeline.machine import peak_memory
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall
@@ -57,6 +67,8 @@ SHARE_TARGET = 0.85
 OPUS_PAIRS, CORES, MINUTES_TARGET = 55_000_000, 16, 12.0
 FLAT_SHARE = 0.15
 """How much more a stage may hold at four times the lines."""
+PAIR_LANGUAGES, QUICK_LANGUAGES, MILLISECONDS_TARGET = (10, 45), (3, 5), 5.0
+TMX_LANGUAGES, TMX_UNITS, TMX_SECONDS_TARGET = 24, 3000, 4.0
 MEBIBYTE = 2**20
 CODE: dict[str, ModuleType] = {
     "import_corpus": import_corpus,
@@ -106,7 +118,9 @@ def write_tree(root: Path, count: int) -> Path:
     return root
 
 
-def run_stage(name: str, out_dir: Path, recipe: Recipe, **inputs: Artifact | Path) -> Artifact:
+def run_stage(
+    name: str, out_dir: Path, recipe: Recipe, processes: int = 1, **inputs: Artifact | Path
+) -> Artifact:
     """Run a stage here, whatever lies at its output."""
     stage = STAGES[name]
     artifacts = {key: value for key, value in inputs.items() if isinstance(value, Artifact)}
@@ -120,9 +134,72 @@ def run_stage(name: str, out_dir: Path, recipe: Recipe, **inputs: Artifact | Pat
         records={},
         config=recipe.sections(stage.sections),
         overwrite=True,
+        processes=processes,
     )
     CODE[name].run(call)
     return open_artifact(out_dir, kind=stage.makes)
+
+
+def measure_many_pairs(folder: Path, *, languages: tuple[int, int]) -> dict[str, float]:
+    """Milliseconds of processor time that a further pair adds to each stage."""
+    fewer, more = (_pair_seconds(folder / str(number), number) for number in languages)
+    pairs = [number * (number - 1) // 2 for number in languages]
+    return {name: (more[name] - fewer[name]) / (pairs[1] - pairs[0]) * 1e3 for name in more}
+
+
+def _pair_seconds(folder: Path, languages: int) -> dict[str, float]:
+    """Processor time of each stage and its workers for all pairs of so many languages."""
+    codes = sorted(chain.from_iterable(FAMILIES.values()))[:languages]
+    for pair in combinations(codes, 2):
+        place = folder / "raw" / "-".join(pair)
+        place.mkdir(parents=True)
+        for split, code in product(("train", "valid", "test"), pair):
+            text = "".join(f"{split} {code} {'-'.join(pair)} {line}\n" for line in "ab")
+            (place / f"{split}.{code}").write_text(text, encoding="utf-8")
+    recipe = recipe_of(kind="bytes")
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, processes: int = 2, **inputs: Artifact | Path) -> Artifact:
+        begin = _all_seconds()
+        made = run_stage(name, folder / name, recipe, processes, **inputs)
+        seconds[name] = _all_seconds() - begin
+        return made
+
+    corpus = timed("import_corpus", raw=folder / "raw")
+    tokenizer = run_stage("train_tokenizer", folder / "tokenizer", recipe, corpus=corpus)
+    timed("make_shards", corpus=timed("clean", corpus=corpus), tokenizer=tokenizer)
+    return seconds
+
+
+def _all_seconds() -> float:
+    """Processor time of this process and of its workers that have ended."""
+    workers = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + workers.ru_utime + workers.ru_stime
+
+
+def measure_tmx(folder: Path, *, languages: int, units: int) -> float:
+    """Processor time of importing a TMX with all pairs of its languages, in seconds."""
+    codes = sorted(chain.from_iterable(FAMILIES.values()))[:languages]
+    lines = [side for pair in text_pairs(units) for side in pair]
+    folder.mkdir()
+    with (folder / "all.tmx").open("w", encoding="utf-8") as stream:
+        stream.write('<tmx version="1.4"><header/><body>\n')
+        for unit in range(units):
+            texts = (escape(lines[(unit + place) % len(lines)]) for place in range(languages))
+            sides = (
+                f'<tuv xml:lang="{code}"><seg>{text}</seg></tuv>'
+                for code, text in zip(codes, texts, strict=True)
+            )
+            stream.write(f"<tu>{''.join(sides)}</tu>\n")
+        stream.write("</body></tmx>\n")
+    recipe = Recipe.model_validate(
+        {"name": "bench", "corpus": {"source": "tmx", "swapped_sides": "accept"}}
+    )
+    begin = time.process_time()
+    made = run_stage("import_corpus", folder / "corpus", recipe, raw=folder / "all.tmx")
+    seconds = time.process_time() - begin
+    assert len(made.statistics["pairs"]) == languages * (languages - 1) // 2
+    return seconds
 
 
 def recipe_of(**settings: object) -> Recipe:
@@ -279,6 +356,7 @@ def main() -> None:
         metavar="N",
         help="peaks too, at two numbers of lines (half a million and two: minutes, 4 GB)",
     )
+    parser.add_argument("--many", action="store_true", help="many pairs and a TMX alone (minutes)")
     parser.add_argument("--quick", action="store_true", help="few lines: only whether it runs")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--stage", choices=sorted(CODE), help=argparse.SUPPRESS)
@@ -294,7 +372,25 @@ def main() -> None:
         )
     if not BIBLE.is_dir():
         sys.exit(f"{BIBLE} is not there: put the text beside the checkout.")
+    if options.many:
+        report_many(quick=options.quick)
+        return
     report(options)
+
+
+def report_many(*, quick: bool) -> None:
+    """Measure many pairs and a file of many languages, and print."""
+    languages, units = (QUICK_LANGUAGES, 50) if quick else (PAIR_LANGUAGES, TMX_UNITS)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = measure_many_pairs(Path(folder), languages=languages)
+        seconds = measure_tmx(Path(folder) / "tmx", languages=TMX_LANGUAGES, units=units)
+    print(processor())
+    for name, value in pairs.items():
+        print(f"{name}: {value:.1f} ms of processor time a pair, at most {MILLISECONDS_TARGET}")
+    print(
+        f"TMX of {TMX_LANGUAGES} languages x {units:,} units: {seconds:.1f} s of processor time, "
+        f"at most {TMX_SECONDS_TARGET}"
+    )
 
 
 def report(options: argparse.Namespace) -> None:

@@ -4,6 +4,10 @@ Lines of about 118 characters a side, all of which stay: each meets every rule. 
 set beside it there is none, so that a pass over the same lines that does nothing but write them is
 timed in the same rounds.
 
+Then the time per line of clean with near duplicates, at a number of lines and at four times as
+many. The lines join 3,000 beginnings with 3,000 ends, so that a line shares half its text with more
+and more others. They stay: none is similar enough.
+
     python tests/bench/data_clean.py [--quick] [--lines N] [--rounds N]
 """
 
@@ -31,6 +35,9 @@ LETTERS = {
 PAIRS = ("de-en", "en-ru", "en-hi")
 VOCABULARY, HELD_OUT = 20_000, 4000
 SEED = 1
+PHRASES, GROWTH = 3000, 4
+GROWTH_TARGET = 1.2
+"""Most of the time per line at so many times the lines, by that at fewer."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,43 @@ def _copy(task: PairTask) -> int:
     return written
 
 
+def near_duplicate_rates(*, lines: int, rounds: int) -> tuple[float, float]:
+    """Microseconds per line of clean with near duplicates, at some lines and at GROWTH times."""
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = [
+            _phrases_task(Path(folder) / str(count), count) for count in (lines, GROWTH * lines)
+        ]
+        fewer, more = (_per_line(task, rounds) for task in tasks)
+    return fewer, more
+
+
+def _per_line(task: PairTask, rounds: int) -> float:
+    lines = clean_pair(task).lines  # not timed: the first time, loops are compiled
+    seconds = (_seconds(lambda: clean_pair(task).lines, expected=lines) for _ in range(rounds))
+    return statistics.median(seconds) / lines * 1e6
+
+
+def _phrases_task(folder: Path, lines: int) -> PairTask:
+    """A pair of lines that each share half their text with others."""
+    folder.mkdir()
+    generator = random.Random(SEED)
+    vocabulary = ["".join(generator.choices(LETTERS["en"][0], k=6)) for _ in range(VOCABULARY)]
+    phrases = [" ".join(generator.choices(vocabulary, k=16)) for _ in range(2 * PHRASES)]
+    places = generator.sample(range(PHRASES**2), lines)
+    joined = [(phrases[one % PHRASES], phrases[PHRASES + one // PHRASES]) for one in places]
+    sources = folder / "de", folder / "en"
+    for side, path in enumerate(sources):
+        path.write_text("".join(f"{line[side]}\n" for line in joined), "utf-8")
+    none = HeldOutLines()
+    return PairTask(
+        pair="de-en",
+        sources=sources,
+        outputs=(folder / "first", folder / "second"),
+        facts=PairFacts((frozenset(), frozenset()), (none, none), own_sets=None),
+        config=CleanConfig(drop_near_duplicates=True),
+    )
+
+
 def _task(folder: Path, pair: str, lines: int) -> PairTask:
     generator = random.Random(SEED)
     codes = pair.split("-")
@@ -120,6 +164,11 @@ def main() -> None:
             f"{rate.pair}: {rate.pairs_per_second:,.0f} pairs/s, "
             f"{rate.pairs_per_second / rate.copies_per_second:.2f} of copying the lines"
         )
+    fewer, more = near_duplicate_rates(lines=given.lines, rounds=given.rounds)
+    print(
+        f"near duplicates: {fewer:.1f} µs/line, at {GROWTH} times the lines {more:.1f}: "
+        f"{more / fewer:.2f} times, at most {GROWTH_TARGET}"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from support.tiny_models import tiny_model
 from support.tiny_training import Inputs, pretrain, write_artifact
 
 from data_prep.make_shards import pair_jobs
-from data_prep.pair_shards import shard_pair
+from data_prep.pair_shards import Sharding, shard_pair
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Split, read_hypotheses, read_lines
@@ -201,24 +201,16 @@ def test_shards_hold_the_words_of_languages_with_a_segmenter_and_of_no_other(mad
 def test_a_worker_finds_the_words_by_the_names_that_it_is_sent(made: Made, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(made.shards))
     recipe = load_recipe(str(made.recipe()))
-    [job] = [
-        job
-        for job in pair_jobs(
-            made.corpus,
-            tokenizer=tokenizer,
-            work_dir=tmp_path,
-            config=recipe.shards,
-            max_tokens=recipe.max_tokens,
-            segmenters=recipe.tokenizer.segmenters,
-        )
-        if job.pair == "de-th"
-    ]
-    assert "th" in job.words
-    job.words.load(["th"])
-    sent = pickle.dumps(job)
+    sharding = Sharding(
+        made.corpus, tokenizer, recipe.shards, recipe.max_tokens, recipe.tokenizer.segmenters
+    )
+    [job] = [job for job in pair_jobs(made.corpus, work_dir=tmp_path) if job.pair == "de-th"]
+    assert "th" in sharding.words
+    sharding.words.load(["th"])
+    sent = pickle.dumps(sharding)
     for name in [name for name in sys.modules if name.startswith("segmenter_")]:
         del sys.modules[name]
-    finished = shard_pair(pickle.loads(sent))
+    finished = shard_pair(pickle.loads(sent), job)
     kept = made.shards.manifest.files
     assert finished.files == {name: kept[name] for name in kept if "/de-th/" in name}
 

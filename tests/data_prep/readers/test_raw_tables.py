@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import random
 import sys
 from collections.abc import Iterator
 from itertools import combinations
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep.readers import raw_files
+from data_prep import one_pass
+from data_prep.readers import raw_files, tables
+from data_prep.readers.multiway import Record
 from data_prep.readers.raw_files import RawFile
 from data_prep.readers.tables import open_columns, open_table
 from pipeline.artifacts.artifact import Artifact
@@ -49,6 +52,75 @@ def test_a_pair_named_by_its_file_is_in_two_columns(tmp_path: Path) -> None:
     assert corpus.statistics["pairs"] == {"de-en": {"train": 2, "valid": 0, "test": 1}}
     assert read_lines(corpus, "train", "de-en", "de") == ["eins", "zwei"]
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "two"]
+
+
+CELLS = (
+    *(b"", b"__NULL__", b" ", "\N{NO-BREAK SPACE}".encode(), "\ufeffeins".encode(), b"zw\vei"),
+    *("drei\u2028 vier".encode(), b"f\xffnf", b"se\0chs", b"x" * 60, b"sieben\r"),
+)
+"""Cells that are missing, that need repair, or that are not text."""
+
+
+def table(draw: random.Random, rows: int) -> bytes:
+    """Rows in five languages, some of them malformed, some cells odd or missing."""
+    lines = [b"en\tfr\tde\ttalk\tru\tpl"]
+    for row in range(rows):
+        cells = [f"{code} {row}".encode() for code in ("en", "fr", "de", "talk", "ru", "pl")]
+        for place in range(6):
+            if draw.random() < 0.08:
+                cells[place] = draw.choice(CELLS)
+        lines.append(b"\t".join(cells[: 4 if draw.random() < 0.02 else 6]))
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("block", [1, 7, 1000])
+@pytest.mark.parametrize("limit", [None, 0, 1, 40, 90])
+def test_one_pass_finds_what_reading_the_table_for_each_pair_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, block: int
+) -> None:
+    """A list of the same files reads a table for one pair at a time."""
+    draw = random.Random(f"{limit}")
+    names = {"a.tsv": "train", "b.tsv": "train", "c.test.tsv": "test", "d.tsv": "train"}
+    raw = write(tmp_path / "raw", {name: table(draw, 80) for name in names})
+    pairs = ["-".join(pair) for pair in combinations(["de", "en", "fr", "pl", "ru"], 2)]
+    limits = {"max_line_bytes": 50, "max_test_lines": limit} | (
+        {"max_train_lines": limit} if limit else {}
+    )
+    files = [
+        {"split": names[name], "pair": pair, "paths": [name]} for pair in pairs for name in names
+    ]
+    apart = import_tsv(tmp_path / "apart", raw, source="listed", files=files, **limits)
+    monkeypatch.setattr(one_pass, "BLOCK_RECORDS", block)
+    together = import_tsv(tmp_path / "together", raw, **limits)
+    assert together.manifest.files == apart.manifest.files
+    assert together.statistics == apart.statistics
+    assert together.manifest.summary == apart.manifest.summary
+
+
+def test_a_block_holds_few_long_texts_and_many_short_ones() -> None:
+    def sizes(text: bytes, records: int) -> list[int]:
+        found = (Record(number, {"de": text}) for number in range(records))
+        blocks = one_pass.blocks_of(found, [("de",)], max_line_bytes=10**7)
+        return [len(block.numbers) for block in blocks]
+
+    assert sizes(b"x" * one_pass.BLOCK_BYTES, 3) == [1, 1, 1]
+    assert sizes(b"x", one_pass.BLOCK_RECORDS + 5) == [one_pass.BLOCK_RECORDS, 5]
+
+
+def test_a_table_is_read_once_however_many_pairs_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+
+    def counted(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
+        opened.append(path)
+        return raw_files.iterate_raw_lines(path, max_line_bytes=max_line_bytes)
+
+    monkeypatch.setattr(tables, "iterate_raw_lines", counted)
+    raw = write(tmp_path / "raw", {"a.tsv": TED})
+    corpus = import_tsv(tmp_path / "corpus", raw)
+    assert len(corpus.statistics["pairs"]) > 5
+    assert len(opened) == 2, "once for the header, once for the rows"
 
 
 def test_a_header_says_the_order_of_the_columns_and_which_are_text(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Repeated and nearly repeated lines equal those that comparing all lines finds."""
 
 import random
+import tempfile
 import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from data_prep.rules import duplicates as module
 from data_prep.rules.duplicates import (
     Duplicates,
     LineDigests,
+    LineSketches,
     NearDuplicates,
     key_of,
     ngrams,
@@ -79,6 +83,9 @@ def test_lines_that_are_never_repeated_take_a_byte_each(
 
 
 Line = tuple[str, str]
+WORDS = [
+    f"{one}{two}{three}" for one in "bdgkl" for two in "aeiou" for three in ("nst", "rk", "mp")
+]
 
 
 def some_lines(*, count: int, seed: int) -> list[Line]:
@@ -99,16 +106,29 @@ def some_lines(*, count: int, seed: int) -> list[Line]:
 
 
 def found_in(lines: list[Line], *, threshold: float, block: int = 100) -> list[bool]:
-    near = NearDuplicates(
-        [sketches(lines[start : start + block]) for start in range(0, len(lines), block)],
-        threshold=threshold,
-        line_at=lines.__getitem__,
-    )
     found = []
-    for number, line in enumerate(lines):
-        found.append(near.is_repeated(number, *line))
-        near.settle(number, kept=not found[-1])
+    with near_duplicates(lines, threshold=threshold, block=block) as near:
+        for number, line in enumerate(lines):
+            found.append(near.is_repeated(number, *line))
+            near.settle(number, kept=not found[-1])
     return found
+
+
+@contextmanager
+def near_duplicates(
+    lines: list[Line],
+    *,
+    threshold: float,
+    block: int = 100,
+    line_at: Callable[[int], Line] | None = None,
+) -> Iterator[NearDuplicates]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LineSketches(Path(folder) / "sketches") as sketched,
+    ):
+        for start in range(0, len(lines), block):
+            sketched.add(lines[start : start + block])
+        yield sketched.near_duplicates(threshold=threshold, line_at=line_at or lines.__getitem__)
 
 
 @pytest.mark.slow
@@ -148,7 +168,7 @@ def test_a_band_agrees_as_often_as_its_minima_should() -> None:
     """P(band) = J^4, from many pairs of lines of known similarity."""
     lines = some_lines(count=1500, seed=9)
     sets = [ngrams(key_of(*line)) for line in lines]
-    bands = sketches(lines)
+    bands = sketches(lines).bands
     agreed, expected = [], []
     for one in range(len(lines)):
         for other in range(max(one - 60, 0), one):
@@ -174,12 +194,12 @@ def test_a_line_of_the_same_source_and_another_translation_stays() -> None:
 
 def test_a_line_that_was_dropped_for_another_reason_is_repeated_by_none() -> None:
     lines = [("ein und derselbe Satz", "one and the same sentence")] * 3
-    near = NearDuplicates([sketches(lines)], threshold=0.8, line_at=lines.__getitem__)
-    assert not near.is_repeated(0, *lines[0])
-    near.settle(0, kept=False)
-    assert not near.is_repeated(1, *lines[1])
-    near.settle(1, kept=True)
-    assert near.is_repeated(2, *lines[2])
+    with near_duplicates(lines, threshold=0.8) as near:
+        assert not near.is_repeated(0, *lines[0])
+        near.settle(0, kept=False)
+        assert not near.is_repeated(1, *lines[1])
+        near.settle(1, kept=True)
+        assert near.is_repeated(2, *lines[2])
 
 
 def test_thousands_of_repeats_of_one_line_are_all_found() -> None:
@@ -199,5 +219,64 @@ def test_sketches_of_a_line_do_not_depend_on_its_block() -> None:
     lines = some_lines(count=50, seed=2)
     whole = sketches(lines)
     for start, end in pairwise([0, 1, 7, 50]):
-        assert np.array_equal(sketches(lines[start:end]), whole[start:end])
-    assert sketches([]).shape == (0, whole.shape[1])
+        for part, all_lines in zip(sketches(lines[start:end]), whole, strict=True):
+            assert np.array_equal(part, all_lines[start:end])
+    assert [part.shape for part in sketches([])] == [(0, part.shape[1]) for part in whole]
+
+
+@pytest.mark.parametrize("part", [1, 7, 50, 10_000])
+def test_links_do_not_depend_on_how_many_lines_are_sorted_at_a_time(
+    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BAND_PART", part)
+    draw = random.Random(part)
+    digests = np.array([draw.randrange(30) for _ in range(100)], dtype=np.uint64)
+    (tmp_path / "band").write_bytes(digests.tobytes())
+    before = np.full(100, -1, dtype=np.int32)
+    module.link_equal(tmp_path / "band", before)
+    earlier = [digests[:number].tolist() for number in range(100)]
+    for number, digest in enumerate(digests.tolist()):
+        places = [place for place, other in enumerate(earlier[number]) if other == digest]
+        assert before[number] == max(places, default=-1)
+
+
+def test_a_line_that_none_repeats_nearly_takes_few_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART", 4000)
+    monkeypatch.setattr(module, "BAND_PART", 4000)
+    lines, block = 40_000, 100
+    with near_duplicates([("line", "0")], threshold=0.8) as near:  # compiles its loops
+        near.is_repeated(0, "line", "0")
+        near.settle(0, kept=True)
+    tracemalloc.start()
+    try:
+        with LineSketches(tmp_path / "sketches") as sketched:
+            for start in range(0, lines, block):
+                sketched.add([("line", f"{number:x}") for number in range(start, start + block)])
+            near = sketched.near_duplicates(threshold=2, line_at=lambda _: ("", ""))
+            for number in range(lines):
+                near.is_repeated(number, "line", f"{number:x}")
+                near.settle(number, kept=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 50 * lines, "far below the 232 bytes in files"
+
+
+def test_lines_that_share_phrases_are_told_apart_without_reading_them() -> None:
+    """However many of them there are: each shares half its text with dozens of others."""
+    draw = random.Random(3)
+    halves = [" ".join(draw.choices(WORDS, k=12)) for _ in range(24)]
+    lines = [(one, other) for one in halves[:12] for other in halves[12:]]
+    asked: list[int] = []
+
+    def line_at(number: int) -> Line:
+        asked.append(number)
+        return lines[number]
+
+    with near_duplicates(lines, threshold=0.8, line_at=line_at) as near:
+        for number, line in enumerate(lines):
+            assert not near.is_repeated(number, *line)
+            near.settle(number, kept=True)
+    assert len(asked) <= 0.05 * len(lines)
