@@ -207,9 +207,13 @@ def _finite(value: Any) -> Any:
 
 
 def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Return columns aligned with spaces, with a rule under the header."""
+    """Return columns aligned with spaces, with a rule under every column that has a name.
+
+    A column without one may hold sentences, and a rule as long would fill lines of a terminal.
+    """
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
+    rule = ["-" * width if name else "" for name, width in zip(header, widths, strict=True)]
+    lines = [header, rule, *rows]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines

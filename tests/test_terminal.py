@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ArtifactError
-from pipeline.terminal import JsonLines, Progress, clock_text, progress_line, track
+from pipeline.terminal import JsonLines, Progress, clock_text, progress_line, text_table, track
 
 
 class _Clock:
@@ -146,3 +146,8 @@ def test_a_broken_line_of_metrics_is_named_and_an_incomplete_last_one_dropped(
         with pytest.raises(ArtifactError, match=r"^Line 2 of .*metrics\.jsonl is not valid JSON"):
             use()
     assert path.read_bytes() == before
+
+
+def test_a_table_has_no_rule_under_a_column_without_a_name() -> None:
+    table = text_table(["stage", ""], [["corpus", "a sentence"], ["clean", ""]])
+    assert table.splitlines() == ["stage", "------", "corpus  a sentence", "clean"]

@@ -31,7 +31,7 @@ from pipeline.artifacts.digests import (
     remember_artifact,
     remembered,
 )
-from pipeline.artifacts.locks import is_lost, refuse_if_lost
+from pipeline.artifacts.locks import held_lock, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -57,6 +57,7 @@ from pipeline.artifacts.places import (
     make_working,
     refuse_inputs,
     refuse_to_overwrite,
+    remove_abandoned,
     replace_directory,
     restore,
     sync,
@@ -339,8 +340,7 @@ def new_artifact(
     """Build an artifact that appears at ``out_dir`` when the block ends without an error.
 
     The statistics must be JSON. Files are hashed and synced before the manifest is written. If this
-    process held the output's lock and lost it, nothing appears there, and the working folder is the
-    other process's.
+    process held the output's lock and lost it, nothing appears there.
 
     Args:
         out_dir: Directory of the finished artifact.
@@ -358,8 +358,11 @@ def new_artifact(
     refuse_inputs(out_dir, inputs=paths, run_folder=False)
     clock = time.monotonic() if clock is None else clock
     started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - clock)
-    writer = ArtifactWriter(unfinished_dir(out_dir))
+    lock = held_lock(lock_path(out_dir))
+    writer = ArtifactWriter(unfinished_dir(out_dir, token=lock.owner.token if lock else ""))
     try:
+        if lock is not None:
+            remove_abandoned(out_dir)
         make_working(writer.directory)
         yield writer
         manifest = seal_artifact(
@@ -376,19 +379,13 @@ def new_artifact(
         refuse_if_lost(lock_path(out_dir))
         publish_artifact(writer, manifest, out_dir=out_dir)
     except OSError as error:
-        _discard_own(writer, out_dir)
+        discard_working(writer.directory)
         if error.errno not in UNWRITABLE:
             raise
         raise ArtifactError(describe_unwritable(error, place=out_dir)) from error
     except BaseException:
-        _discard_own(writer, out_dir)
-        raise
-
-
-def _discard_own(writer: ArtifactWriter, out_dir: Path) -> None:
-    """Remove the working folder unless it is another process's, which took the lock."""
-    if not is_lost(lock_path(out_dir)):
         discard_working(writer.directory)
+        raise
 
 
 def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Path) -> None:

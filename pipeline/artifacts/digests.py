@@ -38,6 +38,10 @@ READ_BYTES = 1024 * 1024
 
 MAX_THREADS = 4
 
+MOST_UNSYNCED = 4
+"""Chunks that may be written ahead of the disk. A slow disk then shows its progress; training's
+watchdog would take one long sync at the end for a hang."""
+
 RECENT_NANOSECONDS = 50_000_000
 """Age up to which a changed file is not remembered: another change might leave the same time."""
 
@@ -387,7 +391,7 @@ class HashedFiles:
             OSError: The file cannot be written; the error names it.
         """
         found: list[Future[str]] = []
-        size = 0
+        size = unsynced = 0
         try:
             with path.open("wb", buffering=WRITE_BYTES) as stream:
                 for chunk in chunks_of(pieces):
@@ -396,8 +400,12 @@ class HashedFiles:
                         stream.write(part)
                         size += part.nbytes
                     progress.advance()
+                    unsynced += 1
+                    if unsynced >= MOST_UNSYNCED and self._synced:
+                        self._synced[-1].result()
                     if not self._synced or self._synced[-1].done():
                         self._send_to_disk(path)
+                        unsynced = 0
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         self._send_to_disk(path)
@@ -406,7 +414,12 @@ class HashedFiles:
 
     def _send_to_disk(self, path: Path) -> None:
         """Sync the part of a file that is written so far, after all earlier requests."""
-        self._synced.append(self._syncing.submit(sync, path))
+        self._synced.append(self._syncing.submit(_sync, path))
+
+
+def _sync(path: Path) -> None:
+    sync(path)
+    progress.advance()
 
 
 def chunks_of(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:

@@ -13,7 +13,8 @@ A process takes the lock over from a holder that
 - is an earlier attempt of the same job (``MMNMT_ATTEMPT``): at once, since the scheduler starts an
   attempt only after it has given up the one before;
 - runs elsewhere and has not refreshed its file for ``STALE_SECONDS`` of the claimer's own clock. No
-  time of another machine is read.
+  time of another machine is read, and time in which the claimer itself was stopped, or waited for
+  the file system, does not count: the holder may have been held up as well.
 
 Invariant: whoever finds a higher generation, or no file of its own, has lost the lock and publishes
 nothing more (:meth:`Lock.refuse_if_lost`). The generation is thus the fencing token of a run.
@@ -37,6 +38,7 @@ from pathlib import Path
 
 from pipeline.artifacts.places import begins_with, lock_path
 from pipeline.distributed.signals import deferred, held_back
+from pipeline.distributed.watchdog import Silence
 from pipeline.errors import ArtifactError, to_write
 
 ATTEMPT_VARIABLE = "MMNMT_ATTEMPT"
@@ -52,6 +54,8 @@ LATE_SECONDS = 10.0
 
 _LONGEST_FILE = 4096
 _PAUSE_SECONDS = 0.1
+_LONGEST_LOOK_SECONDS = 1.0
+"""Seconds that count at most between two looks at the holder's file."""
 _START = b'{"process": '
 _EARLIER_START = b"process "
 """Start of the lock files of earlier versions, which were plain files."""
@@ -93,12 +97,13 @@ class Owner:
             attempt=os.environ.get(ATTEMPT_VARIABLE, ""),
         )
 
-    def is_here(self) -> bool:
-        """Return whether the process ran where this one can look for it."""
-        return (self.host, self.machine) == (socket.gethostname(), _machine())
+    def is_running(self) -> bool | None:
+        """Return whether the process runs, stopped or not; None if this one cannot find out.
 
-    def is_running(self) -> bool:
-        """Return whether the process runs, stopped or not; it must have run here."""
+        It can where both are on one machine and /proc shows the process.
+        """
+        if not self.machine or (self.host, self.machine) != (socket.gethostname(), _machine()):
+            return None
         try:
             os.kill(self.process, 0)
         except (ProcessLookupError, OverflowError):
@@ -106,7 +111,9 @@ class Owner:
         except PermissionError:  # it runs for another user
             pass
         state, started = _state_and_start(self.process)
-        return state not in ("Z", "X") and (not started or started == self.started)
+        if not started:  # hidden, as with the mount option hidepid, or just ended
+            return None
+        return state not in ("Z", "X") and started == self.started
 
     def is_superseded_by(self, other: "Owner") -> bool:
         """Return whether the other is a later attempt of the same job."""
@@ -238,23 +245,36 @@ class Lock:
         A lock that is missing is looked for again, since network file systems show it late.
         """
         give_up = time.monotonic() + LATE_SECONDS
+        before: Owner | None = None
         while True:
-            found = self._find()
+            found, problem = self._look()
             owner = found.owner if found else None
             if owner == self.owner:
                 return None
-            if owner is not None:
+            # A claimer that finds out that it came too late withdraws at once.
+            if owner is not None and owner == before:
                 return f"it is being written by {owner}"
             if time.monotonic() >= give_up:
-                return "it is being written by another process" if found else "its lock is gone"
+                return "it is being written by another process" if found else problem
+            before = owner
             time.sleep(_PAUSE_SECONDS)
 
-    def _find(self) -> _Found | None:
+    def is_taken(self) -> bool:
+        """Return whether another process holds the lock, which this one never gets back."""
+        found, _ = self._look()
+        return found is not None and found.owner not in (None, self.owner)
+
+    def _look(self) -> tuple[_Found | None, str]:
+        """Return the highest generation, or None and why there is none."""
         try:
             with _opened(self.path) as folder:
-                return _highest(folder)
-        except (OSError, _ForeignError):
-            return None
+                return _highest(folder), "its lock is gone"
+        except _ForeignError:
+            return None, "its lock is gone"
+        except OSError as error:
+            if error.errno in _VANISHED:
+                return None, "its lock is gone"
+            return None, f"its lock cannot be read ({error.strerror or error})"
 
     def beat(self, number: int) -> None:
         """Refresh the file of this generation, if it is there."""
@@ -274,7 +294,7 @@ class Lock:
         """
         if os.getpid() != self.owner.process:
             return
-        found = self._find()
+        found, _ = self._look()
         with contextlib.suppress(OSError):
             if found is not None and found.owner == self.owner:
                 (self.path / str(self.generation)).unlink()
@@ -298,16 +318,20 @@ class _Heartbeat:
         self._thread.join()
 
     def _run(self) -> None:
-        number = 0
+        number, said = 0, None
         while not self._ended.wait(BEAT_SECONDS):
             number += 1
             with contextlib.suppress(OSError):  # a full disk, say: the next one may succeed
                 self._lock.beat(number)
             loss = self._lock.loss()
-            if loss is not None and not self._ended.is_set():
-                line = f"{self._lock.what}: {loss}. This run saves nothing more."
+            if loss not in (None, said) and not self._ended.is_set():
+                is_taken = self._lock.is_taken()  # else the file system may fail for a while
+                until = "more" if is_taken else "until it is back"
+                line = f"{self._lock.what}: {loss}. This run saves nothing {until}."
                 print(line, file=sys.stderr, flush=True)
-                return
+                if is_taken:
+                    return
+            said = loss
 
 
 _HELD: dict[str, Lock] = {}
@@ -328,12 +352,6 @@ def refuse_if_lost(path: Path) -> None:
     lock = held_lock(path)
     if lock is not None:
         lock.refuse_if_lost()
-
-
-def is_lost(path: Path) -> bool:
-    """Return whether this process held the lock at a path and lost it."""
-    lock = held_lock(path)
-    return lock is not None and lock.loss() is not None
 
 
 @contextmanager
@@ -395,7 +413,7 @@ class _Claim:
     lock: Lock | None = None
     _owner: Owner = field(default_factory=Owner.new)
     _seen: _Found | None = None
-    _unchanged_since: float = 0.0
+    _silence: Silence = field(default_factory=lambda: Silence(longest_step=_LONGEST_LOOK_SECONDS))
     _has_beaten: bool = False
     _has_said: bool = False
 
@@ -474,28 +492,23 @@ class _Claim:
         Return None if it is too early to tell.
 
         Raises:
-            ArtifactError: The holder is alive, or a later attempt of this job.
+            ArtifactError: The holder is alive.
         """
-        now = time.monotonic()
-        self._watch(found, now)
-        owner, unchanged_seconds = found.owner, now - self._unchanged_since
+        owner, silent_seconds = found.owner, self._watch(found)
         if owner is None:  # being signed, or never
-            return "" if unchanged_seconds >= UNSIGNED_SECONDS else None
+            return "" if silent_seconds >= UNSIGNED_SECONDS else None
         if owner.is_superseded_by(self._owner):
             return "an earlier attempt of this job"
-        if self._owner.is_superseded_by(owner):
-            raise self._refusal(f"{owner}, a later attempt of this job")
-        if owner.is_here():
-            if not owner.is_running():
-                return ""
-            is_alive = True
-        else:
-            if unchanged_seconds >= STALE_SECONDS:
+        is_running = owner.is_running()
+        if is_running is False:
+            return ""
+        if is_running is None:
+            if silent_seconds >= STALE_SECONDS:
                 return f"which has shown no sign of life for {STALE_SECONDS:.0f} s"
-            is_alive = self._has_beaten
-            if not is_alive:
+            if not self._has_beaten:
                 self._say_that_it_waits(owner)
-        if is_alive and now >= self.give_up:
+                return None
+        if time.monotonic() >= self.give_up:
             raise self._refusal(str(owner))
         return None
 
@@ -504,15 +517,14 @@ class _Claim:
             f"{self.what} is being written by {holder}. Wait for it or stop it, then run again."
         )
 
-    def _watch(self, found: _Found, now: float) -> None:
-        """Note since when, on this machine's clock, the holder's file has been as it is."""
-        if found == self._seen:
-            return
-        before = self._seen
-        self._has_beaten = (
-            before is not None and before.owner is not None and before.owner == found.owner
-        )
-        self._seen, self._unchanged_since = found, now
+    def _watch(self, found: _Found) -> float:
+        """Return for how long, on this machine's clock, the holder's file has been as it is."""
+        before, self._seen = self._seen, found
+        if found != before:
+            self._has_beaten = (
+                before is not None and before.owner is not None and before.owner == found.owner
+            )
+        return self._silence.since_change_of(found)
 
     def _say_that_it_waits(self, owner: Owner) -> None:
         if not self._has_said:
@@ -532,6 +544,13 @@ class _Claim:
             descriptor = os.open(str(generation), flags, 0o644, dir_fd=folder)
         except FileExistsError:
             return None
+        except PermissionError as error:
+            if found is None or found.owner is None:
+                raise
+            raise ArtifactError(
+                f"{self.what}: {found.owner} has ended and left {self.path}, in which this user "
+                "cannot write. Ask its user to remove that, or choose another folder."
+            ) from error
         lock = Lock(self.path, generation, self._owner, self.what)
         try:
             self._sign(descriptor)
@@ -541,8 +560,10 @@ class _Claim:
         except BaseException:
             self._withdraw(folder, generation)
             raise
-        for lower in range(1, generation):
-            self._withdraw(folder, lower)
+        with contextlib.suppress(OSError, _ForeignError):  # lower ones do no harm
+            for lower in _generations(folder):
+                if lower < generation:
+                    self._withdraw(folder, lower)
         if reason and found:
             line = f"{self.what}: taken over from {found.owner}, {reason}."
             print(line, file=sys.stderr, flush=True)
@@ -561,7 +582,7 @@ class _Claim:
 
         The one before must not have been signed meanwhile: its claimer may hold the lock then.
         """
-        seen = lock._find()
+        seen, _ = lock._look()
         if seen is None or seen.owner != self._owner:
             return False
         if found is None:

@@ -2,7 +2,9 @@
 
 Beside an output ``NAME`` there may be
 
-- ``.NAME.unfinished``: the artifact under construction;
+- ``.NAME.TOKEN.unfinished``: the artifact under construction, with the token of the lock's holder,
+  so that a process that lost the lock and runs on does not write into that of the next; without a
+  token where the maker holds no lock;
 - ``.NAME.replaced``: the previous artifact while the new one takes its place;
 - ``NAME.run``: the run folder of a stage that can be resumed (``run_folders``);
 - ``NAME.before-1``, ``NAME.before-1.run``, ``-2`` and so on: an earlier trained ``NAME`` and its
@@ -22,6 +24,7 @@ trained one is then kept beside it. Links are never followed.
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +80,7 @@ def _longest_addition() -> int:
     """Return how many bytes longer the names beside an output are than its own."""
     out_dir = Path("x")
     beside = [of(out_dir) for of in _BESIDE]
+    beside.append(unfinished_dir(out_dir, token="0" * 8))
     beside.append(run_dir(out_dir.with_name(f"{out_dir.name}.before-100")))
     return max(_num_bytes(place.name) for place in beside) - 1
 
@@ -92,9 +96,17 @@ def link_or_copy(source: Path, target: Path) -> bool:
     return True
 
 
-def unfinished_dir(out_dir: Path) -> Path:
-    """Return the folder in which a stage builds its output."""
-    return unfinished_path(out_dir)
+def unfinished_dir(out_dir: Path, *, token: str = "") -> Path:
+    """Return the folder in which a stage builds its output, as the holder of a lock or without."""
+    return unfinished_path(out_dir.with_name(f"{out_dir.name}.{token}") if token else out_dir)
+
+
+def unfinished_dirs(out_dir: Path) -> list[Path]:
+    """Return the folders in which an output is being built, or was when its maker ended."""
+    of_holder = re.compile(rf"\.{re.escape(out_dir.name)}(\.[0-9a-f]{{8}})?\.unfinished")
+    if not out_dir.parent.is_dir():
+        return []
+    return sorted(path for path in out_dir.parent.iterdir() if of_holder.fullmatch(path.name))
 
 
 def replaced_dir(out_dir: Path) -> Path:
@@ -310,6 +322,18 @@ def discard_working(directory: Path) -> None:
     """Remove a working folder as far as possible, after an error."""
     with contextlib.suppress(OSError, ArtifactError):
         remove_working(directory)
+
+
+def remove_abandoned(out_dir: Path) -> None:
+    """Remove what earlier makers of an output left under construction; its lock is held.
+
+    One that still runs may write on, into a folder that is not looked at again.
+    """
+    for directory in unfinished_dirs(out_dir):
+        if directory != unfinished_dir(out_dir) and not directory.is_symlink():
+            with contextlib.suppress(OSError):  # its maker may remove it, too
+                (directory / MARKER_NAME).touch()
+        discard_working(directory)
 
 
 def make_working(directory: Path) -> None:

@@ -343,9 +343,7 @@ def working_dir(out_dir: Path, lock: Lock | None) -> Path:
     Its name has the token of the lock, so that a rank of an earlier attempt that writes on, or
     cleans up, does not touch the folder of the present one.
     """
-    if lock is None:
-        return unfinished_dir(out_dir)
-    return unfinished_dir(out_dir.with_name(f"{out_dir.name}.{lock.owner.token}"))
+    return unfinished_dir(out_dir, token=lock.owner.token if lock else "")
 
 
 def leftovers(run_folder: Path) -> list[Path]:

@@ -7,13 +7,14 @@ launcher prints its error itself.
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.artifacts.artifact import UNWRITABLE
 from pipeline.distributed import progress
+from pipeline.distributed.board import node_name
 from pipeline.distributed.signals import let_ctrl_c_in
 from pipeline.distributed.watchdog import BEFORE_END
 from pipeline.distributed.world import rank_of
@@ -28,7 +29,7 @@ from pipeline.errors import (
     UserError,
     to_write,
 )
-from pipeline.jobs.attempts import REPORTS, End, RankEnd, one_line, write_end
+from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
 
 EXIT_LOST = 1
 EXIT_KEYBOARD = 130
@@ -50,10 +51,12 @@ _LOCAL_RANK_NAMES = (
 """Variables with the number of a rank among those of its node, in order of precedence."""
 
 _CONNECTION = re.compile(
-    r"\bgloo\b|NCCL|TCPStore|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE
+    r"\bgloo\b|NCCL|TCPStore|DistStoreError|DistNetworkError|Connection (closed|reset|refused)"
+    "|Broken pipe",
+    re.IGNORECASE,
 )
 """Words in the errors of torch.distributed when another rank is gone. They are of type
-RuntimeError or a subclass of it (torch 2.11), so only the text tells them from other errors."""
+RuntimeError or a subclass of it (torch 2.11), so only name and text tell them from other errors."""
 
 
 def guarded(
@@ -70,11 +73,17 @@ def guarded(
     """
     reports = _Reports(name, is_rank=is_rank)
     BEFORE_END[:] = [lambda cause: reports.write("again", cause)]
+    with reports.end.noting_sigterm() if reports.end else nullcontext():
+        return _guarded(name, action, reports=reports, leads=leads)
+
+
+def _guarded(name: str, action: Callable[[], int], *, reports: "_Reports", leads: bool) -> int:
     try:
         let_ctrl_c_in()
         code = action()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader had enough: leave nothing to flush at exit
+        reports.write("lost", "the reader of its output has ended")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Interrupted as error:
@@ -115,26 +124,23 @@ class _Reports:
 
     def __init__(self, name: str, *, is_rank: bool) -> None:
         folder = os.environ.get(REPORTS) if is_rank else None
-        self._name, self._folder = name, Path(folder) if folder else None
+        self._name = name
+        self.end = EndReport(Path(folder), describe=self._describe) if folder else None
 
     def write(self, end: End, cause: str) -> bool:
         """Report an end; return whether the launcher will read it."""
-        if self._folder is None:
-            return False
-        report = RankEnd(
+        return self.end is not None and self.end.write(end, cause)
+
+    def _describe(self, end: End, cause: str) -> RankEnd:
+        return RankEnd(
             stage=self._name,
             rank=own_rank(),
             size=launched_size(os.environ) or 1,
-            node=socket.gethostname(),
+            node=node_name(),
             end=end,
-            cause=one_line(cause),
+            cause=cause,
             update=progress.last_update(),
         )
-        try:
-            write_end(self._folder, report)
-        except OSError:  # this node does not see the folder
-            return False
-        return True
 
     def write_or_print(self, end: End, error: UserError) -> None:
         """Report an error that the user can fix, or print it if no launcher does."""
@@ -143,9 +149,9 @@ class _Reports:
 
     def write_crash(self, error: Exception) -> End | None:
         """Report an error that no stage handles; return as what, None if no launcher reads it."""
-        is_consequence = isinstance(error, RuntimeError) and _CONNECTION.search(str(error))
-        end: End = "lost" if is_consequence else "crashed"
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        is_consequence = isinstance(error, RuntimeError) and _CONNECTION.search(cause)
+        end: End = "lost" if is_consequence else "crashed"
         return end if self.write(end, cause) else None
 
 

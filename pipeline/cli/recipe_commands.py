@@ -185,12 +185,14 @@ def _estimate_time(options: argparse.Namespace) -> int:
     import torch  # once the recipe is known to be good
 
     from pipeline.estimates import operators, step_time
+    from pipeline.kernels.products import meta_stands_for
 
     device = step_time.device_named(options.device)
-    steps = {
-        "training micro-batch": operators.count_training(recipe, dtype=torch.bfloat16, **sizes),
-        "decoding step": operators.count_decoding_step(recipe, **sizes),
-    }
+    with meta_stands_for(device.capability):
+        steps = {
+            "training micro-batch": operators.count_training(recipe, dtype=torch.bfloat16, **sizes),
+            "decoding step": operators.count_decoding_step(recipe, **sizes),
+        }
     times = {name: step_time.least_time(counted, device) for name, counted in steps.items()}
     exchanged = step_time.expert_exchanges(recipe)
     if options.json:

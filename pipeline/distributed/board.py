@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pipeline.distributed.world import World
-from pipeline.errors import ConfigError, UserError
+from pipeline.errors import ConfigError, RankLost, UserError
 from pipeline.terminal import listed
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Judgment:
 
     problems: tuple[str, ...]
     summary: str = ""
+    is_lost: bool = False
+    """Whether the problem is that ranks are missing: another start may succeed."""
 
 
 class Board:
@@ -85,8 +87,8 @@ class Board:
                 given = self.read(key, seconds=5 * self.patience)
             except TimeoutError:
                 problem = f"{self.node}: rank 0 on {self.world.master_address} gives no answer."
-                return Judgment((f"{problem} Look at what it says.",))
-            judgment = Judgment(tuple(given["problems"]), given["summary"])
+                return Judgment((f"{problem} Look at what it says.",), is_lost=True)
+            judgment = Judgment(tuple(given["problems"]), given["summary"], given["is_lost"])
         self.decided_at = self.decided_at or time.time()
         return judgment
 
@@ -96,7 +98,7 @@ class Board:
             self.store.wait(keys, timedelta(seconds=LONGER * self.patience))
         except RuntimeError:  # the time is up
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            return Judgment(self._describe_missing(missing))
+            return Judgment(self._describe_missing(missing), is_lost=True)
         found = [json.loads(self.store.get(key)) for key in keys]
         failed = [(entry["node"], entry["problem"]) for entry in found if "problem" in entry]
         return Judgment(merged(failed)) if failed else judge([entry["found"] for entry in found])
@@ -145,7 +147,8 @@ def _open(world: World, *, patience: float) -> "TCPStore":
     """Open the store at the world's address, as the process group of the stage will do.
 
     Raises:
-        ConfigError: on rank 0, the port is taken; elsewhere, rank 0 cannot be reached.
+        ConfigError: on rank 0, the port is taken.
+        RankLost: elsewhere, rank 0 cannot be reached.
     """
     from torch.distributed import DistNetworkError, TCPStore
 
@@ -166,7 +169,7 @@ def _open(world: World, *, patience: float) -> "TCPStore":
                 f"Port {world.master_port} is taken by another process. Export MASTER_PORT as "
                 "another one, or submit the job again."
             ) from error
-        raise ConfigError(
+        raise RankLost(
             f"Rank 0 cannot be reached at {address} within {patience:.0f} s. Look at what its node "
             "says, and whether the network interface is the right one (GLOO_SOCKET_IFNAME)."
         ) from error

@@ -4,7 +4,9 @@ A collective gives up after minutes, while one rank may rightly hash, read or co
 before the others can go on. So before ranks exchange anything outside the training step they
 *meet*: each announces itself and waits until all are there, or until a rank has ended or given no
 sign of life for ``patience_seconds``. A thread of every rank sends these signs, over a store of its
-own beside the process group, and runs the watchdog (:mod:`~pipeline.distributed.watchdog`).
+own beside the process group. Another thread runs the watchdog
+(:mod:`~pipeline.distributed.watchdog`), since the first one waits without a bound while the node of
+rank 0, which serves the store, is frozen or cut off.
 
 Invariant: what rank 0, which serves the store, does per second grows linearly with the number of
 ranks. Each rank has one connection, watches one other rank and asks one question per poll. A
@@ -15,11 +17,20 @@ import contextlib
 import socket
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pipeline.distributed import progress
-from pipeline.distributed.watchdog import ALARM, BEAT_SECONDS, Silence, Watch, Watchdog, named
+from pipeline.distributed.watchdog import (
+    ALARM,
+    BEAT_SECONDS,
+    Heard,
+    Silence,
+    Watch,
+    Watchdog,
+    named,
+)
 from pipeline.errors import RankLost
 
 if TYPE_CHECKING:
@@ -66,10 +77,16 @@ class Heartbeat:
         self._beats = 0
         self._count = progress.count()
         self._silence_of_next = Silence(longest_step=2 * beat_seconds)
-        self._watchdog = Watchdog(self._store, watch, rank=rank, size=size) if watch else None
+        self._heard = Heard()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name="heartbeat", daemon=True)]
+        if watch is not None:
+            dog = Watchdog(self._store, watch, rank=rank, size=size)
+            self._threads.append(
+                threading.Thread(target=self._watch, args=(dog,), name="watchdog", daemon=True)
+            )
+        for thread in self._threads:
+            thread.start()
 
     def meet(self) -> None:
         """Wait until every rank has called this as often as this rank.
@@ -101,7 +118,8 @@ class Heartbeat:
 
     def leave(self) -> None:
         """End after all ranks have met for the last time; rank 0, which has the store, is last."""
-        self._stop()
+        if not self._stop():
+            return
         with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
             number = self._store.add("left", 1)
             deadline = time.monotonic() + JOIN_SECONDS
@@ -111,29 +129,35 @@ class Heartbeat:
 
     def end(self) -> None:
         """End early, and tell the ranks that still wait for this one."""
-        self._stop()
+        if not self._stop():
+            return
         with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
             self._report_lost(named(self._rank, socket.gethostname().encode()))
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
+        """End the threads; return whether the store answers, or is known to be gone."""
         self._ended.set()
-        self._thread.join(JOIN_SECONDS)
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
+        return not self._threads[0].is_alive()
 
     def _run(self) -> None:
         while True:
-            advanced: object
-            alarm: bytes | None
             try:
-                advanced, alarm = self._beat()
+                self._beat()
             except RuntimeError:  # rank 0 has ended, and the store with it
-                advanced, alarm = progress.count(), None
-            if self._watchdog is not None:
-                self._watchdog.look(advanced, alarm, server=self._name_of_zero)
+                self._heard = replace(self._heard, is_gone=True)
             if self._ended.wait(self._beat_seconds):
                 return
 
-    def _beat(self) -> tuple[bytes, bytes]:
-        """Give a sign of life, look for the next rank's, and return what the watchdog needs."""
+    def _watch(self, watchdog: Watchdog) -> None:
+        while True:
+            watchdog.look(self._heard, server=self._name_of_zero)
+            if self._ended.wait(self._beat_seconds):
+                return
+
+    def _beat(self) -> None:
+        """Give a sign of life, look for the next rank's, and note what the watchdog needs."""
         self._beats += 1
         self._store.set(f"beat/{self._rank}", str(self._beats))
         if self._count != progress.count():
@@ -144,7 +168,7 @@ class Heartbeat:
         if silent_seconds > self._patience_seconds:
             name = named(self._next, self._store.get(f"node/{self._next}"))
             self._report_lost(name, f"{silent_seconds:.0f}")
-        return advanced, alarm
+        self._heard = Heard(self._beats, advanced, alarm)
 
     def _report_lost(self, *found: str) -> None:
         """Tell the ranks that wait; the rank that was lost first is the cause, and stays."""
@@ -174,6 +198,7 @@ def open_store(address: str, *, size: int) -> "TCPStore":
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     of_ranks = [f"{kind}/{rank}" for kind in ("node", "beat", "where") for rank in range(size)]
     first = {MET: "0", LOST: "", ADVANCED: "0", ALARM: "", **dict.fromkeys(of_ranks, "")}
+    first["node/0"] = socket.gethostname()  # others ask for it before this rank has a heartbeat
     for key, value in first.items():
         store.set(key, value)
     return store

@@ -1,12 +1,13 @@
 """End an attempt that hangs, and say where.
 
 A rank that waits on its device or in a collective handles no signal and raises no error, and one
-that hangs in native code may still give signs of life. So a thread of every rank
-(:mod:`~pipeline.distributed.heartbeat`) watches the progress of all (``progress.advance``). When no
-rank has advanced for ``Watch.silence_seconds``, the first that notices raises an alarm over the
+that hangs in native code may still give signs of life. So a thread of every rank watches the
+progress of all (``progress.advance``), of which :mod:`~pipeline.distributed.heartbeat` hears. When
+no rank has advanced for ``Watch.silence_seconds``, the first that notices raises an alarm over the
 store. Every rank that can answer writes the stacks of its threads beside the run and says where it
 is. The rank that raised the alarm names those that are silent or elsewhere than the others, and
-all end with ``EXIT_RUN_AGAIN``.
+all end with ``EXIT_RUN_AGAIN``. If the store does not answer, each rank ends by itself and names
+rank 0, which serves it.
 
 A rank whose interpreter is stuck runs no thread. The timer of ``faulthandler``, which needs no
 interpreter, prints its stacks and ends it after twice that time.
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from pipeline.distributed import progress
 from pipeline.errors import EXIT_RUN_AGAIN
 
 if TYPE_CHECKING:
@@ -43,9 +45,10 @@ SHORTEST_ANSWER_SECONDS = 3.0
 SHORT_WAIT_SECONDS = 0.05
 MOST_NAMED = 3
 _STANDARD_ERROR = 2
+_OF_THREADS = ("threading", "concurrent.futures")
 
-BEFORE_END: list[Callable[[str], object]] = []
-"""Called with the cause before a watchdog ends this process, for example to record it."""
+BEFORE_END: list[Callable[[str], bool]] = []
+"""Called with the cause before a watchdog ends this process; return whether they recorded it."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,26 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
 
+@dataclass(frozen=True)
+class Heard:
+    """The last news of the others that a rank had from the store."""
+
+    answers: int = 0
+    """How often the store has answered."""
+    advanced: bytes = b""
+    """Changes whenever a rank advances."""
+    alarm: bytes = b""
+    """The value of ``ALARM``."""
+    is_gone: bool = False
+    """Whether rank 0 has ended, and the store with it."""
+
+
 class Silence:
     """Adds up the time for which a value stays the same.
 
     Time in which this process itself was stopped (by a scheduler that suspends jobs) does not
-    count: a step counts as ``longest_step`` seconds at most.
+    count: a step counts as ``longest_step`` seconds at most. The time-out of collectives and the
+    timer of :class:`Watch` count it, so that a run survives a stop that is shorter than both.
     """
 
     def __init__(self, *, longest_step: float) -> None:
@@ -104,34 +122,40 @@ class Silence:
 
 
 class Watchdog:
-    """Ends this process when no rank advances; called by the thread of the heartbeat."""
+    """Ends this process when no rank advances; one thread uses it."""
 
     def __init__(self, store: "TCPStore", watch: Watch, *, rank: int, size: int) -> None:
         self._store, self._watch = store, watch
         self._rank, self._size = rank, size
-        self._silence = Silence(longest_step=2 * watch.beat_seconds)
+        self._silence, self._silence_of_store = (
+            Silence(longest_step=2 * watch.beat_seconds) for _ in range(2)
+        )
 
-    def look(self, advanced: object, alarm: bytes | None, *, server: str) -> None:
+    def look(self, heard: Heard, *, server: str) -> None:
         """Notice whether anybody has advanced or raised an alarm.
 
         Args:
-            advanced: changes whenever a rank advances: any rank, or this one without a store.
-            alarm: the value of ``ALARM``; None if the store is gone.
+            heard: what the store told last.
             server: the name of the rank that serves the store.
         """
         self._watch.arm()
-        silent_seconds = self._silence.since_change_of(advanced)
+        silent_seconds = self._silence.since_change_of((heard.advanced, progress.count()))
+        silent_store = self._silence_of_store.since_change_of(heard.answers)
         is_late = silent_seconds > self._watch.silence_seconds
-        if alarm is None:
+        if heard.is_gone or silent_store > self._watch.answer_seconds:
             if is_late:
                 self._dump()
-                self._end(f"{server} has ended, and this rank waited for {silent_seconds:.0f} s.")
-        elif alarm or is_late:
+                how = "has ended" if heard.is_gone else "does not answer"
+                self._end(
+                    f"{server} {how}, and this rank has waited for {silent_seconds:.0f} s. Look at "
+                    "what its node says, and run the same command again."
+                )
+        elif heard.alarm or is_late:
             try:
                 cause = self._answer(silent_seconds)
             except RuntimeError:  # rank 0 has ended, and the store with it
-                cause = f"The run hangs, and {server} has ended."
-            self._end(cause)
+                self._end(f"The run hangs, and {server} has ended.")
+            self._end(cause, is_printed=True)
 
     def _answer(self, silent_seconds: float) -> str:
         """Say where this rank is, write its stacks, and return what the alarm has found."""
@@ -143,8 +167,7 @@ class Watchdog:
         if is_first:
             cause = self._find(silent_seconds)
             self._store.set(ALARM, cause)
-            with contextlib.suppress(OSError):  # nobody reads it
-                os.write(_STANDARD_ERROR, f"mmnmt: {cause}\n".encode())
+            _print(cause)
         else:
             cause = self._found()
         self._store.add("told", 1)
@@ -182,8 +205,12 @@ class Watchdog:
             time.sleep(SHORT_WAIT_SECONDS)
 
     def _dump(self) -> None:
-        """Write the stacks of all threads; a file system that hangs does not hold this up."""
-        writer = threading.Thread(target=self._write_stacks, name="stacks", daemon=True)
+        """Write the stacks of all threads."""
+        self._write(self._write_stacks)
+
+    def _write(self, action: Callable[[], object]) -> None:
+        """Write files; a file system that hangs does not hold this up."""
+        writer = threading.Thread(target=action, name="last words", daemon=True)
         writer.start()
         writer.join(self._watch.answer_seconds)
 
@@ -197,11 +224,24 @@ class Watchdog:
             if recorded is not None:
                 Path(f"{flight_prefix(folder)}{self._rank}").write_bytes(recorded)
 
-    def _end(self, cause: str) -> NoReturn:
-        for record in BEFORE_END:
-            with contextlib.suppress(Exception):
-                record(cause)
+    def _end(self, cause: str, *, is_printed: bool = False) -> NoReturn:
+        """Record the cause, or print it where nobody records it, and end this process."""
+        known = [is_printed]
+
+        def tell() -> None:
+            for record in BEFORE_END:
+                with contextlib.suppress(Exception):
+                    known.append(record(cause))
+
+        self._write(tell)
+        if not any(known):
+            _print(cause)
         os._exit(EXIT_RUN_AGAIN)
+
+
+def _print(cause: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(_STANDARD_ERROR, f"mmnmt: {cause}\n".encode())
 
 
 def named(rank: int, node: bytes) -> str:
@@ -238,6 +278,8 @@ def _whereabouts() -> str:
         return "has ended"
     if _module(frame) == "pipeline.distributed.heartbeat":
         return f"{WAITS} for the others"
+    while frame.f_back is not None and _module(frame).startswith(_OF_THREADS):
+        frame = frame.f_back  # the rank waits for a thread of its own: say what for
     entered = None
     while frame is not None and _module(frame).startswith("torch.distributed"):
         entered = frame.f_code.co_name if frame.f_code.co_name != "wrapper" else entered

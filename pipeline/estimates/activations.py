@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeline.batching.batch import Packing
 from pipeline.kernels.cpu import cpu_kernels
 from pipeline.kernels.placement import slice_step
+from pipeline.kernels.products import GROUPED_CAPABILITY, meta_stands_for
 from pipeline.model.attention import Attention
 from pipeline.model.building import shape_of_model
 from pipeline.model.feed_forward import FeedForward
@@ -244,6 +245,7 @@ def _saved_bytes(
 ) -> int:
     """Return the bytes of the tensors that autograd saves, without weights and input."""
     meta = torch.device("meta")
+    capability = GROUPED_CAPABILITY if batch.device == "cuda" else None
     module = copy.deepcopy(module).to(batch.dtype).to(meta)
     packing = Packing.from_lengths([batch.length] * max(batch.tokens // batch.length, 1)).to(meta)
     language_B = torch.zeros(packing.batch, dtype=torch.int64, device=meta)
@@ -259,7 +261,8 @@ def _saved_bytes(
             kept[storage] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with meta_stands_for(capability), saved:
         output = run(module, x_ND, packing, tokens)
     assert output.shape == x_ND.shape, "one state per token"
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

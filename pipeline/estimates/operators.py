@@ -13,7 +13,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -140,7 +141,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A place where the host waits for the device."""
+    """A place where the host waits for the device: a copy to the host, or from unpinned memory."""
 
     operator: str
     part: str
@@ -187,7 +188,9 @@ def count_training(
     """Count the forward pass, loss and backward pass of a full micro-batch.
 
     All experts are on one rank. Half of the sentences are one token shorter than the others, so
-    that there is padding.
+    that there is padding. If the recipe spreads the experts over ranks, the host knows the rows of
+    each from the exchange (:func:`~pipeline.estimates.step_time.expert_exchanges`), and does not
+    wait for their number here.
     """
     model = _model(
         recipe,
@@ -200,7 +203,11 @@ def count_training(
     even = _routes_per_expert(recipe.model, len(batch.target_N))
     with OperatorCounter(host_number=even, model=model) as mode:
         training_loss(model, batch, recipe.loss).objective.backward()
-    return mode.counted
+    counted = mode.counted
+    if recipe.training.expert_parallel_size > 1:
+        others = tuple(copy for copy in counted.host_copies if copy.part != "experts")
+        counted = replace(counted, host_copies=others)
+    return counted
 
 
 def count_decoding_step(
@@ -288,15 +295,24 @@ class OperatorCounter(TorchDispatchMode):
         host_number: value of every integer that is copied to the host. Other numbers are 0,
             conditions are false, and Boolean indices select all.
         model: model whose module names are the places.
+        device: the device whose operators count; on another than the meta device, tensors without
+            values (``FakeTensorMode``).
     """
 
-    def __init__(self, *, host_number: int = 0, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        host_number: int = 0,
+        model: nn.Module | None = None,
+        device: torch.device = META,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._host_number = host_number
         self._launches: list[Launch] = []
         self._host_copies: list[HostCopy] = []
         self._node_parts = _PartsOfNodes(model)
-        self._fused = _FusedAsOnCuda()
+        self._device = device
+        self._fused = _FusedAsOnCuda(self._count_upload)
 
     @property
     def counted(self) -> Counted:
@@ -327,12 +343,14 @@ class OperatorCounter(TorchDispatchMode):
         if answer is not None:
             self._host_copies.append(HostCopy(name, part))
             return answer
+        if self._is_upload(name, args, kwargs):
+            self._host_copies.append(HostCopy(name, part))
         if name == "index" and any(_is_boolean(index) for index in args[1]):
             self._host_copies.append(HostCopy(name, part))
             args = (args[0], [_all_of(index) for index in args[1]])
         result = func(*args, **kwargs)
         made = _tensors(result)
-        on_device = any(tensor.device == META for tensor in (*given, *made))
+        on_device = any(tensor.device == self._device for tensor in (*given, *made))
         if on_device and not func.is_view and name not in LAUNCHES_NOTHING:
             multiply_adds = _multiply_adds(func, name, args)
             self._launches.append(
@@ -351,8 +369,8 @@ class OperatorCounter(TorchDispatchMode):
     def _from_host(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return placeholder values for a copy to the host; None for any other operator."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or first.device != META:
-            is_to_host = name == "copy_" and first is not None and args[1].device == META
+        if first is None or first.device != self._device:
+            is_to_host = name == "copy_" and first is not None and args[1].device == self._device
             return first if is_to_host else None
         match name:
             case "_local_scalar_dense":
@@ -361,8 +379,29 @@ class OperatorCounter(TorchDispatchMode):
                 return first.new_empty(0, first.dim(), dtype=torch.int64)
             case "_to_copy" if torch.device(kwargs.get("device") or META).type == "cpu":
                 dtype = kwargs.get("dtype") or first.dtype
-                return torch.full(first.shape, self._number(dtype), dtype=dtype)
+                with unset_fake_temporarily():
+                    return torch.full(first.shape, self._number(dtype), dtype=dtype)
         return None
+
+    def _is_upload(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operator copies from the host, which waits for the end of the copy."""
+        match name:
+            case "_to_copy":
+                source, target = args[0], kwargs.get("device")
+                is_blocking = not kwargs.get("non_blocking")
+            case "copy_":
+                source, target = args[1], args[0].device
+                is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            case _:
+                return False
+        is_to_device = target is not None and torch.device(target).type == self._device.type
+        return is_blocking and is_to_device and source.device.type == "cpu"
+
+    def _count_upload(self, name: str, made: Tensor) -> None:
+        """Count the values of a list that became a tensor, for which there is no operator."""
+        if made.device == self._device:
+            (part, _), _ = self._node_parts.part()
+            self._host_copies.append(HostCopy(name, part))
 
     def _number(self, dtype: torch.dtype) -> bool | int | float:
         if dtype == torch.bool:
@@ -370,8 +409,21 @@ class OperatorCounter(TorchDispatchMode):
         return 0.0 if dtype.is_floating_point else self._host_number
 
 
+MADE_OF_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
+"""Functions that make a tensor of numbers or lists on the host."""
+
+
 class _FusedAsOnCuda(TorchFunctionMode):
-    """Use CUDA's operators for attention and dropout, which the meta device would decompose."""
+    """Use CUDA's operators for attention and dropout, which the meta device would decompose.
+
+    Args:
+        count_upload: called with the name of a function that makes a tensor of values on the host,
+            and with the tensor.
+    """
+
+    def __init__(self, count_upload: Callable[[str, Tensor], None]) -> None:
+        super().__init__()
+        self._count_upload = count_upload
 
     def __torch_function__(
         self,
@@ -385,7 +437,10 @@ class _FusedAsOnCuda(TorchFunctionMode):
             return _fused_attention(*args, **kwargs)
         if func is F.dropout:
             return _fused_dropout(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in MADE_OF_VALUES and not isinstance(args[-1], Tensor):
+            self._count_upload(func.__name__, result)
+        return result
 
 
 def _fused_attention(

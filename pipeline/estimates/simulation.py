@@ -49,6 +49,7 @@ from pipeline.estimates.step_time import (
     expert_exchanges,
     least_time,
 )
+from pipeline.kernels.products import meta_stands_for
 from pipeline.model.building import shape_of_model
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.stacked import StackedModules
@@ -291,11 +292,12 @@ class Simulator:
     def _step(self, per_pass: int) -> tuple[StepTime, float]:
         """Return the least time of a pass of micro-batches, and its backward pass's share of it."""
         if per_pass not in self._steps:
-            counted = count_training(
-                with_micro_batches_joined(self.recipe, per_pass),
-                **self._sizes,
-                dtype=torch.float32 if self._value == FLOAT32 else torch.bfloat16,
-            )
+            with meta_stands_for(self.cluster.device.capability):
+                counted = count_training(
+                    with_micro_batches_joined(self.recipe, per_pass),
+                    **self._sizes,
+                    dtype=torch.float32 if self._value == FLOAT32 else torch.bfloat16,
+                )
             backward = tuple(launch for launch in counted.launches if launch.is_backward)
             step, latter = (
                 least_time(each, self.cluster.device) for each in (counted, Counted(backward, ()))
@@ -378,7 +380,7 @@ class Simulator:
             all_to_all_seconds(self.cluster, ranks=ranks, size=size, sent=sent)
             for sent in (rows, counts)
         )
-        return calls * of_rows + exchanges.layers * of_counts
+        return calls * of_rows + exchanges.host_copies * of_counts
 
     def _exposed_reduction(
         self,

@@ -7,7 +7,7 @@ a forecast. It has not yet been compared with a GPU.
 :func:`expert_exchanges` counts the exchanges of expert parallelism: rows of tokens go to the ranks
 of their experts and back, and so do their gradients. These are four exchanges per MoE layer
 (:mod:`pipeline.model.moe.expert_parallel`), and four per layer of language experts, where each row
-goes to one expert. The exchange of counts, one number per expert, is left out.
+goes to one expert. The exchange of counts, one number per expert, is left out of the bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,6 +43,7 @@ class Device:
         nvlink: bytes per second that a GPU sends over NVLink, half of the data sheet's sum of both
             ways.
         has_bfloat16: whether it computes in bfloat16.
+        capability: CUDA's number of its architecture, by which kernels choose.
         source: source of the numbers.
     """
 
@@ -52,6 +53,7 @@ class Device:
     float32: float
     nvlink: float
     has_bfloat16: bool
+    capability: tuple[int, int]
     source: str
 
 
@@ -59,21 +61,25 @@ DEVICES: dict[DeviceName, Device] = {
     "v100": Device(
         *(32e9, 0.9e12, 125e12, 15.7e12, 150e9),
         has_bfloat16=False,
+        capability=(7, 0),
         source="NVIDIA V100 Tensor Core GPU data sheet, 32GB SXM2",
     ),
     "a100": Device(
         *(80e9, 2.039e12, 312e12, 19.5e12, 300e9),
         has_bfloat16=True,
+        capability=(8, 0),
         source="NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM",
     ),
     "h100": Device(
         *(80e9, 3.35e12, 989e12, 67e12, 450e9),
         has_bfloat16=True,
+        capability=(9, 0),
         source="NVIDIA H100 Tensor Core GPU data sheet, SXM",
     ),
     "h200": Device(
         *(141e9, 4.8e12, 989e12, 67e12, 450e9),
         has_bfloat16=True,
+        capability=(9, 0),
         source="NVIDIA H200 Tensor Core GPU data sheet, SXM",
     ),
 }
@@ -225,7 +231,7 @@ class Exchanges:
 
     Attributes:
         size: number of ranks that share the experts.
-        layers: number of MoE layers and layers of language experts.
+        layers: number of MoE layers and layers of language experts, once for each pass.
         bytes: bytes of the exchanged rows if no route is dropped, including rows that stay on the
             rank: one in ``size`` with even routing.
         host_copies: number of times that the host waits for numbers of rows.
@@ -243,32 +249,38 @@ class Exchanges:
 
 
 def expert_exchanges(recipe: Recipe) -> Exchanges:
-    """Count the exchanges of a recipe; none if its expert-parallel size is 1."""
+    """Count the exchanges of a recipe; none if its expert-parallel size is 1.
+
+    Fuse distillation passes a batch twice. Its shared route has no experts of languages. All layers
+    of language experts of a side send the same rows, so that the host waits for their counts once.
+    """
     model, size = recipe.model, recipe.training.expert_parallel_size
     batch = micro_batch(recipe.batches.tokens)
     tokens = {"encoder": len(batch.source_N), "decoder": len(batch.target_N)}
     depth = {"encoder": model.encoder_layers, "decoder": model.decoder_layers}
-    routes = {
-        side: [found for layer in range(count) if (found := _routes_per_token(model, layer))]
-        for side, count in depth.items()
-    }
-    layers = sum(map(len, routes.values()))
+    passes = 2 if recipe.loss.objective == "fuse_distillation" else 1
+    layers = rows = host_copies = 0
+    for side, count in depth.items():
+        of_tokens = [layer for layer in range(count) if has_experts(model, layer)]
+        of_languages = [layer for layer in range(count) if _has_language_experts(model, layer)]
+        routed = passes * len(of_tokens)
+        layers += routed + len(of_languages)
+        top_k = 0 if model.moe is None else model.moe.top_k
+        rows += (routed * top_k + len(of_languages)) * tokens[side]
+        host_copies += routed + bool(of_languages)
     if not layers or size == 1:
         return Exchanges(size=1, layers=0, bytes=0, host_copies=0)
-    rows = sum(sum(routes[side]) * tokens[side] for side in depth)
     return Exchanges(
         size=size,
         layers=layers,
         bytes=ROW_EXCHANGES * rows * model.width * BYTES_PER_VALUE,
-        host_copies=layers,
+        host_copies=host_copies,
     )
 
 
-def _routes_per_token(model: ModelConfig, layer: int) -> int:
-    """Return the number of experts that a token is sent to in a layer; 0 without exchange."""
-    if model.moe is not None and has_experts(model, layer):
-        return model.moe.top_k
-    return int(any(extension.exchanges_rows(model, layer) for extension in extensions()))
+def _has_language_experts(model: ModelConfig, layer: int) -> bool:
+    """Return whether every row of a layer goes to the rank of its language."""
+    return any(extension.exchanges_rows(model, layer) for extension in extensions())
 
 
 def peak_operations(ds_config: Mapping[str, Any]) -> float | None:

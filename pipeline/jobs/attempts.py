@@ -18,10 +18,12 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +31,7 @@ from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import read_json, unfinished_path
+from pipeline.distributed.signals import held_back
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
 
@@ -45,8 +48,14 @@ Asked = Literal["time limit", "preempted or requeued", "cancelled", "asked to st
 REPORTS = "MMNMT_REPORTS"
 """Variable with the folder in which ranks report their ends."""
 
+KEPT_STARTS = 50
+"""Starts that are kept. A stage can be preempted thousands of times, with a report per rank."""
+
 MAX_FRUITLESS = 3
 """Most restarts in a row that save nothing new, before a stage counts as failed."""
+
+TOLD_TO_END = "told to end (SIGTERM) before it had reported anything else"
+"""Cause of a rank that another one's end, or the job's, took down."""
 
 LONGEST_CAUSE = 600
 """Characters of a cause that are kept."""
@@ -126,23 +135,31 @@ def attempt_dir(out_dir: Path, attempt: str) -> Path:
 
 def attempts(out_dir: Path) -> list[str]:
     """Return the starts that are recorded, oldest first."""
+    return [name for _, _, name in _by_age(out_dir)]
+
+
+def _by_age(out_dir: Path) -> list[tuple[str, int, str]]:
+    """Return time, restart and name of each start, in order; job ids can begin anew."""
     folder = attempts_dir(out_dir)
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _ATTEMPT_NAME.fullmatch(path.name)]
-    return [path.name for path in sorted(found, key=_age)]
-
-
-def _age(folder: Path) -> tuple[str, int]:
-    """Order starts by the time they record, then by restart; job ids can begin anew."""
-    start = read_start(folder)
-    _, _, restart = folder.name.rpartition(".")
-    return (start.started if start else "", int(restart))
+    found = []
+    for path in folder.iterdir():
+        if _ATTEMPT_NAME.fullmatch(path.name):
+            start = read_start(path)
+            _, _, restart = path.name.rpartition(".")
+            found.append((start.started if start else "", int(restart), path.name))
+    return sorted(found)
 
 
 def job_of(attempt: str) -> str:
     """Return the job of a start: ``1234.1`` → ``1234``."""
     return attempt.rpartition(".")[0]
+
+
+def restart_of(attempt: str) -> int:
+    """Return the restart of a start: ``1234.1`` → 1."""
+    return int(attempt.rpartition(".")[2])
 
 
 # ---------------------------------------------------------------- reading and writing
@@ -151,6 +168,82 @@ def job_of(attempt: str) -> str:
 def write_end(folder: Path, end: RankEnd) -> None:
     """Write the report of a rank; OSError if the folder cannot be written."""
     _write(folder / f"rank-{end.rank}.json", end)
+
+
+class EndReport:
+    """Report of how this process ended, which it may replace until it ends.
+
+    Within ``noting_sigterm``, SIGTERM is noted at once, even while the main thread waits in native
+    code: Python's handlers run between two of its own instructions, so that a rank that waits for
+    another would be killed without a word, and look like the one that is the cause.
+    """
+
+    def __init__(self, folder: Path, *, describe: Callable[[End, str], RankEnd]) -> None:
+        self._folder, self._describe = folder, describe
+        self._lock = threading.RLock()  # a handler may come while this thread writes
+        self._is_written = False
+
+    def write(self, end: End, cause: str) -> bool:
+        """Report an end; return whether the launcher will read it."""
+        with self._lock:
+            self._is_written = True
+            return self._write(end, cause)
+
+    def _write(self, end: End, cause: str) -> bool:
+        try:
+            write_end(self._folder, self._describe(end, one_line(cause)))
+        except OSError:  # this node does not see the folder
+            return False
+        return True
+
+    def _note(self) -> None:
+        """Report that this process was told to end, unless it has reported its end."""
+        with self._lock:
+            if not self._is_written:
+                self._write("lost", TOLD_TO_END)
+
+    @contextlib.contextmanager
+    def noting_sigterm(self) -> Iterator[None]:
+        """Note SIGTERM within the block; end by it where nothing else handles it."""
+        process_id = os.getpid()
+
+        def end(number: int, _frame: object) -> None:
+            if os.getpid() == process_id:
+                self._end_unless_written()
+            else:  # a process that was forked within the block
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        def watch() -> None:
+            while 0 not in (numbers := os.read(reading, 64)):  # 0 is the end of the block
+                if signal.SIGTERM in numbers:
+                    self._note()
+                    if signal.getsignal(signal.SIGTERM) is end:
+                        self._end_unless_written()
+
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        thread = threading.Thread(target=watch, name="SIGTERM", daemon=True)
+        with held_back():
+            thread.start()
+        handler = signal.signal(signal.SIGTERM, end)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGTERM, handler)
+            os.write(writing, b"\0")
+            thread.join()
+            os.close(reading)
+            os.close(writing)
+
+    def _end_unless_written(self) -> None:
+        """End this process, as SIGTERM does by default, unless it is about to end itself."""
+        with self._lock:
+            if not self._is_written:
+                self._note()
+                os._exit(128 + signal.SIGTERM)
 
 
 def read_ends(folder: Path) -> list[RankEnd]:
@@ -163,11 +256,37 @@ def read_ends(folder: Path) -> list[RankEnd]:
 
 
 def write_start(out_dir: Path, start: Start) -> Path:
-    """Make the folder of a start, and return it; OSError if it cannot be written."""
+    """Make the folder of a start, and return it; OSError if it cannot be written.
+
+    It is recorded as later than all that are there, whatever the clock of its node says. The oldest
+    starts are removed.
+    """
     folder = attempt_dir(out_dir, start.attempt)
+    earlier = [one for one in _by_age(out_dir) if one[-1] != start.attempt]
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / _START_NAME, start)
+    newest = earlier[-1][0] if earlier else ""
+    _write(folder / _START_NAME, replace(start, started=_later(start.started, newest)))
+    for _, _, name in earlier[: 1 - KEPT_STARTS]:
+        _remove_start(attempt_dir(out_dir, name))
     return folder
+
+
+def _later(started: str, newest: str) -> str:
+    """Return a time, or the second after the newest one if that is not earlier."""
+    with contextlib.suppress(ValueError, OverflowError):
+        if started <= newest:
+            after = datetime.fromisoformat(newest) + timedelta(seconds=1)
+            return after.isoformat(timespec="seconds")
+    return started
+
+
+def _remove_start(folder: Path) -> None:
+    """Remove the records of a start, and its folder if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for pattern in ("*.json", ".*.unfinished"):
+            for path in folder.glob(pattern):
+                path.unlink()
+        folder.rmdir()
 
 
 def read_start(folder: Path) -> Start | None:
@@ -191,32 +310,42 @@ def verdicts(out_dir: Path) -> list[Verdict]:
     return [verdict for verdict in found if verdict is not None]
 
 
-def latest_verdict(out_dir: Path, *, is_running: bool = False) -> Verdict | None:
-    """Return the verdict on the newest start of an output; None if there is none.
+def ended_starts(
+    out_dir: Path, *, most: int, running: str = "", may_run: bool = False
+) -> list[Verdict]:
+    """Return the verdicts on the last starts of an output, oldest first.
+
+    If a start left no verdict, its first node crashed: then the reports of the ranks are judged.
 
     Args:
         out_dir: Output of the stage.
-        is_running: Whether the scheduler says that its job runs. If not, and the newest start left
-            no verdict, its first node crashed: then the reports of the ranks are judged.
+        most: Most starts to look at.
+        running: The start that runs now. It may have left a verdict for the case that it is killed
+            while it saves.
+        may_run: Whether another start may run, since the scheduler does not answer.
     """
-    names = attempts(out_dir)
-    if not names:
-        return None
-    if (found := read_verdict(out_dir, names[-1])) is not None:
-        return found
-    if is_running:
-        earlier = verdicts(out_dir)
-        return earlier[-1] if earlier else None
-    return judge_abandoned(out_dir, names[-1])
+    found: list[Verdict | None] = []
+    for attempt in attempts(out_dir)[-most:]:
+        if attempt != running:
+            verdict = read_verdict(out_dir, attempt)
+            is_abandoned = verdict is None and not may_run
+            found.append(judge_abandoned(out_dir, attempt) if is_abandoned else verdict)
+    return [verdict for verdict in found if verdict is not None]
 
 
 def _write(path: Path, record: RankEnd | Start | Verdict) -> None:
-    temporary = unfinished_path(path)
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(asdict(record), stream, ensure_ascii=False, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    # A name of its own: a thread of a rank may report its end at the same time as the rank itself.
+    temporary = unfinished_path(path.with_name(f"{path.name}.{secrets.token_hex(4)}"))
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            json.dump(asdict(record), stream, ensure_ascii=False, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
@@ -264,9 +393,9 @@ class Cause:
 
 
 def merged(ends: Iterable[RankEnd]) -> list[Cause]:
-    """Return the causes of some ranks' ends, equal ones once, in order of the first rank."""
+    """Return the causes of some ranks' ends, equal ones once; what says least comes last."""
     groups: dict[tuple[str, End, str], list[RankEnd]] = {}
-    for end in sorted(ends, key=lambda end: end.rank):
+    for end in sorted(ends, key=lambda end: (end.cause == TOLD_TO_END, end.rank)):
         groups.setdefault((end.cause, end.end, end.stage), []).append(end)
     return [
         Cause(
@@ -295,7 +424,7 @@ def described_ranks(ranks: Sequence[int]) -> str:
 def causes_to_print(ends: Sequence[RankEnd]) -> list[Cause]:
     """Return the errors of ranks; those that are consequences only if there is no other."""
     return merged(end for end in ends if end.end in ("failed", "crashed")) or merged(
-        end for end in ends if end.end == "lost"
+        end for end in ends if end.end == "lost" and end.cause != TOLD_TO_END
     )
 
 
@@ -367,7 +496,11 @@ def _decide(
         text = f"{asked}: {cause.text}" if asked else cause.text
         return "again", Cause(text)
     if asked is not None and not any(end.end == "crashed" for end in ends):
-        return "again", Cause(f"{asked}: ended before all ranks had saved")
+        text = f"{asked}: ended before all ranks had saved"
+        if ends and (silent := _silent(ends, start)):  # SLURM also requeues after it lost a node
+            on = listed(_nodes(start, silent))
+            text = f"{text}; {described_ranks(silent)} on {on} reported nothing"
+        return "again", Cause(text)
     return "again", _cause_of_crash(ends, start=start, code=code)
 
 
@@ -375,8 +508,7 @@ def _cause_of_crash(ends: Sequence[RankEnd], *, start: Start, code: int | None) 
     """Return the cause of an end that nobody asked for: an error, a silent rank, or a lost one."""
     if crashed := [end for end in ends if end.end == "crashed"]:
         return merged(crashed)[0]
-    reported = {end.rank for end in ends}
-    silent = [rank for rank in range(len(start.nodes)) if rank not in reported]
+    silent = _silent(ends, start)
     if not ends:
         how = "the job's first node was lost" if code is None else f"srun: {describe_exit(code)}"
         nodes = _nodes(start, silent)
@@ -385,6 +517,12 @@ def _cause_of_crash(ends: Sequence[RankEnd], *, start: Start, code: int | None) 
         text = "ended without a word: killed, out of memory, or its node crashed"
         return Cause(text, tuple(silent), _nodes(start, silent))
     return merged(ends)[0]
+
+
+def _silent(ends: Iterable[RankEnd], start: Start) -> list[int]:
+    """Return the ranks that reported nothing."""
+    reported = {end.rank for end in ends}
+    return [rank for rank in range(len(start.nodes)) if rank not in reported]
 
 
 def _nodes(start: Start, ranks: Iterable[int]) -> tuple[str, ...]:

@@ -5,15 +5,16 @@ the verdicts (``attempts.py``) how its earlier starts ended. A job that the sche
 any more has ended, however it ended.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
 from pipeline.errors import ArtifactError, SchedulerError
-from pipeline.jobs.attempts import Verdict, job_of, latest_verdict, verdicts
+from pipeline.jobs.attempts import Verdict, ended_starts, job_of, one_line
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.jobs.runner import status_rows
-from pipeline.jobs.scheduler import Job, Scheduler
+from pipeline.jobs.scheduler import NEVER_SATISFIED, Job, Scheduler
 from pipeline.jobs.submission import JobRecord, JobsRecord, jobs_of, log_dir, read_jobs
 from pipeline.terminal import JsonLines, clock_text, counted, text_table
 
@@ -31,59 +32,118 @@ def show_jobs(
 ) -> None:
     """Print a table of the plan's stages with their jobs; without jobs, of the stages alone."""
     record = read_jobs(placed.out_dir)
-    rows = status_rows(placed)
     if record is None:
-        say(text_table(["stage", "state", ""], rows))
+        say(text_table(["stage", "state", ""], status_rows(placed)))
         return
-    jobs: Mapping[str, Job | None] = {}
+    jobs: Mapping[str, Job | None] | None = None
     unknown = ""
     try:
         jobs = jobs_of(record, scheduler=scheduler or Scheduler())
     except SchedulerError as error:
         unknown = f"States of jobs are unknown. {error}"
+    rows = status_rows(placed)  # after the jobs: one that has ended has made its artifact by now
     table: list[list[str]] = []
-    for task, (name, state, about) in zip(placed.tasks, rows, strict=True):
-        noted = record.stages.get(name)
-        if state in ("done", "changed") or noted is None or unknown:
-            table.append([name, state, noted.id if noted and unknown else "", "", about])
-        else:
-            table.append(_job_row(task, noted, jobs[name], record=record, jobs=jobs, about=about))
-        if state != "done":
-            table += [_attempt_row(verdict) for verdict in _ended(task, jobs.get(name))]
+    for task, row in zip(placed.tasks, rows, strict=True):
+        table += _rows(task, row, record=record, jobs=jobs)
     say(text_table(["stage", "state", "job", "since", ""], table))
     if unknown:
         say(unknown)
 
 
-def _job_row(
+def _rows(
     task: Task,
-    noted: JobRecord,
-    job: Job | None,
+    row: Sequence[str],
     *,
     record: JobsRecord,
-    jobs: Mapping[str, Job | None],
-    about: str,
+    jobs: Mapping[str, Job | None] | None,
+) -> list[list[str]]:
+    """Return the row of a stage, and one for each of its last starts that ended unfinished.
+
+    Args:
+        task: The stage.
+        row: Name, state and explanation by its artifacts alone.
+        record: What was submitted.
+        jobs: Stage → job; None if the scheduler does not answer.
+    """
+    name, state, about = row
+    noted = record.stages.get(name)
+    if state == "done" or noted is None or jobs is None:
+        job_id = noted.id if noted and jobs is None else ""
+        ended = [] if state == "done" else _ended(task, may_run=True)
+        return [[name, state, job_id, "", about], *_attempt_rows(ended)]
+    job = jobs[name]
+    if job is not None and job.is_live:
+        ended = _ended(task, running=job.attempt if job.runs else "")
+        shown = _live_row(task, job, record=record, jobs=jobs, about=about)
+        return [shown, *_attempt_rows(ended)]
+    ended = _ended(task)
+    last = ended[-1] if ended and job_of(ended[-1].attempt) == noted.id else None
+    if job is None and not noted.id:
+        about = "; ".join(filter(None, (about, "its job was not submitted; submit again")))
+        return [[name, state, "", "", about], *_attempt_rows(ended)]
+    if state == "changed" or _has_succeeded(task, job, last):
+        return [[name, state, "", "", about], *_attempt_rows(ended)]  # it is stale since
+    if job is not None and (job.state, job.reason) == ("CANCELLED", NEVER_SATISFIED):
+        return [[name, "canceled", job.attempt, job.since, job.why], *_attempt_rows(ended)]
+    shown = _ended_row(task, noted, job, last)
+    return [shown, *_attempt_rows(ended[:-1] if last is not None else ended)]
+
+
+def _live_row(
+    task: Task, job: Job, *, record: JobsRecord, jobs: Mapping[str, Job | None], about: str
 ) -> list[str]:
-    """Return the row of a stage that is not done and has been submitted."""
-    if job is None:
-        told = _last_cause(task, noted) or "SLURM does not know the job any more"
-        return [task.name, "failed", noted.id, noted.submitted, f"{told}; {_next_step(task)}"]
+    """Return the row of a stage whose job waits or runs."""
     if job.runs:
         return [task.name, "running", job.attempt, job.since, how_far(task) or about]
-    if job.is_live:
-        waits_for = [
-            name
-            for name in task.planned.dependencies()
-            if name in record.stages and (other := jobs.get(name)) is not None and other.is_live
-        ]
-        why = f"after {', '.join(waits_for)}" if job.reason == "Dependency" else job.why
-        done = how_far(task)
-        return [task.name, "waiting", job.attempt, job.since, "; ".join(filter(None, (why, done)))]
-    if job.state == "CANCELLED":
-        why = "" if job.reason in ("", "None") else job.why
-        return [task.name, "canceled", job.attempt, job.since, why or _next_step(task)]
-    told = _last_cause(task, noted) or f"SLURM ended it as {job.state}"
-    return [task.name, "failed", job.attempt, job.since, f"{told}; {_next_step(task)}"]
+    waits_for = [
+        name
+        for name in dict.fromkeys(task.planned.dependencies())
+        if name in record.stages and (other := jobs.get(name)) is not None and other.is_live
+    ]
+    why = f"after {', '.join(waits_for)}" if job.reason == "Dependency" else job.why
+    about = "; ".join(filter(None, (why, how_far(task))))
+    return [task.name, "waiting", job.attempt, job.since, about]
+
+
+def _ended_row(task: Task, noted: JobRecord, job: Job | None, last: Verdict | None) -> list[str]:
+    """Return the row of a stage whose job has ended without its artifact.
+
+    ``last`` is the verdict on the job's last start, if that left one.
+    """
+    attempt, since = (noted.id, noted.submitted) if job is None else (job.attempt, job.since)
+    if last is not None and last.verdict == "done":
+        told = f"it was made, but {task.out_dir} is not seen here; submit again to make it anew"
+        return [task.name, "missing", attempt, since, told]
+    told = last.cause if last is not None else ""
+    if job is None:
+        told = told or "SLURM does not know the job any more"
+    elif job.state == "CANCELLED":
+        told = "; ".join(filter(None, (told, _next_step(task))))
+        return [task.name, "canceled", attempt, since, told]
+    elif not told:
+        path = log_dir(task.out_dir) / f"{noted.id}.log"
+        told = f"SLURM ended it as {job.state}"
+        if line := _last_line(path):
+            told = f"{told} before the stage started: {line}"
+        elif job.state == "FAILED" and not path.exists():
+            told = f"{told} without a log: name an --out where all nodes can write; submit again"
+            return [task.name, "failed", attempt, since, told]
+    return [task.name, "failed", attempt, since, f"{told}; {_next_step(task)}"]
+
+
+def _last_line(path: Path) -> str:
+    """Return the last line of a log that is not empty; an empty string if there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((one_line(line) for line in reversed(lines) if line.strip()), "")
+
+
+def _has_succeeded(task: Task, job: Job | None, last: Verdict | None) -> bool:
+    """Return whether a job that has ended made the artifact that is there."""
+    is_done = last is not None and last.verdict == "done"
+    return task.is_made and (is_done or (job is not None and job.state == "COMPLETED"))
 
 
 def _next_step(task: Task) -> str:
@@ -91,18 +151,14 @@ def _next_step(task: Task) -> str:
     return f"{log}; submit again to go on" if task.stage.work else f"{log}; submit again"
 
 
-def _last_cause(task: Task, noted: JobRecord) -> str:
-    """Return the cause by which the newest job ended; empty if it left none."""
-    last = latest_verdict(task.out_dir)
-    return last.cause if last is not None and job_of(last.attempt) == noted.id else ""
+def _ended(task: Task, *, running: str = "", may_run: bool = False) -> list[Verdict]:
+    most = SHOWN_ATTEMPTS + 1  # the row of the stage tells one of them
+    return ended_starts(task.out_dir, most=most, running=running, may_run=may_run)
 
 
-def _ended(task: Task, job: Job | None) -> list[Verdict]:
-    """Return the newest starts of a stage that ended without its result."""
-    found = [one for one in verdicts(task.out_dir) if one.verdict != "done"]
-    if job is None or not job.is_live:
-        found = found[:-1] if found else found  # the row of the stage tells the last one
-    return found[-SHOWN_ATTEMPTS:]
+def _attempt_rows(ended: Sequence[Verdict]) -> list[list[str]]:
+    unfinished = [verdict for verdict in ended if verdict.verdict != "done"]
+    return [_attempt_row(verdict) for verdict in unfinished[-SHOWN_ATTEMPTS:]]
 
 
 def _attempt_row(verdict: Verdict) -> list[str]:

@@ -27,6 +27,9 @@ from pipeline.machine import processes_here, visible_gpus
 GRACE_SECONDS = 15.0
 """Seconds between asking the surviving ranks to end and killing them."""
 
+LEAVING_SECONDS = 900.0
+"""Seconds after which ranks are killed that do not follow one that ended with "run me again"."""
+
 MAX_PROCESSES = 1024
 """Most processes on one machine; more is a typing mistake."""
 
@@ -71,10 +74,12 @@ def launch(
     threads: int,
     requests: StopRequests | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    leaving_seconds: float = LEAVING_SECONDS,
 ) -> int:
     """Run ``python ARGUMENTS`` as ``processes`` ranks of one world and wait for them.
 
-    If one fails, the others are asked to end, and killed after ``grace_seconds``. A signal to stop
+    If one fails, the others are asked to end, and killed after ``grace_seconds``; if one ends since
+    all agreed to stop, the others are killed after ``leaving_seconds``. A signal to stop
     is forwarded, and the children decide; a caller that wants to know of it passes ``requests``,
     already entered. SIGINT stays pending in a child until that unblocks it, as the command line
     does once it can handle it (``signals.let_ctrl_c_in``).
@@ -91,6 +96,7 @@ def launch(
                 threads=threads,
                 requests=own_requests,
                 grace_seconds=grace_seconds,
+                leaving_seconds=leaving_seconds,
             )
     children: list[subprocess.Popen[bytes]] = []
     port = free_port()
@@ -103,7 +109,7 @@ def launch(
                 with ctrl_c_held_back():  # until the child can handle SIGINT
                     children.append(_start(arguments, variables | world.environment()))
             requests.watch(children)
-            return _wait(children, grace_seconds=grace_seconds)
+            return _wait(children, grace_seconds=grace_seconds, leaving_seconds=leaving_seconds)
         finally:
             requests.watch([])
             _kill(children)
@@ -150,22 +156,27 @@ def _die_with_parent() -> Callable[[], None]:
     return arrange
 
 
-def _wait(children: list[subprocess.Popen[bytes]], *, grace_seconds: float) -> int:
-    """Wait for all children; after the first failure, for at most ``grace_seconds``."""
-    failure = 0
-    deadline = float("inf")
+def _wait(
+    children: list[subprocess.Popen[bytes]], *, grace_seconds: float, leaving_seconds: float
+) -> int:
+    """Wait for all children; a bounded time after the first that failed, or said "again"."""
+    failure, said_again, deadline = 0, False, float("inf")
     while any(child.poll() is None for child in children):
-        failure = failure or _first_failure(children)
-        if failure and deadline == float("inf"):
-            deadline = time.monotonic() + grace_seconds
+        if not failure and (failure := _first_failure(children)):
+            deadline = min(deadline, time.monotonic() + grace_seconds)
             _announce(children)
             _signal_all(children, signal.SIGTERM)
+        if not said_again and _said_again(children):
+            said_again, deadline = True, min(deadline, time.monotonic() + leaving_seconds)
         if time.monotonic() > deadline:
             _kill(children)
+            return failure or EXIT_RUN_AGAIN
         time.sleep(_POLL_SECONDS)
-    failure = failure or _first_failure(children)
-    said_again = any(child.returncode == EXIT_RUN_AGAIN for child in children)
-    return failure or (EXIT_RUN_AGAIN if said_again else 0)
+    return failure or _first_failure(children) or (EXIT_RUN_AGAIN if _said_again(children) else 0)
+
+
+def _said_again(children: list[subprocess.Popen[bytes]]) -> bool:
+    return any(child.returncode == EXIT_RUN_AGAIN for child in children)
 
 
 def _first_failure(children: list[subprocess.Popen[bytes]]) -> int:

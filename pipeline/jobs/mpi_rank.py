@@ -10,40 +10,33 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.distributed.board import node_name
 from pipeline.distributed.world import rank_of
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.jobs.attempts import REPORTS, End, RankEnd, one_line, write_end
-
-EXIT_TOLD_TO_END = 128 + signal.SIGTERM
+from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
 
 
 def main(arguments: Sequence[str]) -> None:
     """Lead a stage as rank 0, or compute its tasks until rank 0 ends."""
-    stage = arguments[0]
+    stage, rank = arguments[0], rank_of(os.environ)
+
+    def describe(end: End, cause: str) -> RankEnd:
+        size = int(os.environ.get("SLURM_NTASKS", "1"))
+        return RankEnd(rank, size, node_name(), end, cause, stage=stage)
+
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the stage handles it
-    if rank_of(os.environ) != 0:
-        signal.signal(signal.SIGTERM, lambda *_: _end_as_told(stage))
-    try:
-        from mpi4py.futures.__main__ import main as serve
-    except (ImportError, RuntimeError) as error:
-        _report(stage, "failed", f"MPI cannot be used ({error}). Install mmnmt[mpi] and MPI.")
-        sys.exit(EXIT_USER_ERROR)
-    sys.argv = ["mpi4py.futures", "-m", "pipeline", *arguments]
-    serve()
-
-
-def _end_as_told(stage: str) -> None:
-    _report(stage, "lost", "told to end because another rank had ended")
-    os._exit(EXIT_TOLD_TO_END)
-
-
-def _report(stage: str, end: End, cause: str) -> None:
-    rank, size = rank_of(os.environ), int(os.environ.get("SLURM_NTASKS", "1"))
-    report = RankEnd(rank, size, node_name(), end, one_line(cause), stage=stage)
-    write_end(Path(os.environ[REPORTS]), report)
+    report = EndReport(Path(os.environ[REPORTS]), describe=describe)
+    with nullcontext() if rank == 0 else report.noting_sigterm():
+        try:
+            from mpi4py.futures.__main__ import main as serve
+        except (ImportError, RuntimeError) as error:
+            report.write("failed", f"MPI cannot be used ({error}). Install mmnmt[mpi] and MPI.")
+            sys.exit(EXIT_USER_ERROR)
+        sys.argv = ["mpi4py.futures", "-m", "pipeline", *arguments]
+        serve()
 
 
 if __name__ == "__main__":

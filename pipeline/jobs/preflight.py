@@ -8,19 +8,21 @@ so that a rank that never comes, or stops on the way, is named. They compare in 
 2. the folder of the output: write, sync, rename, see the files of all nodes, respect a lock;
 3. the network: an all-reduce over all ranks, and a message from node to node.
 
-Rank 0 judges each round, and the first with problems is the last. Its backend is that of the stage;
-NCCL has not yet run here on more than one GPU.
+Rank 0 judges each round, and the first with problems is the last. Ranks that are missing may come
+in another start; all other problems are for the user to fix. The backend is that of the stage; NCCL
+has not yet run here on more than one GPU.
 """
 
 import argparse
 import json
 import os
+import socket
 import sys
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib import metadata
@@ -37,8 +39,15 @@ from pipeline.artifacts.places import (
 )
 from pipeline.distributed.board import Board, Judgment, first_line, merged, node_name
 from pipeline.distributed.world import World, discover, local_device, rank_of, refuse_shared
-from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError, to_write
-from pipeline.jobs.attempts import REPORTS, RankEnd, one_line, write_end
+from pipeline.errors import (
+    EXIT_USER_ERROR,
+    ArtifactError,
+    ConfigError,
+    RankLost,
+    UserError,
+    to_write,
+)
+from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
 from pipeline.machine import prepare_process, visible_gpus
 from pipeline.terminal import counted, listed
 
@@ -47,9 +56,13 @@ PATIENCE_SECONDS = 60.0
 MESSAGE_VALUES = 2**20
 """Values (of 4 bytes) that are reduced and sent: enough to measure, little enough to be quick."""
 REPEATS = 3
+DISK_SECONDS = 2.0
+"""Patience on a disk of the node itself, which shows a file at once or never."""
 CLOCK_SECONDS = 1.0
 """Difference of clocks from which it is worth a remark."""
 _POLL_SECONDS = 0.02
+OF_ONE_NODE = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+"""Types of file systems that no two nodes share."""
 
 
 @dataclass
@@ -75,6 +88,8 @@ class Outcome:
 
     problems: tuple[str, ...]
     summary: str = ""
+    is_lost: bool = False
+    """Whether the problem is that ranks are missing."""
 
 
 def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) -> Outcome:
@@ -99,7 +114,7 @@ def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) ->
         for number, (act, judge) in enumerate(rounds):
             judgment = board.round(number, act, judge)
             if judgment.problems:
-                return Outcome(judgment.problems)
+                return Outcome(judgment.problems, is_lost=judgment.is_lost)
             said.append(judgment.summary)
         return Outcome((), "; ".join(said))
     finally:
@@ -121,6 +136,8 @@ def find_facts(world: World) -> Facts:
     if world.local_rank == 0:  # one rank per node reads the files
         versions["the code of mmnmt"] = code_digest()
     facts = Facts(node_name(), world.rank, world.local_rank, versions)
+    if problem := interface_problem(os.environ.get("GLOO_SOCKET_IFNAME", "")):
+        facts.problems.append(problem)
     in_torch = torch.cuda.device_count()
     problem = driver_problem(
         visible_gpus().count, in_torch, version=torch.__version__, cuda=torch.version.cuda
@@ -172,6 +189,18 @@ def driver_problem(by_driver: int, in_torch: int, *, version: str, cuda: str | N
 
 def _are(gpus: int) -> str:
     return f"{'is' if gpus == 1 else 'are'} {counted(gpus, 'GPU')}"
+
+
+def interface_problem(wanted: str) -> str | None:
+    """Return which of the network interfaces ``A,B`` this node lacks; None if it has all."""
+    there = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in wanted.split(",") if name and name not in there]
+    if not missing:
+        return None
+    return (
+        f"There is no network interface {listed(missing)}. Set `interface` in the site file, or "
+        f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, to one of {listed(there)}."
+    )
 
 
 def code_digest() -> str:
@@ -272,7 +301,9 @@ def _write_and_see(board: Board, folder: Path) -> float:
     begun = time.monotonic()
     own = f"node-{board.world.rank}"
     fix = "Name an --out on storage that all nodes share."
-    if not _await(folder.is_dir, patience=board.patience):
+    is_of_one_node = file_system(folder) in OF_ONE_NODE
+    patience = min(board.patience, DISK_SECONDS) if is_of_one_node else board.patience
+    if not _await(folder.is_dir, patience=patience):
         raise ArtifactError(f"the folder that rank 0 made in {folder.parent} is not seen. {fix}")
     try:
         unfinished = folder / f"{own}.unfinished"
@@ -297,6 +328,19 @@ def _write_and_see(board: Board, folder: Path) -> float:
             f"the files that {listed(nodes)} wrote in {folder.parent} are not seen. {fix}"
         )
     return time.monotonic() - begun
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that a path is or would be on; empty if unknown."""
+    place = next(place for place in (path, *path.parents) if place.exists())
+    device = place.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            mount, _, about = line.partition(" - ")
+            if mount.split()[2] == number:
+                return about.split()[0]
+    return ""
 
 
 def _has_failed(board: Board, rank: int) -> bool:
@@ -471,42 +515,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_process()
     # torch's C++ code reports every time-out, too, with a stack; the lines below say what it means.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others
+    folder = os.environ.get(REPORTS)
+    report = EndReport(Path(folder), describe=_describe) if folder else None
+    with report.noting_sigterm() if report else nullcontext():
+        return _checked(options.out.absolute(), patience=options.patience, report=report)
+
+
+def _checked(out_dir: Path, *, patience: float, report: EndReport | None) -> int:
     is_first = True
     try:
         world = discover(os.environ)
         is_first = world.local_rank == 0  # its node's others would say the same
-        outcome = check(world, out_dir=options.out.absolute(), patience=options.patience)
+        outcome = check(world, out_dir=out_dir, patience=patience)
     except UserError as error:
-        return _refused(str(error), is_said=is_first)
+        end: End = "lost" if isinstance(error, RankLost) else "failed"
+        return _refused(str(error), report=report, end=end, is_said=is_first)
     except (ImportError, OSError) as error:  # torch, or a library that it loads
         what = f"{first_line(error)}. Install the requirements of mmnmt on that node."
-        return _refused(what, is_said=is_first)
-    if world.rank == 0 and outcome.problems:
-        _report(outcome.problems, size=world.size)
-    elif world.rank == 0:
-        print(f"mmnmt preflight: {outcome.summary}.", flush=True)
-    return EXIT_USER_ERROR if outcome.problems else 0
-
-
-def _refused(problem: str, *, is_said: bool) -> int:
-    if is_said:
-        _report([f"{node_name()}: {problem}"])
+        return _refused(what, report=report, end="failed", is_said=is_first)
+    if not outcome.problems:
+        if world.rank == 0:
+            print(f"mmnmt preflight: {outcome.summary}.", flush=True)
+        return 0
+    if world.rank == 0:
+        _say(outcome.problems, report=report, end="crashed" if outcome.is_lost else "failed")
+    elif outcome.is_lost:  # rank 0 itself may be the one that is silent
+        _say(outcome.problems, report=report, end="lost")
     return EXIT_USER_ERROR
 
 
-def _report(problems: Sequence[str], *, size: int = 1) -> None:
+def _refused(problem: str, *, report: EndReport | None, end: End, is_said: bool) -> int:
+    if is_said:
+        _say([f"{node_name()}: {problem}"], report=report, end=end)
+    return EXIT_USER_ERROR
+
+
+def _say(problems: Sequence[str], *, report: EndReport | None, end: End) -> None:
     """Report problems as the end of this rank, or print them if no job reads reports."""
-    folder = os.environ.get(REPORTS)
-    if folder:
-        cause = one_line(f"pre-flight: {' '.join(problems)}")
-        end = RankEnd(rank_of(os.environ), size, node_name(), "failed", cause)
-        try:
-            write_end(Path(folder), end)
-        except OSError:  # this node does not see the folder: then the log has to tell
-            folder = None
-    if not folder:
+    if report is None or not report.write(end, f"pre-flight: {' '.join(problems)}"):
         for problem in problems:
             print(f"mmnmt preflight: {problem}", file=sys.stderr, flush=True)
+
+
+def _describe(end: End, cause: str) -> RankEnd:
+    size = 1
+    with suppress(ConfigError):  # as the report may say
+        size = discover(os.environ).size
+    return RankEnd(rank_of(os.environ), size, node_name(), end, cause)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.places import (
     plan_lock_path,
     refuse_other_kind,
+    replaced_dir,
     restore,
     run_dir,
-    unfinished_dir,
+    unfinished_dirs,
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.overrides import override_texts
@@ -187,7 +188,9 @@ class _Run:
         """Run the task if it must; return 0 if its artifact exists afterwards."""
         if self._requests.received is not None:
             return EXIT_RUN_AGAIN
-        restore(task.out_dir)
+        if replaced_dir(task.out_dir).exists() and not task.out_dir.exists():
+            with sole_writer(task.out_dir):  # else a job may be replacing it at this moment
+                restore(task.out_dir)
         reason = reason_to_run(self._placed, task)
         refuse_edits(task)
         if reason is None:
@@ -368,7 +371,7 @@ def _status_row(
         assert manifest is not None, "a stage without a reason to run has a manifest"
         return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
     begun = run_dir(task.out_dir).exists() and not task.is_made
-    if begun or unfinished_dir(task.out_dir).exists():
+    if begun or unfinished_dirs(task.out_dir):
         told = (None if reason == "missing" else reason, training)
         return [task.name, "in progress", "; ".join(filter(None, told))]
     if reason == "missing":

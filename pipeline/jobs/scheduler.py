@@ -31,14 +31,19 @@ _ENDED = {
 """States in which a job stays. A preempted job that is requeued waits as ``PENDING``."""
 _RUNS = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 _FIELD = re.compile(
-    r"(?:^| )(JobState|Reason|Restarts|SubmitTime|StartTime|EndTime|NodeList)=(\S*)"
+    r"(?:^| )(JobName|Comment|JobState|Reason|Restarts|SubmitTime|StartTime|EndTime)=(\S*)"
 )
+
+NEVER_SATISFIED = "DependencyNeverSatisfied"
+"""Reason for which SLURM cancels a job."""
 
 _REASONS = {
     "Priority": "other jobs have a higher priority",
     "Resources": "no nodes are free",
     "Dependency": "stages that it needs are not finished",
-    "DependencyNeverSatisfied": "a stage that it needs failed",
+    NEVER_SATISFIED: "a stage that it needs failed or was canceled",
+    "PartitionConfig": "no node of the partition is as large as it asks for",
+    "BadConstraints": "no node of the partition is as large as it asks for",
     "BeginTime": "it was requeued and starts again soon",
     "JobHeldUser": "it is held: `scontrol release` lets it go",
     "JobHeldAdmin": "an administrator holds it",
@@ -68,6 +73,9 @@ class Job:
     restarts: int = 0
     since: str = ""
     """UTC at which it entered its state: submitted, started or ended; empty if unknown."""
+    name: str = ""
+    comment: str = ""
+    """Token with which it was submitted; empty if unknown."""
 
     @property
     def is_live(self) -> bool:
@@ -203,17 +211,24 @@ class Scheduler:
         return self._accounted(job_id)
 
     def _accounted(self, job_id: str) -> Job | None:
-        """Return a job that SLURM has forgotten, from accounting; None without accounting."""
+        """Return a job that SLURM has forgotten, from accounting; None without accounting.
+
+        SLURM forgets a job only after its end. Accounting may miss that end, and then lists the job
+        as running for ever.
+        """
         if shutil.which("sacct") is None:
             return None
-        columns = ["-n", "-P", "-X", "-D", "-o", "State,End", "-j", job_id]
+        columns = ["-n", "-P", "-X", "-D", "-o", "State,End,JobName", "-j", job_id]
         answer = self._ask(["sacct", *columns])
         lines = [line for line in answer.stdout.splitlines() if "|" in line]
         if answer.returncode != 0 or not lines:
             return None
-        state, _, end = lines[-1].partition("|")
+        found, end, name, *_ = f"{lines[-1]}||".split("|")
+        state = re.sub(r"\W.*", "", found)
+        if state not in _ENDED:
+            return None
         restarts = len(lines) - 1  # -D lists every start
-        return Job(job_id, re.sub(r"\W.*", "", state), restarts=restarts, since=_utc(end))
+        return Job(job_id, state, restarts=restarts, since=_utc(end), name=name)
 
     def find(self, token: str) -> str | None:
         """Return the id of this user's live job with a comment; None if there is none.
@@ -311,6 +326,8 @@ def _parsed(job_id: str, text: str) -> Job | None:
         reason="" if reason == "None" else reason,
         restarts=int(fields.get("Restarts", "0") or 0),
         since=_utc(fields.get(entered, "")),
+        name=fields.get("JobName", ""),
+        comment=fields.get("Comment", ""),
     )
 
 

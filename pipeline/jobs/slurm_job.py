@@ -29,18 +29,22 @@ from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
 from pipeline.jobs.attempts import (
     MAX_FRUITLESS,
     REPORTS,
+    TOLD_TO_END,
     Asked,
     Start,
     Verdict,
     attempt_dir,
+    attempts,
     causes_to_print,
     describe_exit,
     is_finished,
+    job_of,
     judge,
     judge_abandoned,
     now,
     read_ends,
     read_verdict,
+    restart_of,
     resumable,
     verdicts,
     write_start,
@@ -58,10 +62,18 @@ _RESEND_SECONDS = 30.0
 """Seconds after which a request to stop is passed on again: the first can come before the ranks."""
 _REASON_SECONDS = 1.0
 """Seconds to wait for the signal that ranks were sent: SLURM signals one process after another."""
+_LOOK_SECONDS = 2.0
+"""Seconds between looks for reports of ranks, which lie on shared storage."""
+_LEAVING_KILL_WAITS = 4
+"""Times ``KillWait`` that ranks have to leave after the first one reported its end."""
+_USUAL_KILL_WAIT = 30
+"""SLURM's default, in seconds."""
 _PORTS_TRIED = 100
 _NEAR_THE_LIMIT_SECONDS = 900
 """A warning that comes at most so long before the end of the job is that of its time limit."""
 _SCONTROL_SECONDS = 60
+_REQUEUE_WAITS = (5.0, 15.0, 60.0, 180.0)
+"""Seconds between attempts to requeue a job: one that cannot be requeued cancels what follows."""
 _GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
 
@@ -192,7 +204,9 @@ class _Job:
 
     def _settle(self) -> None:
         """Judge earlier starts of this job that ended without a verdict, and read its history."""
-        before = [f"{self._place.job}.{restart}" for restart in range(self._place.restart)]
+        job, restart = self._place.job, self._place.restart
+        mine = [attempt for attempt in attempts(self._out_dir) if job_of(attempt) == job]
+        before = [attempt for attempt in mine if restart_of(attempt) < restart]
         for attempt in before:
             if read_verdict(self._out_dir, attempt) is not None:
                 continue
@@ -214,6 +228,7 @@ class _Job:
         command = [*step_options(self._place), *python(), "-m", module, *arguments]
         with subprocess.Popen(command, env=environment, start_new_session=True) as step:
             waited = 0.0
+            leaving = _Leaving(folder)
             while True:
                 try:
                     return step.wait(_POLL_SECONDS)
@@ -222,6 +237,9 @@ class _Job:
                 if self._is_new_request() or (self._requests and waited >= _RESEND_SECONDS):
                     waited = 0.0
                     self._pass_on()
+                if leaving.is_overdue():
+                    self._say("srun waits for ranks that are gone with their node; ending it")
+                    step.kill()
 
     def _variables(self, folder: Path) -> dict[str, str]:
         """Return what the ranks find in their environment, beside what SLURM puts there."""
@@ -251,19 +269,25 @@ class _Job:
     def _pass_on(self) -> None:
         """Ask the ranks to stop, and leave a verdict in case that this process is killed soon."""
         is_new, self._passed_on = self._is_new_request(), len(self._requests)
-        # Without --batch the signal goes to the tasks of the step and not to this process. SIGTERM
-        # is passed on as SIGUSR1: when a job ends, SLURM sends SIGTERM to the tasks itself.
+        is_ending = is_new and self._requests[-1] == signal.SIGTERM
+        if is_ending:  # SLURM has sent it to the tasks, too, and kills this process soon
+            self._learn_and_record()
+        # Without --batch the signal goes to the tasks of the step and not to this process.
         _run("scancel", "--signal=USR1", self._place.job)
-        if is_new:
-            number, job = self._requests[-1], self._describe_job()
-            self._asked = why_asked(number, job, restart=self._place.restart)
-            verdict = self._judge(None)
-            write_verdict(self._out_dir, verdict)
-            if number == signal.SIGTERM and self._asked == "time limit":
-                self._requeue(verdict)  # once the job has ended, it is too late
+        if is_new and not is_ending:
+            self._learn_and_record()
+
+    def _learn_and_record(self) -> None:
+        """Learn why the job is to stop, leave a verdict, and requeue it while there is time."""
+        number, job = self._requests[-1], self._describe_job()
+        self._asked = why_asked(number, job, restart=self._place.restart)
+        verdict = self._judge(None)
+        write_verdict(self._out_dir, verdict)
+        if number == signal.SIGTERM and self._asked == "time limit":
+            self._requeue(verdict)  # once the job has ended, it is too late
 
     def _describe_job(self) -> dict[str, str]:
-        return job_fields(_run("scontrol", "--oneliner", "show", "job", self._place.job))
+        return job_fields(_run("scontrol", "--oneliner", "show", "job", self._place.job) or "")
 
     # ------------------------------------------------------------ the verdict
 
@@ -298,13 +322,50 @@ class _Job:
 
     def _requeue(self, verdict: Verdict) -> None:
         """Requeue the job once, if the stage goes on in it and SLURM does not do so itself."""
-        is_wanted = verdict.verdict == "again" and self._asked != "cancelled"
-        restarts = int(self._describe_job().get("Restarts", self._place.restart))
-        if is_wanted and restarts == self._place.restart:
-            _run("scontrol", "requeue", self._place.job)
+        if verdict.verdict != "again" or self._asked == "cancelled":
+            return
+        for seconds in (0.0, *_REQUEUE_WAITS):
+            time.sleep(seconds)
+            restarts = int(self._describe_job().get("Restarts", self._place.restart))
+            if restarts != self._place.restart:
+                return
+            if _run("scontrol", "requeue", self._place.job) is not None:
+                return
 
     def _say(self, text: str) -> None:
         print(f"mmnmt {self._stage}: {text}", file=sys.stderr, flush=True)
+
+
+class _Leaving:
+    """Notices that srun does not end although a rank has ended.
+
+    srun waits for ever for the ranks of a node that crashed and came back before SLURM missed it
+    (22.05). Otherwise all ranks are gone ``KillWait`` seconds after one of them failed, and soon
+    after one of them is done. A rank that was told to end may still save its state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._until: float | None = None
+        self._next_look = 0.0
+
+    def is_overdue(self) -> bool:
+        """Return whether the first rank reported its end too long ago."""
+        now_seconds = time.monotonic()
+        if self._until is not None:
+            return now_seconds > self._until
+        if now_seconds >= self._next_look:
+            self._next_look = now_seconds + _LOOK_SECONDS
+            if any(end.cause != TOLD_TO_END for end in read_ends(self._folder)):
+                self._until = now_seconds + _LEAVING_KILL_WAITS * kill_wait_seconds()
+        return False
+
+
+def kill_wait_seconds() -> int:
+    """Return the seconds after which SLURM kills what does not end when told to."""
+    settings = _run("scontrol", "show", "config") or ""
+    found = re.search(r"^KillWait\s*=\s*(\d+)", settings, re.MULTILINE)
+    return int(found[1]) if found else _USUAL_KILL_WAIT
 
 
 def python() -> list[str]:
@@ -383,18 +444,19 @@ def job_fields(text: str) -> dict[str, str]:
     return dict(re.findall(r"(\S+?)=(\S*)", text))
 
 
-def _run(*command: str) -> str:
-    """Run a command of SLURM and return its output; print what it says if it fails."""
+def _run(*command: str) -> str | None:
+    """Run a command of SLURM; return its output, or print what it says if it fails."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SCONTROL_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         print(f"{command[0]}: {error}", file=sys.stderr, flush=True)
-        return ""
+        return None
     if ended.returncode != 0:
         how = ended.stderr.strip() or describe_exit(ended.returncode)
         print(f"{' '.join(command)}: {how}", file=sys.stderr, flush=True)
+        return None
     return ended.stdout
 
 

@@ -14,9 +14,11 @@ reads from have succeeded; stages that do not need each other run side by side. 
 
 Invariant: an output has at most one job. A canceled job that still runs must be gone before the new
 one starts, and a record is written before its job is submitted, so that a job whose submission was
-killed is found by its comment.
+killed is found by its comment. A job with another name or comment than was recorded is another one:
+ids can begin anew.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, unfinished_path
 from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.jobs.attempts import attempts
 from pipeline.jobs.freshness import forecast
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.jobs.runner import check_rebuild, refuse_edits, refuse_losses, stage_arguments
@@ -90,7 +93,10 @@ def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
     """Replace the record of a plan's folder in one step."""
     path = plan_dir / RECORD_NAME
     temporary = unfinished_path(path)
-    temporary.write_text(record.model_dump_json(indent=1), encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(record.model_dump_json(indent=1))
+        stream.flush()
+        os.fsync(stream.fileno())  # else a crash of this machine can leave an empty file
     temporary.replace(path)
 
 
@@ -100,8 +106,22 @@ def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job | None
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    ids = {name: one.id or scheduler.find(one.token) for name, one in record.stages.items()}
-    return {name: scheduler.job(job_id) if job_id else None for name, job_id in ids.items()}
+    found: dict[str, Job | None] = {}
+    for name, one in record.stages.items():
+        job_id = one.id or scheduler.find(one.token)
+        job = scheduler.job(job_id) if job_id else None
+        found[name] = job if job is not None and _is_of(job, name, one) else None
+    return found
+
+
+def _is_of(job: Job, stage: str, record: JobRecord) -> bool:
+    """Return whether a job is the recorded one, as far as the scheduler tells."""
+    return job.name in ("", job_name(stage)) and job.comment in ("", record.token)
+
+
+def job_name(stage: str) -> str:
+    """Return the name of a stage's job."""
+    return f"mmnmt-{stage}"
 
 
 def live_jobs(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job]:
@@ -209,6 +229,8 @@ class _Plan:
         """
         record = self.record.stages[task.name]
         same_work = record.work == work_digest(task) and not is_renewed
+        if same_work and _is_ending(task, job):
+            return False
         if same_work and (job.runs or record.command == command_digest(task, request)):
             return True
         if job.runs and task.stage.trains and task.name not in self._rebuild:
@@ -224,7 +246,7 @@ class _Plan:
         if task.stage.parallel == "workers" and allocation.tasks > 1:
             arguments.append("--mpi")
         return Request(
-            name=f"mmnmt-{task.name}",
+            name=job_name(task.name),
             token="",  # follows from the job that it takes the place of
             allocation=allocation,
             arguments=(*arguments, *(_REPLACES if replaces else ())),
@@ -248,6 +270,14 @@ class _Plan:
                 )
         if self._check is not None:
             self._check(task, allocation)
+
+
+def _is_ending(task: Task, job: Job) -> bool:
+    """Return whether a job is being cleaned up after its last start, for example when canceled.
+
+    One that is requeued looks the same, but its count of restarts is that of the next start.
+    """
+    return job.state == "COMPLETING" and (not job.restarts or job.attempt in attempts(task.out_dir))
 
 
 def work_digest(task: Task) -> str:
@@ -385,14 +415,15 @@ def cancel_jobs(
     SLURM then cancels the jobs that depend on them. A running stage saves its state.
 
     Raises:
+        ArtifactError: nothing was submitted.
         ConfigError: the plan has no such stage.
         SchedulerError: SLURM does not answer.
     """
     scheduler = scheduler or Scheduler()
     for name in stages:
         placed.require_stage(name, "--only")
-    record = read_jobs(placed.out_dir)
-    live = live_jobs(record, scheduler=scheduler) if record else {}
+    record = _submitted(placed)
+    live = live_jobs(record, scheduler=scheduler)
     found = {name: job for name, job in live.items() if not stages or name in stages}
     scheduler.cancel([job.id for job in found.values()])
     for name, job in found.items():
@@ -410,18 +441,29 @@ def last_log(placed: PlacedPlan, stage: str) -> Path:
     """
     placed.require_stage(stage, "STAGE")
     folder = log_dir(placed.out_dir / stage)
-    record = read_jobs(placed.out_dir)
-    job_id = record.stages[stage].id if record and stage in record.stages else ""
+    record = _submitted(placed)
+    job_id = record.stages[stage].id if stage in record.stages else ""
     path = folder / f"{job_id}.log"
     if job_id and path.is_file():
         return path
     found = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
     if not found:
         raise ArtifactError(
-            f"There is no log of stage {stage} in {folder}: its job has not started. "
-            "`mmnmt status` says why it waits."
+            f"There is no log of stage {stage} in {folder}. `mmnmt status` says why its job waits, "
+            "or how it ended."
         )
     return found[-1]
+
+
+def _submitted(placed: PlacedPlan) -> JobsRecord:
+    """Return the jobs of a plan; ArtifactError if nothing was submitted."""
+    record = read_jobs(placed.out_dir)
+    if record is None:
+        raise ArtifactError(
+            f"Nothing was submitted to {placed.out_dir.absolute()}. Change to the folder of "
+            "`mmnmt submit`, or pass its --out."
+        )
+    return record
 
 
 def _check(placed: PlacedPlan, rebuild: Collection[str]) -> None:

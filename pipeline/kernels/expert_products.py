@@ -75,7 +75,7 @@ def serve_tokens(
         if placement.slices is not None and has_grouped_products(x_RD):
             y_RD = grouped_products(x_RD, weights, placement.slices, activation)
         else:
-            y_RD = serve_rows(x_RD, placement.rows_E, weights, activation=activation)
+            y_RD = _serve_at_once(x_RD, weights, placement.rows_E, activation)
         return combine(y_RD, weight_NC, placement)
     rows_E = tuple(placement.rows_E.tolist())
     output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
@@ -86,21 +86,42 @@ def serve_tokens(
 
 def serve_rows(
     x_RD: Tensor,
-    rows_E: Sequence[int] | Tensor,
+    rows_E: Sequence[int],
     weights: ExpertWeights,
     *,
     activation: Activation,
+    count_E: Tensor | None = None,
 ) -> Tensor:
-    """Apply each expert to its slice of rows, (R, D)."""
+    """Apply each expert to its slice of rows, (R, D).
+
+    Args:
+        x_RD: rows sorted by expert.
+        rows_E: rows of each expert, on the host.
+        weights: parameters of the experts.
+        activation: activation between both projections.
+        count_E: ``rows_E`` on the device of the rows, which no CPU needs. The host would wait for a
+            copy of its own numbers.
+    """
     if x_RD.device.type != "cpu":
-        count_E = torch.as_tensor(rows_E, device=x_RD.device)
-        serve = grouped_feed_forward if has_grouped_products(x_RD) else padded_feed_forward
-        return serve(x_RD, weights, count_E, activation)
-    rows = tuple(rows_E.tolist() if isinstance(rows_E, Tensor) else rows_E)
+        assert count_E is not None, "the device needs the rows of each expert"
+        return _serve_at_once(x_RD, weights, count_E, activation, longest=max(rows_E))
     output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
-        x_RD, None, *weights, rows, None, activation
+        x_RD, None, *weights, tuple(rows_E), None, activation
     )
     return output
+
+
+def _serve_at_once(
+    x_RD: Tensor,
+    weights: ExpertWeights,
+    count_E: Tensor,
+    activation: Activation,
+    *,
+    longest: int | None = None,
+) -> Tensor:
+    if has_grouped_products(x_RD):
+        return grouped_feed_forward(x_RD, weights, count_E, activation)
+    return padded_feed_forward(x_RD, weights, count_E, activation, longest=longest)
 
 
 def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
@@ -118,14 +139,20 @@ def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = 
 
 
 def padded_feed_forward(
-    x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
+    x_RD: Tensor,
+    weights: ExpertWeights,
+    count_E: Tensor,
+    activation: Activation,
+    *,
+    longest: int | None = None,
 ) -> Tensor:
     """Apply experts by two batched products over E · L padded rows, on any GPU, in any dtype.
 
-    Each call copies one number to the host: L, the rows of the largest expert, sets the shape.
+    ``longest`` is L, the rows of the largest expert, which sets the shape. None: unknown to the
+    host, which copies it from the device and waits.
     """
     (num_rows, width), num_experts = x_RD.shape, len(count_E)
-    longest = int(count_E.max())
+    longest = int(count_E.max()) if longest is None else longest
     expert_R = torch.repeat_interleave(count_E, output_size=num_rows)
     number_E = torch.arange(num_experts, device=x_RD.device)
     shift_E = number_E * longest - (count_E.cumsum(0) - count_E)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
 from pipeline.kernels.placement import RouteNumbers
-from pipeline.kernels.products import SentenceSlots
+from pipeline.kernels.slot_products import SentenceSlots
 
 
 @dataclass(frozen=True)

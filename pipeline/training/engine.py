@@ -96,7 +96,9 @@ def merge_ds_config(
         )
     return {
         **deepspeeds_part(ds_config),
-        "zero_optimization": {"reduce_scatter": True, **zero},
+        # Parameters start at multiples of 16 bytes in DeepSpeed's flat buffers: grouped products
+        # refuse a matrix that the single value of a bias before it has shifted.
+        "zero_optimization": {"reduce_scatter": True, "parameter_alignment": True, **zero},
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": passes_per_update(
             recipe, ranks=world_size, per_pass=micro_batches_per_pass(ds_config)
@@ -374,6 +376,7 @@ class Engine:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             is_own = getattr(parameter, "allreduce", True)
             is_finite[is_own] = is_finite[is_own] and bool(gradient.isfinite().all())
+        advance()
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
     def rehearse(self, batch: AnyBatch) -> None:
@@ -386,6 +389,7 @@ class Engine:
         joined = self._joined([batch] * self.per_pass)
         terms = training_loss(self.model, joined, self._loss_config)
         torch.autograd.grad(terms.objective, trainable(self.model))
+        advance()
 
     def evaluate(self, batch: AnyBatch) -> LossTerms:
         """Return the loss terms of a batch, without dropout and gradients."""

@@ -179,6 +179,7 @@ class TrainingRun:
             self._save_state()
 
     def _save_state(self) -> None:
+        self.metrics.sync()
         position = replace(self.position, interval=self.metrics.interval_sums())
         self.saving.save_state(position, replanned=self.resumed.replanned, is_done=self._is_done())
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.locks import refuse_if_lost
+from pipeline.artifacts.places import sync
 from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
@@ -131,6 +132,11 @@ class MetricsLog:
     def interval_sums(self) -> tuple[float, ...]:
         """Return the sums of the unfinished interval over all ranks; all ranks call this."""
         return tuple(self._interval.over_ranks())
+
+    def sync(self) -> None:
+        """Force the lines so far to disk, before a state that a run resumes from without them."""
+        if self._world.rank == 0 and self._file.path.is_file():
+            sync(self._file.path)
 
     def write_update_if_due(self, position: Position, *, gradient_norm: float) -> None:
         """Write the line of a training interval where one ends; all ranks call this."""

@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from pipeline.distributed.progress import advancing
 from pipeline.errors import ConfigError, describe_os_error
 from pipeline.stages.stage import StageCall
 
@@ -91,14 +92,18 @@ class Profiling:
         self._profile.start()
 
     def _finish(self) -> None:
-        """End the profile and write it; a problem with the files does not end training."""
+        """End the profile and write it; a problem with the files does not end training.
+
+        A million events take minutes (torch 2.13), in which the other ranks wait.
+        """
         assert self._profile is not None
         done, self._profile, self._window = self._profile, None, None
-        done.stop()
         name = f"updates-{self._first}-{self._last}"
         try:
-            self._dir.mkdir(parents=True, exist_ok=True)
-            _write(done, self._dir, name)
+            with advancing():
+                done.stop()
+                self._dir.mkdir(parents=True, exist_ok=True)
+                _write(done, self._dir, name)
         except OSError as error:
             self._say(f"the profile was not written: {describe_os_error(error)}")
         else:

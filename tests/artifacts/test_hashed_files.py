@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests, places
 from pipeline.artifacts.artifact import FileRecord, new_artifact, open_artifact
 from pipeline.artifacts.digests import HashedFiles, chunks_of, file_record
+from pipeline.distributed import progress
 
 CHUNK = 100
 
@@ -74,6 +75,31 @@ def test_files_are_written_while_others_go_to_disk(
             files.write(tmp_path / f"{index}", pieces_of(250))
         are_written.set()
     assert len(files.records) == 3
+
+
+def test_writing_waits_for_a_slow_disk_whose_every_sync_is_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sync takes as long as the writer may, who would be done with all of it."""
+    is_done, syncs = threading.Event(), 0
+
+    def pieces() -> Iterator[memoryview]:
+        for _ in range(20):
+            yield memoryview(os.urandom(CHUNK))
+        is_done.set()
+
+    def sync(_: Path) -> None:
+        nonlocal syncs
+        if not syncs:
+            assert not is_done.wait(0.5)
+        syncs += 1
+
+    monkeypatch.setattr(digests, "sync", sync)
+    before = progress.count()
+    with HashedFiles() as files:
+        files.write(tmp_path / "file", pieces())
+    assert syncs >= 20 // (digests.MOST_UNSYNCED + 1)
+    assert progress.count() - before == 20 + syncs
 
 
 def fail(_: Path) -> None:

@@ -3,8 +3,11 @@
 import errno
 import fcntl
 import os
+import resource
 import signal
 import socket
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -206,6 +209,40 @@ def test_a_process_with_the_number_of_the_holder_is_not_the_holder(path: Path) -
         assert lock.generation == 2
 
 
+def test_a_holder_that_proc_hides_is_judged_by_its_signs_of_life(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hidepid, nobody sees whether the number of another user's process is a reused one."""
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        leave(path, replace(Owner.new(), process=other.pid))
+        monkeypatch.setattr(locks, "_state_and_start", lambda _: ("", ""))
+        try:
+            with exclusive(path, what="x") as lock:
+                assert lock.generation == 2
+        finally:
+            other.kill()
+
+
+def test_a_lock_that_another_user_left_is_named_with_its_owner() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder) / "lock"
+        leave(path, replace(Owner.new(), started="1"))
+        path.parent.chmod(0o777)
+        path.chmod(0o755)
+
+        def claim() -> None:
+            os.setuid(65534)
+            refuse(path, rf"x: process {os.getppid()} on .* has ended and left {path}, in which")
+
+        with child(claim) as process:
+            ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        assert ended.si_status == 0
+
+
 def test_a_stopped_holder_keeps_its_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
     with holder_process(path) as process:
@@ -255,6 +292,48 @@ def test_the_heartbeat_notices_that_the_lock_is_lost(
         assert not thread.is_alive()
     assert "x: it is being written by process 1 on node7" in capfd.readouterr().err
     assert names_in(path) == ["1", "2"], "the other's lock stays"
+
+
+def test_a_claimer_that_came_too_late_and_withdraws_has_not_taken_the_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with exclusive(path, what="x") as lock:
+        late = leave(path, elsewhere(), generation=2)
+        monkeypatch.setattr(time, "sleep", lambda _: late.unlink())
+        lock.refuse_if_lost()
+
+
+def test_a_lock_that_cannot_be_read_is_not_called_gone(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "LATE_SECONDS", 0.2)
+    with exclusive(path, what="x") as lock:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            loss = lock.loss()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert loss == "its lock cannot be read (Too many open files)"
+        lock.refuse_if_lost()
+
+
+def test_a_holder_whose_lock_is_away_for_a_while_refreshes_it_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(locks, "LATE_SECONDS", 0.05)
+    with exclusive(path, what="x"):
+        hidden = path.rename(path.with_name("hidden"))
+        said, deadline = "", time.monotonic() + 60
+        while "x: its lock is gone. This run saves nothing until it is back." not in said:
+            assert time.monotonic() < deadline
+            said += capfd.readouterr().err
+        hidden.rename(path)
+        first = (path / "1").read_bytes()
+        while (path / "1").read_bytes() == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 ATOMS = ("mkdir", "open", "write", "close", "unlink", "rmdir", "listdir")
@@ -442,6 +521,47 @@ def test_processes_that_come_and_go_and_are_killed_never_hold_the_lock_together(
 # ---------------------------------------------------------------- on another machine
 
 
+@contextmanager
+def lives(path: Path, owner: Owner, *, skew: float = 0.0) -> Iterator[Lock]:
+    """A holder elsewhere that refreshes its file."""
+    file, lock, ended = leave(path, owner), Lock(path, 1, owner, "x"), threading.Event()
+
+    def refresh() -> None:
+        for number in count(1):
+            if ended.wait(0.05):
+                return
+            lock.beat(number)
+            os.utime(file, (time.time() + skew, time.time() + skew))
+
+    thread = threading.Thread(target=refresh)
+    thread.start()
+    try:
+        yield lock
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_time_in_which_the_claimer_was_stopped_is_no_silence_of_the_holder(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that hangs, or a machine that sleeps, holds up both."""
+    lock = Lock(path, 1, elsewhere(), "x")
+    leave(path, lock.owner)
+    clock, looks = [0.0], count(1)
+
+    def sleep(seconds: float) -> None:
+        number = next(looks)
+        clock[0] += HOUR if number == 2 else seconds
+        if number > 20:
+            lock.beat(number)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    refuse(path, "x is being written by process 1 on node7 ")
+    assert clock[0] > HOUR
+
+
 @pytest.mark.parametrize("skew", [-5 * HOUR, 0.0, 5 * HOUR])
 def test_a_holder_elsewhere_that_shows_no_sign_of_life_is_followed_whatever_its_clock_says(
     path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -471,24 +591,8 @@ def test_a_holder_elsewhere_is_refused_as_soon_as_its_file_changes(
     path: Path, skew: float, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(locks, "STALE_SECONDS", 30.0)
-    owner, ended = elsewhere(), threading.Event()
-    file = leave(path, owner)
-    lock = Lock(path, 1, owner, "x")
-
-    def refresh() -> None:
-        for number in count(1):
-            if ended.wait(0.05):
-                return
-            lock.beat(number)
-            os.utime(file, (time.time() + skew, time.time() + skew))
-
-    thread = threading.Thread(target=refresh)
-    thread.start()
-    try:
+    with lives(path, elsewhere(), skew=skew):
         refuse(path, "x is being written by process 1 on node7 ")
-    finally:
-        ended.set()
-        thread.join()
     assert capfd.readouterr().err.count("waiting up to") == 1
     assert names_in(path) == ["1"]
 
@@ -539,13 +643,24 @@ def test_no_other_attempt_follows_a_live_one(
     refuse(path, r"is being written by process .*attempt 1234\.1\)")
 
 
-def test_an_earlier_attempt_is_refused_at_once_by_a_later_one(
+def test_an_earlier_attempt_is_refused_by_a_later_one_that_lives(path: Path) -> None:
+    with lives(path, elsewhere(attempt="7.2")) as lock, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ATTEMPT_VARIABLE, "7.1")
+        refuse(path, r"x is being written by process 1 on node7 .*attempt 7\.2\)")
+        lock.refuse_if_lost()
+
+
+def test_a_dead_holder_with_a_later_attempt_blocks_nobody_where_job_ids_begin_anew(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave(path, elsewhere(attempt="7.2"))
-    monkeypatch.setenv(ATTEMPT_VARIABLE, "7.1")
-    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
-    refuse(path, "a later attempt of this job")
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "7.0")
+    leave(path, elsewhere(attempt="7.3"))
+    with exclusive(path, what="x") as lock:
+        lock.refuse_if_lost()
+    leave(path, replace(Owner.new(), attempt="7.3", started="1"))
+    with exclusive(path, what="x") as lock:
+        lock.refuse_if_lost()
 
 
 # ---------------------------------------------------------------- what the loser does
@@ -555,22 +670,60 @@ def test_who_has_lost_the_lock_publishes_nothing_and_leaves_the_others_working_f
     tmp_path: Path,
 ) -> None:
     out_dir = tmp_path / "corpus"
-    working = unfinished_dir(out_dir)
     with (
         sole_writer(out_dir),
         pytest.raises(ArtifactError, match="it is being written by process 1 on node7"),
         new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer,
     ):
         writer.path("mine").write_text("mine")
-        leave(lock_path(out_dir), elsewhere(), generation=2)
+        other = elsewhere()
+        leave(lock_path(out_dir), other, generation=2)
+        working = unfinished_dir(out_dir, token=other.token)
         make_working(working)
         (working / "others").write_text("others")
     assert not out_dir.exists()
     assert (working / "others").read_text() == "others"
 
 
+def test_who_has_lost_the_lock_and_writes_on_does_not_reach_the_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An orphan on a lost node opens its files one after the other, and looks at the lock last."""
+    monkeypatch.setattr(locks, "LATE_SECONDS", 0.2)
+    out_dir = tmp_path / "corpus"
+    new: dict[str, Any] = {"kind": "corpus", "stage": "x", "config": {}, "inputs": {}}
+    reading, writing = os.pipe()
+
+    def take_over_and_make() -> None:
+        lock = lock_path(out_dir)
+        (lock / "1").unlink()
+        lock.rmdir()
+        with sole_writer(out_dir), new_artifact(out_dir, **new) as writer:
+            writer.path("file").write_text("of the next attempt")
+            assert os.read(reading, 1) == b"x"
+
+    with (
+        sole_writer(out_dir),
+        pytest.raises(ArtifactError, match=r"it is being written by|its lock is gone"),
+        new_artifact(out_dir, **new) as orphan,
+        child(take_over_and_make) as other,
+    ):
+        while not any(tmp_path.glob(".corpus*.unfinished/file")):
+            time.sleep(0.01)
+        orphan.path("file").write_text("orphan")
+        os.write(writing, b"x")
+        ended = os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        assert ended.si_status == 0
+    made = open_artifact(out_dir, kind="corpus").file("file")
+    assert made.read_text() == "of the next attempt"
+    with sole_writer(out_dir), new_artifact(out_dir, overwrite=True, **new) as writer:
+        writer.path("file").write_text("third")
+    assert names_in(tmp_path) == ["corpus"], "nothing is left of it"
+
+
 @pytest.mark.parametrize("error", [KeyError("a bug"), OSError(errno.ENOSPC, "full")])
-def test_who_fails_after_the_loss_leaves_the_others_working_folder_too(
+def test_who_fails_after_the_loss_removes_its_own_working_folder(
     tmp_path: Path, error: Exception
 ) -> None:
     out_dir = tmp_path / "corpus"
@@ -581,7 +734,7 @@ def test_who_fails_after_the_loss_leaves_the_others_working_folder_too(
     ):
         leave(lock_path(out_dir), elsewhere(), generation=2)
         raise error
-    assert unfinished_dir(out_dir).exists()
+    assert names_in(tmp_path) == [".corpus.lock"]
 
 
 def test_an_artifact_appears_under_the_lock_of_its_maker(tmp_path: Path) -> None:

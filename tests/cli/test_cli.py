@@ -551,6 +551,11 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
             "lost",
             "RuntimeError: [third_party/gloo/pair.cc:538] Connection closed by peer",
         ),
+        (
+            type("DistStoreError", (RuntimeError,), {})("wait timeout after 300000ms"),
+            "lost",
+            "DistStoreError: wait timeout after 300000ms",
+        ),
         (ConfigError("The recipe\nis wrong."), "failed", "The recipe is wrong."),
         (SystemExit(2), "failed", "the command line cannot be used; the log says why"),
         (MemoryError(), "crashed", "MemoryError"),
@@ -576,15 +581,30 @@ def test_a_rank_reports_its_end_to_the_launcher_that_asks_for_it(
         bench.action = _raise(error)
     reports = tmp_path / "reports"
     reports.mkdir()
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", REPORTS: str(reports)}.items():
+    place = {"RANK": "1", "WORLD_SIZE": "2", "SLURMD_NODENAME": "node7"}
+    for name, value in {**place, REPORTS: str(reports)}.items():
         monkeypatch.setenv(name, value)
     capsys.readouterr()
     with suppress(MemoryError, RuntimeError, OSError, SystemExit):
         bench.train()
     (found,) = read_ends(reports)
-    assert (found.rank, found.size, found.stage) == (1, 2, "train")
+    assert (found.rank, found.size, found.node, found.stage) == (1, 2, "node7", "train")
     assert (found.end, found.cause) == (end, cause)
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_whose_launcher_has_ended_reports_that(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = (
+        "from pipeline.cli.ending import guarded\n"
+        "guarded('train', lambda: print('x' * 100_000), is_rank=True)"
+    )
+    environment = {**os.environ, REPORTS: str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], stdout=writing, env=environment, timeout=60)
+    os.close(writing)
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == ("lost", "the reader of its output has ended")
 
 
 def test_a_rank_that_cannot_reach_the_reports_prints_its_error(
@@ -1062,14 +1082,14 @@ def test_a_raw_file_whose_name_is_not_utf_8_is_named_before_any_work(
 def test_the_longest_name_of_an_output_has_room_for_what_lies_beside_it(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for length, unit in ((239, "a"), (238, "é")):  # of two bytes
+    for length, unit in ((234, "a"), (234, "é")):  # of two bytes
         assert bench.read(out=unit * (length // len(unit.encode()))) == 0
-    assert bench.train(out="m" * 239) == EXIT_USER_ERROR, "there is no corpus"
+    assert bench.train(out="m" * 234) == EXIT_USER_ERROR, "there is no corpus"
     capsys.readouterr()
-    for length in (240, 247, 256, 5000):
+    for length in (235, 247, 256, 5000):
         assert bench.read(out="b" * length) == EXIT_USER_ERROR
         said = capsys.readouterr().err
-        assert f"has a name of {length} bytes, where at most 239 fit. Choose a shorter" in said
+        assert f"has a name of {length} bytes, where at most 234 fit. Choose a shorter" in said
     assert len(bench.calls) == 2
     deep = "/".join(["folder"] * 1000)
     assert bench.read(out=deep) == EXIT_USER_ERROR
@@ -1124,7 +1144,7 @@ def test_ctrl_c_at_any_moment_of_a_stage_with_workers_is_one_sentence(tmp_path: 
     (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "tree"\n')
     options = ["--recipe", "recipe.toml", "--raw", "raw", "--out", "corpus", "--processes", "2"]
     command = [sys.executable, "-m", "pipeline", "import_corpus", *options]
-    for sign in (".corpus.lock", ".corpus.unfinished", ".corpus.unfinished/train/*/*.txt"):
+    for sign in (".corpus.lock", ".corpus.*.unfinished", ".corpus.*.unfinished/train/*/*.txt"):
         stage = subprocess.Popen(
             command,
             cwd=tmp_path,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.slurm_cluster import Cluster
 
-from pipeline.jobs.attempts import MAX_FRUITLESS, Verdict, verdicts
+from pipeline.jobs.attempts import Verdict, verdicts
 
 pytestmark = pytest.mark.cluster
 
@@ -55,6 +55,11 @@ class Bench:
         self.cluster.wait(
             self.job, lambda: any((states / name / "manifest.json").exists() for name in wanted)
         )
+
+    def until_down(self, node: str) -> None:
+        """Wait until SLURM has given a node up."""
+        show = ("sinfo", "--noheader", f"--nodes={node}", "--format=%T")
+        self.cluster.wait(self.job, lambda: "down" in self.cluster.command(*show))
 
     def end(self) -> str:
         return self.cluster.end(self.job)
@@ -164,13 +169,13 @@ def test_a_rank_without_memory_is_named(bench: Bench, place: str, progress: bool
 
 
 def test_a_stage_that_crashes_at_every_start_is_given_up_with_its_cause(bench: Bench) -> None:
-    bench.submit(**mischief({"at": "start", "do": "memory", "rank": 1}))
+    crash = mischief({"at": "start", "do": "memory", "rank": 1})
+    bench.submit(MMNMT_MAX_RESTARTS="1", **crash)
     assert bench.end() == "FAILED", bench.cluster.log(bench.job)
-    found = verdicts(bench.out_dir)
-    assert [one.verdict for one in found] == ["again"] * MAX_FRUITLESS + ["failed"]
-    assert [one.fruitless for one in found] == [*range(1, MAX_FRUITLESS + 2)]
-    assert found[-1].cause == (
-        "rank 1 on node2: MemoryError: played by a test (4 starts in a row saved nothing new)"
+    first, last = verdicts(bench.out_dir)
+    assert [(one.verdict, one.fruitless) for one in (first, last)] == [("again", 1), ("failed", 2)]
+    assert last.cause == (
+        "rank 1 on node2: MemoryError: played by a test (2 starts in a row saved nothing new)"
     )
 
 
@@ -215,5 +220,24 @@ def test_a_crash_of_the_first_node_is_judged_by_the_next_start(
         f"rank 0 on node1: {KILLED}",
         "no rank on node1, node2 reported how it ended (the job's first node was lost)",
     )
+    assert last.verdict == "done"
+    assert weights(bench.out_dir) == weights(uninterrupted.out_dir)
+
+
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["before", "after"])
+def test_a_crashed_node_that_comes_back_is_named_and_leaves_the_stage_its_result(
+    bench: Bench, uninterrupted: Bench, is_given_up: bool
+) -> None:
+    """The node returns before SLURM gives it up (SlurmdTimeout), or after."""
+    bench.submit(**mischief({**SLOW, "restarts": [0]}))
+    bench.until_update(4)
+    bench.cluster.node("crash", "node2")
+    if is_given_up:
+        bench.until_down("node2")
+    bench.cluster.node("up", "node2")
+    assert bench.end() == "COMPLETED", bench.cluster.log(bench.job)
+    first, *_, last = verdicts(bench.out_dir)
+    assert (first.verdict, first.cause) == ("again", f"rank 1 on node2: {KILLED}")
+    assert (first.nodes, first.progress) == (("node2",), True)
     assert last.verdict == "done"
     assert weights(bench.out_dir) == weights(uninterrupted.out_dir)

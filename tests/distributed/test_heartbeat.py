@@ -130,6 +130,13 @@ def test_the_end_of_the_rank_that_serves_the_store_is_noticed_by_all() -> None:
         assert f"Rank 0 on {NODE} has ended" in str(found[0])
 
 
+def test_the_node_of_rank_zero_is_known_to_a_rank_that_is_there_first() -> None:
+    server = open_store("127.0.0.1", size=2)
+    early = Heartbeat(rank=1, size=2, address="127.0.0.1", port=server.port, beat_seconds=60.0)
+    assert early._name_of_zero == f"Rank 0 on {NODE}"
+    early.end()
+
+
 class Count:
     """What several threads count together."""
 

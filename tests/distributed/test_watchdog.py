@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import torch
 from support.forked import forking
 
 from pipeline.cli.ending import guarded
+from pipeline.config.documents import unfinished_path
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import gather_objects
-from pipeline.distributed.watchdog import Silence, who_holds_up
+from pipeline.distributed.watchdog import Silence, _whereabouts, who_holds_up
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
-from pipeline.errors import EXIT_RUN_AGAIN
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError
 from pipeline.jobs.attempts import REPORTS, read_ends
 
 SILENCE_SECONDS = 4.0
@@ -48,11 +50,30 @@ def miss_a_meeting(world: World) -> None:
     gather_objects(world.rank)
 
 
-def stop_the_rank_with_the_store(world: World) -> None:
-    """Rank 0 is stopped, and with it the store that the others ask."""
+def stop_rank_zero(world: World) -> None:
+    """Stop rank 0 once all ranks have their heartbeat."""
+    gather_objects(world.rank)
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_the_rank_with_the_store(world: World) -> None:
+    """Rank 0 is stopped, and with it the store that the others ask; they wait in a collective."""
+    stop_rank_zero(world)
     torch.distributed.all_reduce(torch.zeros(1))
+
+
+def stop_it_before_a_meeting(world: World) -> None:
+    """Rank 0 is stopped; the others ask its store in a meeting."""
+    stop_rank_zero(world)
+    gather_objects(world.rank)
+
+
+def fail_beside_a_stopped_rank(world: World) -> None:
+    """Rank 0 is stopped, and the others fail."""
+    stop_rank_zero(world)
+    time.sleep(SILENCE_SECONDS / 2)  # until the heartbeat waits for the store
+    raise ArtifactError("The disk is gone.")
 
 
 def work_for_longer_than_the_silence(world: World) -> None:
@@ -64,23 +85,27 @@ def work_for_longer_than_the_silence(world: World) -> None:
     gather_objects(world.rank)
 
 
-def start(hang: Hang, stacks_dir: Path, *, size: int = 3) -> list[BaseProcess]:
+def start(
+    hang: Hang, stacks_dir: Path, *, size: int = 3, reports: bool = True
+) -> list[BaseProcess]:
     """Start the ranks of a world; their standard error goes to ``rank-K.log`` beside the stacks."""
     context, port = forking(), free_port()
     worlds = [World(rank, size, rank, size, LOOPBACK, port) for rank in range(size)]
     processes: list[BaseProcess] = [
-        context.Process(target=_rank, args=(hang, one, stacks_dir)) for one in worlds
+        context.Process(target=_rank, args=(hang, one, stacks_dir, reports)) for one in worlds
     ]
     for process in processes:
         process.start()
     return processes
 
 
-def _rank(hang: Hang, world: World, stacks_dir: Path) -> None:
+def _rank(hang: Hang, world: World, stacks_dir: Path, reports: bool) -> None:
     log = os.open(stacks_dir.parent / f"rank-{world.rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 2)
     torch.set_num_threads(1)
-    os.environ.update(world.environment() | {REPORTS: str(stacks_dir.parent)})
+    os.environ.update(world.environment())
+    if reports:
+        os.environ[REPORTS] = str(stacks_dir.parent)
 
     def stage() -> int:
         with distributed_world(stacks_dir=stacks_dir, silence_seconds=SILENCE_SECONDS):
@@ -102,12 +127,12 @@ def ends_of(processes: list[BaseProcess]) -> list[int | None]:
 
 
 def run(
-    hang: Hang, tmp_path: Path, *, stopped: int = 0
+    hang: Hang, tmp_path: Path, *, stopped: int = 0, reports: bool = True
 ) -> tuple[list[int | None], str, dict[str, str]]:
     """Return exit codes, what was printed, and the stacks by file; the first ranks are stopped."""
     stacks_dir = tmp_path / "out.run" / "stacks"
-    stacks_dir.parent.mkdir()
-    processes = start(hang, stacks_dir)
+    stacks_dir.parent.mkdir(exist_ok=True)
+    processes = start(hang, stacks_dir, reports=reports)
     codes = ends_of(processes[stopped:])
     for process in processes[:stopped]:
         process.kill()
@@ -132,6 +157,17 @@ def test_a_rank_that_sleeps_in_native_code_is_named_and_all_leave_their_stacks(
 
 
 @pytest.mark.slow
+def test_ranks_end_though_the_file_system_of_their_reports_hangs(tmp_path: Path) -> None:
+    """Whoever opens a pipe that nobody reads waits for ever."""
+    (tmp_path / "out.run").mkdir()
+    for rank in range(3):
+        os.mkfifo(unfinished_path(tmp_path / "out.run" / f"rank-{rank}.json"))
+    codes, printed, _ = run(nap_in_native_code, tmp_path)
+    assert codes == [EXIT_RUN_AGAIN] * 3
+    assert printed.count("No rank has advanced") == 1
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_waited_for_in_a_meeting_is_named_though_its_heart_beats(
     tmp_path: Path,
 ) -> None:
@@ -153,10 +189,46 @@ def test_a_rank_whose_interpreter_is_stuck_is_named_by_the_others_and_ends_too(
 
 
 @pytest.mark.slow
-def test_ranks_whose_store_does_not_answer_end_within_a_bound(tmp_path: Path) -> None:
-    codes, printed, _ = run(stop_the_rank_with_the_store, tmp_path, stopped=1)
-    assert codes == [1, 1]
-    assert printed.count("Timeout") == 2
+@pytest.mark.parametrize("hang", [stop_the_rank_with_the_store, stop_it_before_a_meeting])
+def test_ranks_whose_store_does_not_answer_name_its_rank_and_leave_their_stacks(
+    tmp_path: Path, hang: Hang
+) -> None:
+    """The first to end may break the connection of the other, which is then lost."""
+    codes, printed, stacks = run(hang, tmp_path, stopped=1)
+    assert EXIT_RUN_AGAIN in codes
+    assert None not in codes
+    assert not printed, "the launcher prints the reports"
+    ends = read_ends(tmp_path / "out.run")
+    assert len(ends) == 2
+    found = {f"rank-{one.rank}.txt": one.cause for one in ends if one.end == "again"}
+    assert found
+    assert set(found) <= set(stacks)
+    for cause in found.values():
+        assert f"Rank 0 on {os.uname().nodename} does not answer" in cause
+
+
+@pytest.mark.slow
+def test_ranks_without_a_launcher_that_reads_reports_print_which_rank_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    codes, printed, _ = run(stop_the_rank_with_the_store, tmp_path, stopped=1, reports=False)
+    expected = f"mmnmt: Rank 0 on {os.uname().nodename} does not answer"
+    assert printed.count(expected) == codes.count(EXIT_RUN_AGAIN) > 0
+
+
+@pytest.mark.slow
+def test_an_error_beside_a_rank_that_does_not_answer_is_reported(tmp_path: Path) -> None:
+    codes, _, _ = run(fail_beside_a_stopped_rank, tmp_path, stopped=1)
+    assert codes == [EXIT_USER_ERROR] * 2
+    for report in read_ends(tmp_path / "out.run"):
+        assert (report.end, report.cause) == ("failed", "The disk is gone.")
+
+
+def test_a_rank_that_waits_for_a_thread_of_its_own_is_where_it_waits() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(_whereabouts).result()
+    here = "test_a_rank_that_waits_for_a_thread_of_its_own_is_where_it_waits"
+    assert found.startswith(f"in {here} (test_watchdog.py:")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from support.fronted_models import FRONTS, fronted_spec
 from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.batching.batch import Batch
@@ -25,7 +26,9 @@ from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
 from pipeline.estimates.memory import MemoryEstimate, estimate
+from pipeline.estimates.operators import META, OperatorCounter
 from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model, shape_of_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
@@ -49,6 +52,17 @@ BF16 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
 FP16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
+MODULES: dict[str, dict[str, object]] = {
+    "low rank": {"kind": "low_rank", "rank": 8, "within": "both"},
+    "low rank, language-wise": {"kind": "low_rank", "rank": 12, "synthesis": "language_wise"},
+    "CLSR": {"kind": "clsr", "gate_width": 16},
+    "CLSR*, nothing shared": {
+        **{"kind": "clsr", "tables": "per_sublayer", "shared_projection": "none"}
+    },
+    "language experts": {"kind": "language_experts"},
+}
+
+
 def wide_spec(**settings: Any) -> ModelSpec:
     return tiny_spec(width=64, feed_forward_width=256, num_heads=4, **settings)
 
@@ -61,13 +75,13 @@ def full_batch(spec: ModelSpec, *, length: int = LENGTH, sentences: int = SENTEN
 
 def kept_bytes(model: Transformer, batch: Batch) -> int:
     """Memory behind everything autograd saves in a forward pass, each storage once."""
-    own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
-    kept: dict[int, Tensor] = {}
+    own = [StorageWeakRef(value.untyped_storage()) for value in model.state_dict().values()]
+    kept: dict[StorageWeakRef, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in own:
-            kept[pointer] = tensor
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in own:
+            kept[storage] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -86,8 +100,14 @@ def kept_bytes(model: Transformer, batch: Batch) -> int:
         wide_spec(moe=MOE),
         wide_spec(moe=MOE, groups=2),
         wide_spec(moe=MOE.model_copy(update={"dispatch": "capacity", "capacity_factor": 0.5})),
+        *(wide_spec(model={"language_modules": each}) for each in MODULES.values()),
+        wide_spec(activation="gelu", model={"language_modules": MODULES["language experts"]}),
     ],
-    ids=["dense", "gelu post-norm", "moe", "moe_lgr", "capacity"],
+    ids=[
+        *("dense", "gelu post-norm", "moe", "moe_lgr", "capacity"),
+        *MODULES,
+        "language experts with gelu",
+    ],
 )
 def test_a_forward_pass_keeps_what_the_closed_forms_say(
     spec: ModelSpec, rates: Regularization, dtype: torch.dtype
@@ -100,6 +120,31 @@ def test_a_forward_pass_keeps_what_the_closed_forms_say(
     )
     parts = activation_bytes(shape_of_model(spec), shape)
     assert sum(parts.values()) == pytest.approx(kept_bytes(model, full_batch(spec)), rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("modules", [None, *MODULES])
+def test_a_forward_pass_on_a_gpu_keeps_what_the_estimate_says_for_any_mixture_of_languages(
+    modules: str | None, activation: Activation, dtype: torch.dtype
+) -> None:
+    """Traced on the meta device, which has no values, with CUDA's attention and dropout."""
+    spec = wide_spec(
+        activation=activation, model={"language_modules": modules and MODULES[modules]}
+    )
+    model = build_model(spec, regularization=DROPOUT, device=META).to(dtype).train()
+    shape = MicroBatchShape(
+        tokens=16 * TOKENS,
+        length=LENGTH,
+        value=dtype.itemsize,
+        device="cuda",
+        regularization=DROPOUT,
+    )
+    batch = full_batch(spec, sentences=16 * SENTENCES).to(META)
+    with OperatorCounter():
+        kept = kept_bytes(model, batch)
+    parts = activation_bytes(shape_of_model(spec), shape)
+    assert sum(parts.values()) == pytest.approx(kept, rel=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -15,6 +15,8 @@ from pipeline.estimates.step_time import (
     least_time,
     peak_operations,
 )
+from pipeline.kernels import slot_products
+from pipeline.kernels.products import meta_stands_for
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.spec import placeholder_spec
@@ -26,7 +28,11 @@ BY_LANGUAGE = {"kind": "language_experts"}
 
 
 def recipe_of(
-    moe: dict[str, Any] | None, *, size: int, modules: dict[str, Any] | None = None
+    moe: dict[str, Any] | None,
+    *,
+    size: int,
+    modules: dict[str, Any] | None = None,
+    objective: str = "cross_entropy",
 ) -> Recipe:
     model = {"width": 32, "feed_forward_width": 64, "num_heads": 4}
     layers = {"encoder_layers": 4, "decoder_layers": 2}
@@ -36,6 +42,7 @@ def recipe_of(
             "model": {**model, **layers, "moe": moe, "language_modules": modules},
             "batches": {"tokens": 256},
             "training": {"expert_parallel_size": size},
+            "loss": {"objective": objective},
         }
     )
 
@@ -72,25 +79,59 @@ def test_the_bytes_are_those_that_a_micro_batch_exchanges(
     assert found.sent_bytes == found.bytes // 2
 
 
-@pytest.mark.parametrize("moe", [DROPLESS, CAPACITY])
-def test_the_host_waits_once_per_layer_also_where_routes_are_dropped(
-    monkeypatch: pytest.MonkeyPatch, moe: dict[str, Any]
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["padded", "grouped"])
+@pytest.mark.parametrize(
+    ("moe", "modules", "objective", "waits"),
+    [
+        (DROPLESS, None, "cross_entropy", 3),
+        (CAPACITY, None, "cross_entropy", 3),
+        (None, BY_LANGUAGE, "cross_entropy", 2),
+        (DROPLESS, BY_LANGUAGE, "cross_entropy", 3 + 2),
+        (None, {**BY_LANGUAGE, "shared": True}, "fuse_distillation", 2),
+        (DROPLESS, {**BY_LANGUAGE, "shared": True}, "fuse_distillation", 2 * 3 + 2),
+    ],
+    ids=["dropless", "capacity", "languages", "both", "languages distilled", "both distilled"],
+)
+def test_the_host_waits_once_per_moe_layer_and_once_per_side_with_language_experts(
+    monkeypatch: pytest.MonkeyPatch,
+    moe: dict[str, Any] | None,
+    modules: dict[str, Any] | None,
+    objective: str,
+    waits: int,
+    capability: tuple[int, int],
 ) -> None:
-    """Counted on the meta device, of one rank of two."""
+    """Counted on the meta device, of one rank of two, whose partner sends as many rows."""
     monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *_, **__: None)
-    recipe = recipe_of(moe, size=2)
+    recipe = recipe_of(moe, size=2, modules=modules, objective=objective)
     group: Any = None
     model = build_model(
-        placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0),
+        placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0, num_languages=2),
         device=META,
         expert_parallel=ExpertParallel(group, rank=0, size=2),
     )
     batch = micro_batch(recipe.batches.tokens).to(META)
     assert len(batch.source_N) == len(batch.target_N)
-    even = len(batch.source_N) * 2 // 4
-    with OperatorCounter(host_number=even, model=model) as mode:
+    even = len(batch.source_N) // 2  # of two routes to four experts, or of one to two languages
+    with meta_stands_for(capability), OperatorCounter(host_number=even, model=model) as mode:
         training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
-    assert expert_exchanges(recipe).host_copies == len(mode.counted.host_copies) == 3
+    assert expert_exchanges(recipe).host_copies == len(mode.counted.host_copies) == waits
+
+
+@pytest.mark.parametrize(
+    ("moe", "modules", "waits"), [(DROPLESS, None, 3), (None, BY_LANGUAGE, 2)], ids=["MoE", "lang"]
+)
+def test_products_without_groups_wait_for_numbers_of_rows_unless_an_exchange_has_told_them(
+    moe: dict[str, Any] | None,
+    modules: dict[str, Any] | None,
+    waits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slot_products, "WORTH_A_WAIT", 0)
+    for size, expected in ((1, waits), (2, 0)):
+        recipe = recipe_of(moe, size=size, modules=modules)
+        with meta_stands_for((8, 0)):
+            found = count_training(recipe, vocabulary_size=40, num_groups=0, num_languages=2)
+        assert len(found.host_copies) == expected
 
 
 @pytest.mark.parametrize(("moe", "size"), [(None, 1), (DROPLESS, 1)])

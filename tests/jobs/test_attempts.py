@@ -1,6 +1,11 @@
 """Tests of pipeline/jobs/attempts.py: what follows from how the ranks of a job ended."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ import pytest
 from pipeline.jobs.attempts import (
     LONGEST_CAUSE,
     MAX_FRUITLESS,
+    TOLD_TO_END,
     Asked,
     End,
     RankEnd,
@@ -19,8 +25,8 @@ from pipeline.jobs.attempts import (
     attempts,
     causes_to_print,
     described_ranks,
+    ended_starts,
     judge,
-    latest_verdict,
     one_line,
     read_ends,
     verdicts,
@@ -102,6 +108,18 @@ def everyone(kind: End, cause: str = "", update: int | None = None) -> list[Rank
             f"rank 2 on node2: {KILLED}",
         ),
         (
+            [end(0, "lost", TOLD_TO_END), end(2, "lost", "gloo"), end(3, "lost", TOLD_TO_END)],
+            {"code": 137},
+            "again",
+            f"rank 1 on node1: {KILLED}",
+        ),
+        (
+            [*everyone("lost", TOLD_TO_END)[:2], *everyone("lost", "gloo")[2:]],
+            {"code": 143},
+            "again",
+            "ranks 2-3 on node2: gloo",
+        ),
+        (
             everyone("lost", "Rank 2 gives no sign of life"),
             {},
             "again",
@@ -124,6 +142,14 @@ def everyone(kind: End, cause: str = "", update: int | None = None) -> list[Rank
             {"asked": "preempted or requeued"},
             "again",
             "preempted or requeued: ended before all ranks had saved",
+        ),
+        # SLURM gave up node2 and requeued the job; the ranks there may run on.
+        (
+            [end(0, "lost", "gloo"), end(1, "lost", TOLD_TO_END)],
+            {"asked": "preempted or requeued"},
+            "again",
+            "preempted or requeued: ended before all ranks had saved; ranks 2-3 on node2 reported "
+            "nothing",
         ),
         (everyone("again", "saved"), {"asked": "time limit"}, "again", "time limit: saved"),
         # The folder of reports was unreadable on every node, and the artifact is there.
@@ -208,8 +234,8 @@ def test_what_was_written_is_read_and_damaged_or_unfinished_records_are_left_out
     verdict = judged(*read_ends(folder))
     write_verdict(out_dir, verdict)
     assert verdicts(out_dir) == [verdict]
-    assert latest_verdict(out_dir) == verdict
-    assert latest_verdict(tmp_path / "other") is None
+    assert ended_starts(out_dir, most=5) == [verdict]
+    assert ended_starts(tmp_path / "other", most=5) == []
 
 
 def test_starts_are_in_order_of_time_also_where_job_ids_begin_anew(tmp_path: Path) -> None:
@@ -219,15 +245,101 @@ def test_starts_are_in_order_of_time_also_where_job_ids_begin_anew(tmp_path: Pat
     assert attempts(tmp_path / "model") == ["99.0", "99.2", "99.10", "1.0"]
 
 
+def test_starts_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_say(tmp_path: Path) -> None:
+    out_dir = tmp_path / "model"
+    for attempt, hour in (("99.0", 5), ("99.1", 3), ("99.2", 3), ("100.0", 4)):
+        start = replace(START, attempt=attempt, started=f"2026-01-01T0{hour}:00:00+00:00")
+        write_start(out_dir, start)
+    assert attempts(out_dir) == ["99.0", "99.1", "99.2", "100.0"]
+    write_start(out_dir, replace(START, attempt="99.1", started="2026-01-01T06:00:00+00:00"))
+    assert attempts(out_dir)[-1] == "99.1", "job ids began anew"
+
+
+def test_of_thousands_of_starts_the_newest_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.jobs.attempts.KEPT_STARTS", 3)
+    out_dir = tmp_path / "model"
+    for restart in range(9):
+        folder = write_start(out_dir, replace(START, attempt=f"7.{restart}"))
+        write_end(folder, end(0, "lost", "gloo"))
+        write_verdict(out_dir, judged(start=replace(START, attempt=f"7.{restart}")))
+        (folder / "notes").touch() if restart == 1 else None
+    assert attempts(out_dir) == ["7.1", "7.6", "7.7", "7.8"], "a file of the user's stays"
+    assert [path.name for path in attempt_dir(out_dir, "7.1").iterdir()] == ["notes"]
+    assert len(verdicts(out_dir)) == 3
+
+
+def test_reports_of_one_rank_that_are_written_at_once_do_not_damage_each_other(
+    tmp_path: Path,
+) -> None:
+    reports = [end(0, "again", "x" * 500), end(0, "lost", "y")]
+
+    def write_many(report: RankEnd) -> None:
+        for _ in range(100):
+            write_end(tmp_path, report)
+
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(write_many, report) for report in reports]
+        while not all(writer.done() for writer in writers):
+            assert read_ends(tmp_path) in ([], [reports[0]], [reports[1]])
+    for writer in writers:
+        writer.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+RANK = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from pipeline.jobs.attempts import EndReport, RankEnd
+
+mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+report = EndReport(Path(sys.argv[1]), describe=lambda *end: RankEnd(1, 2, "node2", *end))
+with report.noting_sigterm():
+"""
+IN_NATIVE_CODE = "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(mutex)"
+
+
+@pytest.mark.parametrize("wait", ["time.sleep(600)", IN_NATIVE_CODE], ids=["python", "native"])
+@pytest.mark.parametrize("is_handled", [False, True])
+def test_a_rank_that_is_told_to_end_says_so_wherever_it_waits(
+    tmp_path: Path, wait: str, is_handled: bool
+) -> None:
+    handler = "signal.signal(signal.SIGTERM, lambda *_: None); " if is_handled else ""
+    program = f"{RANK}    {handler}print(flush=True); {wait}"
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        rank.terminate()
+        deadline = time.monotonic() + 60
+        try:
+            while not read_ends(tmp_path):
+                assert time.monotonic() < deadline
+            if not is_handled:
+                assert rank.wait(timeout=60) == 128 + signal.SIGTERM
+        finally:
+            rank.kill()
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == ("lost", TOLD_TO_END)
+
+
+def test_a_report_stays_where_a_rank_is_told_to_end_after_it(tmp_path: Path) -> None:
+    act = "report.write('failed', 'no recipe'); os.kill(os.getpid(), signal.SIGTERM)"
+    subprocess.run([sys.executable, "-c", f"{RANK}    {act}", tmp_path], check=True, timeout=60)
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == ("failed", "no recipe")
+
+
 def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks(
     tmp_path: Path,
 ) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
     write_end(folder, end(3, "lost", "gloo", 8))
-    assert latest_verdict(out_dir, is_running=True) is None
-    found = latest_verdict(out_dir)
-    assert found is not None
+    assert ended_starts(out_dir, most=5, running="7.0") == []
+    assert ended_starts(out_dir, most=5, may_run=True) == []
+    (found,) = ended_starts(out_dir, most=5)
     assert (found.verdict, found.update, found.ranks) == ("again", 8, (0, 1, 2))
     assert found.cause == f"ranks 0-2 on node1, node2: {KILLED}"
     assert not (attempt_dir(out_dir, "7.0") / "verdict.json").exists()

@@ -68,6 +68,15 @@ def test_the_exit_code_is_what_the_ranks_said(codes: tuple[int, ...], expected: 
     assert launch(_as_rank(*programs), processes=len(codes), threads=1) == expected
 
 
+def test_a_rank_that_never_leaves_a_stage_that_all_stopped_is_ended(tmp_path: Path) -> None:
+    stops = f"import os, signal; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
+    stops += "os.kill(os.getpid(), signal.SIGSTOP)"
+    arguments = _as_rank("raise SystemExit(75)", stops)
+    code = launch(arguments, processes=2, threads=1, leaving_seconds=2)
+    assert code == EXIT_RUN_AGAIN
+    assert not _is_alive(int((tmp_path / "pid").read_text()))
+
+
 def test_the_first_failure_ends_the_other_ranks_and_is_what_is_returned(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

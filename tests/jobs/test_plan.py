@@ -24,7 +24,7 @@ from pipeline.artifacts.artifact import (
     read_manifest,
     stage_key,
 )
-from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.ds_config import load_ds_config
@@ -1011,6 +1011,17 @@ def test_what_a_killed_stage_left_aside_is_put_back_before_a_plan_looks(setup: S
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, [])
     assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
+
+
+def test_what_a_job_sets_aside_to_replace_it_is_not_put_back_before_its_eyes(setup: Setup) -> None:
+    setup.run()
+    aside = (setup.out_dir / "corpus").rename(setup.out_dir / ".corpus.replaced")
+    with (
+        sole_writer(setup.out_dir / "corpus"),
+        pytest.raises(ArtifactError, match="corpus is being written by process"),
+    ):
+        setup.run()
+    assert aside.is_dir()
 
 
 @pytest.mark.parametrize(

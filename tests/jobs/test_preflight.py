@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import pytest
 from pipeline.distributed.board import merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.jobs.attempts import REPORTS, read_ends
+from pipeline.jobs.attempts import REPORTS, TOLD_TO_END, read_ends
 from pipeline.jobs.preflight import (
+    OF_ONE_NODE,
     Facts,
     driver_problem,
+    file_system,
     judge_facts,
     judge_network,
     judge_sharing,
@@ -117,6 +120,10 @@ def test_the_node_that_receives_least_is_named() -> None:
     assert said == "all-reduce at 2.00 GB/s, from node to node at 0.25 (n2) to 1.50 GB/s"
 
 
+def test_the_type_of_a_file_system_is_known_also_of_a_folder_to_come() -> None:
+    assert file_system(Path("/proc/not there")) == "proc"
+
+
 # ---------------------------------------------------------------- real processes
 
 
@@ -136,7 +143,11 @@ def start(
 
 
 def run_nodes(
-    out_dirs: list[Path], *, changes: list[str] | None = None, ranks_per_node: int = 1
+    out_dirs: list[Path],
+    *,
+    changes: list[str] | None = None,
+    ranks_per_node: int = 1,
+    patience: float = PATIENCE,
 ) -> tuple[list[int], list[str], list[str]]:
     """Run a node per output directory; return exit codes and the lines of both streams."""
     port = free_port()
@@ -147,7 +158,8 @@ def run_nodes(
             size = ranks_per_node * len(out_dirs)
             world = World(rank, size, local, ranks_per_node, LOOPBACK, port)
             change = changes[number] if changes else "pass"
-            started.append(start(world, out_dir, node=f"n{number + 1}", change=change))
+            node = f"n{number + 1}"
+            started.append(start(world, out_dir, node=node, change=change, patience=patience))
     try:
         said = [one.communicate(timeout=120) for one in started]
     finally:
@@ -171,10 +183,13 @@ def test_a_sound_allocation_is_one_line_and_leaves_nothing_behind(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
+def test_a_node_whose_folder_is_on_its_own_disk_is_named_at_once(tmp_path: Path) -> None:
+    if file_system(tmp_path) not in OF_ONE_NODE:
+        pytest.skip(f"{tmp_path} may be shared by nodes")
     for name in ("shared", "local"):
         (tmp_path / name).mkdir()
-    codes, said, errors = run_nodes([tmp_path / "shared/out", tmp_path / "local/out"])
+    out_dirs = [tmp_path / "shared/out", tmp_path / "local/out"]
+    codes, said, errors = run_nodes(out_dirs, patience=600)
     assert (codes, said) == ([EXIT_USER_ERROR] * 2, [])
     (line,) = errors
     assert line.startswith("mmnmt preflight: n2: the folder that rank 0 made in")
@@ -201,6 +216,10 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
             "n2: torch is 2.0.1, and {torch} on n1.",
         ),
         (
+            "import os; os.environ['GLOO_SOCKET_IFNAME'] = 'no-card'",
+            "n2: There is no network interface no-card. Set `interface` in the site file",
+        ),
+        (
             "from pathlib import Path; Path.mkdir = Path.rmdir = lambda *_, **__: None",
             "n2: the lock that n1 holds does not keep this node out",
         ),
@@ -210,7 +229,13 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
             "n2: rank 1 stopped answering.",
         ),
     ],
-    ids=["another torch", "no lock", "gone before the network", "gone before the folder"],
+    ids=[
+        "another torch",
+        "no interface",
+        "no lock",
+        "gone before the network",
+        "gone before the folder",
+    ],
 )
 def test_the_node_on_which_something_is_broken_is_named(
     tmp_path: Path, change: str, expected: str
@@ -234,6 +259,42 @@ def test_in_a_job_a_problem_is_reported_as_the_end_of_the_rank(
     (end,) = read_ends(tmp_path / "reports")
     assert (end.rank, end.size, end.node, end.end) == (0, 2, "n1", "failed")
     assert end.cause.startswith("pre-flight: n1: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_meet_may_do_so_in_another_start_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
+    world = World(rank, 2, 0, 1, LOOPBACK, free_port())
+    with start(world, tmp_path / "out", node=f"n{rank + 1}", patience=1) as alone:
+        alone.communicate(timeout=60)
+    (end,) = read_ends(tmp_path / "reports")
+    assert end.end == ("crashed" if rank == 0 else "lost")
+    assert end.cause.startswith("pre-flight: ")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_to_end_while_it_waits_for_another_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in native code, in which Python handles no signal."""
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
+    world = World(0, 2, 0, 1, LOOPBACK, free_port())
+    waiting = (
+        "from pipeline.distributed.board import Board; original = Board._judge; "
+        "Board._judge = lambda *given: (print(flush=True), original(*given))[1]"
+    )
+    with start(world, tmp_path / "out", node="n1", change=waiting, patience=600) as alone:
+        assert alone.stdout is not None
+        alone.stdout.readline()
+        alone.terminate()
+        assert alone.wait(timeout=60) == 128 + signal.SIGTERM
+    (end,) = read_ends(tmp_path / "reports")
+    assert (end.node, end.end, end.cause) == ("n1", "lost", TOLD_TO_END)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
-from pipeline.jobs.attempts import MAX_FRUITLESS, Asked, Verdict, verdicts
+from pipeline.jobs.attempts import MAX_FRUITLESS, TOLD_TO_END, Asked, Verdict, verdicts
 from pipeline.jobs.slurm_job import (
     allocation,
     job_fields,
@@ -44,7 +44,8 @@ class Bench:
         """Run the script; ``step`` is what srun does, and ``end(rank, kind, cause)`` reports."""
         commands = {
             "scontrol": f'log "$@"\n[ "$2" != hostnames ] || printf "n1\\nn2\\n"\n'
-            f"[ \"$1\" != --oneliner ] || echo '{self.state} Restarts={restarts}'",
+            f"[ \"$1\" != --oneliner ] || echo '{self.state} Restarts={restarts}'\n"
+            "[ \"$*\" != 'show config' ] || echo 'KillWait                = 1 sec'",
             "scancel": 'log "$@"',
             "srun": f'log "$@"\n[[ "$*" != *preflight* ]] || exit 0\n'
             f"exec {sys.executable} {self.folder}/step.py",
@@ -177,6 +178,23 @@ def test_an_agreed_stop_requeues_the_job_whatever_code_srun_returns(bench: Bench
 
 
 @pytest.mark.slow
+def test_a_step_that_outlives_the_report_of_a_rank_is_ended_and_the_job_requeued(
+    bench: Bench,
+) -> None:
+    """srun waits for ever for the ranks of a node that crashed and came back at once."""
+    code = bench.run("end(0, 'lost', 'rank 3 has ended')\nend(1, 'lost', 'so')\ntime.sleep(900)")
+    assert code == EXIT_RUN_AGAIN
+    (verdict,) = verdicts(bench.out_dir)
+    assert (verdict.verdict, verdict.nodes, verdict.ranks) == ("again", ("n2",), (2, 3))
+    assert bench.calls("scontrol")[-1] == "scontrol requeue 54321"
+
+
+def test_a_rank_that_was_told_to_end_may_take_its_time_to_save(bench: Bench) -> None:
+    told = f"end(0, 'lost', {TOLD_TO_END!r})\ntime.sleep(8)\nsave(4)"
+    bench.run(f"{told}\nend(0, 'again', 'saved')\nsys.exit(75)")
+    assert (bench.verdict().cause, bench.verdict().progress) == ("saved", True)
+
+
 def test_a_warning_is_passed_on_and_the_job_waits_for_the_save(bench: Bench) -> None:
     step = "ask(signal.SIGUSR1); save(4); [end(rank, 'again', 'saved', 4) for rank in range(4)]"
     assert bench.run(step) == EXIT_RUN_AGAIN
@@ -248,10 +266,21 @@ def test_the_lines_of_a_site_may_read_unset_variables(bench: Bench) -> None:
     assert " env IN_CONTAINER=1 python -m pipeline" in bench.calls("srun")[0]
 
 
-def test_lines_of_a_site_that_fail_end_the_job(bench: Bench) -> None:
-    bench.variables = {"MMNMT_SETUP": "source /there/is/no/site.sh"}
+@pytest.mark.parametrize(
+    "setup", ["source /there/is/no/site.sh", "module load cuda\nexport CUDA=12", "false; true"]
+)
+def test_any_line_of_a_site_that_fails_ends_the_job(bench: Bench, setup: str) -> None:
+    bench.variables = {"MMNMT_SETUP": f"module() {{ return 1; }}\n{setup}"}
     assert bench.run("") == EXIT_USER_ERROR
-    assert "MMNMT_SETUP failed" in bench.ended.stderr
+    assert "(MMNMT_SETUP) failed" in bench.ended.stderr
+    assert not (bench.folder / "calls").exists()
+
+
+def test_what_the_lines_of_a_site_call_may_fail_within(bench: Bench) -> None:
+    site = bench.folder / "site.sh"
+    site.write_text("module() { false; true; }\nmodule load cuda\nfalse\ntrue\n")
+    bench.variables = {"MMNMT_SETUP": f"source '{site}'\nfalse || true\n[ -z x ] && true"}
+    assert bench.run(PUBLISH + "end(0, 'done')") == 0, bench.ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,27 @@ from pipeline import cli
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.errors import ArtifactError, ConfigError, SchedulerError
-from pipeline.jobs.attempts import Start, Verdict, write_start, write_verdict
+from pipeline.jobs.attempts import (
+    RankEnd,
+    Start,
+    Verdict,
+    write_end,
+    write_start,
+    write_verdict,
+)
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan
 from pipeline.jobs.runner import run_plan, stage_arguments
-from pipeline.jobs.scheduler import Scheduler
+from pipeline.jobs.scheduler import Job, Scheduler
 from pipeline.jobs.site import Site
-from pipeline.jobs.submission import RECORD_NAME, cancel_jobs, show_commands, submit_plan
+from pipeline.jobs.submission import (
+    RECORD_NAME,
+    cancel_jobs,
+    last_log,
+    log_dir,
+    show_commands,
+    submit_plan,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -236,6 +250,52 @@ def test_accounting_tells_how_a_job_ended_that_slurm_has_forgotten(
     assert "SLURM ended it as TIMEOUT" in status(graph(out))["corpus"]
 
 
+def test_a_job_that_accounting_takes_for_running_for_ever_is_submitted_again(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    (slurm.bin / "sacct").write_text("#!/bin/sh\necho 'RUNNING|Unknown'\n", encoding="utf-8")
+    (slurm.bin / "sacct").chmod(0o755)
+    slurm.forget(slurm.ids()["corpus"])
+    assert "failed" in status(graph(out))["corpus"]
+    assert "submitted as job" in submit(graph(out).chosen(only=["corpus"]))[0]
+
+
+@pytest.mark.parametrize("other", [{"name": "bash"}, {"comment": "mmnmt-0123456789abcdef"}])
+def test_a_job_of_somebody_else_with_the_recorded_id_is_neither_kept_nor_canceled(
+    slurm: FakeSlurm, out: Path, other: dict[str, str]
+) -> None:
+    """Ids begin anew when a controller loses its state."""
+    submit(graph(out).chosen(only=["corpus"]))
+    job = slurm.ids()["corpus"]
+    slurm.become(job, "RUNNING", **other)
+    cancel_jobs(graph(out), [])
+    assert slurm.jobs[job]["state"] == "RUNNING"
+    assert "failed" in status(graph(out))["corpus"]
+    assert "submitted as job" in submit(graph(out).chosen(only=["corpus"]))[0]
+
+
+def test_a_canceled_job_that_still_ends_is_followed_by_a_new_one(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    """A user cancels and submits again while the stage still saves its state."""
+    submit(graph(out).chosen(only=["corpus"]))
+    first = slurm.ids()["corpus"]
+    slurm.become(first, "COMPLETING")
+    (said,) = submit(graph(out).chosen(only=["corpus"]))
+    assert f"instead of job {first}" in said
+    assert slurm.jobs[slurm.ids()["corpus"]]["after"] == f"afterany:{first}"
+
+
+def test_a_requeued_job_that_still_ends_is_kept(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    first = slurm.ids()["corpus"]
+    end(out / "corpus", f"{first}.0", "again", "preempted")
+    slurm.become(first, "COMPLETING", restarts=1)
+    submit(graph(out).chosen(only=["corpus"]))
+    assert slurm.ids()["corpus"] == first
+
+
 def test_another_setting_resubmits_the_stage_and_what_follows_it(
     slurm: FakeSlurm, out: Path
 ) -> None:
@@ -364,10 +424,12 @@ def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Pat
 # ---------------------------------------------------------------- status
 
 
+START = "2026-11-23T10:00:00+00:00"
+
+
 def end(out_dir: Path, attempt: str, verdict: Any, cause: str, update: int | None = None) -> None:
-    start = "2026-11-23T10:00:00+00:00"
-    write_start(out_dir, Start(attempt, start, ("node1",), ()))
-    write_verdict(out_dir, Verdict(verdict, cause, attempt, start, start, update=update))
+    write_start(out_dir, Start(attempt, START, ("node1",), ()))
+    write_verdict(out_dir, Verdict(verdict, cause, attempt, START, START, update=update))
 
 
 def test_status_joins_artifacts_jobs_and_verdicts(slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -389,6 +451,76 @@ def test_status_joins_artifacts_jobs_and_verdicts(slurm: FakeSlurm, tmp_path: Pa
     end(tmp_path / "run" / "clean", f"{job}.1", "failed", "rank 3 on node2: no memory")
     slurm.become(job, "FAILED", restarts=1, reason="NonZeroExitCode")
     assert "rank 3 on node2: no memory; its log is in" in status(placed)["clean"]
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_finished_stage_whose_settings_change_is_stale_and_did_not_fail(
+    slurm: FakeSlurm, tmp_path: Path, is_forgotten: bool
+) -> None:
+    only = {"only": ["corpus"]}
+    submit(tiny(tmp_path).chosen(**only))
+    job = slurm.ids()["corpus"]
+    assert run_plan(tiny(tmp_path).chosen(**only), launcher=in_this_process, say=quiet) == 0
+    slurm.become(job, "COMPLETED")
+    if is_forgotten:
+        end(tmp_path / "run" / "corpus", f"{job}.0", "done", "")
+        slurm.forget(job)
+    changed = tiny(tmp_path, corpus={"max_train_lines": 1}).chosen(**only)
+    assert status(changed)["corpus"].startswith("corpus stale corpus.max_train_lines: ")
+
+
+def test_a_stage_that_ended_well_while_the_scheduler_was_asked_is_done(
+    slurm: FakeSlurm, tmp_path: Path
+) -> None:
+    placed = tiny(tmp_path).chosen(only=["corpus"])
+    submit(placed)
+
+    class Slow(Scheduler):
+        def job(self, job_id: str) -> Job | None:
+            assert run_plan(placed, launcher=in_this_process, say=quiet) == 0
+            slurm.become(job_id, "COMPLETED")
+            return super().job(job_id)
+
+    said: list[str] = []
+    show_jobs(placed, scheduler=Slow(), say=said.append)
+    assert said[0].splitlines()[2].split()[:2] == ["corpus", "done"]
+
+
+def test_the_row_of_a_canceled_stage_tells_where_it_stopped(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out))
+    job = slurm.ids()["dense"]
+    end(out / "dense", f"{job}.0", "again", "cancelled: stopped after update 5", update=5)
+    slurm.become(job, "CANCELLED", reason="None")
+    found = status(graph(out))
+    assert "cancelled: stopped after update 5; its log is in" in found["dense"]
+    assert f"dense {job}.0" not in found, "it is told twice"
+
+
+def test_a_start_whose_first_node_crashed_is_told_while_the_job_waits_to_start_again(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    submit(graph(out))
+    job = slurm.ids()["dense"]
+    folder = write_start(out / "dense", Start(f"{job}.0", START, ("node1", "node2"), ()))
+    write_end(folder, RankEnd(1, 2, "node2", "lost", "gloo", 7, "pretrain"))
+    slurm.become(job, "PENDING", restarts=1, reason="BeginTime")
+    told = f"dense {job}.0"
+    assert "rank 0 on node1: ended without a word" in status(graph(out))[told]
+    slurm.become(job, "RUNNING", restarts=0)
+    assert told not in status(graph(out)), "it runs"
+    slurm.set(down=True)
+    assert told not in status(graph(out)), "it may run"
+
+
+def test_a_start_that_saves_before_its_end_has_not_ended(slurm: FakeSlurm, out: Path) -> None:
+    """Its job leaves a verdict at the warning, for the case that it is killed."""
+    submit(graph(out))
+    job = slurm.ids()["dense"]
+    slurm.become(job, "RUNNING")
+    end(out / "dense", f"{job}.0", "again", "time limit: ended before all ranks had saved")
+    assert f"dense {job}.0" not in status(graph(out))
+    slurm.set(down=True)
+    assert "time limit" in status(graph(out))[f"dense {job}.0"]
 
 
 def status_of_artifacts(placed: PlacedPlan) -> str:
@@ -414,10 +546,44 @@ def test_status_tells_why_stages_wait_and_why_they_were_canceled(
     slurm.become(ids["shards"], "PENDING", reason="ReqNodeNotAvail,_UnavailableNodes:node2")
     found = status(graph(out))
     assert "SLURM ended it as FAILED" in found["corpus"]
-    assert found["clean"].endswith("a stage that it needs failed")
+    assert found["clean"].endswith("a stage that it needs failed or was canceled")
     assert found["nearest"].startswith(f"nearest canceled {ids['nearest']}.0")
     assert "a limit of the account" in found["tokenizer"]
     assert "down, drained or reserved" in found["shards"]
+
+
+def test_status_tells_why_a_job_never_came_to_start_its_stage(slurm: FakeSlurm, out: Path) -> None:
+    submit(graph(out).chosen(only=["corpus"]))
+    job = slurm.ids()["corpus"]
+    slurm.become(job, "FAILED")
+    assert "without a log: name an --out where all nodes can write" in status(graph(out))["corpus"]
+    log = log_dir(out / "corpus") / f"{job}.log"
+    log.write_text("script: line 7: exec: python: not found\n\n", encoding="utf-8")
+    told = "SLURM ended it as FAILED before the stage started: script: line 7: exec: python: not"
+    assert told in status(graph(out))["corpus"]
+
+
+def test_a_stage_whose_submission_slurm_refused_is_missing_and_says_so(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    slurm.set(refused="mmnmt-corpus")
+    with pytest.raises(SchedulerError):
+        submit(graph(out))
+    assert status(graph(out))["corpus"] == "corpus missing its job was not submitted; submit again"
+
+
+def test_logs_and_cancel_say_where_nothing_was_submitted(out: Path) -> None:
+    with pytest.raises(ArtifactError, match=f"Nothing was submitted to {out}"):
+        cancel_jobs(graph(out), [])
+    with pytest.raises(ArtifactError, match=f"Nothing was submitted to {out}"):
+        last_log(graph(out), "corpus")
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_stage_waits_for_another_once_however_often_it_reads_it(tmp_path: Path) -> None:
+    placed = place_plan(load_plan("demo"), out_dir=tmp_path / "demo", auto="cpu_fp32")
+    submit(placed)
+    assert status(placed)["assembled"].endswith("after dense, moe_lgr")
 
 
 def test_status_says_how_far_training_is(slurm: FakeSlurm, out: Path) -> None:
@@ -466,7 +632,7 @@ def test_the_commands_submit_show_print_logs_and_cancel(
     assert run("status", *given)[1].count("waiting") == 2
     code, said = run("logs", "plan.toml", "clean")
     assert code == 2
-    assert "its job has not started" in said
+    assert "There is no log of stage clean" in said
     log = folder / "clean.logs" / f"{slurm.ids()['clean']}.log"
     text = "mmnmt clean: job\n00: first\n10: tenth\n01: second: 0: not of rank 0\n"
     log.write_text(text, encoding="utf-8")

@@ -11,8 +11,6 @@ from pipeline.kernels import products as linear_module
 from pipeline.kernels.cpu import CpuKernels, using_cpu_kernels
 from pipeline.kernels.products import (
     Linear,
-    SentenceSlots,
-    add_low_rank,
     batched_product,
     linear,
     product,
@@ -129,17 +127,3 @@ def test_a_product_by_blocks_of_outputs_is_the_whole_one(
     assert found.dtype == dtype
     atol = 1e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
-
-
-def test_by_groups_it_is_the_same_as_run_by_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    slots = SentenceSlots(
-        torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([1, 0, 1]), torch.tensor([2, 2, 0])
-    )
-    y_NO, x_NI = torch.randn(6, 16).bfloat16(), torch.randn(6, 24).bfloat16()
-    vertical, flat = torch.randn(3, 16, 8).bfloat16(), torch.randn(3, 8, 24).bfloat16()
-    by_runs = add_low_rank(y_NO.clone(), x_NI, vertical, flat, slots)
-    monkeypatch.setattr(linear_module, "_is_grouped", lambda *_: True)
-    by_groups = add_low_rank(y_NO.clone(), x_NI, vertical, flat, slots)
-    scale = float(by_runs.abs().max())
-    torch.testing.assert_close(by_groups, by_runs, rtol=0, atol=2e-2 * scale)

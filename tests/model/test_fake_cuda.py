@@ -39,29 +39,45 @@ def put_on_cuda(model: Transformer, dtype: torch.dtype) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)
 
 
+LMS: dict[str, Any] = {"kind": "low_rank", "rank": 8, "within": "both"}
+
+
 @pytest.mark.parametrize(
-    ("moe", "groups", "capability"),
+    ("moe", "groups", "modules", "capability"),
     [
-        (None, 0, (8, 0)),  # with experts the host asks older cards for a number, and waits
-        (None, 0, (9, 0)),
-        (MOE, 0, (9, 0)),
-        (MOE, 2, (9, 0)),
-        (CAPACITY, 0, (9, 0)),
-        (CAPACITY, 2, (10, 0)),
+        (None, 0, None, (8, 0)),  # with experts the host asks older cards for a number, and waits
+        (None, 0, None, (9, 0)),
+        (MOE, 0, None, (9, 0)),
+        (MOE, 2, None, (9, 0)),
+        (CAPACITY, 0, None, (9, 0)),
+        (CAPACITY, 2, None, (10, 0)),
+        *(
+            (None, 0, modules, capability)
+            for modules in (
+                LMS,
+                {**LMS, "rank": 20},
+                {**LMS, "synthesis": "language_wise", "languages": ["de", "en"]},
+                {"kind": "clsr"},
+                {"kind": "clsr", "tables": "per_sublayer", "shared_projection": "none"},
+                {"kind": "language_experts"},
+            )
+            for capability in ((8, 0), (9, 0), (10, 0))
+        ),
     ],
 )
 def test_the_loss_of_a_micro_batch_is_made_on_the_device(
     moe: dict[str, Any] | None,
     groups: int,
+    modules: dict[str, Any] | None,
     capability: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     config = None if moe is None else MoEConfig.model_validate(moe)
-    spec = tiny_spec(moe=config, groups=groups)
+    spec = tiny_spec(moe=config, groups=groups, model={"language_modules": modules})
     rates = Regularization(dropout=0.1, attention_dropout=0.1)
     model = build_model(spec, regularization=rates, device=torch.device("meta")).train()
-    batch = random_batch(spec, sentences=5, seed=1)
+    batch = random_batch(spec, sentences=128, seed=1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         put_on_cuda(model, torch.bfloat16)
         on_device = batch._with_each(lambda part: part.to(CUDA))

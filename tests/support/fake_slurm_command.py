@@ -28,6 +28,7 @@ def main() -> int:
             job = jobs[ARGUMENTS[-1]]
             print(
                 f"JobId={ARGUMENTS[-1]} JobName={job['name']} UserId=me(0) Priority=1 "
+                f"Comment={job['comment']} "
                 f"JobState={job['state']} Reason={job['reason']} Dependency=(null) Requeue=1 "
                 f"Restarts={job['restarts']} BatchFlag=1 SubmitTime=2026-11-23T10:00:00 "
                 "StartTime=2026-11-23T11:00:00 EndTime=2026-11-23T12:00:00 NodeList=node1 "

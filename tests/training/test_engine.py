@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -28,9 +29,10 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.batching.batch import Batch
-from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.training_state import PieceReader
 from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
+from pipeline.distributed import progress
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels import compiled_regions
@@ -350,6 +352,38 @@ def test_a_rehearsal_is_as_large_as_a_pass(pool1: ProcessPool, pool2: ProcessPoo
     assert pool2.run(rehearsed, 3) == [[10]] * 2, "a rank has two micro-batches"
 
 
+def steps_of_calls(world: World) -> list[int]:
+    """Steps that the watchdog sees in a rehearsal, a verdict, an evaluation and an update."""
+    connect(world)
+    spec = SPECS["dense"]
+    model = build_model(spec)
+    set_weights(model)
+    engine = Engine(
+        model,
+        make_recipe(spec.model),
+        world=world,
+        ds_config=zero_config(1),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+    )
+    batches = micro_batches(spec, 1)
+    calls: list[Callable[[], object]] = [
+        lambda: engine.rehearse(batches[0]),
+        lambda: engine.verdict(batches[0], micro_batch=0, seed=1, total_labels=9),
+        lambda: engine.evaluate(batches[0]),
+        lambda: engine.train_step(batches, seeds=[1] * 4, total_labels=9, learning_rate=0.1),
+    ]
+    counts = [progress.count()]
+    for call in calls:
+        call()
+        counts.append(progress.count())
+    return [after - before for before, after in pairwise(counts)]
+
+
+@pytest.mark.slow
+def test_every_batch_that_the_model_computes_is_a_step_for_the_watchdog(pool1: ProcessPool) -> None:
+    assert pool1.run(steps_of_calls) == [[1, 1, 1, MICRO_BATCHES]]
+
+
 def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, bool]:
     connect(world)
     model = build_model(spec, regularization=Regularization(0.5, 0.5))
@@ -625,3 +659,47 @@ def test_published_weights_are_the_masters_not_what_they_were_rounded_to(
             assert torch.equal(value.flatten(), expected)
             rounded += int((value != parameters[name].float()).sum())
     assert (rounded > 1000) == (precision != "fp32")
+
+
+def addresses_and_masters(
+    world: World, *, zero: str, precision: Precision
+) -> tuple[set[int], dict[str, Tensor], list[tuple[str, int, Tensor]]]:
+    """Where parameters start, beyond a multiple of 16 bytes, and the master weights.
+
+    Each gate of CLSR has a bias of one value.
+    """
+    modules = {"kind": "clsr", "gate_width": 8}
+    spec = tiny_spec(model={"language_modules": modules})
+    engine = make_engine(
+        world,
+        parallel_size=1,
+        zero=zero,
+        precision=precision,
+        method="adam",
+        spec=spec,
+        prepare=lambda model: initialize_weights(model, seed=1),
+    )
+    one_update(engine, world, 0, rate=1e-3, spec=spec)
+    starts = {parameter.data_ptr() % 16 for parameter in engine.model.parameters()}
+    published = {entry.name: value.clone() for entry, value in engine.published_weights()}
+    pieces = engine.optimizer_pieces()
+    return starts, published, [(p.tensor, p.start, p.values) for p in pieces if p.what == "master"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision"), [("ZeRO 1", "bf16"), ("ZeRO 2", "bf16"), ("ZeRO 2", "fp32")]
+)
+def test_every_parameter_starts_at_a_multiple_of_16_bytes_and_keeps_its_place(
+    pool2: ProcessPool, zero: str, precision: Precision
+) -> None:
+    """Grouped products refuse matrices at other addresses."""
+    results = pool2.run(addresses_and_masters, zero=zero, precision=precision)
+    masters: dict[str, dict[int, Tensor]] = {}
+    for _, _, pieces in results:
+        for name, start, values in pieces:
+            masters.setdefault(name, {})[start] = values
+    for starts, published, _ in results:
+        assert starts == {0}
+        for name, value in published.items():
+            expected = torch.cat([values for _, values in sorted(masters[name].items())])
+            assert torch.equal(value.flatten(), expected)

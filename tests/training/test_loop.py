@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -215,6 +216,34 @@ def test_a_run_stopped_between_two_lines_of_metrics_loses_no_update_of_their_mea
         read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")
     )
     assert stopped == straight
+
+
+def _forced_to_disk(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> list[str]:
+    """Train; return what was forced to disk, in order."""
+    found: list[str] = []
+    original = os.fsync
+
+    def note(descriptor: int) -> None:
+        found.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        original(descriptor)
+
+    with mock.patch.object(os, "fsync", note):
+        assert pretrain(world, inputs, out_dir, recipe) == "done"
+    return found
+
+
+def test_the_lines_before_a_state_are_on_disk_before_it_is(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    """A run resumed from the state after a power failure does not write them again."""
+    recipe = make_recipe(updates=2, validate_every=2, checkpoint_every=1)
+    [paths] = pool1.run(_forced_to_disk, inputs, tmp_path / "model", recipe)
+    run = tmp_path / "model.run"
+    of_metrics = [at for at, path in enumerate(paths) if path == str(run / "metrics.jsonl")]
+    of_states = [at for at, path in enumerate(paths) if path.startswith(str(run / "states"))]
+    assert len(of_metrics) == 2
+    assert of_metrics[0] < of_states[0]
+    assert of_metrics[1] < of_states[-1]
 
 
 def _stop_when_saved(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> None:

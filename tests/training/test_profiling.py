@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from support.tiny_training import (
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.cli.stage_commands import stage_parser
+from pipeline.distributed import progress
 from pipeline.errors import ConfigError
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall
@@ -114,6 +118,30 @@ def test_a_profile_that_cannot_be_written_does_not_end_training(
     make_updates(Profiling(call_with((2, 3), tmp_path / "model"), rank=0), 1, 2, 3, 4)
     assert (tmp_path / "model.profile").read_text() == "mine"
     assert "--profile: the profile was not written: " in capsys.readouterr().err
+
+
+def test_a_profile_that_takes_long_to_write_is_no_hang_for_the_watchdog(tmp_path: Path) -> None:
+    """The table is a pipe, which nobody reads until steps were counted."""
+    pipe = tmp_path / "model.profile" / ".updates-2-3.unfinished.txt"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    read: list[str] = []
+
+    def read_late() -> None:
+        while not (tmp_path / "model.profile" / "updates-2-3.json.gz").exists():
+            time.sleep(0.01)
+        until, deadline = progress.count() + 2, time.monotonic() + 20
+        while progress.count() < until and time.monotonic() < deadline:
+            time.sleep(0.01)
+        read.append("late" if progress.count() < until else "in time")
+        read.append(pipe.read_text(encoding="utf-8"))
+
+    reader = threading.Thread(target=read_late)
+    reader.start()
+    make_updates(Profiling(call_with((2, 3), tmp_path / "model"), rank=0), 1, 2, 3)
+    reader.join()
+    assert read[0] == "in time"
+    assert "aten::mul" in read[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

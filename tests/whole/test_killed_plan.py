@@ -108,8 +108,8 @@ def write_plan(folder: Path) -> Path:
 
 def begun(out_dir: Path, stage: str) -> bool:
     """Whether a stage has written anything yet."""
-    traces = (f".{stage}.unfinished", f"{stage}.run", stage)
-    return any((out_dir / trace).exists() for trace in traces)
+    traces = (f".{stage}.*unfinished", f"{stage}.run", stage)
+    return any(path for trace in traces for path in out_dir.glob(trace))
 
 
 def kill_at(plan: Path, out_dir: Path, stage: str) -> bool:

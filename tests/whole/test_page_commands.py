@@ -166,7 +166,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("ner", "wikiann"):
         write_entities(raw / name, ["de", "en"])
     write_questions(raw / "tydiqa", ["en"])
-    shutil.copytree(ROOT / "slurm", folder / "slurm")
+    shutil.copy(ROOT / "slurm" / "site.example.toml", folder / "my-site.toml")
     runs = folder / "runs"
     small_run("demo", runs, {}, tiny=DEMO, wanted=())
     ted59 = {"corpus": raw / "talks", "flores": raw / "flores"}

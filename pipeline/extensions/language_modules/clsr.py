@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.extensions.language_modules.stack import LanguageStack
-from pipeline.kernels.products import Linear, SentenceSlots, row_products
+from pipeline.kernels.products import Linear
+from pipeline.kernels.slot_products import SentenceSlots, row_products
 from pipeline.model.tokens import Tokens
 
 FLOAT32 = 4

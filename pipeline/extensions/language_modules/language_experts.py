@@ -12,14 +12,19 @@ Legend: N tokens, R rows sorted by slot, S slots, D model width, F hidden width.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.extensions.language_modules.settings import LanguageExpertsConfig
 from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
-from pipeline.kernels.products import Activation, Linear, SentenceSlots, activate, row_products
-from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.kernels.products import Activation, Linear, activate
+from pipeline.kernels.slot_products import (
+    SentenceSlots,
+    row_feed_forward,
+    sort_rows,
+    unsort_rows,
+)
+from pipeline.model.moe.expert_parallel import ExpertParallel, RowCounts
 from pipeline.model.moe.experts import StackedLinear
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.spec import ModelSpec, Side
@@ -48,10 +53,13 @@ class FeedForwardStack(LanguageStack):
         self.up = StackedLinear(num_experts=share, in_features=width, out_features=hidden_width)
         self.down = StackedLinear(num_experts=share, in_features=hidden_width, out_features=width)
 
-    def forward(self, x_RD: Tensor, rows_S: Sequence[int] | Tensor) -> Tensor:
+    def forward(self, x_RD: Tensor, rows_S: Sequence[int], count_S: Tensor | None = None) -> Tensor:
         """Apply each feed-forward of this rank to its slice of rows, (R, D)."""
-        weights = ExpertWeights(self.up.weight, self.up.bias, self.down.weight, self.down.bias)
-        return serve_rows(x_RD, rows_S, weights, activation=self.activation)
+        return serve_rows(x_RD, rows_S, self.weights(), activation=self.activation, count_E=count_S)
+
+    def weights(self) -> ExpertWeights:
+        """Return the parameters as the kernels take them."""
+        return ExpertWeights(self.up.weight, self.up.bias, self.down.weight, self.down.bias)
 
 
 class LanguageExperts(nn.Module):
@@ -88,20 +96,23 @@ class LanguageExperts(nn.Module):
     def _by_language(self, x_ND: Tensor, slots: SentenceSlots) -> Tensor:
         if self.expert_parallel is not None:
             return self._by_rank(x_ND, slots, self.expert_parallel)
-        up, down = self.of_language.up, self.of_language.down
-        hidden_NF = activate(row_products(x_ND, up.weight, slots, up.bias), self.activation)
-        return row_products(hidden_NF, down.weight, slots, down.bias)
+        weights = self.of_language.weights()
+        return row_feed_forward(x_ND, weights, slots, activation=self.activation)
 
     def _by_rank(
         self, x_ND: Tensor, slots: SentenceSlots, expert_parallel: ExpertParallel
     ) -> Tensor:
-        """Apply the feed-forwards of all ranks to rows sorted by slot, and restore the order."""
+        """Apply the feed-forwards of all ranks to rows sorted by slot, and restore the order.
+
+        All such layers of a side send the same rows, so that the first one exchanges the counts.
+        """
         stack = self.of_language
-        order_N = slots.order_N
-        count_S = torch.bincount(slots.first_N, minlength=stack.share * stack.ranks)
-        counts = expert_parallel.exchange_counts(count_S)
-        y_RD = expert_parallel.run(stack, x_ND.index_select(0, order_N), counts)
-        return y_RD.index_select(0, order_N.argsort())
+        rows = slots.sorted_rows("first", num_slots=stack.share * stack.ranks)
+        counts: RowCounts = slots.once(
+            "counts", lambda: expert_parallel.exchange_counts(rows.slices.rows_E)
+        )
+        y_RD = expert_parallel.run(stack, sort_rows(x_ND, rows), counts)
+        return unsort_rows(y_RD, rows)
 
     def _slots(self, tokens: Tokens) -> SentenceSlots:
         key = ("language_experts", self.by_source, self.of_language.slots)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.extensions.language_modules.stack import LanguageStack
-from pipeline.kernels.products import SentenceSlots, add_low_rank, linear
+from pipeline.kernels.products import linear
+from pipeline.kernels.slot_products import SentenceSlots, add_low_rank
 from pipeline.model.tokens import TokenLinear, Tokens
 
 VERTICAL_STD = 0.01

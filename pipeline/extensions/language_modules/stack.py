@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.variants import SHARED
-from pipeline.kernels.products import SentenceSlots
+from pipeline.kernels.slot_products import SentenceSlots, copied_to
 from pipeline.model.stacked import StackedModules
 from pipeline.model.tokens import Tokens
 
@@ -49,6 +49,7 @@ class LanguageStack(StackedModules):
         self.ranks = ranks
         self.first_slot = rank * self.share
         self._slot_of_language = None if kept is None else [_place(own, code) for code in languages]
+        self._slots_of_device: dict[torch.device, Tensor] = {}
 
     @property
     def share(self) -> int:
@@ -67,17 +68,28 @@ class LanguageStack(StackedModules):
 
     def slots_of(self, language_B: Tensor, tokens: Tokens) -> Tensor:
         """Return the slot of each sentence: its language's, or the shared one on that route."""
-        if tokens.route == "shared" and self.has_shared:
+        if self._is_shared(tokens):
             return torch.full_like(language_B, len(self.slots) - 1)
         if self._slot_of_language is None:
             return language_B
-        return language_B.new_tensor(self._slot_of_language)[language_B]
+        return self._slots_on(language_B.device).index_select(0, language_B)
 
     def sentence_slots(self, first_B: Tensor, second_B: Tensor, tokens: Tokens) -> SentenceSlots:
         """Return the slots of two stacked tensors, selected by two languages per sentence."""
-        return SentenceSlots(
-            tokens.sentence_N, self.slots_of(first_B, tokens), self.slots_of(second_B, tokens)
-        )
+        slot_B = self.slots_of(first_B, tokens)
+        if second_B is first_B or self._is_shared(tokens):
+            return SentenceSlots(tokens.sentence_N, slot_B, slot_B)
+        return SentenceSlots(tokens.sentence_N, slot_B, self.slots_of(second_B, tokens))
+
+    def _is_shared(self, tokens: Tokens) -> bool:
+        return tokens.route == "shared" and self.has_shared
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        """Return the slots of all languages on a device."""
+        if device not in self._slots_of_device:
+            slots = torch.tensor(self._slot_of_language, device="cpu")
+            self._slots_of_device[device] = copied_to(device, slots)
+        return self._slots_of_device[device]
 
 
 def _place(codes: Sequence[str], code: str) -> int:

@@ -2,9 +2,12 @@
 
 An MoE layer does one small all-to-all of counts and two of rows in the forward pass, and two of
 rows in the backward pass. It copies the counts to the host once, which also tells a rank how many
-of its routes are kept. Ranks may hold different numbers of tokens, including none, but all ranks of
-the group must call the same layers in the same order: a rank that leaves one out would deadlock the
-others.
+of its routes are kept. The host needs them to allocate the rows that arrive, and the routes of a
+layer depend on the layers before it, so that without padding there is at least one wait per layer.
+The device keeps a copy of the counts: the host would wait again to send its own.
+
+Ranks may hold different numbers of tokens, including none, but all ranks of the group must call the
+same layers in the same order: a rank that leaves one out would deadlock the others.
 
 Legend: R routes of this rank sorted by global expert, Q rows received, E experts of a rank,
 S source ranks.
@@ -21,8 +24,9 @@ from torch import Tensor
 from pipeline.distributed.own_time import OWN_TIME
 from pipeline.kernels.placement import slice_lengths
 
-RankExperts = Callable[[Tensor, list[int]], Tensor]
-"""The experts of a rank: rows sorted by expert and the rows of each → results in that order."""
+RankExperts = Callable[[Tensor, list[int], Tensor], Tensor]
+"""The experts of a rank: rows sorted by expert, the rows of each on the host, and the same on the
+device, which is read on GPUs only → results in that order."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,12 @@ class RowCounts:
     Attributes:
         sent_SE: rows from this rank to each rank and expert.
         received_SE: rows from each rank to each of this rank's experts.
+        count_E: rows of each of this rank's experts, on the device.
     """
 
     sent_SE: list[list[int]]
     received_SE: list[list[int]]
+    count_E: Tensor
 
     @property
     def num_sent(self) -> int:
@@ -70,22 +76,24 @@ class ExpertParallel:
         received = torch.empty_like(sent)
         with OWN_TIME.left_out():
             dist.all_to_all_single(received, sent, group=self.group)
-        return RowCounts(*torch.stack([sent, received]).tolist())
+        on_host: list[list[list[int]]] = torch.stack([sent, received]).tolist()
+        return RowCounts(on_host[0], on_host[1], received.sum(0))
 
     def run(self, experts: RankExperts, x_RD: Tensor, counts: RowCounts) -> Tensor:
         """Send every row to the rank of its expert, apply the experts, and return the results."""
         send_splits, receive_splits = counts.send_splits, counts.receive_splits
         arrived_QD = _exchange(x_RD, send_splits, receive_splits, self.group)
-        y_QD = _apply(experts, arrived_QD, counts.received_SE)
+        y_QD = _apply(experts, arrived_QD, counts)
         return _exchange(y_QD, receive_splits, send_splits, self.group)
 
 
-def _apply(experts: RankExperts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
+def _apply(experts: RankExperts, x_QD: Tensor, counts: RowCounts) -> Tensor:
     """Apply the experts to rows sorted by source rank, then expert; return that order.
 
     The slices of experts may be padded with rows of zeros
     (:func:`~pipeline.kernels.placement.slice_lengths`).
     """
+    count_SE = counts.received_SE
     per_expert = [sum(column) for column in zip(*count_SE, strict=True)]
     rows_E = slice_lengths(per_expert, beside=x_QD)
     spare_E = [rows - count for rows, count in zip(rows_E, per_expert, strict=True)]
@@ -96,7 +104,7 @@ def _apply(experts: RankExperts, x_QD: Tensor, count_SE: list[list[int]]) -> Ten
     columns = zip(*chunk_SE, strict=True)
     by_expert = [[*column, padding[:n]] for column, n in zip(columns, spare_E, strict=True)]
     sorted_QD = torch.cat([chunk for column in by_expert for chunk in column])
-    y_QD = experts(sorted_QD, rows_E)
+    y_QD = experts(sorted_QD, rows_E, counts.count_E)
 
     from_expert = iter(y_QD.split([len(chunk) for column in by_expert for chunk in column]))
     result_ES = [[next(from_expert) for _ in column][:-1] for column in by_expert]

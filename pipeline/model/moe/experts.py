@@ -58,9 +58,11 @@ class Experts(StackedModules):
         """Return the global ids of this rank's experts."""
         return tuple(str(self.first_expert + index) for index in range(self.num_experts))
 
-    def forward(self, x_RD: Tensor, rows_E: Sequence[int] | Tensor) -> Tensor:
+    def forward(self, x_RD: Tensor, rows_E: Sequence[int], count_E: Tensor | None = None) -> Tensor:
         """Apply each expert to its slice of ``rows_E`` rows, in order, (R, D)."""
-        return serve_rows(x_RD, rows_E, self._weights(), activation=self.activation)
+        return serve_rows(
+            x_RD, rows_E, self._weights(), activation=self.activation, count_E=count_E
+        )
 
     def serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
         """Return the weighted sum of every token's experts, (N, D)."""
