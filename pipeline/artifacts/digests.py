@@ -74,7 +74,9 @@ def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
     sizes = {path: path.stat().st_size for path in paths}
     chunks = [(path, index) for path in paths for index in range(number_of_chunks(sizes[path]))]
     found: dict[Path, list[str]] = {path: [] for path in paths}
-    for (path, _), digest in zip(chunks, _chunk_digests(chunks), strict=True):
+    few = sum(sizes.values()) <= READ_BYTES  # starting threads would take longer than hashing
+    digests = map(_chunk_digest, chunks) if few else _chunk_digests(chunks)
+    for (path, _), digest in zip(chunks, digests, strict=True):
         found[path].append(digest)
     return {path: FileRecord(size=sizes[path], chunks=tuple(found[path])) for path in paths}
 

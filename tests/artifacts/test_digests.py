@@ -254,6 +254,7 @@ def test_chunks_of_many_files_are_hashed_by_several_threads_as_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(digests, "READ_BYTES", CHUNK)  # fewer bytes are hashed without threads
     paths = []
     for index in range(20):
         paths.append(tmp_path / f"{index}")
