@@ -87,7 +87,7 @@ class LineCounts:
 
 @dataclass
 class Repair:
-    """What was found in a text that is not plain, and what became of it."""
+    """A text after repair, and what was wrong with it."""
 
     text: str = ""
     reason: str | None = None

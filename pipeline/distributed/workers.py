@@ -34,7 +34,7 @@ _STARTERS = {"mpi4py.futures", "pipeline.jobs.mpi_rank"}
 
 
 class _Shared:
-    """What the tasks of a pool share, in a worker."""
+    """The value that the tasks of a pool share, in a worker."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
@@ -46,7 +46,7 @@ class _Shared:
 
 
 _received: list[_Shared] = []
-"""In a worker, what its present pool sent."""
+"""In a worker, the value that its present pool sent."""
 
 
 def _receive(pickled: bytes) -> None:

@@ -140,7 +140,9 @@ def test_the_peak_memory_of_a_line_is_that_of_the_rank_with_the_most(
     )
     lines = map(json.loads, (tmp_path / "model" / "metrics.jsonl").read_text().splitlines())
     peaks = [one["peak_memory_gib"] * 2**30 for one in lines if one["kind"] == "train"]
-    assert of_first < before <= peaks[0] <= peaks[1] <= after
+    late = 2**20  # the kernel adds up the pages of a process's threads now and then
+    assert of_first < before <= peaks[0] + late
+    assert peaks[0] <= peaks[1] <= after + late
 
 
 def test_source_tokens_of_a_state_without_them_are_unknown_until_the_next_line() -> None:

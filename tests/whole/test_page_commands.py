@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, stages in copies.items():
         for stage in stages:
             shutil.copytree(runs / "demo" / stage, runs / name / stage)
+    for system, seed in product(("dense", "moe"), (1, 2, 3)):
+        shutil.copytree(runs / "demo" / system, runs / f"{system}-{seed}" / "checkpoint")
+        shutil.copytree(runs / "demo" / f"translate_{system}", runs / f"{system}-{seed}" / "lines")
     for name in ("mrasp2", "m2m100", "nllb"):
         shutil.copytree(runs / "demo" / "dense", runs / name)
     shutil.copytree(runs / "demo" / "tokenizer", runs / "mrasp2-tokenizer")

@@ -245,19 +245,21 @@ def test_a_line_that_none_repeats_nearly_takes_few_bytes(
 ) -> None:
     monkeypatch.setattr(module, "PART", 4000)
     monkeypatch.setattr(module, "BAND_PART", 4000)
-    lines, block = 40_000, 100
-    with near_duplicates([("line", "0")], threshold=0.8) as near:  # compiles its loops
-        near.is_repeated(0, "line", "0")
-        near.settle(0, kept=True)
-    tracemalloc.start()
-    try:
-        with LineSketches(tmp_path / "sketches") as sketched:
+
+    def sketch(name: str, *, lines: int, block: int = 100) -> None:
+        with LineSketches(tmp_path / name) as sketched:
             for start in range(0, lines, block):
                 sketched.add([("line", f"{number:x}") for number in range(start, start + block)])
             near = sketched.near_duplicates(threshold=2, line_at=lambda _: ("", ""))
             for number in range(lines):
                 near.is_repeated(number, "line", f"{number:x}")
                 near.settle(number, kept=True)
+
+    sketch("compiles the loops", lines=5000)
+    lines = 40_000
+    tracemalloc.start()
+    try:
+        sketch("measured", lines=lines)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
