@@ -5,8 +5,7 @@ something happens; its collaborators do it:
 
 - :mod:`~pipeline.training.updates`: one update, repeated if its gradient is not finite
 - :mod:`~pipeline.training.validation`: validation losses, the best weights so far, patience
-- :mod:`~pipeline.training.metrics`: lines of metrics, monitors
-- :mod:`~pipeline.training.profiling`: a profile of some updates
+- :mod:`~pipeline.training.metrics`, :mod:`~pipeline.training.profiling`: metrics and profiles
 - :mod:`~pipeline.training.saving`: training states, kept weights, the stage's artifact
 - :mod:`~pipeline.training.resuming`: resuming from the newest state; the mean of the last states
 """
