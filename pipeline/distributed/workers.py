@@ -69,7 +69,7 @@ class Pool(Executor):
         """Yield results in the order of the tasks.
 
         Unlike ``map`` it cancels nothing when the caller stops early: as of Python 3.11 the thread
-        behind a process pool prints a traceback if workers end while calls are being cancelled.
+        behind a process pool prints a traceback if workers end while calls are being canceled.
         """
         futures = [self.submit(function, task) for task in tasks]
         for future in futures:

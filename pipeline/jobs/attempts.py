@@ -42,7 +42,7 @@ gone or this one was told to end, which is a consequence and no cause."""
 
 Decision = Literal["done", "again", "failed"]
 
-Asked = Literal["time limit", "preempted or requeued", "cancelled", "asked to stop"]
+Asked = Literal["time limit", "preempted or requeued", "canceled", "asked to stop"]
 """Why a job had to stop."""
 
 REPORTS = "MMNMT_REPORTS"
@@ -121,6 +121,10 @@ class Verdict:
     """Whether a later start resumes from more than this one did."""
     fruitless: int = 0
     """Starts in a row that saved nothing new, this one included; preemptions do not count."""
+    asked: Asked | None = None
+    """Why the job was asked to stop; None if it was not."""
+    is_final: bool = True
+    """Whether the ranks had ended; if not, the job was killed before it could judge their ends."""
 
 
 def now() -> str:
@@ -315,7 +319,8 @@ def ended_starts(
 ) -> list[Verdict]:
     """Return the verdicts on the last starts of an output, oldest first.
 
-    If a start left no verdict, its first node crashed: then the reports of the ranks are judged.
+    If a start left no final verdict, its first node crashed or its job was killed while the ranks
+    saved: then the reports of the ranks are judged.
 
     Args:
         out_dir: Output of the stage.
@@ -328,7 +333,7 @@ def ended_starts(
     for attempt in attempts(out_dir)[-most:]:
         if attempt != running:
             verdict = read_verdict(out_dir, attempt)
-            is_abandoned = verdict is None and not may_run
+            is_abandoned = (verdict is None or not verdict.is_final) and not may_run
             found.append(judge_abandoned(out_dir, attempt) if is_abandoned else verdict)
     return [verdict for verdict in found if verdict is not None]
 
@@ -439,6 +444,7 @@ def judge(
     is_finished: bool,
     ended: str,
     most: int = MAX_FRUITLESS,
+    is_final: bool = True,
 ) -> Verdict:
     """Return what follows from the ends of a start's ranks.
 
@@ -452,6 +458,7 @@ def judge(
         is_finished: Whether the finished artifact lies at the output.
         ended: Time of the end, UTC.
         most: Most restarts in a row that save nothing new.
+        is_final: Whether the ranks have ended.
     """
     decision, cause = _decide(ends, start=start, code=code, asked=asked, is_finished=is_finished)
     progress = bool(set(saved) - set(start.saved))
@@ -472,6 +479,8 @@ def judge(
         update=max(updates, default=None),
         progress=progress,
         fruitless=fruitless,
+        asked=asked,
+        is_final=is_final,
     )
 
 
@@ -534,26 +543,26 @@ def _fruitless(history: Sequence[Verdict], *, asked: Asked | None, progress: boo
     before = history[-1].fruitless if history and history[-1].verdict == "again" else 0
     if progress:
         return 0
-    return before if asked in ("preempted or requeued", "cancelled") else before + 1
+    return before if asked in ("preempted or requeued", "canceled") else before + 1
 
 
 def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
-    """Return the verdict on a start whose job ended before it wrote one; None if unreadable."""
+    """Return the verdict on a start whose job was killed before its own; None if unreadable."""
     folder = attempt_dir(out_dir, attempt)
     start = read_start(folder)
     if start is None:
         return None
-    job = job_of(attempt)
+    job, early = job_of(attempt), read_verdict(out_dir, attempt)
     history = [one for one in verdicts(out_dir) if job_of(one.attempt) == job]
     return judge(
         read_ends(folder),
         start=start,
         code=None,
-        asked=None,
+        asked=early.asked if early else None,
         saved=resumable(out_dir),
         history=[one for one in history if one.attempt != attempt],
         is_finished=is_finished(out_dir),
-        ended=now(),
+        ended=early.ended if early else now(),
     )
 
 

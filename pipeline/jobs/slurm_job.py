@@ -208,11 +208,12 @@ class _Job:
         mine = [attempt for attempt in attempts(self._out_dir) if job_of(attempt) == job]
         before = [attempt for attempt in mine if restart_of(attempt) < restart]
         for attempt in before:
-            if read_verdict(self._out_dir, attempt) is not None:
+            early = read_verdict(self._out_dir, attempt)
+            if early is not None and early.is_final:
                 continue
             if verdict := judge_abandoned(self._out_dir, attempt):
                 write_verdict(self._out_dir, verdict)
-                self._say(f"start {attempt} left no verdict: {verdict.cause}")
+                self._say(f"start {attempt} left no final verdict: {verdict.cause}")
         self._history = [one for one in verdicts(self._out_dir) if one.attempt in before]
 
     # ------------------------------------------------------------ the step
@@ -237,7 +238,7 @@ class _Job:
                 if self._is_new_request() or (self._requests and waited >= _RESEND_SECONDS):
                     waited = 0.0
                     self._pass_on()
-                if leaving.is_overdue():
+                if not self._requests and leaving.is_overdue():
                     self._say("srun waits for ranks that are gone with their node; ending it")
                     step.kill()
 
@@ -269,19 +270,20 @@ class _Job:
     def _pass_on(self) -> None:
         """Ask the ranks to stop, and leave a verdict in case that this process is killed soon."""
         is_new, self._passed_on = self._is_new_request(), len(self._requests)
-        is_ending = is_new and self._requests[-1] == signal.SIGTERM
-        if is_ending:  # SLURM has sent it to the tasks, too, and kills this process soon
+        if is_new and self._requests[-1] == signal.SIGTERM:
+            # SLURM has sent it to the tasks, too, and kills this process soon.
             self._learn_and_record()
+            return
         # Without --batch the signal goes to the tasks of the step and not to this process.
         _run("scancel", "--signal=USR1", self._place.job)
-        if is_new and not is_ending:
+        if is_new:
             self._learn_and_record()
 
     def _learn_and_record(self) -> None:
         """Learn why the job is to stop, leave a verdict, and requeue it while there is time."""
         number, job = self._requests[-1], self._describe_job()
         self._asked = why_asked(number, job, restart=self._place.restart)
-        verdict = self._judge(None)
+        verdict = self._judge(None, is_final=False)
         write_verdict(self._out_dir, verdict)
         if number == signal.SIGTERM and self._asked == "time limit":
             self._requeue(verdict)  # once the job has ended, it is too late
@@ -291,7 +293,7 @@ class _Job:
 
     # ------------------------------------------------------------ the verdict
 
-    def _judge(self, code: int | None) -> Verdict:
+    def _judge(self, code: int | None, *, is_final: bool = True) -> Verdict:
         return judge(
             read_ends(attempt_dir(self._out_dir, self._place.attempt)),
             start=self._start,
@@ -302,6 +304,7 @@ class _Job:
             is_finished=is_finished(self._out_dir),
             ended=now(),
             most=int(os.environ.get("MMNMT_MAX_RESTARTS", MAX_FRUITLESS)),
+            is_final=is_final,
         )
 
     def _say_end(self, verdict: Verdict) -> None:
@@ -322,7 +325,7 @@ class _Job:
 
     def _requeue(self, verdict: Verdict) -> None:
         """Requeue the job once, if the stage goes on in it and SLURM does not do so itself."""
-        if verdict.verdict != "again" or self._asked == "cancelled":
+        if verdict.verdict != "again" or self._asked == "canceled":
             return
         for seconds in (0.0, *_REQUEUE_WAITS):
             time.sleep(seconds)
@@ -431,7 +434,7 @@ def why_asked(
     if is_preempted or int(job.get("Restarts", restart)) > restart:
         return "preempted or requeued"
     if number == signal.SIGTERM:
-        return "cancelled"
+        return "canceled"
     try:
         left = (datetime.fromisoformat(job["EndTime"]) - (at or datetime.now())).total_seconds()
     except (KeyError, ValueError):

@@ -187,7 +187,7 @@ def test_a_cancelled_stage_saves_and_is_not_started_again(bench: Bench) -> None:
     (verdict,) = verdicts(bench.out_dir)
     assert bench.cluster.fields(bench.job)["JobState"] == "CANCELLED"
     assert verdict.verdict == "again"
-    assert verdict.cause.startswith("cancelled: stopped after update")
+    assert verdict.cause.startswith("canceled: stopped after update")
 
 
 def test_a_stage_that_reaches_its_time_limit_goes_on_in_the_same_job(

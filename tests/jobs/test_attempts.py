@@ -172,7 +172,7 @@ def test_a_verdict_names_the_cause_with_its_ranks_and_nodes(
         (None, START.saved, MAX_FRUITLESS, MAX_FRUITLESS + 1, "failed"),
         (None, [], MAX_FRUITLESS, MAX_FRUITLESS + 1, "failed"),  # an older state was removed
         ("preempted or requeued", START.saved, MAX_FRUITLESS, MAX_FRUITLESS, "again"),
-        ("cancelled", START.saved, MAX_FRUITLESS, MAX_FRUITLESS, "again"),
+        ("canceled", START.saved, MAX_FRUITLESS, MAX_FRUITLESS, "again"),
         ("time limit", START.saved, MAX_FRUITLESS, MAX_FRUITLESS + 1, "failed"),
         ("time limit", ["states/update-4"], MAX_FRUITLESS, 0, "again"),
     ],
@@ -343,3 +343,19 @@ def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks
     assert (found.verdict, found.update, found.ranks) == ("again", 8, (0, 1, 2))
     assert found.cause == f"ranks 0-2 on node1, node2: {KILLED}"
     assert not (attempt_dir(out_dir, "7.0") / "verdict.json").exists()
+
+
+def test_a_verdict_of_a_job_killed_while_its_ranks_saved_gives_way_to_their_reports(
+    tmp_path: Path,
+) -> None:
+    out_dir = tmp_path / "model"
+    folder = write_start(out_dir, START)
+    early = judged(asked="preempted or requeued", code=None, is_final=False)
+    assert early.cause == "preempted or requeued: ended before all ranks had saved"
+    write_verdict(out_dir, early)
+    for report in everyone("again", "stopped after update 5", 5):
+        write_end(folder, report)
+    (found,) = ended_starts(out_dir, most=5)
+    assert (found.cause, found.update) == ("preempted or requeued: stopped after update 5", 5)
+    assert (found.is_final, found.ended) == (True, early.ended)
+    assert ended_starts(out_dir, most=5, may_run=True) == [early]

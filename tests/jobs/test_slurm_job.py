@@ -209,7 +209,7 @@ def test_a_cancelled_job_is_not_requeued(bench: Bench) -> None:
     step = "ask(signal.SIGTERM); ask(signal.SIGTERM); end(0, 'again', 'saved', 4); sys.exit(143)"
     assert bench.run(step) == EXIT_RUN_AGAIN
     assert bench.requeued() == 0
-    assert (bench.verdict().verdict, bench.verdict().cause) == ("again", "cancelled: saved")
+    assert (bench.verdict().verdict, bench.verdict().cause) == ("again", "canceled: saved")
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_a_port_that_is_taken_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("number", "fields", "reason"),
     [
-        (signal.SIGTERM, {"JobState": "COMPLETING"}, "cancelled"),
+        (signal.SIGTERM, {"JobState": "COMPLETING"}, "canceled"),
         (signal.SIGTERM, {"JobState": "COMPLETING", "Reason": "TimeLimit"}, "time limit"),
         (signal.SIGTERM, {"JobState": "COMPLETING", "Restarts": "3"}, "preempted or requeued"),
         (signal.SIGUSR1, {"PreemptTime": "2026-01-01T11:59:00"}, "preempted or requeued"),

@@ -489,10 +489,10 @@ def test_a_stage_that_ended_well_while_the_scheduler_was_asked_is_done(
 def test_the_row_of_a_canceled_stage_tells_where_it_stopped(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
     job = slurm.ids()["dense"]
-    end(out / "dense", f"{job}.0", "again", "cancelled: stopped after update 5", update=5)
+    end(out / "dense", f"{job}.0", "again", "canceled: stopped after update 5", update=5)
     slurm.become(job, "CANCELLED", reason="None")
     found = status(graph(out))
-    assert "cancelled: stopped after update 5; its log is in" in found["dense"]
+    assert "canceled: stopped after update 5; its log is in" in found["dense"]
     assert f"dense {job}.0" not in found, "it is told twice"
 
 
