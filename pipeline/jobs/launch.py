@@ -165,7 +165,8 @@ def _wait(
         if not failure and (failure := _first_failure(children)):
             deadline = min(deadline, time.monotonic() + grace_seconds)
             _announce(children)
-            _signal_all(children, signal.SIGTERM)
+            if failure != 128 + signal.SIGINT:  # Ctrl-C reached all, and rank 0 is to say so
+                _signal_all(children, signal.SIGTERM)
         if not said_again and _said_again(children):
             said_again, deadline = True, min(deadline, time.monotonic() + leaving_seconds)
         if time.monotonic() > deadline:

@@ -167,7 +167,7 @@ def test_ctrl_c_while_ranks_still_load_is_one_sentence(tmp_path: Path) -> None:
     child = (
         "import os, sys, time\n"
         "open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').close()\n"
-        "time.sleep(0.5)\n"
+        "time.sleep(0.5 if os.environ['RANK'] == '1' else 2.5)\n"  # rank 1 ends first
         "from pipeline.cli.ending import guarded\n"
         "sys.exit(guarded('stage', lambda: time.sleep(60)))\n"
     )
