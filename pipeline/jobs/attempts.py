@@ -445,6 +445,7 @@ def judge(
     ended: str,
     most: int = MAX_FRUITLESS,
     is_final: bool = True,
+    failed_nodes: Sequence[str] = (),
 ) -> Verdict:
     """Return what follows from the ends of a start's ranks.
 
@@ -459,11 +460,14 @@ def judge(
         ended: Time of the end, UTC.
         most: Most restarts in a row that save nothing new.
         is_final: Whether the ranks have ended.
+        failed_nodes: Nodes whose failure is the reason why SLURM requeued the job.
     """
     decision, cause = _decide(ends, start=start, code=code, asked=asked, is_finished=is_finished)
     progress = bool(set(saved) - set(start.saved))
     fruitless = _fruitless(history, asked=asked, progress=progress or decision == "done")
     line = one_line(cause.line(size=len(start.nodes)))
+    if failed_nodes and asked is not None:
+        line = line.replace(asked, f"{listed(failed_nodes)} failed", 1)
     if decision == "again" and fruitless > most:
         decision = "failed"
         line = f"{line} ({counted(fruitless, 'start')} in a row saved nothing new)"

@@ -171,6 +171,7 @@ class _Job:
         self._requests: list[signal.Signals] = []
         self._passed_on = 0
         self._asked: Asked | None = None
+        self._failed_nodes: list[str] = []
         self._start = Start(place.attempt, now(), place.nodes, resumable(out_dir))
         self._history: list[Verdict] = []
 
@@ -283,6 +284,9 @@ class _Job:
         """Learn why the job is to stop, leave a verdict, and requeue it while there is time."""
         number, job = self._requests[-1], self._describe_job()
         self._asked = why_asked(number, job, restart=self._place.restart)
+        if self._asked == "preempted or requeued":
+            hosts = ",".join(self._place.hosts)
+            self._failed_nodes = failed_nodes(_run("sinfo", "-h", "-N", "-n", hosts, "-o", "%N %T"))
         verdict = self._judge(None, is_final=False)
         write_verdict(self._out_dir, verdict)
         if number == signal.SIGTERM and self._asked == "time limit":
@@ -299,6 +303,7 @@ class _Job:
             start=self._start,
             code=code,
             asked=self._asked,
+            failed_nodes=self._failed_nodes,
             saved=resumable(self._out_dir),
             history=self._history,
             is_finished=is_finished(self._out_dir),
@@ -440,6 +445,13 @@ def why_asked(
     except (KeyError, ValueError):
         return "asked to stop"
     return "time limit" if left <= _NEAR_THE_LIMIT_SECONDS else "asked to stop"
+
+
+def failed_nodes(states: str | None) -> list[str]:
+    """Return the nodes that ``sinfo -o "%N %T"`` lists as down, or as not responding (``*``)."""
+    pairs = [line.split() for line in (states or "").splitlines() if len(line.split()) == 2]
+    failed = (name for name, state in pairs if state.startswith(("down", "fail")) or "*" in state)
+    return list(dict.fromkeys(failed))
 
 
 def job_fields(text: str) -> dict[str, str]:

@@ -345,6 +345,13 @@ def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks
     assert not (attempt_dir(out_dir, "7.0") / "verdict.json").exists()
 
 
+def test_a_node_that_failed_is_named_where_slurm_requeued_the_job_for_it() -> None:
+    saved = everyone("again", "stopped after update 5", 5)
+    found = judged(*saved, asked="preempted or requeued", code=0, failed_nodes=["node2"])
+    assert (found.verdict, found.cause) == ("again", "node2 failed: stopped after update 5")
+    assert found.asked == "preempted or requeued"
+
+
 def test_a_verdict_of_a_job_killed_while_its_ranks_saved_gives_way_to_their_reports(
     tmp_path: Path,
 ) -> None:

@@ -19,6 +19,7 @@ from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 from pipeline.jobs.attempts import MAX_FRUITLESS, TOLD_TO_END, Asked, Verdict, verdicts
 from pipeline.jobs.slurm_job import (
     allocation,
+    failed_nodes,
     job_fields,
     meeting_port,
     step_options,
@@ -350,3 +351,9 @@ def test_fields_of_a_job_are_read_from_one_line() -> None:
     text = "JobId=5 JobState=RUNNING Reason=None Command=/a b/c=d TRES=cpu=2,mem=4G"
     found: dict[str, Any] = job_fields(text)
     assert (found["JobState"], found["TRES"]) == ("RUNNING", "cpu=2,mem=4G")
+
+
+def test_nodes_that_are_down_or_do_not_respond_have_failed() -> None:
+    states = "node1 mixed\nnode2 down*\nnode2 down*\nnode3 idle*\nnode4 failing\nnode5 draining\n"
+    assert failed_nodes(states) == ["node2", "node3", "node4"]
+    assert failed_nodes(None) == []
