@@ -67,6 +67,7 @@ class Bench:
 
 @pytest.fixture
 def bench(cluster: Cluster, training: list[str], request: pytest.FixtureRequest) -> Bench:
+    cluster.until_idle()
     return Bench(cluster, training, request.node.name.removeprefix("test_")[:60].strip("]"))
 
 

@@ -129,6 +129,13 @@ class Cluster:
         self.wait(job, lambda: self.fields(job)["JobState"] in ENDED, seconds=seconds)
         return self.fields(job)["JobState"]
 
+    def until_idle(self, *, seconds: float = 90) -> None:
+        """Wait until all nodes are free and answer, also one that an earlier test crashed."""
+        deadline = time.monotonic() + seconds
+        while set(self.command("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split()) != {"idle"}:
+            assert time.monotonic() < deadline, self.command("sinfo", "-N", "-l")
+            time.sleep(0.5)
+
     def cancel(self, job: str) -> None:
         """Cancel a job and wait until it is gone."""
         self.command("scancel", job)
