@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pipeline.artifacts.digests import (
@@ -236,10 +236,11 @@ class ArtifactWriter:
     """Files that were hashed while they were written and are on disk, with their digests."""
 
     def path(self, name: str) -> Path:
-        """Return the path for a new file and make its parent folders.
+        """Return the path for a new file and make its parent folders below the working folder.
 
         Raises:
             ArtifactError: The name leads out of the artifact, or is one that none can have.
+            FileNotFoundError: The working folder is gone: another process makes the artifact now.
         """
         problem = describe_name(name)
         if problem is not None:
@@ -248,7 +249,8 @@ class ArtifactWriter:
                 "names in the input it is made from."
             )
         path = self.directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in reversed([*PurePath(name).parents][:-1]):
+            (self.directory / parent).mkdir(exist_ok=True)
         return path
 
     def write_json(self, name: str, value: Any) -> None:
@@ -380,6 +382,7 @@ def new_artifact(
         publish_artifact(writer, manifest, out_dir=out_dir)
     except OSError as error:
         discard_working(writer.directory)
+        refuse_if_lost(lock_path(out_dir))  # whoever holds it now has removed the working folder
         if error.errno not in UNWRITABLE:
             raise
         raise ArtifactError(describe_unwritable(error, place=out_dir)) from error

@@ -315,7 +315,12 @@ def remove_working(directory: Path) -> None:
         elif entry.name != MARKER_NAME:
             entry.unlink()
     (directory / MARKER_NAME).unlink(missing_ok=True)
-    directory.rmdir()
+    try:
+        directory.rmdir()
+    except OSError:  # its maker still runs and has written a file meanwhile
+        with contextlib.suppress(OSError):
+            (directory / MARKER_NAME).touch()
+        raise
 
 
 def discard_working(directory: Path) -> None:
@@ -327,12 +332,9 @@ def discard_working(directory: Path) -> None:
 def remove_abandoned(out_dir: Path) -> None:
     """Remove what earlier makers of an output left under construction; its lock is held.
 
-    One that still runs may write on, into a folder that is not looked at again.
+    Foreign folders stay. A maker that still runs fails at its next file.
     """
     for directory in unfinished_dirs(out_dir):
-        if directory != unfinished_dir(out_dir) and not directory.is_symlink():
-            with contextlib.suppress(OSError):  # its maker may remove it, too
-                (directory / MARKER_NAME).touch()
         discard_working(directory)
 
 

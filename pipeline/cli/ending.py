@@ -7,6 +7,7 @@ launcher prints its error itself.
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -68,8 +69,8 @@ def guarded(
         name: Name of the command.
         action: Work of the command; returns its exit code.
         is_rank: Whether this is a rank of a stage, which reports its end to its launcher.
-        leads: Whether the stage needs nobody's agreement to stop: it has no other rank, or ranks of
-            MPI that only compute its tasks.
+        leads: Whether other ranks, if there are any, only compute tasks for this one (MPI). It can
+            then stop without their agreement.
     """
     reports = _Reports(name, is_rank=is_rank)
     BEFORE_END[:] = [lambda cause: reports.write("again", cause)]
@@ -89,8 +90,10 @@ def _guarded(name: str, action: Callable[[], int], *, reports: "_Reports", leads
     except Interrupted as error:
         reason = str(error) or "stopped as asked"
         say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")
-        is_alone = leads or (launched_size(os.environ) or 1) == 1
-        is_agreed = is_alone or isinstance(error, AgreedStop)
+        is_alone = (launched_size(os.environ) or 1) == 1
+        # SIGTERM may be no request, but what srun sends because another rank was killed.
+        is_free = is_alone or (leads and signal.SIGTERM.name not in reason)
+        is_agreed = is_free or isinstance(error, AgreedStop)
         reports.write("again" if is_agreed else "lost", reason)
         return EXIT_RUN_AGAIN
     except UserError as error:

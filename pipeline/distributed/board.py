@@ -58,8 +58,17 @@ class Board:
         """This node's clock when the first decision came, the same moment on all ranks."""
 
     def post(self, key: str, value: object) -> None:
-        """Post this rank's value of a key."""
-        self.store.set(f"{key}/{self.world.rank}", json.dumps(value))
+        """Post this rank's value of a key.
+
+        Raises:
+            RankLost: rank 0 has ended, and the store with it.
+        """
+        try:
+            self.store.set(f"{key}/{self.world.rank}", json.dumps(value))
+        except RuntimeError as error:  # torch's DistNetworkError
+            raise RankLost(
+                f"Rank 0 on {self.world.master_address} has ended. Look at what it says."
+            ) from error
 
     def announce(self, key: str, value: object) -> None:
         """Set a key for all ranks."""

@@ -123,6 +123,8 @@ class Verdict:
     """Starts in a row that saved nothing new, this one included; preemptions do not count."""
     asked: Asked | None = None
     """Why the job was asked to stop; None if it was not."""
+    failed_nodes: tuple[str, ...] = ()
+    """Nodes whose failure is the reason why SLURM requeued the job."""
     is_final: bool = True
     """Whether the ranks had ended; if not, the job was killed before it could judge their ends."""
 
@@ -462,12 +464,11 @@ def judge(
         is_final: Whether the ranks have ended.
         failed_nodes: Nodes whose failure is the reason why SLURM requeued the job.
     """
-    decision, cause = _decide(ends, start=start, code=code, asked=asked, is_finished=is_finished)
+    reason = f"{listed(failed_nodes)} failed" if failed_nodes else asked
+    decision, cause = _decide(ends, start=start, code=code, reason=reason, is_finished=is_finished)
     progress = bool(set(saved) - set(start.saved))
     fruitless = _fruitless(history, asked=asked, progress=progress or decision == "done")
     line = one_line(cause.line(size=len(start.nodes)))
-    if failed_nodes and asked is not None:
-        line = line.replace(asked, f"{listed(failed_nodes)} failed", 1)
     if decision == "again" and fruitless > most:
         decision = "failed"
         line = f"{line} ({counted(fruitless, 'start')} in a row saved nothing new)"
@@ -484,6 +485,7 @@ def judge(
         progress=progress,
         fruitless=fruitless,
         asked=asked,
+        failed_nodes=tuple(failed_nodes),
         is_final=is_final,
     )
 
@@ -493,10 +495,13 @@ def _decide(
     *,
     start: Start,
     code: int | None,
-    asked: Asked | None,
+    reason: str | None,
     is_finished: bool,
 ) -> tuple[Decision, Cause]:
-    """Return the decision before restarts are counted, and the first cause."""
+    """Return the decision before restarts are counted, and the first cause.
+
+    ``reason`` says why the job was asked to stop; None if it was not.
+    """
     of = {kind: [end for end in ends if end.end == kind] for kind in ("done", "again", "failed")}
     if of["failed"]:
         return "failed", merged(of["failed"])[0]
@@ -506,10 +511,10 @@ def _decide(
         return "failed", Cause("ended without an error but left no finished artifact")
     if of["again"]:
         cause = merged(of["again"])[0]
-        text = f"{asked}: {cause.text}" if asked else cause.text
+        text = f"{reason}: {cause.text}" if reason else cause.text
         return "again", Cause(text)
-    if asked is not None and not any(end.end == "crashed" for end in ends):
-        text = f"{asked}: ended before all ranks had saved"
+    if reason is not None and not any(end.end == "crashed" for end in ends):
+        text = f"{reason}: ended before all ranks had saved"
         if ends and (silent := _silent(ends, start)):  # SLURM also requeues after it lost a node
             on = listed(_nodes(start, silent))
             text = f"{text}; {described_ranks(silent)} on {on} reported nothing"
@@ -563,6 +568,7 @@ def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
         start=start,
         code=None,
         asked=early.asked if early else None,
+        failed_nodes=early.failed_nodes if early else (),
         saved=resumable(out_dir),
         history=[one for one in history if one.attempt != attempt],
         is_finished=is_finished(out_dir),

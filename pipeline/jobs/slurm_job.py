@@ -72,7 +72,7 @@ _PORTS_TRIED = 100
 _NEAR_THE_LIMIT_SECONDS = 900
 """A warning that comes at most so long before the end of the job is that of its time limit."""
 _SCONTROL_SECONDS = 60
-_REQUEUE_WAITS = (5.0, 15.0, 60.0, 180.0)
+_REQUEUE_WAITS = (1.0, 5.0, 15.0, 60.0, 180.0)
 """Seconds between attempts to requeue a job: one that cannot be requeued cancels what follows."""
 _GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 

@@ -94,7 +94,7 @@ class Profiling:
     def _finish(self) -> None:
         """End the profile and write it; a problem with the files does not end training.
 
-        A million events take minutes (torch 2.13), in which the other ranks wait.
+        Many events take long to write, and the other ranks wait meanwhile.
         """
         assert self._profile is not None
         done, self._profile, self._window = self._profile, None, None

@@ -710,16 +710,30 @@ def test_who_has_lost_the_lock_and_writes_on_does_not_reach_the_others_files(
     ):
         while not any(tmp_path.glob(".corpus*.unfinished/file")):
             time.sleep(0.01)
-        orphan.path("file").write_text("orphan")
-        os.write(writing, b"x")
-        ended = os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        assert ended.si_status == 0
+        try:
+            orphan.path("file").write_text("orphan")
+        finally:
+            os.write(writing, b"x")
+            ended = os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+            assert ended is not None
+            assert ended.si_status == 0
     made = open_artifact(out_dir, kind="corpus").file("file")
     assert made.read_text() == "of the next attempt"
     with sole_writer(out_dir), new_artifact(out_dir, overwrite=True, **new) as writer:
         writer.path("file").write_text("third")
     assert names_in(tmp_path) == ["corpus"], "nothing is left of it"
+
+
+def test_a_foreign_folder_with_the_name_of_another_makers_stays(tmp_path: Path) -> None:
+    foreign = unfinished_dir(tmp_path / "corpus", token="0123abcd")
+    foreign.mkdir()
+    (foreign / "mine").write_text("mine")
+    with (
+        sole_writer(tmp_path / "corpus"),
+        new_artifact(tmp_path / "corpus", kind="corpus", stage="x", config={}, inputs={}),
+    ):
+        pass
+    assert (foreign / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), OSError(errno.ENOSPC, "full")])

@@ -21,6 +21,7 @@ from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, open_artif
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME
 from pipeline.artifacts.places import (
+    is_working,
     make_working,
     plan_lock_path,
     refuse_inputs,
@@ -665,3 +666,24 @@ def test_killed_at_any_moment_of_taking_a_trained_models_place_that_model_is_kep
         if code == 0:
             break
     assert places == {0, 9}
+
+
+def test_a_working_folder_that_its_maker_writes_to_while_it_is_removed_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "working"
+    make_working(folder)
+    (folder / "train").mkdir()
+    remove = shutil.rmtree
+
+    def remove_slowly(path: Path) -> None:
+        remove(path)
+        (folder / "late").write_text("late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_slowly)
+        with pytest.raises(OSError, match="not empty"):
+            remove_working(folder)
+    assert is_working(folder)
+    remove_working(folder)
+    assert not folder.exists()

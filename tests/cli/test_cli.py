@@ -24,7 +24,7 @@ from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.places import plan_lock_path, run_dir
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
-from pipeline.cli.ending import EXIT_BROKEN_PIPE
+from pipeline.cli.ending import EXIT_BROKEN_PIPE, guarded
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
@@ -591,6 +591,21 @@ def test_a_rank_reports_its_end_to_the_launcher_that_asks_for_it(
     assert (found.rank, found.size, found.node, found.stage) == (1, 2, "node7", "train")
     assert (found.end, found.cause) == (end, cause)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("asked", "end"), [("SIGUSR1", "again"), ("SIGTERM", "lost")])
+def test_a_rank_that_leads_others_stops_as_agreed_unless_one_of_them_may_be_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str, end: str
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", REPORTS: str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+
+    def stop() -> int:
+        raise Interrupted(f"stopped by {asked}")
+
+    assert guarded("clean", stop, is_rank=True, leads=True) == EXIT_RUN_AGAIN
+    (found,) = read_ends(tmp_path)
+    assert (found.end, found.cause) == (end, f"stopped by {asked}")
 
 
 def test_a_rank_whose_launcher_has_ended_reports_that(tmp_path: Path) -> None:

@@ -357,12 +357,13 @@ def test_a_verdict_of_a_job_killed_while_its_ranks_saved_gives_way_to_their_repo
 ) -> None:
     out_dir = tmp_path / "model"
     folder = write_start(out_dir, START)
-    early = judged(asked="preempted or requeued", code=None, is_final=False)
-    assert early.cause == "preempted or requeued: ended before all ranks had saved"
+    facts = {"asked": "preempted or requeued", "failed_nodes": ["node2"]}
+    early = judged(**facts, code=None, is_final=False)
+    assert early.cause == "node2 failed: ended before all ranks had saved"
     write_verdict(out_dir, early)
     for report in everyone("again", "stopped after update 5", 5):
         write_end(folder, report)
     (found,) = ended_starts(out_dir, most=5)
-    assert (found.cause, found.update) == ("preempted or requeued: stopped after update 5", 5)
+    assert (found.cause, found.update) == ("node2 failed: stopped after update 5", 5)
     assert (found.is_final, found.ended) == (True, early.ended)
     assert ended_starts(out_dir, most=5, may_run=True) == [early]

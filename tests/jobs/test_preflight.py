@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.distributed.board import merged
+from pipeline.distributed.board import Board, merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
-from pipeline.errors import EXIT_USER_ERROR
+from pipeline.errors import EXIT_USER_ERROR, RankLost
 from pipeline.jobs.attempts import REPORTS, TOLD_TO_END, read_ends
 from pipeline.jobs.preflight import (
     OF_ONE_NODE,
@@ -122,6 +122,16 @@ def test_the_node_that_receives_least_is_named() -> None:
 
 def test_the_type_of_a_file_system_is_known_also_of_a_folder_to_come() -> None:
     assert file_system(Path("/proc/not there")) == "proc"
+
+
+def test_a_rank_whose_store_is_gone_says_that_rank_0_has_ended() -> None:
+    port = free_port()
+    worlds = [World(rank, 2, rank, 2, LOOPBACK, port) for rank in range(2)]
+    zero, one = (Board(world, patience=PATIENCE) for world in worlds)
+    del zero
+    with pytest.raises(RankLost, match=r"Rank 0 on 127\.0\.0\.1 has ended"):
+        for _ in range(100):
+            one.post("found", 1)
 
 
 # ---------------------------------------------------------------- real processes

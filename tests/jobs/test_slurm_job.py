@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
-from pipeline.jobs.attempts import MAX_FRUITLESS, TOLD_TO_END, Asked, Verdict, verdicts
+from pipeline.jobs.attempts import (
+    MAX_FRUITLESS,
+    REPORTS,
+    TOLD_TO_END,
+    Asked,
+    Verdict,
+    read_ends,
+    verdicts,
+)
 from pipeline.jobs.slurm_job import (
     allocation,
     failed_nodes,
@@ -38,6 +46,8 @@ class Bench:
         self.folder, self.out_dir = folder, folder / "a b" / "model"
         self.state = STATE.format("RUNNING", "None")
         self.variables: dict[str, str] = {}
+        self.refusals = 0
+        """How often SLURM fails to requeue the job."""
         self.arguments = ["pretrain", f"--out={self.out_dir}"]
         self.out_dir.parent.mkdir()
 
@@ -46,7 +56,9 @@ class Bench:
         commands = {
             "scontrol": f'log "$@"\n[ "$2" != hostnames ] || printf "n1\\nn2\\n"\n'
             f"[ \"$1\" != --oneliner ] || echo '{self.state} Restarts={restarts}'\n"
-            "[ \"$*\" != 'show config' ] || echo 'KillWait                = 1 sec'",
+            "[ \"$*\" != 'show config' ] || echo 'KillWait                = 1 sec'\n"
+            '[ "$1" != requeue ] || '
+            f'[ $(grep -c "^scontrol requeue" {self.folder}/calls) -gt {self.refusals} ]',
             "scancel": 'log "$@"',
             "srun": f'log "$@"\n[[ "$*" != *preflight* ]] || exit 0\n'
             f"exec {sys.executable} {self.folder}/step.py",
@@ -202,6 +214,36 @@ def test_a_warning_is_passed_on_and_the_job_waits_for_the_save(bench: Bench) -> 
     assert bench.calls("scancel") == ["scancel --signal=USR1 54321"]
     assert bench.requeued() == 1
     assert bench.verdict().cause == "asked to stop: saved"
+
+
+@pytest.mark.slow
+def test_a_job_is_requeued_although_slurm_does_not_answer_at_first(bench: Bench) -> None:
+    bench.refusals = 1
+    step = "[end(rank, 'again', 'saved', 4) for rank in range(4)]; save(4); sys.exit(75)"
+    assert bench.run(step) == EXIT_RUN_AGAIN
+    assert bench.requeued() == 2
+    assert "scontrol requeue 54321: exit code 1" in bench.ended.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_of_mpi_says_that_mpi_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no libmpi')")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pipeline.jobs.mpi_rank", "clean", "--mpi"],
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{tmp_path}:{SBATCH_PATH.parents[1]}",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": "2",
+            REPORTS: str(tmp_path),
+        },
+        timeout=60,
+    )
+    assert ended.returncode == EXIT_USER_ERROR
+    (found,) = read_ends(tmp_path)
+    assert (found.rank, found.size, found.end, found.stage) == (1, 2, "failed", "clean")
+    assert found.cause == "MPI cannot be used (no libmpi). Install mmnmt[mpi] and MPI."
 
 
 @pytest.mark.slow
