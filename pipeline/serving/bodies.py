@@ -71,7 +71,7 @@ class Fields:
             Refused: it is missing, neither, or longer than ``most_characters`` in all.
         """
         value = self.values.get("q")
-        texts = value if isinstance(value, list) else [value]
+        texts: list[Any] = value if isinstance(value, list) else [value]
         if not texts or not all(isinstance(text, str) for text in texts):
             raise Refused(400, "'q' is missing. Send a text, or a list of texts in JSON.")
         if sum(map(len, texts)) > most_characters:

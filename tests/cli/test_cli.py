@@ -67,8 +67,7 @@ TRAIN = Stage(
 
 OTHER_VERBS = (
     *("run", "status", "submit", "cancel", "logs", "doctor", "describe", "recipes", "memory"),
-    *("estimate", "simulate", "survey", "checkpoint", "export"),
-    "serve",
+    *("estimate", "simulate", "survey", "serve", "checkpoint", "export"),
 )
 
 
