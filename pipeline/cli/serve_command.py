@@ -90,7 +90,7 @@ def _add_serve_options(parser: argparse.ArgumentParser) -> None:
         help="file with the key that requests must send as api_key (default: they need none)",
     )
     limits = {
-        "characters": (5000, 10**6, "most characters of a request"),
+        "characters": (5000, 10**5, "most characters of a request"),
         "requests": (64, 10**5, "most requests that wait or are translated; more get status 429"),
         "seconds": (60, 86400, "longest time of a request"),
     }

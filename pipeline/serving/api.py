@@ -124,18 +124,19 @@ class Api:
             texts = fields.texts(most_characters=self._limits.characters)
             if fields.word("format") not in (None, "text"):
                 raise Refused(400, "Only the format 'text' is translated. Send plain text.")
-            asked, target = fields.required("source"), fields.required("target")
-            detected = await self._detected(texts) if asked == AUTO else None
-            sources = [one["language"] for one in detected] if detected else [asked] * len(texts)
-            chosen = [self._systems.choose(fields.word("system"), one, target) for one in sources]
-            pieces = [_Text(text, *choice) for text, choice in zip(texts, chosen, strict=True)]
-            await self._finish(
-                request, [one for piece in pieces for one in piece.submit(self.worker)]
-            )
+            source, target = fields.required("source"), fields.required("target")
             wanted = fields.number("alternatives")
+            detected = await self._ranked(texts) if source == AUTO else []
+            if source == AUTO and not detected:
+                raise Refused(400, "The language of 'q' cannot be detected. Name the source.")
+            source = detected[0]["language"] if detected else source
+            chosen = self._systems.choose(fields.word("system"), source, target)
+            pieces = [_Text(text, *chosen) for text in texts]
+            results = [result for piece in pieces for result in piece.submit(self.worker)]
+            await self._finish(request, results)
             answer: dict[str, list[Any]] = {"translatedText": [one.variant(0) for one in pieces]}
             if detected:
-                answer["detectedLanguage"] = list(detected)
+                answer["detectedLanguage"] = detected[:1] * len(texts)
             if wanted:
                 answer["alternatives"] = [piece.alternatives(wanted) for piece in pieces]
             is_list = isinstance(fields.values["q"], list)
@@ -145,7 +146,7 @@ class Api:
         fields = await self._read(request)
         with self._place():
             texts = fields.texts(most_characters=self._limits.characters)
-            return JSONResponse(await self._ranked("\n".join(texts)))
+            return JSONResponse(await self._ranked(texts))
 
     async def _languages(self, _: Request) -> Response:
         return JSONResponse(self._systems.languages)
@@ -214,17 +215,10 @@ class Api:
             for result in results:
                 result.cancel()
 
-    async def _detected(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the most probable language of every text."""
-        ranked = [await self._ranked(text) for text in texts]
-        if not all(ranked):
-            raise Refused(400, "The language of a text cannot be detected. Name the source.")
-        return [of_text[0] for of_text in ranked]
-
-    async def _ranked(self, text: str) -> list[dict[str, Any]]:
-        """Return the probable languages of a text as LibreTranslate lists them."""
+    async def _ranked(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the probable languages of all texts together, as LibreTranslate lists them."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._detecting, self._rank, text)
+        return await loop.run_in_executor(self._detecting, self._rank, "\n".join(texts))
 
     def _rank(self, text: str) -> list[dict[str, Any]]:
         codes = self._systems.detectable

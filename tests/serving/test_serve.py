@@ -235,6 +235,8 @@ def test_the_source_language_is_detected_on_request(served: Served) -> None:
     assert answer == served.post(q=GERMAN).json()
     assert served.post(q=GERMAN, source="auto", target="de").json()["translatedText"] == GERMAN
     assert served.post(q="12", source="auto").status == 400
+    several = served.post(q=["12", GERMAN], source="auto").json()
+    assert [one["language"] for one in several["detectedLanguage"]] == ["de", "de"]
 
 
 def test_the_first_system_with_the_direction_translates_unless_one_is_named(
@@ -318,6 +320,7 @@ def test_a_full_server_refuses_until_a_client_hangs_up(checkpoint: str) -> None:
         client.close()
         served.wait_for_open_requests(0)
         assert served.post(q="ja").status == 200
+        assert served.metrics()["mmnmt_lines_total"] < MANY_LINES.count("\n")
 
 
 def test_a_client_that_sends_nothing_is_answered_when_its_time_is_over(checkpoint: str) -> None:
