@@ -15,6 +15,7 @@ from pipeline.stages.stage import stage_config
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
     *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
+    "converter_layers",
     "language_modules",
     *("initialization", "positions", "scale_embedding", "width"),
 }
