@@ -51,11 +51,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Limits:
     """The largest load that a server takes."""
 
-    characters: int = 5000
+    characters: int
     """Most characters of a request's texts."""
-    requests: int = 64
+    requests: int
     """Most requests that wait or are translated; further ones are refused."""
-    seconds: int = 60
+    seconds: int
     """Longest time of a request, from its first byte to its answer."""
 
 
