@@ -28,8 +28,8 @@ class DecodingConfig(Settings):
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Rule that ends a sentence and normalizes scores; see ``decoding/hypotheses.py``."""
     precision: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Arithmetic of the model. int8, on CPU only: linear layers in 8 bits, the rest in float32; see
-    ``decoding/quantization.py``."""
+    """Arithmetic of the model. int8, on CPU only: linear layers and experts in 8 bits, the rest in
+    float32; see ``decoding/quantization.py``."""
     route: Route = "specific"
     """Route through a model with language modules and a shared module."""
     sampling_temperature: Temperature = 1.0
