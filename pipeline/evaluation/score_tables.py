@@ -72,6 +72,8 @@ def family_title(evaluation: Evaluation, family: Family) -> str:
             return f"{pivot} → Any"
         case "other":
             return "Other trained"
+        case "pivot_joined":
+            return "Joined over a pivot"
         case "zero_shot":
             return "Zero-shot"
         case "emptied":
