@@ -105,7 +105,9 @@ def budgets_section(history: History) -> ReportSection | None:
 
 def _parameters(training: SystemTraining) -> tuple[Cell, Cell]:
     found = training.parameters
-    return _large(found and found.total), _large(found and found.active)
+    if found is None:
+        return Cell(None), Cell(None)
+    return _large(found.total), _large(found.active)
 
 
 def _large(value: float | None) -> Cell:

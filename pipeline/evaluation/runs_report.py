@@ -124,7 +124,7 @@ def _samples_section(
 ) -> ReportSection | None:
     """Return some test lines of the directions that all systems translated, by their first run."""
     corpus = open_recorded(translated.corpus)
-    training = translated.training and open_recorded(translated.training)
+    training = None if translated.training is None else open_recorded(translated.training)
     if corpus is None:
         return None
     translations = {
