@@ -68,10 +68,19 @@ class ComparedRuns:
                 )
 
     def _add_run(
-        self, name: str, artifact: Artifact, *, training: InputRecord | None = None
+        self,
+        name: str,
+        artifact: Artifact,
+        *,
+        otherwise: str = "",
+        training: InputRecord | None = None,
     ) -> None:
+        """Add a run, by the other name if another run has the first one."""
+        origin = _origin(artifact)
+        if otherwise and name in self.runs and _origin(self.runs[name]) != origin:
+            name = otherwise
         other = self.runs.setdefault(name, artifact)
-        if _origin(other) != _origin(artifact):
+        if _origin(other) != origin:
             raise ConfigError(
                 f"Two runs are named {name!r}: {other.directory} and {artifact.directory}. Give "
                 f"each its own name, for example {name}-2={artifact.directory}."
@@ -86,15 +95,21 @@ class ComparedRuns:
         inputs = evaluation.manifest.inputs
         prefix = f"{name}/" if name else ""
         title = f"{prefix}{path.name}"
-        self.evaluations[str(path) if title in self.evaluations else title] = evaluation
+        title = str(path) if title in self.evaluations else title
+        self.evaluations[title] = evaluation
         for key, record in inputs.items():
             if key.startswith(SYSTEMS):
-                run = prefix + key.removeprefix(SYSTEMS)
+                name = key.removeprefix(SYSTEMS)
                 translations = open_recorded(record)
                 if translations is None:
-                    self.missing.append(run)
+                    self.missing.append(f"{prefix}{name}")
                 else:
-                    self._add_run(run, translations, training=inputs.get("training"))
+                    self._add_run(
+                        f"{prefix}{name}",
+                        translations,
+                        otherwise=f"{title}/{name}",
+                        training=inputs.get("training"),
+                    )
 
     def _add_folder(self, name: str, path: Path) -> None:
         """Add a folder: its evaluations, further trained checkpoints, and translations by these."""
@@ -110,8 +125,7 @@ class ComparedRuns:
             checkpoint = open_artifact(directory, kind="checkpoint")
             if _origin(checkpoint) not in known:
                 run = prefix + _name_with_seed(directory.name, checkpoint.manifest, taken=stems)
-                taken = run in self.runs
-                self._add_run(f"{path.name}/{directory.name}" if taken else run, checkpoint)
+                self._add_run(run, checkpoint, otherwise=f"{path.name}/{directory.name}")
         names = {_origin(run): name for name, run in self.runs.items()}
         for directory, manifest in found.items():
             if manifest.kind == "translations":

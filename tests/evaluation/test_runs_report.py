@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import make_corpus
 from support.recorded_runs import artifact, training_run
@@ -277,6 +277,7 @@ def test_the_heat_maps_show_the_shares_of_languages_and_what_they_have_in_common
     assert "xx" not in " ".join(part.itertext()), "no token was translated into it"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_the_similarity_of_languages_is_the_overlap_of_their_routes(
     layers: int, languages: int, experts: int, random: object
@@ -355,6 +356,7 @@ def test_a_plan_shows_what_its_checkpoints_translated(tmp_path: Path) -> None:
     assert "".join([*shown.iter("dd")][2].itertext()) == "House 1"
 
 
+@settings(deadline=None)
 @given(st.text("ab c.", max_size=12), st.text("ab c.", max_size=12), st.sampled_from(["de", "zh"]))
 def test_what_is_not_marked_is_part_of_the_reference(text: str, other: str, code: str) -> None:
     marks = differences(text, other, code=code)
@@ -394,6 +396,25 @@ def test_an_evaluation_brings_its_scores_and_systems_and_names_those_that_are_go
     assert "Any → En" in " ".join(section(page, "Scores of scores").itertext())
     assert [line[0] for line in rows(section(page, "Validation losses"))] == ["dense"]
     assert "or have changed: gone." in " ".join(section(page, "Notes").itertext())
+
+
+def test_equal_names_in_two_evaluations_of_a_plan_are_told_apart(tmp_path: Path) -> None:
+    """A baseline without a model has other translations of every corpus."""
+    plan = tmp_path / "plan"
+    dense = training_run(plan / "first" / "dense", [3.0])
+    for name in ("flores", "tests"):
+        corpus = make_corpus(tmp_path / f"{name}-corpus", {"test": {"de-en": {"de": [name]}}})
+        systems = {
+            system: artifact(
+                tmp_path / f"{name}-{system}", "translations", "t", {"corpus": corpus, **model}
+            )
+            for system, model in (("dense", {"checkpoint": dense}), ("nearest", {}))
+        }
+        inputs = {f"systems/{system}": one for system, one in systems.items()}
+        artifact(plan / name, "evaluation", "evaluate", {"corpus": corpus, **inputs})
+    page = report(tmp_path, str(plan))
+    names = [line[0] for line in rows(section(page, "Training budgets"))]
+    assert names == ["dense", "nearest", "tests/nearest"]
 
 
 # The page
