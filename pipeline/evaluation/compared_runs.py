@@ -75,9 +75,16 @@ class ComparedRuns:
         otherwise: str = "",
         training: InputRecord | None = None,
     ) -> None:
-        """Add a run, by the other name if another run has the first one."""
+        """Add a run, by the other name where the first belongs to another run or system."""
         origin = _origin(artifact)
-        if otherwise and name in self.runs and _origin(self.runs[name]) != origin:
+        system, mark, _ = name.partition(RUN_MARK)
+        is_other_run = name in self.runs and _origin(self.runs[name]) != origin
+        is_other_system = (  # a system has either runs with seeds or one without
+            system in self.runs
+            if mark
+            else any(run.startswith(f"{name}{RUN_MARK}") for run in self.runs)
+        )
+        if otherwise and (is_other_run or is_other_system):
             name = otherwise
         other = self.runs.setdefault(name, artifact)
         if _origin(other) != origin:

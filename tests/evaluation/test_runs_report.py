@@ -417,6 +417,26 @@ def test_equal_names_in_two_evaluations_of_a_plan_are_told_apart(tmp_path: Path)
     assert names == ["dense", "nearest", "tests/nearest"]
 
 
+def test_a_checkpoint_beside_an_evaluation_is_no_seed_of_a_system_without_any(
+    tmp_path: Path,
+) -> None:
+    plan = tmp_path / "plan"
+    dense, _ = (seeded(plan / f"dense_{seed}", [3.0], seed) for seed in (1, 2))
+    moe = [seeded(plan / f"moe_{seed}", [3.0], seed) for seed in (1, 2)]
+    training_run(plan / "moe", [3.0])
+    systems = {"dense": dense, "moe@1": moe[0], "moe@2": moe[1]}
+    lines = {
+        name: artifact(tmp_path / name, "translations", "t", {"checkpoint": model})
+        for name, model in systems.items()
+    }
+    inputs = {f"systems/{name}": one for name, one in lines.items()}
+    artifact(plan / "scores", "evaluation", "evaluate", inputs)
+    losses = section(report(tmp_path, str(plan)), "Validation losses")
+    assert [line[:2] for line in rows(losses)] == [
+        *(["dense", "1"], ["moe", "2"], ["plan/dense_2", "1"], ["plan/moe", "1"])
+    ]
+
+
 # The page
 
 
