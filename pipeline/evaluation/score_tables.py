@@ -77,6 +77,8 @@ def title_of_family(family: Family, *, pivot: str | None) -> str:
             return f"{pivot} → Any"
         case "other":
             return "Other trained"
+        case "pivot_joined":
+            return "Joined over a pivot"
         case "zero_shot":
             return "Zero-shot"
         case "emptied":
