@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.artifacts.artifact import Artifact, open_recorded
-from pipeline.artifacts.corpus import hypotheses_name, line_counts
+from pipeline.artifacts.corpus import hypotheses_name
 from pipeline.errors import UserError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet import Comet
 from pipeline.evaluation.compared_runs import ComparedRuns, Translated
-from pipeline.evaluation.directions import FAMILIES, describe_directions, find_pivot
+from pipeline.evaluation.directions import FAMILIES, describe_directions, pivot_of
 from pipeline.evaluation.history import History, checkpoint_of, is_number, trace_history
 from pipeline.evaluation.history_tables import budgets_section, curves_section, losses_section
 from pipeline.evaluation.report import MARKED, Imprint, choose_samples, text_sample
@@ -100,7 +100,7 @@ def _pivot(evaluation: Artifact) -> str | None:
     inputs = evaluation.manifest.inputs
     record = inputs.get("training") or inputs.get("corpus")
     corpus = None if record is None else open_recorded(record)
-    return None if corpus is None else find_pivot(line_counts(corpus, "train"))
+    return None if corpus is None else pivot_of(corpus)
 
 
 def _read_routing(
@@ -143,7 +143,7 @@ def _samples_section(
     samples = choose_samples(corpus, translations, profiles=profiles, seed=EvaluationConfig().seed)
     if not samples:
         return None
-    pivot = find_pivot(line_counts(training or corpus, "train"))
+    pivot = pivot_of(training or corpus)
     return ReportSection(
         f"Translations of {corpus.directory.name}",
         f"Test lines drawn at random. {MARKED} Systems with several runs are shown by their first.",
