@@ -172,6 +172,8 @@ class Api:
         )
 
     async def _health(self, _: Request) -> Response:
+        if not self.worker.is_alive:
+            return _error(503, "The thread that translates has ended. Restart the server.")
         return JSONResponse({"status": "ok"})
 
     async def _scrape(self, _: Request) -> Response:
@@ -202,7 +204,7 @@ class Api:
 
     async def _finish(self, request: Request, results: Sequence[Future[Hypothesis]]) -> None:
         """Wait for translations; cancel those that still wait if the client does not."""
-        finished = asyncio.gather(*map(asyncio.wrap_future, results))
+        finished = asyncio.ensure_future(_all(results))
         hung_up = asyncio.ensure_future(_hang_up(request))
         try:
             await asyncio.wait((finished, hung_up), return_when=asyncio.FIRST_COMPLETED)
@@ -271,6 +273,12 @@ def _of_rank(hypothesis: Hypothesis, rank: int) -> str:
     return found[min(rank, len(found) - 1)].text if rank and found else hypothesis.text
 
 
+async def _all(results: Sequence[Future[Hypothesis]]) -> None:
+    """Wait for all results; unlike a cancelled ``gather``, it logs no exception of its own."""
+    for result in results:
+        await asyncio.wrap_future(result)
+
+
 async def _hang_up(request: Request) -> None:
     """Wait until the client has closed the connection; its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -283,7 +291,8 @@ def _error(status: int, sentence: str, headers: Mapping[str, str] | None = None)
 
 async def _no_such_endpoint(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _error(error.status_code, f"{error.detail}: the page of this server is at /.")
+    sentence = f"{error.detail}: the page of this server is at /."
+    return _error(error.status_code, sentence, error.headers)
 
 
 class _Metrics:

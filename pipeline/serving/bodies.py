@@ -92,7 +92,10 @@ async def read_fields(request: Request, *, most_characters: int) -> Fields:
             values = json.loads(body.decode())
         elif kind == "application/x-www-form-urlencoded":
             pairs = body.decode("ascii")
-            values = dict(parse_qsl(pairs, keep_blank_values=True, errors="strict"))
+            listed = parse_qsl(pairs, keep_blank_values=True, errors="strict")
+            values = dict(listed)
+            if len(values) < len(listed):
+                raise Refused(400, "A field of the form is repeated. Send a list in JSON.")
         else:
             raise Refused(415, "The body is neither JSON nor a URL-encoded form. Send either.")
         _refuse_surrogates(values)

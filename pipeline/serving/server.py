@@ -1,16 +1,43 @@
 """Listen on a port, and serve until asked to stop."""
 
+import asyncio
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from signal import SIGTERM
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.distributed.signals import handled_by
 from pipeline.errors import ConfigError
 from pipeline.serving.api import Api, Limits
 from pipeline.serving.systems import System, Systems
 from pipeline.terminal import listed
+
+IDLE_SECONDS = 5
+"""Longest time from a connection's begin, or its last answer, to the head of the next request."""
+
+
+class _Protocol(H11Protocol):
+    """HTTP that closes a connection whose client does not end the head of a request in time.
+
+    uvicorn's own starts the clock after the first answer, and any byte stops it.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)
+        self.handle_events()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            super().timeout_keep_alive_handler()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -50,16 +77,20 @@ def serve(
     server = uvicorn.Server(
         uvicorn.Config(
             api.app,
-            http="h11",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=min(IDLE_SECONDS, limits.seconds),
             timeout_graceful_shutdown=limits.seconds,
         )
     )
+    if sys.platform == "linux":  # close the connections of clients that do not read
+        milliseconds = 1000 * limits.seconds
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     say(f"http://{address}:{port} serves {listed(system.name for system in systems)}.")

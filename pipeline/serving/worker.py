@@ -53,6 +53,11 @@ class Worker:
             self._changed.notify()
         return line.result
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread after the batch that is running; lines that still wait are cancelled."""
         with self._changed:
@@ -64,7 +69,10 @@ class Worker:
 
     def _run(self) -> None:
         while candidates := self._candidates():
-            batch = self._cut(candidates)
+            try:
+                batch = self._cut(candidates)
+            except Exception:  # a line has no tokens: alone, it fails when it is translated
+                batch = candidates[:1]
             with self._changed:
                 taken = set(map(id, batch))
                 self._waiting = [line for line in self._waiting if id(line) not in taken]

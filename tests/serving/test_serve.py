@@ -8,133 +8,22 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 from libretranslatepy import LibreTranslateAPI
-from prometheus_client.parser import text_string_to_metric_families
-from support.forked import run_command, start_command
-from support.stored_checkpoints import byte_spec, make_checkpoint
-from support.tiny_models import tiny_model
+from support.forked import run_command
+from support.served import JSON, SECONDS, SET, Served, make_model, serving
 
 from pipeline import cli
 from pipeline.errors import EXIT_USER_ERROR
 
 pytestmark = pytest.mark.slow
 
-JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"
-SETTINGS = ["decoding.beam_size=3", "decoding.max_length_ratio=0.3", "decoding.max_extra_length=6"]
-SET = [word for setting in SETTINGS for word in ("--set", setting)]
 GERMAN = "Das ist ein Satz, der auf Deutsch geschrieben wurde, und niemand zweifelt daran."
 MANY_LINES = "ja\n" * 3000
-SECONDS = 120.0
-"""Time limit of a test's connection."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: http.client.HTTPMessage
-    body: bytes
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    def refusal(self) -> str:
-        """The sentence of an answer that is not a success."""
-        assert self.status >= 400
-        found = self.json()
-        assert set(found) == {"error"}
-        assert re.fullmatch(r"[^\n]+[.?]", found["error"])
-        assert "Traceback" not in found["error"]
-        return str(found["error"])
-
-
-class Served:
-    """A running server, as its clients see it."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def ask(
-        self, path: str, body: bytes | None = None, *, kind: str = JSON, method: str = ""
-    ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
-        chosen = method or ("GET" if body is None else "POST")
-        connection.request(chosen, path, body, {"Content-Type": kind})
-        response = connection.getresponse()
-        answer = Answer(response.status, response.headers, response.read())
-        connection.close()
-        return answer
-
-    def post(self, path: str = "/translate", **fields: Any) -> Answer:
-        return self.ask(path, json.dumps({"source": "de", "target": "en"} | fields).encode())
-
-    def metrics(self) -> dict[str, float]:
-        """Value of every sample, summed over labels."""
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.ask("/metrics").body.decode()):
-            for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0) + sample.value
-        return found
-
-    def wait_for_open_requests(self, number: int) -> None:
-        while self.metrics()["mmnmt_open_requests"] != number:
-            threading.Event().wait(0.01)
-
-    def begin(self, text: str) -> socket.socket:
-        """Send a request and read nothing."""
-        body = json.dumps({"q": text, "source": "de", "target": "en"}).encode()
-        head = (
-            f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
-        client.sendall(head.encode() + body)
-        return client
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[tuple[Served, Any]]:
-    """Run the command; yield its server and its process once the port is taken."""
-    port = free_port()
-    process = start_command(["serve", *arguments, *SET, "--port", str(port)])
-    try:
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except ConnectionRefusedError:
-                assert process.is_alive()
-                threading.Event().wait(0.05)
-        yield Served(port), process
-    finally:
-        process.terminate()
-        process.join(SECONDS)
-        process.kill()
-
-
-def make_model(folder: Path, **settings: Any) -> str:
-    model = tiny_model(byte_spec(max_positions=40, **settings))
-    for layer in model.decoder_layers():  # so that translations differ with their sources
-        for name, parameter in layer.cross_attention.named_parameters():
-            parameter.data *= 6 if name.endswith("weight") else 1
-    return str(make_checkpoint(folder, model))
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +174,7 @@ def test_the_page_asks_no_other_host(served: Served) -> None:
         (400, b'{"q": "ja", "source": "de", "target": "en", "format": "html"}', JSON),
         (400, b"q=%ff&source=de&target=en", FORM),
         (400, b"q=\xff&source=de&target=en", FORM),
+        (400, b"q=ja&q=nein&source=de&target=en", FORM),
         (413, b'{"q": "%s", "source": "de", "target": "en"}' % (b"a" * 9001), JSON),
         (413, b" " * 200_000, JSON),
         (415, b"ja", "text/plain"),
@@ -323,13 +213,43 @@ def test_a_full_server_refuses_until_a_client_hangs_up(checkpoint: str) -> None:
         assert served.metrics()["mmnmt_lines_total"] < MANY_LINES.count("\n")
 
 
-def test_a_client_that_sends_nothing_is_answered_when_its_time_is_over(checkpoint: str) -> None:
-    with serving(checkpoint, "--max-seconds", "1") as (served, _):
-        client = socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS)
-        head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
-        client.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
-        assert client.recv(12) == b"HTTP/1.1 504"
-        client.close()
+@pytest.fixture(scope="module")
+def impatient(checkpoint: str) -> Iterator[Served]:
+    """A server that gives a request one second."""
+    with serving(checkpoint, "--max-seconds", "1") as (running, _):
+        yield running
+
+
+def test_a_client_that_sends_nothing_is_answered_when_its_time_is_over(impatient: Served) -> None:
+    client = socket.create_connection(("127.0.0.1", impatient.port), timeout=SECONDS)
+    head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
+    client.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
+    assert client.recv(12) == b"HTTP/1.1 504"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nX: ",
+        b"POST /detect HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3000,
+    ],
+    ids=["head", "body", "answers"],
+)
+def test_a_client_that_neither_ends_its_request_nor_reads_is_cut_off(
+    impatient: Served, sent: bytes
+) -> None:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", impatient.port))
+    client.sendall(sent)
+    pause = threading.Event()
+    with pytest.raises(ConnectionError):
+        for _ in range(300):
+            client.send(b"x")
+            pause.wait(0.1)
+    client.close()
 
 
 def test_only_requests_with_the_key_are_translated(checkpoint: str, tmp_path: Path) -> None:

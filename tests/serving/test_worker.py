@@ -1,6 +1,11 @@
-"""Tests of pipeline/serving/worker.py: failures, cancelled lines, its end."""
+"""Tests of pipeline/serving/worker.py: failures, cancelled lines, its end, and who asks for it."""
 
+import asyncio
+import gc
+import json
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.stored_checkpoints import byte_spec, make_checkpoint
@@ -10,10 +15,14 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
+from pipeline.serving.api import Api, Limits
 from pipeline.serving.systems import System, Systems
 from pipeline.serving.worker import Worker
 
 DECODING = DecodingConfig(beam_size=2, max_length_ratio=0.3, max_extra_length=6)
+
+SECONDS = 60.0
+"""Time limit of a test's wait."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +48,17 @@ def test_a_line_that_fails_leaves_the_others_of_its_batch(system: System) -> Non
     assert sum(sizes) == 10
 
 
+def test_a_line_that_cannot_be_tokenized_leaves_the_others(system: System) -> None:
+    worker = Worker(lambda *_: None)
+    direction = Direction("de", "en")
+    texts = ["Haus " * 50, "Haus", "\ud800", "Haus"]
+    _, first, broken, last = (worker.submit(system, direction, text) for text in texts)
+    with pytest.raises(UnicodeError):
+        broken.result(SECONDS)
+    assert first.result(SECONDS).text == last.result(SECONDS).text
+    worker.close()
+
+
 def test_lines_that_were_cancelled_are_not_translated(system: System) -> None:
     sizes: list[int] = []
     worker = Worker(lambda _, lines: sizes.append(lines))
@@ -62,3 +82,54 @@ def test_the_end_of_a_worker_cancels_what_waits(system: System) -> None:
 def test_no_system_is_made_of_a_name_that_is_misspelled(system: System) -> None:
     with pytest.raises(ConfigError, match=r"no system 'on'\. Did you mean 'one'"):
         Systems([system]).choose("on", "de", "en")
+
+
+Message = MutableMapping[str, Any]
+
+
+async def ask(api: Api, path: str, *messages: Message) -> int:
+    """Ask for an endpoint; return the status of its answer."""
+    given, sent = iter(messages), list[Message]()
+
+    async def receive() -> Message:
+        return next(given)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    method = "POST" if messages else "GET"
+    await api.app(
+        {"type": "http", "method": method, "path": path, "headers": headers}, receive, send
+    )
+    return int(sent[0]["status"])
+
+
+def test_a_client_that_hangs_up_leaves_nothing_in_the_log(system: System) -> None:
+    api = Api(Systems([system]), limits=Limits(9000, 9, 60))
+    noise: list[str] = []
+
+    async def hang_up() -> int:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, found: noise.append(found["message"])
+        )
+        body = json.dumps({"q": "Haus\n" * 900, "source": "de", "target": "en"}).encode()
+        status = await ask(
+            api, "/translate", {"type": "http.request", "body": body}, {"type": "http.disconnect"}
+        )
+        await asyncio.sleep(0)
+        gc.collect()
+        return status
+
+    assert asyncio.run(hang_up()) == 499
+    gc.collect()
+    api.close()
+    assert noise == []
+
+
+def test_a_server_whose_thread_has_ended_is_not_healthy(system: System) -> None:
+    api = Api(Systems([system]), limits=Limits(9, 9, 60))
+    assert asyncio.run(ask(api, "/health")) == 200
+    api.worker.close()
+    assert asyncio.run(ask(api, "/health")) == 503
+    api.close()
