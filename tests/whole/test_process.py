@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import Kind
+from pipeline.decoding.line_filter import FEW_LINES
 from pipeline.machine import SPIN_COUNT
+from pipeline.model.settings import MoEConfig
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +151,10 @@ def test_every_stage_that_loads_torch_is_an_entry_point(notes: Path, stage: str)
     assert notes.read_text() == f"{SPIN_COUNT} True\n"
 
 
-SLOW = {"torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets"}
+SLOW = {
+    *("torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets"),
+    *("sacrebleu", "pandas", "scipy"),
+}
 """What takes longer to load than torch, and is not needed."""
 
 COMMAND = """
@@ -196,10 +203,11 @@ leave(0)
 """
 
 
-def loaded_after(program: str, *arguments: str) -> set[str]:
-    """Names of all modules that a process has loaded when it ends."""
+def loaded_after(program: str, *arguments: str, given: str = "") -> set[str]:
+    """Names of all modules that a process has loaded when it ends; ``given`` is its input."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
+        input=given,
         capture_output=True,
         text=True,
         timeout=120,
@@ -214,6 +222,18 @@ def test_describing_a_recipe_loads_neither_a_compiler_nor_deepspeed(recipe: str)
     loaded = loaded_after(COMMAND, "describe", "--recipe", recipe)
     assert "torch" in loaded
     assert not (SLOW | {"numba", "deepspeed"}) & loaded
+
+
+def test_a_few_lines_are_translated_without_compiled_loops(tmp_path: Path) -> None:
+    spec = byte_spec(moe=MoEConfig(num_experts=4, every=2), groups=2)
+    checkpoint = make_checkpoint(tmp_path / "model", tiny_model(spec))
+    options = ["--checkpoint", str(checkpoint), "--from", "en", "--to", "de"]
+    few = loaded_after(COMMAND, "translate", *options, given="a line\n" * FEW_LINES)
+    assert "pipeline.kernels.expert_products" in few
+    assert not (SLOW | {"numba", "deepspeed"}) & few
+    assert "numba" in loaded_after(
+        COMMAND, "translate", *options, given="a line\n" * (FEW_LINES + 1)
+    )
 
 
 @pytest.mark.parametrize("verb", [["memory", "--processes", "2"], ["estimate"]])
