@@ -9,14 +9,16 @@ device: all operators except views and :data:`LAUNCHES_NOTHING`. Operators that 
 Collectives, and the work of DeepSpeed and the optimizer on gradients, are not counted.
 """
 
+import importlib
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -177,6 +179,32 @@ class Counted:
         return dict(Counter(launch.kind for launch in self.launches).most_common())
 
 
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Keep PyTorch's meta kernels from loading its compiler, which takes a second.
+
+    They only ask it to leave them alone (``torch._disable_dynamo``, as of torch 2.13). Any other
+    use loads it.
+    """
+    name = "torch._dynamo"
+    stand_in = ModuleType(name)
+
+    def load(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        sys.modules.pop(name, None)
+        return getattr(importlib.import_module(name), attribute)
+
+    vars(stand_in).update(disable=lambda function, *_, **__: function, __getattr__=load)
+    sys.modules.setdefault(name, stand_in)
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
+
+@_without_compiler()
 def count_training(
     recipe: Recipe,
     *,
@@ -210,6 +238,7 @@ def count_training(
     return counted
 
 
+@_without_compiler()
 def count_decoding_step(
     recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
 ) -> Counted:
