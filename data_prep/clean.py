@@ -5,9 +5,14 @@ with fewer training lines; validation and test text is copied unchanged. ``dropp
 holds ten lines that each rule dropped, ``held_out_leaks.json`` the number of training lines of each
 pair found in each held-out set.
 
+Each pair listed in ``clean.joined_pairs`` gets the lines of two cleaned pairs whose pivot lines are
+equal (``pivot_join.py``), cleaned by the same rules. Cleaned pairs have no held-out line on either
+side, so that no line is joined across one. The statistic ``joined`` counts the joined lines.
+
 A dropped line is counted under the first rule it breaks, and for the side that breaks it, if one
 does. A pair that loses all its lines is listed as ``emptied`` in the statistics. Pairs are
-independent, so the number of workers does not change the result.
+independent, and joined after all others are clean, so the number of workers does not change the
+result.
 
 Memory: 250 bytes per held-out line, of which a worker holds those of eight languages; for each pair
 in work 1 byte per training line, 16 bytes per repeated line, and a block of lines, whose length
@@ -20,6 +25,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +36,7 @@ from data_prep.clean_pair import (
     PairTask,
     clean_pair,
 )
+from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.rules.held_out import (
     HELD_OUT_SPLITS,
     HeldOutLines,
@@ -44,9 +51,11 @@ from pipeline.artifacts.corpus import (
     emptied_pairs,
     found_scripts,
     imported_statistics,
+    joined_lines,
     languages,
     line_counts,
     pair_counts,
+    pair_name,
     text_name,
 )
 from pipeline.artifacts.settings import CleanConfig
@@ -68,6 +77,7 @@ def run(call: StageCall) -> None:
         copy_held_out(corpus, writer)
         corpus.check(corpus.names("train/"))
         pairs = list(line_counts(corpus, "train"))
+        joined = joined_pairs(corpus, config)
         cleaning = Cleaning(
             corpus=corpus,
             writer=writer,
@@ -76,15 +86,15 @@ def run(call: StageCall) -> None:
             held_out=held_out.lines,
             own_sets=held_out.by_pair() if config.held_out_scope == "own_pair" else None,
         )
-        found = clean_all(cleaning, pairs, processes=call.processes, mpi=call.mpi)
-        results = list(track(found, label="clean", total=len(pairs)))
+        found = clean_all(cleaning, pairs, joined, processes=call.processes, mpi=call.mpi)
+        results = list(track(found, label="clean", total=len(pairs) + len(joined)))
         refuse_nothing(corpus, results)
         write_samples(writer, results)
         writer.write_json(LEAKS_NAME, leaks(held_out, results))
         writer.statistics |= clean_statistics(corpus, results)
         if config.identify_languages != "no":
             writer.statistics |= language_statistics(config, results)
-        writer.summary += summary(corpus, results, held_out=held_out)
+        writer.summary += summary(corpus, results, held_out=held_out, pivot=config.pivot)
 
 
 def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
@@ -101,6 +111,29 @@ def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
             f"{corpus.directory} has no training lines left ({_describe(dropped)}). Look at its "
             "text, or relax the settings under [clean]."
         )
+
+
+def joined_pairs(corpus: Artifact, config: CleanConfig) -> list[str]:
+    """Return the pairs to join over the pivot, sorted.
+
+    Raises:
+        DataError: One has training lines of its own, or the pivot has none with its languages.
+    """
+    trained, wanted = line_counts(corpus, "train"), []
+    for name in config.joined_pairs:
+        codes = name.split("-")
+        pair = pair_name(*codes)
+        missing = [code for code in codes if pair_name(code, config.pivot) not in trained]
+        if pair in trained or missing:
+            problem = (
+                "which has training lines of its own"
+                if pair in trained
+                else f"but {corpus.directory} has no training lines of "
+                f"{pair_name(missing[0], config.pivot)}"
+            )
+            raise DataError(f"clean.joined_pairs names {name}, {problem}. Take it out of the list.")
+        wanted.append(pair)
+    return sorted(wanted)
 
 
 def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
@@ -130,9 +163,33 @@ class Cleaning:
         """Return the task of a pair, whose files were checked before."""
         first, second = pair.split("-")
         names = text_name("train", pair, first), text_name("train", pair, second)
+        return self._task(
+            pair, (self.corpus.unchecked_file(names[0]), self.corpus.unchecked_file(names[1]))
+        )
+
+    @contextmanager
+    def joined_task(self, pair: str) -> Iterator[PairTask]:
+        """Yield the task of a pair whose lines are joined from the two cleaned pairs."""
+        codes = pair.split("-")
+        first, second = (self.writer.path(text_name("train", pair, code)) for code in codes)
+        joined = first.with_suffix(".joined"), second.with_suffix(".joined")
+        write_joined(self._cleaned(codes[0]), self._cleaned(codes[1]), joined)
+        yield self._task(pair, joined)
+        for path in joined:
+            path.unlink()
+
+    def _cleaned(self, code: str) -> PivotedText:
+        pivot = self.config.pivot
+        pair = pair_name(code, pivot)
+        text, of_pivot = (self.writer.path(text_name("train", pair, one)) for one in (code, pivot))
+        return PivotedText(text, of_pivot)
+
+    def _task(self, pair: str, sources: tuple[Path, Path]) -> PairTask:
+        first, second = pair.split("-")
+        names = text_name("train", pair, first), text_name("train", pair, second)
         return PairTask(
             pair=pair,
-            sources=(self.corpus.unchecked_file(names[0]), self.corpus.unchecked_file(names[1])),
+            sources=sources,
             outputs=(self.writer.path(names[0]), self.writer.path(names[1])),
             facts=PairFacts(
                 letters=(self.letters[first], self.letters[second]),
@@ -148,6 +205,13 @@ def clean_by_name(cleaning: Cleaning, pair: str) -> PairResult:
     return clean_pair(cleaning.task(pair))
 
 
+def join_by_name(cleaning: Cleaning, pair: str) -> PairResult:
+    """Join a pair over the pivot and clean it, in any process, after both its pairs are clean."""
+    with cleaning.joined_task(pair) as task:
+        result = clean_pair(task)
+    return replace(result, is_joined=True)
+
+
 def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
     """Return language → scripts of its letters, as found at import, else from CLDR."""
     found = found_scripts(corpus)
@@ -156,17 +220,28 @@ def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
 
 
 def clean_all(
-    cleaning: Cleaning, pairs: list[str], *, processes: int, mpi: bool = False
+    cleaning: Cleaning,
+    pairs: list[str],
+    joined: list[str],
+    *,
+    processes: int,
+    mpi: bool = False,
 ) -> Iterator[PairResult]:
-    """Yield the results in the order of the pairs; workers are spawned, or ranks."""
+    """Yield the results in the order of the pairs, then of those to join.
+
+    Workers are spawned processes, or ranks.
+    """
     if (processes == 1 and not mpi) or len(pairs) < 2:
         for pair in pairs:
             yield clean_by_name(cleaning, pair)
+        for pair in joined:
+            yield join_by_name(cleaning, pair)
         return
     with held_out_stored(cleaning.held_out, cleaning.writer.path("held_out.stored")) as stored:
         shared = replace(cleaning, held_out=stored)
         with open_pool(min(processes, len(pairs)), mpi=mpi, shared=shared) as pool:
             yield from pool.in_order(with_shared(clean_by_name), pairs)
+            yield from pool.in_order(with_shared(join_by_name), joined)
 
 
 def write_samples(writer: ArtifactWriter, results: list[PairResult]) -> None:
@@ -211,7 +286,10 @@ def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, o
     """Return lines per pair and split, and characters and dropped lines per pair."""
     pairs = {pair: dict(counts) for pair, counts in pair_counts(corpus).items()}
     for result in results:
-        pairs[result.pair]["train"] = result.lines
+        pairs.setdefault(result.pair, {})["train"] = result.lines
+    emptied = emptied_pairs(corpus) | {one.pair for one in results if not one.is_joined}
+    matched = {one.pair: {"matched": one.read} for one in results if one.is_joined}
+    joined = joined_lines(corpus) | matched
     return {
         "pairs": pairs,
         "characters": {
@@ -233,34 +311,39 @@ def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, o
             }
             for result in results
         },
-        "emptied": sorted(
-            emptied_pairs(corpus) | {result.pair for result in results if not result.lines}
-        ),
+        "emptied": sorted(emptied - {one.pair for one in results if one.lines}),
+        **({"joined": joined} if joined else {}),
         "imported": imported_statistics(corpus),
         "languages": corpus.statistics.get("languages", {}),
     }
 
 
-def summary(corpus: Artifact, results: list[PairResult], *, held_out: HeldOutSets) -> list[str]:
+def summary(
+    corpus: Artifact, results: list[PairResult], *, held_out: HeldOutSets, pivot: str
+) -> list[str]:
     """Summarize lines read, kept and dropped, the largest leaks and the largest losses."""
-    read, kept = (
-        sum(numbers) for numbers in ([r.read for r in results], [r.lines for r in results])
+    own, joined = (
+        [one for one in results if one.is_joined == is_joined] for is_joined in (False, True)
     )
+    read, kept = (sum(numbers) for numbers in ([r.read for r in own], [r.lines for r in own]))
     copied = sum(sum(line_counts(corpus, split).values()) for split in HELD_OUT_SPLITS)
     lines = [
-        f"read {counted(read, 'training line')} of {counted(len(results), 'pair')}, kept {kept:,}; "
+        f"read {counted(read, 'training line')} of {counted(len(own), 'pair')}, kept {kept:,}; "
         f"{counted(copied, 'validation and test line')} as they were"
     ]
-    if read > kept:
+    if any(result.dropped for result in results):
         lines.append(f"dropped: {_dropped_by_rule(results)}")
-        losses = {result.pair: 1 - result.lines / result.read for result in results}
+        losses = {one.pair: 1 - one.lines / one.read for one in results if one.read}
         worst = sorted(losses, key=lambda pair: (-losses[pair], pair))[:3]
         shares = (f"{pair} {losses[pair]:.1%}" for pair in worst if losses[pair])
         lines.append(f"most from: {', '.join(shares)}")
     if found := _largest_leaks(held_out, results):
         lines.append(f"held-out lines in training text, most: {', '.join(found)}")
+    if joined:
+        counts = (f"{one.pair} {one.lines:,} of {one.read:,}" for one in joined)
+        lines.append(f"joined over {pivot}, kept of the lines with equal pivots: {listed(counts)}")
     emptied = [
-        f"{result.pair} ({_describe(result.dropped)})" for result in results if not result.lines
+        f"{result.pair} ({_describe(result.dropped)})" for result in own if not result.lines
     ] + sorted(emptied_pairs(corpus))
     if emptied:
         lines.append(f"no training data left: {listed(emptied)}")

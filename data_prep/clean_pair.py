@@ -129,6 +129,8 @@ class PairResult:
     """Number of a held-out set → lines with a side in it."""
     language_not_known: dict[str, int] = field(default_factory=dict)
     """Language unknown to the identifier → lines that were not judged for it."""
+    is_joined: bool = False
+    """Whether the lines read were joined over the pivot."""
 
     @property
     def read(self) -> int:

@@ -264,6 +264,23 @@ def language(code: str) -> Language:
     )
 
 
+def own_name(code: str) -> str:
+    """Return the name of a language in that language, ``Deutsch`` for ``de``. Needs Babel.
+
+    Returns its English name if CLDR has no other, and the code itself if CLDR has none.
+    """
+    from babel import Locale, UnknownLocaleError
+
+    try:
+        found = language(code)
+        locale = Locale.parse(_CLDR_CODES.get(found.code, found.code))
+    except ConfigError:
+        return code
+    except (UnknownLocaleError, ValueError):
+        return found.name
+    return locale.get_display_name(locale) or found.name
+
+
 def iso_639_3(code: str) -> str:
     """Return the three-letter code of ISO 639-3 for a language, or its code if none is known.
 

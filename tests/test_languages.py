@@ -19,6 +19,7 @@ from pipeline.languages import (
     find_code,
     language,
     nearest_codes,
+    own_name,
     parts_words_by_spaces,
     without_region,
 )
@@ -135,6 +136,23 @@ def test_any_well_formed_code_is_a_language_of_unknown_family(
     assert language(code) == Language(found, name, "unknown", script)
     assert canonical(code) == found.split("_")[0]
     assert family(code) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("de", "Deutsch"),
+        ("ar", "العربية"),
+        ("zh_Hant", "中文 (繁體)"),
+        ("deu_Latn", "Deutsch"),
+        ("chr", "ᏣᎳᎩ"),
+        ("cop", "Coptic"),
+        ("qfr", "qfr"),
+        ("a language", "a language"),
+    ],
+)
+def test_a_language_has_its_own_name_if_cldr_knows_it(code: str, name: str) -> None:
+    assert own_name(code) == name
 
 
 @pytest.mark.parametrize("code", ["d", "", "de en", "de_", "d3", "zh_Hant_TW_x", "1a"])

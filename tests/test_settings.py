@@ -69,6 +69,7 @@ ZERO_IS_SENSIBLE = {
     "average_last": "the weights of the best validation",
     "top_k": "from all tokens",
     "alignment_layer": "the first",
+    "converter_layers": "none",
     "encoder_layers": "the first",
     "decoder_layers": "the first",
     "noise": "gates without noise",

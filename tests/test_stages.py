@@ -15,6 +15,7 @@ from pipeline.stages.stage import stage_config
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
     *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
+    "converter_layers",
     "language_modules",
     *("initialization", "positions", "scale_embedding", "width"),
 }
@@ -61,6 +62,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
             *("drop_held_out_overlap", "max_bytes", "max_characters", "max_length_ratio"),
             *("drop_near_duplicates", "held_out_scope", "identify_languages", "language_model"),
+            *("joined_pairs", "pivot"),
         }
     },
     "train_tokenizer": {
@@ -101,7 +103,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # How many lines at once: where evaluation_capacity_factor is set, which tokens an
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
-            *("alignment_layer", "alignments", "banned", "n_best", "required", "route"),
+            *("alignment_layer", "alignments", "banned", "choose", "n_best", "required", "route"),
             *("router_language", "sampling_temperature", "search", "seed", "targets", "top_k"),
             "top_p",
             "word_scores",
@@ -122,6 +124,10 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "evaluate_task": {},
 }
 """Stage → section → settings on which its result depends."""
+DECIDING["translate_text"] = {
+    "text": {"field", "source"},
+    "decoding": DECIDING["translate"]["decoding"],
+}
 DECIDING["analyze_vectors"] = {
     "analysis": {"directions", "router_languages"},
     "decoding": DECIDING["translate"]["decoding"],

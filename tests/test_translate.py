@@ -41,6 +41,7 @@ from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.weights import write_weights
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.minimum_bayes_risk import expected_utility
 from pipeline.decoding.sentences import UNKNOWN
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
@@ -417,10 +418,45 @@ def test_two_ranks_sample_what_one_does(bench: Bench) -> None:
     assert_same(bench.found("out"), bench.found("whole"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        "beam_size = 6\nn_best = 6\n",
+        'search = "sampling"\nn_best = 8\ntop_k = 3\nsampling_temperature = 0.7\n',
+    ],
+)
+def test_minimum_bayes_risk_chooses_from_the_list_and_two_ranks_what_one_does(
+    bench: Bench, decoding: str
+) -> None:
+    decoding += "max_length_ratio = 0.3\nmax_extra_length = 6\n"
+    assert bench.run("listed", decoding=decoding) == 0
+    decoding += 'choose = "mbr"\n'
+    assert bench.run("whole", decoding=decoding) == 0
+    found, chosen_later = bench.found("whole"), 0
+    listed = open_artifact(bench.directory / "listed", kind="translations")
+    for name, lines in bench.found("listed").items():
+        for first, one, told in zip(
+            lines, found[name], details_in(listed.file(f"details/{name}.jsonl")), strict=True
+        ):
+            if not one.split and told.n_best:
+                texts = [candidate.text for candidate in told.n_best]
+                utility = expected_utility(texts)
+                assert utility[texts.index(one.text)] == max(utility)
+                chosen_later += one.text != first.text
+    assert chosen_later > 2
+    whole = open_artifact(bench.directory / "whole", kind="translations")
+    assert whole.names("details") == []
+    ended = run_command(bench.command("out", "--processes", "2", decoding=decoding))
+    assert ended.returncode == 0, ended.stderr
+    assert_same(bench.found("out"), found)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("n_best = 3", "n_best 3 exceeds beam_size 2"),
+        ('choose = "mbr"', "compares n_best hypotheses, and n_best is 1"),
         ("top_p = 1.5", "top_p"),
         ('banned = ["  "]', "the banned phrase '  ': it is empty"),
         ("alignments = true\nalignment_layer = 2", "the model has 2 decoder layers"),

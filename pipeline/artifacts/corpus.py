@@ -6,6 +6,7 @@ that never had training lines is a zero-shot pair. The statistics of a corpus ho
 
 - ``pairs``: pair → split → lines;
 - ``emptied``: pairs that lost all their training lines;
+- ``joined``: pair → ``matched`` → lines joined over the pivot before any were dropped;
 - ``imported``: pair → ``train`` → lines before any were dropped, where some were.
 
 A stage that declares splits (``stages.Input.splits``) is given a part of the corpus, and its
@@ -195,6 +196,15 @@ def emptied_pairs(artifact: Artifact) -> set[str]:
         ArtifactError: The statistics are malformed.
     """
     return listed_names(artifact, "emptied")
+
+
+def joined_lines(artifact: Artifact) -> dict[str, dict[str, int]]:
+    """Return the lines of every pair that `clean` joined over a pivot, before any were dropped.
+
+    Raises:
+        ArtifactError: The statistics are malformed.
+    """
+    return pair_counts(artifact, "joined") if "joined" in artifact.statistics else {}
 
 
 def listed_names(artifact: Artifact, name: str) -> set[str]:

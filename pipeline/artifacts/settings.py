@@ -143,6 +143,31 @@ class CleanConfig(Settings):
     """Validation and test lines that ``drop_held_out_overlap`` compares with: lines of the same
     language in all pairs, or in the same pair alone. Leaks are counted over all pairs in any
     case."""
+    joined_pairs: tuple[str, ...] = ()
+    """Pairs without training text that get the lines of two pairs with equal pivot lines: ``de-fr``
+    from de-en and en-fr. They are cleaned as all others, and stop being zero-shot."""
+    pivot: str = "en"
+    """Language over which ``joined_pairs`` are joined."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.joined_pairs:
+            return self
+        for pair in self.joined_pairs:
+            codes = set(pair.split("-"))
+            if pair.count("-") != 1 or len(codes - {self.pivot, ""}) < 2:
+                raise ValueError(
+                    f"joined_pairs names {pair!r}, which is no pair of two languages beside the "
+                    f"pivot {self.pivot!r}. Write it like 'de-fr'"
+                )
+        if len({frozenset(pair.split("-")) for pair in self.joined_pairs}) < len(self.joined_pairs):
+            raise ValueError("joined_pairs names a pair twice. Name each once")
+        if not self.drop_held_out_overlap or self.held_out_scope != "all_pairs":
+            raise ValueError(
+                "joined_pairs needs drop_held_out_overlap = true and held_out_scope = "
+                '"all_pairs", so that no lines are joined across a held-out line. Set both'
+            )
+        return self
 
 
 class TokenizerConfig(Settings):

@@ -22,6 +22,8 @@ from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.plan_commands import PLAN_COMMANDS
 from pipeline.cli.recipe_commands import RECIPE_COMMANDS
+from pipeline.cli.report_command import REPORT_COMMANDS
+from pipeline.cli.serve_command import SERVE_COMMANDS
 from pipeline.cli.simulate_command import SIMULATE_COMMANDS
 from pipeline.cli.stage_commands import stage_main
 from pipeline.cli.survey_command import SURVEY_COMMANDS
@@ -39,7 +41,9 @@ COMMANDS = (
     *RECIPE_COMMANDS,
     *SIMULATE_COMMANDS,
     *SURVEY_COMMANDS,
+    *REPORT_COMMANDS,
     *EXPORT_COMMANDS,
+    *SERVE_COMMANDS,
 )
 OTHER_COMMANDS = (*(one.name for one in COMMANDS), "checkpoint")
 """Names of the commands that are not stages."""

@@ -1,12 +1,13 @@
-"""8-bit weights for translation on CPU: all linear layers and the output projection.
+"""8-bit weights for translation on CPU: linear layers, experts and the output projection.
 
 Weights are quantized symmetrically per output. Activations are quantized on the fly, each row by
 its own largest magnitude, so that a translation does not depend on its batch (PyTorch's dynamic
 quantization uses one range for all rows). Activations have 7 bits: processors without VNNI add
-pairs of 8-bit products in 16 bits, which 8 by 8 bits would overflow. Experts, routers, embeddings
-and norms are not quantized.
+pairs of 8-bit products in 16 bits, which 8 by 8 bits would overflow. Routers, embeddings and norms
+are not quantized.
 
-Legend: R rows, I inputs, O outputs.
+Legend: R rows, sorted by expert, I inputs, O outputs, N tokens, D model width, F hidden width, E
+experts.
 """
 
 import warnings
@@ -17,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.products import Linear
+from pipeline.kernels.cpu import side_by_side
+from pipeline.kernels.placement import combine, gather
+from pipeline.kernels.products import Activation, Linear, activate
+from pipeline.model.moe.dispatch import Dispatch
+from pipeline.model.moe.experts import Experts, StackedLinear
 from pipeline.model.transformer import Transformer
 
 LARGEST, MIDDLE = 63, 64
@@ -35,14 +40,51 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
-        scale = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
-        y: Tensor = _product()(x / scale, 1.0 / LARGEST, MIDDLE, self.packed)
-        y *= scale
+        scale = _largest(x)
+        y = _product(x / scale, self.packed).mul_(scale)
         return y if self.bias_O is None else y.add_(self.bias_O)
 
 
+class QuantizedExperts(nn.Module):
+    """Experts whose projections have weights in 8 bits; input and output are float32."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.activation: Activation = experts.activation
+        self.up = QuantizedStack(experts.up)
+        self.down = QuantizedStack(experts.down)
+
+    def serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
+        """Return the weighted sum of every token's experts, (N, D)."""
+        rows_E = dispatch.rows_E
+        hidden_RF = activate(self.up(gather(x_ND, dispatch), rows_E), self.activation)
+        return combine(self.down(hidden_RF, rows_E), dispatch.weight_NC, dispatch)
+
+
+class QuantizedStack(nn.Module):
+    """One linear layer of every expert, in 8 bits."""
+
+    def __init__(self, linear: StackedLinear) -> None:
+        super().__init__()
+        self.bias_EO = linear.bias.detach().float()
+        self.packed_E = [_packed(weight_OI) for weight_OI in linear.weight.detach().float()]
+
+    def forward(self, x_RI: Tensor, rows_E: Tensor) -> Tensor:
+        """Apply each expert to its slice of ``rows_E`` rows, (R, O)."""
+        scale_R1, rows = _largest(x_RI), rows_E.tolist()
+        y_RO = x_RI.new_empty(len(x_RI), self.bias_EO.shape[1])
+        slices = [tensor.split(rows) for tensor in (x_RI / scale_R1, scale_R1, y_RO)]
+
+        def serve(e: int) -> None:
+            scaled, scale, y = (of_expert[e] for of_expert in slices)
+            torch.addcmul(self.bias_EO[e], _product(scaled, self.packed_E[e]), scale, out=y)
+
+        side_by_side(serve, [len(y) * self.bias_EO.shape[1] * x_RI.shape[1] for y in slices[2]])
+        return y_RO
+
+
 def quantize(model: Transformer) -> None:
-    """Replace a model's linear layers by 8-bit ones, in place.
+    """Replace a model's linear layers and experts by 8-bit ones, in place.
 
     Raises:
         ConfigError: the model is not on the CPU, or this build of PyTorch has no 8-bit products.
@@ -60,6 +102,8 @@ def quantize(model: Transformer) -> None:
         for name, child in module.named_children():
             if isinstance(child, Linear):
                 setattr(module, name, QuantizedLinear(child.weight, child.bias))
+            elif isinstance(child, Experts):
+                setattr(module, name, QuantizedExperts(child))
     embedding = model.embedding
     table_VD = embedding.output_table()
     if table_VD is not None:
@@ -78,9 +122,14 @@ def _packed(weight_OI: Tensor) -> Any:
         return torch.ops.quantized.linear_prepack(quantized, None)
 
 
-def _product() -> Callable[..., Tensor]:
-    """Return the product that quantizes its input by a given scale and zero, into float32."""
-    found: Callable[..., Tensor] = (
+def _largest(x: Tensor) -> Tensor:
+    """Return the largest magnitude of every row, (..., 1)."""
+    return x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+
+
+def _product(scaled: Tensor, packed: Any) -> Tensor:
+    """Return the product of rows from -1 to 1, which it quantizes, with packed weights."""
+    product: Callable[..., Tensor] = (
         torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
     )
-    return found
+    return product(scaled, 1.0 / LARGEST, MIDDLE, packed)

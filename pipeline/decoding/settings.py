@@ -1,4 +1,4 @@
-"""Settings of decoding: the section ``[decoding]`` of a recipe."""
+"""Settings of decoding: the sections ``[decoding]`` and ``[text]`` of a recipe."""
 
 from typing import Annotated, Literal, Self
 
@@ -16,7 +16,11 @@ class DecodingConfig(Settings):
     """Hypotheses per sentence in beam search."""
     n_best: Annotated[int, whole(1, 1000)] = 1
     """Hypotheses kept per sentence: the best of beam search, at most beam_size, or as many
-    independent samples, the first of which is the translation."""
+    independent samples, the first of which is the translation. With choose = "mbr", hypotheses to
+    choose the translation from."""
+    choose: Literal["score", "mbr"] = "score"
+    """Choice of the translation among n_best hypotheses: the first, or by minimum Bayes risk the
+    one that agrees most with the others; see ``decoding/minimum_bayes_risk.py``."""
     length_penalty: Annotated[float, number(least=-10, most=10)] = 1.0
     """Exponent of the length by which scores are divided: values above 0 favor long hypotheses."""
     max_length_ratio: Annotated[float, number(least=0, most=1000)] = 2.0
@@ -28,8 +32,8 @@ class DecodingConfig(Settings):
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Rule that ends a sentence and normalizes scores; see ``decoding/hypotheses.py``."""
     precision: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Arithmetic of the model. int8, on CPU only: linear layers in 8 bits, the rest in float32; see
-    ``decoding/quantization.py``."""
+    """Arithmetic of the model. int8, on CPU only: linear layers and experts in 8 bits, the rest in
+    float32; see ``decoding/quantization.py``."""
     route: Route = "specific"
     """Route through a model with language modules and a shared module."""
     sampling_temperature: Temperature = 1.0
@@ -48,7 +52,7 @@ class DecodingConfig(Settings):
     """Phrases that every translation must contain, as the vocabulary spells them; beam search
     only."""
     targets: tuple[str, ...] = ()
-    """Languages that test lines are translated into; empty: all."""
+    """Languages that lines are translated into; empty: all."""
     word_scores: bool = False
     """Compute the log-probability of every word, in one pass over the finished translation."""
     router_language: str = ""
@@ -67,9 +71,14 @@ class DecodingConfig(Settings):
         return self.beam_size if self.search == "beam" else self.n_best
 
     @property
+    def lists_hypotheses(self) -> bool:
+        """Whether all n_best hypotheses are requested."""
+        return self.n_best > 1 and self.choose == "score"
+
+    @property
     def wants_details(self) -> bool:
         """Whether more than the text of one hypothesis is requested."""
-        return self.n_best > 1 or self.word_scores or self.alignments
+        return self.lists_hypotheses or self.word_scores or self.alignments
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -88,6 +97,11 @@ class DecodingConfig(Settings):
                 f"n_best {self.n_best} exceeds beam_size {self.beam_size}, and beam search keeps "
                 "no more. Lower it, or raise beam_size"
             )
+        if self.choose == "mbr" and self.n_best == 1:
+            raise ValueError(
+                'choose is "mbr", which compares n_best hypotheses, and n_best is 1. Raise it, or '
+                "leave choose out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -101,3 +115,12 @@ class DecodingConfig(Settings):
                 'set search to "sampling"'
             )
         return self
+
+
+class TextConfig(Settings):
+    """Text to translate into the languages of ``decoding.targets``."""
+
+    source: str = ""
+    """Language of the text."""
+    field: str = "text"
+    """Field that holds the text in the records of ``.jsonl`` files."""

@@ -26,6 +26,7 @@ from pipeline.decoding.beam_search import beam_search_n_best
 from pipeline.decoding.constraints import has_sequence
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.minimum_bayes_risk import choose
 from pipeline.decoding.quantization import quantize
 from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
@@ -327,6 +328,8 @@ class Translator:
         for batch in self._batches([len(part.tokens) for part in parts]):
             sources = [self._source(parts[index]) for index in batch]
             hypotheses = search(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
+            if self.config.choose == "mbr":
+                hypotheses = [[choose(of, self._texts(of))] for of in hypotheses]
             best = [of_source[0] for of_source in hypotheses]
             passes = zip(batch, hypotheses, self._forced_passes(sources, best), strict=True)
             found |= {index: _Found(parts[index], of, forced) for index, of, forced in passes}
@@ -376,13 +379,16 @@ class Translator:
     def _alternative(self, job: Job, found: Sequence[_Found], rank: int) -> Alternative:
         """Join the hypotheses of one rank of all parts; a part with fewer gives its last."""
         chosen = [one.hypothesis(rank) for one in found]
-        texts = [self.tokenizer.decode(one.tokens) for one in chosen]
+        texts = self._texts(chosen)
         language = _canonical(job.direction.target)
         text = texts[0] if len(texts) == 1 else join_sentences(texts, language=language)
         return Alternative(text, round(_mean_score(chosen), 4))
 
+    def _texts(self, translations: Sequence[Translation]) -> list[str]:
+        return [self.tokenizer.decode(one.tokens) for one in translations]
+
     def _details(self, job: Job, found: Sequence[_Found]) -> Details:
-        kept = max(len(one.hypotheses) for one in found) if self.config.n_best > 1 else 0
+        kept = max(len(one.hypotheses) for one in found) if self.config.lists_hypotheses else 0
         words: list[Word] = []
         source_words: list[str] = []
         alignment: list[tuple[int, int]] = []

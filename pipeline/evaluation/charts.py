@@ -1,14 +1,15 @@
-"""Line and bar charts as inline SVG or as SVG files, legible at a width of 300 pixels and more.
+"""Charts as inline SVG or as SVG files, legible at a width of 300 pixels and more.
 
 The style sheet of the page (``report.css``) sets colors, dashes and type. Every element has a class
-for it (``grid``, ``axis``, ``tick``, ``label``, ``line``, ``lead``, ``begin``, ``marker``, ``dot``,
-``upright``, ``fill``); elements of a series also have the class of its color. Series differ in
-color, dashes and markers, so that readers can follow them where they overlap or print in gray.
+for it (``grid``, ``axis``, ``tick``, ``label``, ``line``, ``band``, ``lead``, ``begin``,
+``marker``, ``dot``, ``upright``, ``fill``, ``cell``); elements of a series also have the class of
+its color. Series differ in color, dashes and markers, so that readers can follow them where they
+overlap or print in gray.
 """
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -22,7 +23,7 @@ CHARACTER = 8.4
 Y_LABEL = 12.0
 """Horizontal position of the label of the vertical axis."""
 BAR_ROW = 17.0
-"""Height of a row of a bar chart."""
+"""Height of a row of a bar chart or heat map."""
 VALUE_SHARE = 0.12
 """Share of the axis beyond the last tick that is kept for the value of a bar."""
 MAX_POINTS = 300
@@ -79,6 +80,9 @@ class Series:
     """Position on the horizontal axis where the line begins; a dotted line leads there from 0."""
     upright: float | None = None
     """Position of a vertical line in the color of the series, such as its mean."""
+    low: tuple[Point, ...] = ()
+    high: tuple[Point, ...] = ()
+    """Edges of a band around the line, such as the range over runs; empty: none."""
 
     @property
     def style(self) -> str:
@@ -135,7 +139,7 @@ def line_chart(
     """
     drawn = [one for one in series if one.points]
     xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points]
+    ys = [y for one in drawn for _, y in (*one.points, *one.low, *one.high)]
     x_ticks, y_ticks = nice_ticks(0.0, max(xs), about=4), nice_ticks(min(ys), max(ys))
     # Lines end where the data ends, at the right edge; there is always a tick beyond zero.
     x_high = max(max(xs), x_ticks[1])
@@ -175,6 +179,57 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
         f'<svg viewBox="0 0 {WIDTH} {floor + 44:.0f}" role="img" '
         f'aria-label="{escape_html(title)}">{axis}{rows}{label}</svg>'
     )
+
+
+def heat_map(
+    rows: Mapping[str, Sequence[float]],
+    columns: Sequence[str],
+    *,
+    title: str,
+    x_label: str,
+    low: float,
+    high: float,
+) -> str:
+    """Return an SVG heat map, whose cells show their values when pointed at.
+
+    Args:
+        rows: name → values, one per column; at least one row.
+        columns: names, of which as many are printed as fit.
+        title: text for screen readers.
+        x_label: label of the horizontal axis.
+        low: value of the palest cell.
+        high: value of the strongest cell.
+    """
+    left = _left_edge(rows)
+    width = (RIGHT - left) / len(columns)
+    floor = TOP + BAR_ROW * len(rows)
+    cells = "".join(
+        f'<rect class="cell" x="{left + width * place:.1f}" y="{TOP + BAR_ROW * number:.1f}" '
+        f'width="{width:.1f}" height="{BAR_ROW:.1f}" fill-opacity="{_strength(value, low, high)}">'
+        f"<title>{escape_html(name)}, {escape_html(column)}: {value:.3g}</title></rect>"
+        for number, (name, values) in enumerate(rows.items())
+        for place, (column, value) in enumerate(zip(columns, values, strict=True))
+    )
+    names = "".join(
+        _text("tick", name, x=left - 5, y=TOP + BAR_ROW * (number + 0.5) + 4, anchor="end")
+        for number, name in enumerate(rows)
+    )
+    step = math.ceil(CHARACTER * (max(map(len, columns)) + 0.5) / width)
+    ticks = "".join(
+        _text("tick", column, x=left + width * (place + 0.5), y=floor + 16)
+        for place, column in enumerate(columns)
+        if place % step == 0
+    )
+    label = _text("label", x_label, x=(left + RIGHT) / 2, y=floor + 36)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {floor + 44:.0f}" role="img" '
+        f'aria-label="{escape_html(title)}">{cells}{names}{ticks}{label}</svg>'
+    )
+
+
+def _strength(value: float, low: float, high: float) -> str:
+    share = (value - low) / (high - low) if high > low else 1.0
+    return f"{min(max(share, 0.0), 1.0):.3f}"
 
 
 def _left_edge(texts: Iterable[str], *, before: float = 0.0) -> float:
@@ -278,6 +333,7 @@ def _text(style: str, text: str, *, x: float, y: float, anchor: str = "middle") 
 def _line(frame: Frame, series: Series, *, mark_lowest: bool) -> str:
     points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in series.points)
     parts = [
+        _band(frame, series),
         _lead(frame, series),
         _upright(frame, series),
         f'<polyline class="line {series.style}" points="{points}"/>',
@@ -291,6 +347,14 @@ def _line(frame: Frame, series: Series, *, mark_lowest: bool) -> str:
             "</circle>"
         )
     return "".join(parts)
+
+
+def _band(frame: Frame, series: Series) -> str:
+    edge = (*series.low, *reversed(series.high))
+    if not edge:
+        return ""
+    points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in edge)
+    return f'<polygon class="band {series.style}" points="{points}"/>'
 
 
 def _lead(frame: Frame, series: Series) -> str:

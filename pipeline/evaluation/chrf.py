@@ -1,10 +1,12 @@
-"""chrF++ from sufficient statistics per line, and counts of shared n-grams, also used by BLEU.
+"""chrF++ from sufficient statistics per line or of all pairs of texts, and shared n-grams for BLEU.
 
 The statistics are sacreBLEU's, counted as integers for many lines at once; sacreBLEU computes the
 score of a corpus from their sum.
+
+Legend: T texts, N n-grams of one order, K pairs of an n-gram and a text that has it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from string import punctuation
 from typing import Any
@@ -22,7 +24,12 @@ from pipeline.evaluation.score_slot import (
     Score,
     TranslatedLines,
 )
-from pipeline.kernels.sentence_loops import Integers, count_shared_ngrams
+from pipeline.kernels.sentence_loops import (
+    ITEM_BITS,
+    Integers,
+    add_shared_by_pairs,
+    count_shared_ngrams,
+)
 
 
 def shared_characters(
@@ -107,10 +114,49 @@ class Chrf(Score):
         orders = np.maximum(known.sum(axis=1), 1)
         precision = _sum_where(known, matches / np.maximum(hypothesis, 1.0)) / orders
         recall = _sum_where(known, matches / np.maximum(reference, 1.0)) / orders
-        weighted = BETA**2 * precision + recall
-        scores: Floats = 100.0 * (1 + BETA**2) * precision * recall
-        scores /= np.where(weighted, weighted, 1.0)
-        return scores
+        return _f_score(precision, recall)
+
+
+def pairwise_chrf(texts: Sequence[str]) -> Floats:
+    """Return chrF++ of every text (rows) with every text as its reference (columns), (T, T).
+
+    The n-grams of each text are counted once, for all pairs. The scores are those of sacreBLEU's
+    ``sentence_score``.
+    """
+    precision_TT, orders_TT = np.zeros((2, len(texts), len(texts)))
+    characters = _characters(["".join(text.split()) for text in texts])
+    of_words = _words(map(words, texts), {})
+    for items, orders in ((characters, CHARACTER_ORDERS), (of_words, WORD_ORDERS)):
+        for shared_TT in _shared_by_pairs(items, orders=orders):
+            total_T = shared_TT.diagonal()
+            orders_TT += np.outer(total_T > 0, total_T > 0)
+            precision_TT += shared_TT / np.maximum(total_T, 1)[:, None]
+    precision_TT /= np.maximum(orders_TT, 1)
+    return _f_score(precision_TT, precision_TT.T)  # the recall of a pair is the precision of (b, a)
+
+
+def _shared_by_pairs(items: _Items, *, orders: int) -> Iterator[Integers]:
+    """Yield the number of shared n-grams of all pairs of texts for each order, (T, T)."""
+    (item_N, starts), texts = items, len(items[1]) - 1
+    text_N = np.repeat(np.arange(texts), np.diff(starts))
+    place_N, ngram_N = np.arange(len(item_N)), np.zeros(len(item_N), dtype=np.int64)
+    for order in range(orders):
+        fits_N = place_N + order < starts[1:][text_N[place_N]]
+        place_N, ngram_N = place_N[fits_N], ngram_N[fits_N]
+        # An n-gram is the one of an item less, and one more item.
+        longer_N = ngram_N << ITEM_BITS | item_N[place_N + order]
+        _, ngram_N = np.unique(longer_N, return_inverse=True)
+        pair_K, count_K = np.unique(ngram_N * texts + text_N[place_N], return_counts=True)
+        shared_TT = np.zeros((texts, texts), dtype=np.int64)
+        add_shared_by_pairs(pair_K // texts, pair_K % texts, count_K, shared_TT)
+        yield shared_TT
+
+
+def _f_score(precision: Floats, recall: Floats) -> Floats:
+    weighted = BETA**2 * precision + recall
+    scores: Floats = 100.0 * (1 + BETA**2) * precision * recall
+    scores /= np.where(weighted, weighted, 1.0)
+    return scores
 
 
 def _sum_where(known: npt.NDArray[np.bool_], values: Floats) -> Floats:

@@ -17,13 +17,17 @@ from pipeline.artifacts.corpus import (
     directions,
     emptied_pairs,
     imported_lines,
+    joined_lines,
     line_counts,
     resource_of,
 )
 
-Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot", "emptied", "unknown"]
-"""Trained into the pivot, out of it, or without it; not trained (zero-shot, or emptied: cleaning
-left no line of the pair); unknown if no given corpus has training lines."""
+Family = Literal[
+    "into_pivot", "out_of_pivot", "other", "pivot_joined", "zero_shot", "emptied", "unknown"
+]
+"""Trained into the pivot, out of it, or without it, on lines of its own or on lines joined over a
+pivot; not trained (zero-shot, or emptied: cleaning left no line of the pair); unknown if no given
+corpus has training lines."""
 Group = Literal["all", Resource]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -56,6 +60,11 @@ def find_pivot(training_pairs: Iterable[str]) -> str | None:
     return "en" if "en" in candidates else None
 
 
+def pivot_of(training: Artifact) -> str | None:
+    """Return the pivot of a corpus, apart from the pairs that were joined over one."""
+    return find_pivot(set(line_counts(training, "train")) - set(joined_lines(training)))
+
+
 def describe_directions(
     corpus: Artifact, *, thresholds: tuple[int, ...], training: Artifact | None = None
 ) -> list[DirectionProfile]:
@@ -68,7 +77,8 @@ def describe_directions(
     """
     training = training or corpus
     lines, test = line_counts(training, "train"), line_counts(corpus, "test")
-    pivot, emptied = find_pivot(lines), emptied_pairs(training)
+    pivot, emptied = pivot_of(training), emptied_pairs(training)
+    joined = joined_lines(training)
     imported = imported_lines(training)
 
     def family(direction: Direction) -> Family:
@@ -76,6 +86,8 @@ def describe_directions(
             return "unknown"
         if direction.pair not in lines:
             return "emptied" if direction.pair in emptied else "zero_shot"
+        if direction.pair in joined:
+            return "pivot_joined"
         if pivot not in (direction.source, direction.target):
             return "other"
         return "into_pivot" if direction.target == pivot else "out_of_pivot"

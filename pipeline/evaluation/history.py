@@ -1,4 +1,6 @@
-"""Runs behind the systems of an evaluation: training budgets, stages, wall times and loss curves.
+"""Runs behind systems: training budgets, stages, wall times and loss curves.
+
+A system is an artifact of translations, or a checkpoint by itself.
 
 The budget of a system covers the training runs that its weights come from: its own and, each once,
 those of every checkpoint that it was assembled from or trained further from. A run counts whole,
@@ -141,25 +143,33 @@ def _total(counts: Sequence[Number | None], zero: Number) -> Number | None:
     return sum(known, zero) if len(known) == len(counts) else None
 
 
+def checkpoint_of(system: Artifact) -> Artifact | None:
+    """Return a checkpoint itself, or the one behind translations; None if it is not there."""
+    if system.manifest.kind == "checkpoint":
+        return system
+    record = system.manifest.inputs.get("checkpoint")
+    return None if record is None else open_recorded(record)
+
+
 def trace_training(
-    system: str, translations: Artifact, *, given: Sequence[Artifact] = ()
+    name: str, system: Artifact, *, given: Sequence[Artifact] = ()
 ) -> tuple[SystemTraining, Artifact | None]:
     """Return the training of a system, and the checkpoint with the metrics of its last run.
 
     Args:
-        system: name.
-        translations: by the system.
+        name: of the system.
+        system: its translations or checkpoint.
         given: checkpoints that existed already; empty: the new cost is not asked for.
     """
-    record = translations.manifest.inputs.get("checkpoint")
-    checkpoint = None if record is None else open_recorded(record)
+    checkpoint = checkpoint_of(system)
     if checkpoint is None:
-        return SystemTraining(system, None, None, (), complete=record is None), None
+        is_baseline = "checkpoint" not in system.manifest.inputs
+        return SystemTraining(name, None, None, (), complete=is_baseline), None
     lineage, runs = _trace_runs([checkpoint])
     own = _last_run(checkpoint)
     described = {identity: describe_run(members) for identity, members in runs.items()}
     return SystemTraining(
-        system=system,
+        system=name,
         parameters=read_parameters(checkpoint),
         own=described.get(own or ""),
         before=tuple(run for identity, run in described.items() if identity != own),
@@ -250,11 +260,15 @@ def describe_run(members: Sequence[Artifact]) -> TrainingRun:
 
 def _operations(run: Artifact, *, source: int | None, target: int | None) -> float | None:
     """Estimate the arithmetic of a run; None where its tokens or its model are not known."""
-    per_token = _read_multiplied(run)
+    return _operations_of(_read_per_token(run), source=source, target=target)
+
+
+def _operations_of(
+    per_token: PerToken | None, *, source: int | None, target: int | None
+) -> float | None:
     if source is None or target is None or per_token is None:
         return None
-    of_pass = per_token.source * source + per_token.target * target
-    return float(OPERATIONS_PER_PARAMETER) * count_passes(run) * of_pass
+    return float(per_token.source * source + per_token.target * target)
 
 
 def count_passes(run: Artifact) -> int:
@@ -335,9 +349,13 @@ def read_parameters(checkpoint: Artifact) -> Parameters | None:
     return Parameters(total=counts["total"], active=counts["active"])
 
 
-def _read_multiplied(checkpoint: Artifact) -> PerToken | None:
-    spec = _readable_spec(checkpoint)
-    return None if spec is None else count_multiplied(spec)
+def _read_per_token(run: Artifact) -> PerToken | None:
+    """Return the operations of training per token of each side; None if the model is unreadable."""
+    spec = _readable_spec(run)
+    if spec is None:
+        return None
+    of_pass, factor = count_multiplied(spec), OPERATIONS_PER_PARAMETER * count_passes(run)
+    return PerToken(source=factor * of_pass.source, target=factor * of_pass.target)
 
 
 def _readable_spec(checkpoint: Artifact) -> ModelSpec | None:
@@ -358,6 +376,8 @@ class CurvePoint:
     """Resource group → validation loss."""
     target_tokens: int | None = None
     """Tokens up to the update, interpolated between two lines of training metrics."""
+    operations: float | None = None
+    """Estimated floating-point operations up to the update, by its tokens."""
 
 
 @dataclass(frozen=True)
@@ -409,7 +429,7 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
     """Follow the manifests of systems, or of their runs, back to the raw text.
 
     Args:
-        systems: name → translations.
+        systems: name → translations or checkpoint.
         given: checkpoints that existed already, if new costs are asked for.
     """
     runs: dict[Path, Artifact] = {}
@@ -417,14 +437,14 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
     curves: list[Curve] = []
     trainings: list[SystemTraining] = []
     missing: set[str] = set()
-    for name, translations in systems.items():
+    for name, system in systems.items():
         behind = Lineage()
-        behind.add(translations, follow=lambda record: record.kind != "raw")
+        behind.add(system, follow=lambda record: record.kind != "raw")
         missing |= behind.missing
         for path, artifact in behind.found.items():
             runs.setdefault(path, artifact)
             users.setdefault(path, []).append(name)
-        training, checkpoint = trace_training(name, translations, given=given)
+        training, checkpoint = trace_training(name, system, given=given)
         trainings.append(training)
         if checkpoint is not None and not read_metrics(checkpoint):
             missing.add(checkpoint.directory.name)
@@ -451,11 +471,15 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
 def read_curve(training: SystemTraining, checkpoint: Artifact) -> Curve:
     """Return the losses of a run; a loss that was not finite is null and leaves a gap."""
     metrics = read_metrics(checkpoint)
-    tokens = tokens_by_update(metrics)
+    source, target = (tokens_by_update(metrics, side=side) for side in SIDES)
+    per_token = _read_per_token(checkpoint)
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
     for entry in metrics:
         if entry.get("kind") in ("train", "validation") and is_number(entry.get("loss")):
-            points[entry["kind"]].append(_point(entry, tokens))
+            at = entry["update"]
+            tokens = {"source": _tokens_at(at, source), "target": _tokens_at(at, target)}
+            operations = _operations_of(per_token, **tokens)
+            points[entry["kind"]].append(_point(entry, tokens["target"], operations))
     return Curve(
         system=training.system,
         training=tuple(points["train"]),
@@ -464,7 +488,7 @@ def read_curve(training: SystemTraining, checkpoint: Artifact) -> Curve:
     )
 
 
-def _point(entry: Mapping[str, Any], tokens: Sequence[tuple[int, int]]) -> CurvePoint:
+def _point(entry: Mapping[str, Any], tokens: int | None, operations: float | None) -> CurvePoint:
     resources = entry.get("resources")
     found = resources.items() if isinstance(resources, dict) else ()
     return CurvePoint(
@@ -472,7 +496,8 @@ def _point(entry: Mapping[str, Any], tokens: Sequence[tuple[int, int]]) -> Curve
         seconds=entry["seconds"],
         loss=entry["loss"],
         resources={group: loss for group, loss in found if is_number(loss)},
-        target_tokens=_tokens_at(entry["update"], tokens),
+        target_tokens=tokens,
+        operations=operations,
     )
 
 

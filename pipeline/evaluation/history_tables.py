@@ -1,12 +1,14 @@
-"""Sections of the report about the runs behind the systems: budgets, loss curves and stages.
+"""Sections of reports about the runs behind the systems: budgets, losses, loss curves and stages.
 
 The horizontal axis of a loss curve counts all training behind a system's weights. The curve of a
 model that was assembled or trained further begins where the earlier runs ended; a dotted line leads
-there.
+there. A system with several runs has one curve: their mean at each update, in a band that is their
+range.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import get_args
 
 from pipeline.artifacts.corpus import Resource
@@ -18,6 +20,7 @@ from pipeline.evaluation.history import (
     Spent,
     SystemTraining,
 )
+from pipeline.evaluation.repeated_runs import group_runs
 from pipeline.evaluation.tables import (
     NO_VALUE,
     BulletList,
@@ -100,32 +103,40 @@ def budgets_section(history: History) -> ReportSection | None:
     )
 
 
-def _parameters(training: SystemTraining) -> tuple[str, str]:
-    if training.parameters is None:
-        return NO_VALUE, NO_VALUE
-    return format_large(training.parameters.total), format_large(training.parameters.active)
+def _parameters(training: SystemTraining) -> tuple[Cell, Cell]:
+    found = training.parameters
+    if found is None:
+        return Cell(None), Cell(None)
+    return _large(found.total), _large(found.active)
 
 
-def _spent(spent: Spent | None) -> tuple[str, ...]:
+def _large(value: float | None) -> Cell:
+    return Cell(format_large(value), order=value)
+
+
+def _spent(spent: Spent | None) -> tuple[Cell, ...]:
     if spent is None:
-        return (NO_VALUE,) * len(SPENT_COLUMNS)
+        return (Cell(None),) * len(SPENT_COLUMNS)
+    seconds = spent.seconds
     return (
-        f"{spent.updates:,}",
-        format_large(spent.source_tokens),
-        format_large(spent.target_tokens),
-        format_large(spent.operations),
-        NO_VALUE if spent.seconds is None else format_duration(spent.seconds),
+        Cell(f"{spent.updates:,}", order=spent.updates),
+        _large(spent.source_tokens),
+        _large(spent.target_tokens),
+        _large(spent.operations),
+        Cell(None) if seconds is None else Cell(format_duration(seconds), order=seconds),
     )
 
 
-def _sums(training: SystemTraining, spent: Spent | None) -> tuple[str, ...]:
+def _sums(training: SystemTraining, spent: Spent | None) -> tuple[Cell, ...]:
     """Return sums over the runs of a system, as lower bounds if some runs are missing."""
     if not training.is_trained:
         return _spent(None)
     cells = _spent(spent)
     if training.complete:
         return cells
-    return tuple(cell if cell == NO_VALUE else f"≥ {cell}" for cell in cells)
+    return tuple(
+        cell if cell.rank is None else replace(cell, value=f"≥ {cell.text}") for cell in cells
+    )
 
 
 def _budget_notes(history: History) -> Iterator[str]:
@@ -236,12 +247,86 @@ class Axis:
 UPDATES = Axis("updates", lambda point: point.update, lambda spent: spent.updates)
 
 
+def losses_section(history: History) -> ReportSection | None:
+    """Return the lowest and last validation loss of every system whose runs have any."""
+    systems = _curves_by_system(history.curves)
+    validated = {name: runs for name, runs in systems.items() if all(map(_validation, runs))}
+    if not validated:
+        return None
+    best = {
+        name: [min(run.validation, key=_loss) for run in runs] for name, runs in validated.items()
+    }
+    groups = [
+        group
+        for group in get_args(Resource)
+        if any(group in point.resources for points in best.values() for point in points)
+    ]
+    titles = ("System", "runs", "lowest", "at update", "last", "at update")
+    columns = (
+        *headings(*titles),
+        *(Heading(_tier(group), group="At the lowest") for group in groups),
+    )
+    rows = (
+        row(
+            name,
+            len(runs),
+            _mean_cell(map(_loss, best[name])),
+            _updates_cell(best[name]),
+            _mean_cell(run.validation[-1].loss for run in runs),
+            _updates_cell([run.validation[-1] for run in runs]),
+            *(_mean_cell(point.resources.get(group) for point in best[name]) for group in groups),
+        )
+        for name, runs in validated.items()
+    )
+    without = [name for name in systems if name not in validated]
+    notes = [f"Left out, since a run of them has no validation loss: {', '.join(without)}."]
+    return ReportSection(
+        "Validation losses",
+        "Nats per token in the last training of each system, whose updates count from its start. "
+        "Of systems with several runs: means over the runs, with the range below.",
+        tables=(Table("", columns, tuple(rows)),),
+        lists=bullets(notes if without else []),
+    )
+
+
+def _curves_by_system(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
+    """Return the curves of the runs of every system."""
+    by_run = {curve.system: curve for curve in curves}
+    return {system: [by_run[run] for run in runs] for system, runs in group_runs(by_run).items()}
+
+
+def _validation(curve: Curve) -> tuple[CurvePoint, ...]:
+    return curve.validation
+
+
+def _loss(point: CurvePoint) -> float:
+    return point.loss
+
+
+def _mean_cell(losses: Iterable[float | None]) -> Cell:
+    """Return the mean over runs with their range; a dash if a run lacks the loss."""
+    found = list(losses)
+    known = [loss for loss in found if loss is not None]
+    if len(known) < len(found):
+        return Cell(None)
+    note = f"{min(known):.3f}–{max(known):.3f}" if len(known) > 1 else ""
+    return Cell(fmean(known), ".3f", note=note)
+
+
+def _updates_cell(points: Sequence[CurvePoint]) -> Cell:
+    updates = sorted({point.update for point in points})
+    return Cell(
+        "–".join(f"{update:,}" for update in dict.fromkeys((updates[0], updates[-1]))),
+        order=updates[0],
+    )
+
+
 def curves_section(history: History, places: Mapping[str, int]) -> ReportSection | None:
     """Return the loss curves.
 
     Args:
         history: runs behind the systems.
-        places: system → number of its color.
+        places: run → number of the color of its system.
     """
     figures = curve_figures(history, places=places)
     if not figures:
@@ -259,17 +344,22 @@ def curve_figures(history: History, *, places: Mapping[str, int]) -> list[Figure
 
     Args:
         history: runs behind the systems.
-        places: system → number of its color.
+        places: run → number of the color of its system.
     """
     curves = history.curves
     figures = [
         *(
             _figure("Validation, all directions", curves, places, axis, lambda one: one.loss)
-            for axis in (UPDATES, _tokens_axis(curves), _time_axis(curves))
+            for axis in (
+                UPDATES,
+                _tokens_axis(curves),
+                _operations_axis(curves),
+                _time_axis(curves),
+            )
         ),
         *(
             _figure(
-                f"Validation, {group.replace('_', ' ')} resource",
+                f"Validation, {_tier(group)} resource",
                 curves,
                 places,
                 UPDATES,
@@ -280,6 +370,10 @@ def curve_figures(history: History, *, places: Mapping[str, int]) -> list[Figure
         _figure("Training", curves, places, UPDATES, lambda one: one.loss, training=True),
     ]
     return [figure for figure in figures if figure is not None]
+
+
+def _tier(group: str) -> str:
+    return group.replace("_", " ")
 
 
 def _loss_of_resource(group: str) -> Loss:
@@ -295,14 +389,17 @@ def _figure(
     *,
     training: bool = False,
 ) -> Figure | None:
-    series, left_out = [], []
-    for curve in curves:
-        points = curve.training if training else curve.validation
-        found = place_curve(curve, points, place=places[curve.system], axis=axis, loss=loss)
-        if found is None:
-            left_out.append(curve.system)
-        elif found.points:
-            series.append(found)
+    series, left_out, apart = [], [], []
+    for system, runs in _curves_by_system(curves).items():
+        placed = [place_curve(run, axis=axis, loss=loss, training=training) for run in runs]
+        known = [one for one in placed if one is not None]
+        if len(known) < len(placed):
+            left_out.append(system)
+        elif found := _shared_updates(known):
+            place = places[runs[0].system]
+            series.append(_series_of_runs(system, known, found, place=place))
+        elif all(one.points for one in known):
+            apart.append(system)
     if not series:
         return None
     subtitle = f"by {axis.label}"
@@ -313,39 +410,85 @@ def _figure(
         y_label="nats per token",
         mark_lowest=not training,
     )
-    notes = tuple(_curve_notes(series, left_out, axis))
+    notes = tuple(_curve_notes(series, left_out, apart, axis))
     return Figure(chart + legend(series), title=title, subtitle=subtitle, notes=notes)
 
 
+@dataclass(frozen=True)
+class PlacedCurve:
+    """The curve of a run along an axis."""
+
+    begin: float
+    """Position where the run begins."""
+    points: Mapping[int, Point]
+    """Update of the run → position and loss."""
+
+
 def place_curve(
-    curve: Curve, points: Sequence[CurvePoint], *, place: int, axis: Axis, loss: Loss
-) -> Series | None:
+    curve: Curve, *, axis: Axis, loss: Loss, training: bool = False
+) -> PlacedCurve | None:
     """Return a curve along an axis; None if its position on the axis is not known."""
     begin = None if curve.before is None else axis.of_spent(curve.before)
     if begin is None:
         return None
-    found: list[Point] = []
-    for point in points:
+    found: dict[int, Point] = {}
+    for point in curve.training if training else curve.validation:
         x, y = axis.of_point(point), loss(point)
         if x is None:
             return None
         if y is not None:
-            found.append(((begin + x) / axis.unit, y))
-    return Series(curve.system, thin_out(found), place=place, begin=begin / axis.unit)
+            found[point.update] = ((begin + x) / axis.unit, y)
+    return PlacedCurve(begin / axis.unit, found)
 
 
-def _curve_notes(series: Sequence[Series], left_out: Sequence[str], axis: Axis) -> Iterator[str]:
+def _shared_updates(runs: Sequence[PlacedCurve]) -> list[int]:
+    """Return the updates at which all runs have a loss: a mean over fewer would jump there."""
+    return [update for update in runs[0].points if all(update in run.points for run in runs)]
+
+
+def _series_of_runs(
+    system: str, runs: Sequence[PlacedCurve], updates: Sequence[int], *, place: int
+) -> Series:
+    """Return the mean of the runs of a system at these updates, and the range of several."""
+    at = [[run.points[update] for run in runs] for update in updates]
+    means = [fmean(x for x, _ in points) for points in at]
+
+    def line(of_losses: Callable[[list[float]], float]) -> tuple[Point, ...]:
+        losses = (of_losses([y for _, y in points]) for points in at)
+        return thin_out(list(zip(means, losses, strict=True)))
+
+    is_one = len(runs) == 1
+    return Series(
+        system if is_one else f"{system} ({counted(len(runs), 'run')})",
+        line(fmean),
+        place=place,
+        begin=fmean(run.begin for run in runs),
+        low=() if is_one else line(min),
+        high=() if is_one else line(max),
+    )
+
+
+def _curve_notes(
+    series: Sequence[Series], left_out: Sequence[str], apart: Sequence[str], axis: Axis
+) -> Iterator[str]:
     assembled = [one.name for one in series if one.begin > 0]
     if assembled:
         yield (
             "A dotted line stands for the trainings that a model was made from "
             f"({', '.join(assembled)}): its own curve begins where they end."
         )
+    if any(one.low for one in series):
+        yield (
+            "Lines of systems with several runs are means at the updates that all of them reached, "
+            "bands their range."
+        )
     if left_out:
         yield (
             f"Left out, since their {axis.label} were not recorded or cannot be found any more: "
             f"{', '.join(left_out)}."
         )
+    if apart:
+        yield f"Left out, since their runs have no update in common: {', '.join(apart)}."
 
 
 def _tokens_axis(curves: Sequence[Curve]) -> Axis:
@@ -356,6 +499,21 @@ def _tokens_axis(curves: Sequence[Curve]) -> Axis:
             f"{prefix}target tokens",
             lambda point: point.target_tokens,
             lambda spent: spent.target_tokens,
+            unit,
+        )
+        for prefix, unit in prefixes
+    ]
+    return _fitting(axes, curves)
+
+
+def _operations_axis(curves: Sequence[Curve]) -> Axis:
+    """Return the axis of estimated arithmetic, in a unit that fits the longest run."""
+    prefixes = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("", 1.0))
+    axes = [
+        Axis(
+            f"{prefix}FLOP",
+            lambda point: point.operations,
+            lambda spent: spent.operations,
             unit,
         )
         for prefix, unit in prefixes

@@ -413,11 +413,26 @@ class LanguageDetector:
         """Return the most probable language of one text."""
         return self.detect_all([text])[0]
 
-    def _detect_distinct(self, texts: tuple[str, ...]) -> list[str | None]:
-        grams = grams_of_lines(texts)
-        probabilities = language_probabilities(
-            grams, probabilities=self._probabilities, prior=self._prior, seed=self._seed
+    def ranked(self, text: str) -> list[tuple[str, float]]:
+        """Return the languages that a text may be in with their probabilities, the best first.
+
+        Languages below ``MIN_PROBABILITY`` are left out, so that the list may be empty.
+        """
+        found: Counter[str] = Counter()
+        for name, probability in zip(self._names, self._probable((text,))[0].tolist(), strict=True):
+            found[name] += probability
+        return [(name, share) for name, share in found.most_common() if share > MIN_PROBABILITY]
+
+    def _probable(self, texts: tuple[str, ...]) -> Floats:
+        return language_probabilities(
+            grams_of_lines(texts),
+            probabilities=self._probabilities,
+            prior=self._prior,
+            seed=self._seed,
         )
+
+    def _detect_distinct(self, texts: tuple[str, ...]) -> list[str | None]:
+        grams, probabilities = grams_of_lines(texts), self._probable(texts)
         best = probabilities.argmax(axis=1)
         certain = probabilities.max(axis=1) > MIN_PROBABILITY
         return [

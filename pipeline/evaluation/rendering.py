@@ -1,8 +1,8 @@
 """Reports as Markdown and as one self-contained HTML page, by the templates of this package.
 
 Both escape text from outside (names of systems, directories and languages, translations, warnings),
-so that it appears literally. The page runs no script and loads nothing: it contains its style sheet
-and charts.
+so that it appears literally. The page loads nothing: it contains its style sheet and charts. The
+script that sorts its tables is there if the report asks for it.
 """
 
 import re

@@ -1,9 +1,13 @@
 """The report of an evaluation: order of its sections, overview, samples and notes."""
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
+from difflib import SequenceMatcher
+from importlib.metadata import PackageNotFoundError, version
+from typing import Self
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import pair_name, read_hypotheses, read_lines
@@ -34,6 +38,7 @@ from pipeline.evaluation.score_tables import (
     main_tables,
     output_languages_section,
     separate_sections,
+    title_of_family,
     word_accuracy_section,
 )
 from pipeline.evaluation.scores import Evaluation, Interval, Significance, SystemScores
@@ -52,12 +57,14 @@ from pipeline.evaluation.tables import (
     joined,
     score_cell,
 )
+from pipeline.languages import language, parts_words_by_spaces
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
 
 SAMPLE_DIRECTIONS = 3
 SAMPLE_LINES = 2
 SAMPLE_CHARACTERS = 240
+MARKED = "The page underlines words that an alignment with the reference leaves over."
 """Samples per family of directions: directions, lines of each, and the longest reference shown."""
 
 
@@ -67,6 +74,15 @@ class Imprint:
 
     made: datetime
     version: str
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the present time and the installed version."""
+        try:
+            installed = version("mmnmt")
+        except PackageNotFoundError:
+            installed = "(not installed)"
+        return cls(made=datetime.now(UTC), version=installed)
 
     @property
     def text(self) -> str:
@@ -279,18 +295,30 @@ def _samples_section(evaluation: Evaluation, samples: Sequence[Sample]) -> Repor
     ordered = sorted(samples, key=lambda one: FAMILIES.index(one.profile.family))
     return ReportSection(
         "Sample translations",
-        "Test lines drawn at random by the evaluation's seed."
+        f"Test lines drawn at random by the evaluation's seed. {MARKED}"
         + (
             " Systems with several runs are shown by their first run."
             if any(one.runs for one in evaluation.systems)
             else ""
         ),
-        samples=tuple(_text_sample(evaluation, one) for one in ordered),
+        samples=tuple(
+            text_sample(
+                one, systems=[system.name for system in evaluation.systems], pivot=evaluation.pivot
+            )
+            for one in ordered
+        ),
     )
 
 
-def _text_sample(evaluation: Evaluation, sample: Sample) -> TextSample:
-    direction, names = sample.profile.direction, evaluation.language_names
+def text_sample(sample: Sample, *, systems: Sequence[str], pivot: str | None) -> TextSample:
+    """Return a test line with its translations, which mark what the reference does not have.
+
+    Args:
+        sample: the line.
+        systems: names in the order of their colors.
+        pivot: language of the title of the family.
+    """
+    direction = sample.profile.direction
     source, target = direction.source, direction.target
     return TextSample(
         f"{source} → {target}",
@@ -299,12 +327,36 @@ def _text_sample(evaluation: Evaluation, sample: Sample) -> TextSample:
             SampleText("source", sample.source, source),
             SampleText("reference", sample.reference, target),
             *(
-                SampleText(system.name, sample.translations[system.name], target, place)
-                for place, system in enumerate(evaluation.systems)
+                SampleText(
+                    name,
+                    text := sample.translations[name],
+                    target,
+                    place,
+                    marks=differences(text, sample.reference, code=target),
+                )
+                for place, name in enumerate(systems)
+                if name in sample.translations
             ),
         ),
-        note=f"{names[source]} → {names[target]}",
-        group=family_title(evaluation, sample.profile.family),
+        note=f"{language(source).name} → {language(target).name}",
+        group=title_of_family(sample.profile.family, pivot=pivot),
+    )
+
+
+def differences(text: str, reference: str, *, code: str) -> tuple[tuple[int, int], ...]:
+    """Return start and end of the words of a text that an alignment to the reference leaves over.
+
+    In a language without spaces, every letter is a word.
+    """
+    word = re.compile(r"\w+|[^\w\s]" if parts_words_by_spaces(code) else r"\S")
+    found = list(word.finditer(text))
+    matcher = SequenceMatcher(
+        None, word.findall(reference), [one.group() for one in found], autojunk=False
+    )
+    return tuple(
+        (found[first].start(), found[last - 1].end())
+        for kind, _, _, first, last in matcher.get_opcodes()
+        if kind in ("insert", "replace")
     )
 
 

@@ -64,7 +64,12 @@ class AverageColumn:
 
 def family_title(evaluation: Evaluation, family: Family) -> str:
     """Return the title of a family of directions."""
-    pivot = (evaluation.pivot or "pivot").capitalize()
+    return title_of_family(family, pivot=evaluation.pivot)
+
+
+def title_of_family(family: Family, *, pivot: str | None) -> str:
+    """Return the title of a family of directions around a pivot."""
+    pivot = (pivot or "pivot").capitalize()
     match family:
         case "into_pivot":
             return f"Any → {pivot}"
@@ -72,6 +77,8 @@ def family_title(evaluation: Evaluation, family: Family) -> str:
             return f"{pivot} → Any"
         case "other":
             return "Other trained"
+        case "pivot_joined":
+            return "Joined over a pivot"
         case "zero_shot":
             return "Zero-shot"
         case "emptied":

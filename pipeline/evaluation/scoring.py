@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
-from pipeline.artifacts.corpus import Direction, languages, line_counts, pair_name
+from pipeline.artifacts.corpus import Direction, languages, pair_name
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
@@ -31,7 +31,7 @@ from pipeline.evaluation.chosen_scores import (
     undetectable,
 )
 from pipeline.evaluation.comet import CometScores, ask_comet
-from pipeline.evaluation.directions import DirectionProfile, find_pivot
+from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.line_sets import LineSet, find_line_sets
 from pipeline.evaluation.repeated_runs import group_runs, merge_runs, merge_words, seed_of
 from pipeline.evaluation.score_slot import (
@@ -149,7 +149,7 @@ def _score_systems(
         call=call,
         pool=pool,
     )
-    pivot = find_pivot(line_counts(call.artifacts.get("training", corpus), "train"))
+    pivot = pivot_of(call.artifacts.get("training", corpus))
     return Evaluation(
         columns=columns,
         pivot=pivot,

@@ -27,6 +27,8 @@ class Cell:
     bold: bool = False
     code: bool = False
     """Print in a fixed-width font."""
+    order: float | None = None
+    """Number by which the page sorts the value where it is a text."""
     bar: float | None = None
     """Share of its track that a bar below the value fills, 0 to 1; the HTML page alone has bars."""
 
@@ -36,6 +38,11 @@ class Cell:
         if self.value is None:
             return NO_VALUE
         return self.value if isinstance(self.value, str) else format(self.value, self.format)
+
+    @property
+    def rank(self) -> float | None:
+        """Return the number by which the page sorts the cell; None: by its text."""
+        return self.order if isinstance(self.value, str) else self.value
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,18 @@ class SampleText:
     """Language code of the text."""
     series: int | None = None
     """Number of the system that wrote it, which chooses its color; None: it is given."""
+    marks: tuple[tuple[int, int], ...] = ()
+    """Start and end of the parts that the HTML page marks, in order."""
+
+    @property
+    def parts(self) -> list[tuple[str, bool]]:
+        """Return the text in parts, and whether each is marked."""
+        edges = [0, *(edge for mark in self.marks for edge in mark), len(self.text)]
+        return [
+            (self.text[start:end], place % 2 == 1)
+            for place, (start, end) in enumerate(pairwise(edges))
+            if start < end
+        ]
 
 
 @dataclass(frozen=True)
@@ -233,6 +252,8 @@ class Report:
     sections: tuple[ReportSection, ...]
     generator: str = ""
     """Name of the command that wrote the page."""
+    sortable: bool = False
+    """Whether readers can sort the tables of the page, by its one script."""
 
 
 # Figures

@@ -128,7 +128,8 @@ def _repeated(
     for row, (name, stage) in pairs:
         values, at = matrix.row(row), f"{where}, stage {name!r}, row {row!r}"
         of_row = {key: values[key] for key in _OF_ALL if key in values}
-        yield str(_filled(name, values, at)), of_row | _filled(_without_matrix(stage), values, at)
+        own = _filled(_without_matrix(stage), values, at)
+        yield str(_filled(name, values, at)), _laid_over(of_row, own)
 
 
 def _with_repeated_inputs(

@@ -5,7 +5,8 @@ temporary array per operator, and Python would take longer than the model. The l
 interpreter's lock, so that a thread can prepare batches ahead of training.
 
 Legend: N sentences, F fields of a sort key, R rounds, D digits, P pairs, M parts of a window, B
-sentences of a batch; an axis of 2: the sides of a pair, or source and target.
+sentences of a batch, T texts, K counts of n-grams; an axis of 2: the sides of a pair, or source and
+target.
 """
 
 from typing import Any
@@ -426,3 +427,23 @@ def count_shared_ngrams(
                     counts[slot] -= 1
                     found[line, order, 2] += 1
                 node = slot + 1
+
+
+@compiled()
+def add_shared_by_pairs(
+    ngram_K: Integers, text_K: Integers, count_K: Integers, shared_TT: Integers
+) -> None:
+    """Add to every pair of texts the smaller count of each n-gram that both have.
+
+    ``ngram_K`` is sorted; each entry counts an n-gram in a text that has it.
+    """
+    first = 0
+    for k in range(len(ngram_K)):
+        if ngram_K[k] != ngram_K[first]:
+            first = k
+        text, count = text_K[k], count_K[k]
+        shared_TT[text, text] += count
+        for j in range(first, k):
+            smaller = min(count, count_K[j])
+            shared_TT[text, text_K[j]] += smaller
+            shared_TT[text_K[j], text] += smaller

@@ -8,7 +8,7 @@ layers keep their names.
 Legend: B sentences, T their length, N real tokens, D model width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.convolutions import Gaps
 from pipeline.model.attention import Contextualizer
 from pipeline.model.embedding import Embedding
-from pipeline.model.sublayer import Reports, run_layer
+from pipeline.model.sublayer import LayerOutput, Reports, run_layer
 from pipeline.model.tokens import Tokens
 
 
@@ -76,7 +76,7 @@ class Passage:
 
     def __init__(
         self,
-        layers: Iterable[nn.Module],
+        layers: Iterable[Callable[..., LayerOutput]],
         packing: Packing,
         tokens: Tokens,
         *,

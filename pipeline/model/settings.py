@@ -122,6 +122,10 @@ class ModelConfig(Settings):
     activation: Activation = "relu"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     max_positions: Annotated[int, whole(4, 2**20)] = 1024
+    converter_layers: Annotated[int, whole(0, 1000)] = 0
+    """Top encoder layers that convert the source into the target language (LCS, arXiv 2406.02876):
+    the target language's embedding is added to every source token before them. The layers below see
+    the source's tag only, with ``batches.tag_scheme = "src-tgt"``. 0: none."""
     scale_embedding: bool = True
     """Multiply embeddings by sqrt(width)."""
     embedding_norm: bool = False
@@ -148,6 +152,11 @@ class ModelConfig(Settings):
             raise ValueError(
                 f"width {self.width:,} times max_positions {self.max_positions:,} exceeds "
                 f"{MAX_POSITION_VALUES:,}: lower one of them"
+            )
+        if self.converter_layers > self.encoder_layers:
+            raise ValueError(
+                f"converter_layers {self.converter_layers} exceeds encoder_layers "
+                f"{self.encoder_layers}: lower it"
             )
         for variant in self.variants:
             variant.check_shape(self)

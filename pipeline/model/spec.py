@@ -30,7 +30,8 @@ class ModelSpec(Settings):
     """Group of each language. None without a language-group router."""
     tag_scheme: TagScheme = "src-tgt"
     language_token_ids: tuple[Id, ...] | None = None
-    """Id of each language's token, for front ends that use it (Ada-MSHA's language vector)."""
+    """Id of each language's token, for ``model.converter_layers`` and for front ends that use it
+    (Ada-MSHA's language vector)."""
     output_size: Annotated[int, whole(1, 2**31 - 1)] | None = None
     """Number of ids, from 0 on, that translations use. None: all ids of the vocabulary."""
     lone_ids: tuple[Id, ...] | None = None
@@ -65,6 +66,8 @@ class ModelSpec(Settings):
             self.languages
         ):
             raise ValueError("language_token_ids must give every language an id")
+        if self.model.converter_layers and self.language_token_ids is None:
+            raise ValueError("model.converter_layers needs language_token_ids")
         for variant in self.model.variants:
             variant.check_languages(self.languages)
         groups, moe = self.language_groups, self.model.moe
@@ -111,6 +114,8 @@ def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, A
     marks: dict[str, Any] = {}
     if tokenizer.output_size is not None:
         marks["output_size"] = tokenizer.output_size
+    if model.converter_layers:
+        marks["language_token_ids"] = tuple(map(tokenizer.language_token_id, tokenizer.languages))
     for variant in model.variants:
         marks |= variant.marks(tokenizer)
     return marks

@@ -12,6 +12,7 @@ Design:
 - :class:`~pipeline.model.tokens.Tokens` carries all token metadata into a layer; the routing of an
   MoE layer is returned together with the hidden states
 - a front end runs the encoder's layers (:mod:`pipeline.model.front_end`)
+- with ``model.converter_layers`` the encoder's output depends on the target language (LCS)
 - logits are computed at the predicted positions only
 
 :mod:`pipeline.model.building` builds a model from its spec.
@@ -21,8 +22,10 @@ L predicted tokens.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -245,9 +248,10 @@ class Transformer(nn.Module):
         self.decoder = decoder
         self.positions_TD: Tensor
         self.group_of_language: Tensor
-        # Not persistent: the spec determines both, so that checkpoints hold parameters only.
-        self.register_buffer("positions_TD", torch.empty(0), persistent=False)
-        self.register_buffer("group_of_language", torch.empty(0), persistent=False)
+        self.token_of_language: Tensor
+        # Not persistent: the spec determines all, so that checkpoints hold parameters only.
+        for name in ("positions_TD", "group_of_language", "token_of_language"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_buffers()
 
     @property
@@ -256,7 +260,7 @@ class Transformer(nn.Module):
         return self.group_of_language.device
 
     def reset_buffers(self, device: torch.device | None = None) -> None:
-        """Recompute all buffers: sinusoids, language groups and those of the front end."""
+        """Recompute all buffers: sinusoids, groups and tokens of languages, the front end's."""
         model = self.spec.model
         device = device or torch.get_default_device()
         is_table = model.positions == "sinusoidal"
@@ -264,6 +268,8 @@ class Transformer(nn.Module):
         self.positions_TD = table_TD.to(device)
         groups = self.spec.language_groups or (0,) * len(self.spec.languages)
         self.group_of_language = torch.tensor(groups, dtype=torch.int64, device="cpu").to(device)
+        ids = (model.converter_layers and self.spec.language_token_ids) or ()
+        self.token_of_language = torch.tensor(ids, dtype=torch.int64, device="cpu").to(device)
         if isinstance(self.front, HasBuffers):
             self.front.reset_buffers(device)
 
@@ -310,10 +316,36 @@ class Transformer(nn.Module):
             begins_N: True where a token begins a word that a segmenter found.
         """
         x_ND = self.encoder.enter(embedded_ND, tokens.position_N, self.positions_TD)
-        passage = Passage(self.encoder.layers, packing, tokens, recomputes=self._recomputes_now)
+        layers = self._encoder_layers()
+        passage = Passage(layers, packing, tokens, recomputes=self._recomputes_now)
         source = Source(ids_N, packing, tokens, self.embedding, begins_N)
         x_ND = self.front(x_ND, source, passage)
         return self.encoder.leave(x_ND), passage.reports
+
+    def _encoder_layers(self) -> list[Callable[..., LayerOutput]]:
+        """Return the encoder's layers, the first of the converter layers with its addition."""
+        layers: list[Callable[..., LayerOutput]] = list(self.encoder.layers)
+        if count := self.spec.model.converter_layers:
+            layers[-count] = partial(self._convert, layers[-count])
+        return layers
+
+    def _convert(
+        self,
+        layer: Callable[..., LayerOutput],
+        x_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
+        **options: Any,
+    ) -> LayerOutput:
+        """Apply a layer to the states plus the embedding of the target language's token.
+
+        LCS ("A Language Converter Strategy for Zero-Shot Neural Machine Translation", Sun et al.
+        2024, arXiv 2406.02876) gives the target language's embedding to the top encoder layers and
+        adds no parameters. Its abstract and the description of its code were followed, not its
+        text: the embedding, scaled like that of an input token, is added once to every token.
+        """
+        target_ND = self.embedding(self.token_of_language[tokens.target_language_N])
+        return layer(x_ND + target_ND, packing, tokens, **options)
 
     @property
     def _recomputes_now(self) -> bool:

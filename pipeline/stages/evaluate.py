@@ -17,8 +17,6 @@ split budgets into old and new. Output, an evaluation:
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -64,7 +62,7 @@ def run(call: StageCall) -> None:
             evaluation,
             history,
             choose_samples(corpus, systems, profiles=profiles, seed=seed),
-            imprint=Imprint(made=datetime.now(UTC), version=_installed_version()),
+            imprint=Imprint.now(),
             further=further,
         )
         writer.write_json("scores.json", scores_document(evaluation))
@@ -84,13 +82,6 @@ def run(call: StageCall) -> None:
         }
         writer.summary += _summary(evaluation)
     print(render_tables(summary_tables(evaluation, history)))
-
-
-def _installed_version() -> str:
-    try:
-        return version("mmnmt")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _summary(evaluation: Evaluation) -> Iterator[str]:

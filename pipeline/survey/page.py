@@ -25,8 +25,6 @@ SHOWN_SHARE = 0.995
 """Histograms end at the length that this share of the lines of all languages does not exceed."""
 SHOWN_LEAKS = 100
 """Number of rows in the table of leaks; the largest are shown."""
-PAGE_START = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="survey">\n'
-"""Beginning of every page, by which it is recognized: no other file is replaced by one."""
 
 
 def survey_page(survey: Survey) -> str:

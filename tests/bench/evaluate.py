@@ -4,9 +4,10 @@ Language accuracy is both of its scores, plain and restricted to the languages o
 peer asks langdetect for every line twice. The peer of BLEU and chrF++ is sacreBLEU, whose
 statistics ours equal on 20,000 lines, or it is said where they do not. The processor time of four
 systems in 188 directions of 2,000 lines follows, with the paired tests of the statistics, on one
-processor and on two, and the most memory that the process held after one round and after all. The
-lines are the test lines of the folder that MMNMT_BIBLE names, or of shared/data/bible beside the
-repository.
+processor and on two, and the most memory that the process held after one round and after all.
+chrF++ of all pairs of candidates, which minimum Bayes risk needs, is measured beside a loop over
+the pairs with sacreBLEU's score of a sentence. The lines are the test lines of the folder that
+MMNMT_BIBLE names, or of shared/data/bible beside the repository.
 
     python tests/bench/evaluate.py [--quick] [--rounds N] [--json FILE]
 """
@@ -33,7 +34,7 @@ from ratios import Row, compare, interleaved, parse_options, report
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.chrf import Chrf, pairwise_chrf
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.language_detector import grams_of_lines, langdetect_profiles
 from pipeline.evaluation.score_slot import Score, TranslatedLines
@@ -50,6 +51,7 @@ DIRECTIONS, LINES, SYSTEMS = 188, 2000, 4
 TARGET_MINUTES = 15.0
 CHECKED = 20_000
 PEER_LINES = 110
+CANDIDATES, KEPT_WORDS, PAIRS_TARGET = 32, 0.8, 20.0
 
 
 def main() -> None:
@@ -71,6 +73,9 @@ def main() -> None:
             score.line_statistics(lines)
 
     few = texts[::share]
+    candidates = variations_of(max(texts[: len(LANGUAGES)], key=len))
+    difference = np.abs(pairwise_chrf(candidates) - pairs_by_sacrebleu(candidates)).max()
+    print(f"chrF++ of all pairs differs from sacreBLEU's by at most {difference:.1e}")
     contestants: dict[str, Callable[[], object]] = {
         "ours": detect,
         "langdetect": lambda: langdetects(few),
@@ -80,6 +85,8 @@ def main() -> None:
             for one in others
         },
         "paired tests": paired_tests(lines, (*others,)),
+        "all pairs": partial(pairwise_chrf, candidates),
+        "sacreBLEU's pairs": lambda: pairs_by_sacrebleu(candidates),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     peaks: list[float] = []
@@ -96,6 +103,9 @@ def main() -> None:
         name = one.column.title
         versus = {name: seconds[name], "sacreBLEU": seconds[f"sacreBLEU's {name}"]}
         rows += compare(versus, case=name, target=1, ours=name)
+    versus = {"ours": seconds["all pairs"], "sacreBLEU": seconds["sacreBLEU's pairs"]}
+    case = f"chrF++ of all pairs of {CANDIDATES} candidates of {len(candidates[0])} characters"
+    rows += compare(versus, case=case, target=PAIRS_TARGET)
     whole = 0.0
     for name in ("ours", *(one.column.title for one in others), "paired tests"):
         each = statistics.median(seconds[name])
@@ -122,6 +132,19 @@ def main() -> None:
         f"peak memory of this process: {peaks[0]:,.0f} MB after a round, {peaks[-1]:,.0f} at last"
     )
     report(rows, options, shapes=f"{len(texts)} lines in {len(LANGUAGES)} languages")
+
+
+def variations_of(text: str) -> list[str]:
+    """Candidates that share most of their words, as the samples of a sentence do."""
+    words, generator = text.split(), np.random.default_rng(1)
+    kept = generator.random((CANDIDATES, len(words))) < KEPT_WORDS
+    return [" ".join(np.array(words)[row]) for row in kept]
+
+
+def pairs_by_sacrebleu(texts: Sequence[str]) -> list[list[float]]:
+    """The score of every text with every text as its reference, one call per pair."""
+    peer = CHRF(word_order=2)
+    return [[peer.sentence_score(one, [other]).score for other in texts] for one in texts]
 
 
 def peers_statistics(

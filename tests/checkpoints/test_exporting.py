@@ -46,6 +46,8 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
         ("hf-m2m100", {"norm": "post"}, "model.norm = 'post'.*only 'pre'.*--to ctranslate2"),
         ("hf-m2m100", {"positions": "learned"}, "model.positions = 'learned'.*--to ctranslate2"),
         ("hf-m2m100", {"embedding_norm": True}, "model.embedding_norm = True.*--to ctranslate2"),
+        ("hf-m2m100", {"converter_layers": 1}, "converter_layers = 1.*No format supports it"),
+        ("ctranslate2", {"converter_layers": 1}, "converter_layers = 1.*No format supports it"),
         ("hf-m2m100", {"embedding": {"output": "untied"}}, "output = 'untied'.*--to ctranslate2"),
         ("hf-m2m100", {"tag_scheme": "tgt"}, "tag_scheme = 'tgt'.*--to ctranslate2"),
         ("hf-m2m100", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),

@@ -67,7 +67,7 @@ TRAIN = Stage(
 
 OTHER_VERBS = (
     *("run", "status", "submit", "cancel", "logs", "doctor", "describe", "recipes", "memory"),
-    *("estimate", "simulate", "survey", "checkpoint", "export"),
+    *("estimate", "simulate", "survey", "report", "serve", "checkpoint", "export"),
 )
 
 
@@ -152,6 +152,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "--processes --recipe --set",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --profile --recipe --set --shards",
+        "translate_text": "--checkpoint --local-rank --local_rank --out --overwrite --processes "
+        "--recipe --set --text",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
         "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
         "--set --to --word-scores",
@@ -1057,6 +1059,8 @@ NOT_UTF_8 = os.fsdecode(b"o\xff")
         ["checkpoint", "average", "a", NOT_UTF_8, "--out", "mean"],
         ["export", "model", "--to", "hf-m2m100", "--out", NOT_UTF_8],
         ["survey", NOT_UTF_8, "--out", "page.html"],
+        ["report", NOT_UTF_8, "--out", "page.html"],
+        ["serve", NOT_UTF_8],
     ],
 )
 def test_a_path_that_is_not_utf_8_is_refused_before_any_work(

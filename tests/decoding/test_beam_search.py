@@ -51,6 +51,24 @@ def test_logits_of_every_step_equal_those_of_the_whole_prefix_with_every_front(
     assert_steps_equal_whole_prefixes(model, monkeypatch)
 
 
+def test_logits_of_every_step_equal_those_of_the_whole_prefix_with_converter_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert_steps_equal_whole_prefixes(model_of("moe-lgr", converter_layers=1), monkeypatch)
+
+
+def test_a_source_into_two_languages_is_converted_into_each() -> None:
+    model = model_of("dense", converter_layers=1)
+    (one,) = random_examples(model.spec, sentences=1, seed=3, shortest=9)
+    other = replace(one, target_language=(one.target_language + 1) % len(model.spec.languages))
+    together = translate(model, [one, other])
+    for example, found in zip([one, other], together, strict=True):
+        (alone,) = translate(model, [example])
+        assert alone.tokens == found.tokens
+        assert found.score == rounded(full_score(model, example, found.tokens, penalty=1.0))
+    assert together[0].score != rounded(together[1].score), "the prompts are equal"
+
+
 def assert_steps_equal_whole_prefixes(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     example = random_examples(model.spec, sentences=1, seed=3)[0]
     steps: list[Tensor] = []

@@ -24,6 +24,7 @@ from pipeline.artifacts.tokenizer import ByteVocabulary
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_KEYBOARD
 from pipeline.decoding import line_filter
 from pipeline.decoding.line_filter import BATCH_LINES, find_direction
+from pipeline.decoding.minimum_bayes_risk import expected_utility
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR, ConfigError
@@ -232,6 +233,25 @@ def test_details_make_every_line_an_object_whose_text_is_the_translation(
         assert [pair[1] for pair in record["alignment"]] == list(range(len(record["words"])))
     assert records[0]["source_words"] == lines[0].split()
     assert records[1]["n_best"] == []
+
+
+def test_minimum_bayes_risk_prints_the_one_text_that_it_chooses_from_the_list(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data = b"Ein kurzer Satz.\n\nJa\n"
+    sampled = [f"--set=decoding.{one}" for one in ("search=sampling", "n_best=8", "top_k=3")]
+    code, listed = pipe(checkpoint, monkeypatch, tmp_path, data, more=sampled)
+    assert code == 0
+    expected = []
+    for line in listed:
+        texts = [one["text"] for one in json.loads(line)["n_best"]]
+        utility = expected_utility(texts) if texts else []
+        best = texts[utility.index(max(utility))] if texts else ""
+        expected.append(" ".join(best.splitlines()))
+    chosen = pipe(
+        checkpoint, monkeypatch, tmp_path, data, more=[*sampled, "--set=decoding.choose=mbr"]
+    )
+    assert chosen == (0, expected)
 
 
 def test_a_translation_begins_with_what_stands_behind_the_tab(

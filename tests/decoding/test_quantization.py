@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from support.searched_models import Kind, model_of, translate
 from support.tiny_models import EOS_ID, random_examples
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.batching.batch import collate
-from pipeline.decoding.quantization import QuantizedLinear, quantize
+from pipeline.decoding.quantization import QuantizedLinear, QuantizedStack, quantize
 from pipeline.errors import ConfigError
 from pipeline.kernels.products import Linear
 from pipeline.model.building import shape_of_model
+from pipeline.model.moe.experts import Experts, StackedLinear
 
 
 def by_integers(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
@@ -39,6 +40,33 @@ def test_a_product_is_that_of_whole_numbers_and_overflows_nowhere(value: str) ->
     assert close.double().mean() > 0.9  # but where a half was rounded to the other side
 
 
+def test_each_expert_s_product_is_that_of_whole_numbers_on_its_rows() -> None:
+    torch.manual_seed(3)
+    linear = StackedLinear(num_experts=4, in_features=16, out_features=24)
+    for parameter in linear.parameters():
+        nn.init.normal_(parameter)
+    rows = [3, 0, 1, 5]
+    x_RI = torch.randn(sum(rows), 16)
+    with torch.no_grad():
+        found = QuantizedStack(linear)(x_RI, torch.tensor(rows))
+    parts = zip(x_RI.split(rows), linear.weight.detach(), linear.bias.detach(), strict=True)
+    expected = torch.cat([by_integers(*part) for part in parts if len(part[0])])
+    close = (found.double() - expected).abs() < 1e-4
+    assert close.double().mean() > 0.9  # but where a half was rounded to the other side
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0.1)
+
+
+def test_experts_take_a_byte_per_weight_and_keep_no_other_copy() -> None:
+    model = model_of("moe")
+    stacks = [module for module in model.modules() if isinstance(module, StackedLinear)]
+    weights = sum(stack.weight.numel() for stack in stacks)
+    quantize(model)
+    packed = [one for m in model.modules() if isinstance(m, QuantizedStack) for one in m.packed_E]
+    unpacked = [torch.ops.quantized.linear_unpack(matrix)[0] for matrix in packed]
+    assert sum(matrix.nbytes for matrix in unpacked) == weights
+    assert not any(isinstance(module, Experts | StackedLinear) for module in model.modules())
+
+
 def test_a_row_is_computed_as_if_it_were_alone() -> None:
     torch.manual_seed(2)
     layer = QuantizedLinear(torch.randn(7, 16), None)
@@ -49,22 +77,23 @@ def test_a_row_is_computed_as_if_it_were_alone() -> None:
     assert not together[3].any()
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe-lgr"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr", "moe-capacity"])
 def test_a_model_in_8_bits_says_nearly_what_it_said(kind: Kind) -> None:
     model = model_of(kind, seed=3)
     examples = random_examples(model.spec, sentences=6, seed=3)
     batch = collate(examples, eos_id=EOS_ID)
     small = copy.deepcopy(model)
     quantize(small)
-    assert not any(isinstance(module, Linear) for module in small.modules())
+    assert not any(isinstance(module, Linear | Experts) for module in small.modules())
     with torch.no_grad():
         said, expected = (F.log_softmax(one(batch).logits_LV, 1) for one in (small, model))
     error = (said - expected).norm() / expected.norm()
     assert 0 < error < 0.1  # a tiny model changes more than a large one
 
 
-def test_a_sentence_in_8_bits_is_translated_as_in_a_batch() -> None:
-    model = model_of("dense", seed=3)
+@pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr"])
+def test_a_sentence_in_8_bits_is_translated_as_in_a_batch(kind: Kind) -> None:
+    model = model_of(kind, seed=3)
     quantize(model)
     examples = random_examples(model.spec, sentences=7, seed=4, shortest=1, longest=20)
     together = translate(model, examples)

@@ -8,7 +8,7 @@ from sacrebleu.metrics.chrf import CHRF
 from support.bible_lines import bible_lines
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.chrf import Chrf, pairwise_chrf
 from pipeline.evaluation.score_slot import TranslatedLines
 
 DIRECTION = Direction("de", "en")
@@ -82,3 +82,28 @@ def test_line_statistics_are_sacrebleus_whatever_the_characters(
     lines = TranslatedLines(DIRECTION, hypotheses, references, lambda: [])
     rows = Chrf().line_statistics(lines).rows
     assert rows.tolist() == peers_statistics(hypotheses, references)
+
+
+def pairwise_by_sacrebleu(texts: list[str]) -> list[list[float]]:
+    """sacreBLEU's score of every text (rows) with every text as its reference (columns)."""
+    peer = CHRF(word_order=2)
+    return [[peer.sentence_score(one, [other]).score for other in texts] for one in texts]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(texts, words), min_size=1, max_size=6))
+@example([""])
+@example(["", "", "a b"])
+@example(["the cat sat.", "the cat sat.", "a cat sat", "(hi)"])
+@example(["a" * 300, "a" * 200, "ab" * 100])
+@example(["我们明天去。", "我们后天去北京。", "Мы идём домой.", "نحن ذاهبون", "हम घर जा रहे हैं"])
+def test_the_scores_of_all_pairs_are_sacrebleus_sentence_scores(texts: list[str]) -> None:
+    for found, expected in zip(pairwise_chrf(texts), pairwise_by_sacrebleu(texts), strict=True):
+        assert found.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_scores_of_all_pairs_are_sacrebleus_in_24_languages() -> None:
+    for code, lines in bible_lines(8).items():
+        pairs = zip(pairwise_chrf(lines), pairwise_by_sacrebleu(lines), strict=True)
+        for found, expected in pairs:
+            assert found.tolist() == pytest.approx(expected, abs=1e-9), code

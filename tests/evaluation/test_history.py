@@ -539,11 +539,11 @@ def test_the_curve_of_an_assembled_model_begins_where_its_parts_trainings_end() 
         300.0: Axis("", lambda one: one.seconds, lambda one: one.seconds),
     }
     for begin, axis in axes.items():
-        series = place_curve(curve, curve.validation, place=1, axis=axis, loss=lambda one: one.loss)
-        assert series is not None
-        assert series.begin == begin
+        placed = place_curve(curve, axis=axis, loss=lambda one: one.loss)
+        assert placed is not None
+        assert placed.begin == begin
         own = [axis.of_point(point) for point in curve.validation]
-        assert [x for x, _ in series.points] == [begin + (x or 0.0) for x in own]
+        assert [x for x, _ in placed.points.values()] == [begin + (x or 0.0) for x in own]
 
 
 def test_the_chart_says_in_one_sentence_what_its_dotted_line_stands_for() -> None:
@@ -573,6 +573,21 @@ def test_a_curve_whose_ancestors_are_gone_is_left_out_and_named() -> None:
     for figure in figures(both).values():
         assert len(lines(figure, "polyline", "line")) == 1
         assert "cannot be found any more: experts." in figure.notes[-1]
+
+
+def test_a_curve_by_arithmetic_ends_at_what_the_run_has_spent(tmp_path: Path) -> None:
+    dense = training_run(tmp_path / "dense", [3.0, 2.0, 1.0], spec=MOE)
+    (curve,) = trace_history({"dense": dense}).curves
+    per_update = 6.0 * (
+        count_multiplied(MOE).source * SOURCE_TOKENS_PER_UPDATE
+        + count_multiplied(MOE).target * TOKENS_PER_UPDATE
+    )
+    assert [point.operations for point in curve.validation] == pytest.approx(
+        [per_update, 2 * per_update, 3 * per_update]
+    )
+    found = figures(History(curves=(curve,)))
+    (figure,) = [one for title, one in found.items() if title.endswith("FLOP")]
+    assert not figure.notes
 
 
 def test_a_curve_without_counted_tokens_is_left_out_of_the_tokens_alone() -> None:

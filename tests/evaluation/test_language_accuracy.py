@@ -86,6 +86,18 @@ def test_lines_without_letters_are_in_no_language() -> None:
     assert LanguageDetector(None, seed=1).detect_all([]) == []
 
 
+def test_probable_languages_are_ranked_and_profiles_of_one_language_added() -> None:
+    chinese = LanguageDetector(None, seed=1).ranked(
+        "这是一个用中文写的句子，這是一個用中文寫的句子"
+    )
+    assert chinese[0][0] == "zh"
+    assert len({name for name, _ in chinese}) == len(chinese)
+    ((name, probability),) = LanguageDetector({"de", "en"}, seed=1).ranked(GERMAN)
+    assert name == "de"
+    assert 0.99 < probability <= 1 + 1e-9
+    assert LanguageDetector(None, seed=1).ranked("12 – 34") == []
+
+
 def test_the_languages_found_are_counted_beside_the_hits() -> None:
     texts = [ENGLISH, GERMAN, GERMAN, "12"]
     lines = TranslatedLines(Direction("fr", "en"), texts, texts, lambda: [])

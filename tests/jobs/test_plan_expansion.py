@@ -194,6 +194,14 @@ def test_wrong_defaults_and_matrices_are_refused(
     assert "\n" not in str(refused.value)
 
 
+def test_settings_of_a_stage_are_merged_into_those_of_its_row(tmp_path: Path) -> None:
+    of_row = "set = { training.dropout = 0.2 }"
+    text = PLAN.replace("2 = { number = 2 }", f"2 = {{ number = 2, {of_row} }}")
+    stages = load(tmp_path, text).stages
+    assert stages["seed_2"].set == {"training": {"updates": 100, "dropout": 0.2, "seed": 2}}
+    assert stages["seed_3"].set == {"training": {"updates": 100, "seed": 3}}
+
+
 @pytest.mark.parametrize("name", ["defaults", "matrix"])
 def test_defaults_and_matrix_are_tables(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.* is not a table"):

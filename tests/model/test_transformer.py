@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_models import EOS_ID, PAD_ID, random_batch, random_examples, tiny_model, tiny_spec
+from support.tiny_models import (
+    EOS_ID,
+    PAD_ID,
+    language_token,
+    random_batch,
+    random_examples,
+    tiny_model,
+    tiny_spec,
+)
 from torch import Tensor, nn
 from transformers import (
     BartConfig,
@@ -161,7 +169,31 @@ def test_post_norm_with_learned_positions_and_embedding_norm_equals_bart() -> No
     assert_equals_peer(spec, make_peer(BartForConditionalGeneration, BartConfig, spec))
 
 
-@pytest.fixture(params=["dense", "post-norm", "learned", "experts", "language groups"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_converter_layers_are_a_peers_with_the_target_languages_embedding_before_them(
+    count: int, norm: str
+) -> None:
+    model: dict[str, object] = {"norm": norm, "converter_layers": count}
+    types: tuple[Any, Any] = M2M100ForConditionalGeneration, M2M100Config
+    if norm == "post":
+        model |= {"positions": "learned", "embedding_norm": True, "scale_embedding": False}
+        types = BartForConditionalGeneration, BartConfig
+    spec = tiny_spec(layers=3, model=model)
+    peer: Any = make_peer(*types, spec)
+    examples = random_examples(spec, sentences=5, seed=3, shortest=1, longest=12)
+    tokens = torch.tensor([language_token(spec, one.target_language) for one in examples])
+    encoder = peer.model.encoder
+
+    def add_language(module: nn.Module, states: Any) -> Any:
+        del module
+        return states[0] + encoder.embed_tokens(tokens)[:, None], *states[1:]
+
+    encoder.layers[-count].register_forward_pre_hook(add_language)
+    assert_equals_peer(spec, peer)
+
+
+@pytest.fixture(params=["dense", "post-norm", "learned", "experts", "language groups", "converter"])
 def spec(request: pytest.FixtureRequest) -> ModelSpec:
     moe = MoEConfig(num_experts=4, top_k=2, every=2)
     specs = {
@@ -170,6 +202,7 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
         "learned": tiny_spec(model={"positions": "learned"}),
         "experts": tiny_spec(moe=moe),
         "language groups": tiny_spec(moe=moe, groups=3),
+        "converter": tiny_spec(moe=moe, model={"converter_layers": 1}),
     }
     return specs[request.param]
 
@@ -312,7 +345,8 @@ def test_layers_that_are_computed_again_have_the_same_gradients_bit_for_bit(
     moe: MoEConfig | None,
 ) -> None:
     """Dropout and the router's noise included; fewer tensors are kept for the backward pass."""
-    spec = tiny_spec(moe=moe, groups=2 if moe else 0)
+    converted: dict[str, object] = {"converter_layers": 1} if moe else {}
+    spec = tiny_spec(moe=moe, groups=2 if moe else 0, model=converted)
     rates = Regularization(dropout=0.3, attention_dropout=0.2, router_jitter=0.1)
     batch = random_batch(spec, sentences=4, seed=1)
     results, kept = [], []

@@ -20,7 +20,7 @@ from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import write_weights
 from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig, MoEConfig
-from pipeline.model.spec import ModelSpec
+from pipeline.model.spec import ModelSpec, marks_of_vocabulary
 from pipeline.model.transformer import Transformer
 from support.foreign_models import LINES
 
@@ -104,14 +104,15 @@ def own_checkpoint(
         "max_positions": 64,
         **model,
     }
+    config = ModelConfig.model_validate({**settings, "moe": moe})
     spec = ModelSpec(
-        model=ModelConfig.model_validate({**settings, "moe": moe}),
+        model=config,
         vocabulary_size=built.size,
         pad_id=built.pad_id,
         languages=built.languages,
         language_groups=groups,
         tag_scheme=tag_scheme,
-        output_size=built.output_size,
+        **marks_of_vocabulary(config, built),
     )
     filled = spread_values(build_model(spec), eos_id=built.eos_id)
     with new_artifact(

@@ -54,11 +54,14 @@ def tiny_spec(
         max_positions=max_positions,
         moe=moe,
     )
+    config = ModelConfig.model_validate({**config.model_dump(), **(model or {})})
+    tokens = tuple(range(vocabulary - languages, vocabulary))
     return ModelSpec(
-        model=ModelConfig.model_validate({**config.model_dump(), **(model or {})}),
+        model=config,
         vocabulary_size=vocabulary,
         pad_id=PAD_ID,
         languages=("de", "en", "fr", "ru", "ja", "el")[:languages],
+        language_token_ids=tokens if config.converter_layers else None,
         language_groups=tuple(i % groups for i in range(languages)) if groups else None,
     )
 

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("training",),
     ("decoding", "evaluation", "estimates", "extensions"),
-    ("survey", "doctor"),
+    ("survey", "doctor", "serving"),
     ("stages",),
     ("cli",),
     ("__main__",),
@@ -209,7 +209,7 @@ def test_every_recipe_plan_and_template_is_installed() -> None:
         path
         for top in ("pipeline", "data_prep", "ds_configs")
         for path in (ROOT / top).rglob("*.*")
-        if path.suffix in (".toml", ".json", ".css", ".j2", ".sbatch")
+        if path.suffix in (".toml", ".json", ".css", ".j2", ".sbatch", ".html")
     }
     assert files == installed
 

@@ -35,8 +35,8 @@ ELSEWHERE = {
     ("docs/tutorials/experts_in_your_checkpoint.md", "demo"): "test_upcycling_example",
 }
 """Page and tag of blocks whose commands another test runs, in order → that test."""
-OF_A_CLUSTER = ("logs", "cancel")
-"""Commands that need jobs of a cluster: their options are looked at alone."""
+PARSED_ALONE = ("logs", "cancel", "serve")
+"""Commands that need jobs of a cluster or do not end: their options are looked at alone."""
 FROM_THE_NETWORK = ("hub:",)
 """What a command reads that no test does: its options and its recipe are looked at alone."""
 DEMO = """
@@ -245,7 +245,7 @@ def small(command: str, folder: Path) -> list[str]:
 
 def run_small(command: str, folder: Path) -> None:
     arguments = small(command, folder)
-    if arguments[0] in OF_A_CLUSTER:
+    if arguments[0] in PARSED_ALONE:
         cli._parser().parse_args(arguments)
         return
     from_the_network = any(word.startswith(FROM_THE_NETWORK) for word in arguments)

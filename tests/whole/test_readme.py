@@ -104,7 +104,10 @@ def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
         "mmnmt checkpoint",
         "mmnmt export",
         "mmnmt survey",
+        "mmnmt report",
         "mmnmt upcycle",
+        "mmnmt serve",
+        "curl http://127.0.0.1:8080/translate",
     }
 
 

@@ -213,6 +213,7 @@ def recipe_source(source: SourceDeclaration) -> ModelSource:
         output_size=recipe.tokenizer.output_ids,
         pad_id=SPECIALS["pad"],
         languages=_LANGUAGES,
+        language_token_ids=(0,) * len(_LANGUAGES) if recipe.model.converter_layers else None,
         language_groups=tuple(index % num_groups for index in range(len(_LANGUAGES)))
         if num_groups
         else None,

@@ -43,6 +43,7 @@ def refuse_unwritable(origin: Path, spec: ModelSpec) -> None:
     model = spec.model
     limits = [
         Limit("model.moe", experts_of(spec), ("none",), "hf-nllb-moe"),
+        Limit("model.converter_layers", model.converter_layers, (0,)),
         Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
         Limit("model.front", model.front.kind, ("subwords",)),
         Limit("model.feed_forward", model.feed_forward, (DenseConfig(),)),

@@ -116,6 +116,7 @@ def _common_limits(spec: ModelSpec, *, instead: str) -> list[Limit]:
         Limit("model.norm", model.norm, ("pre",), instead),
         Limit("model.positions", model.positions, ("sinusoidal",), instead),
         Limit("model.embedding_norm", model.embedding_norm, (False,), instead),
+        Limit("model.converter_layers", model.converter_layers, (0,)),
         Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
         Limit("model.embedding.output", model.embedding.output, ("tied",), instead),
         Limit("model.front", model.front.kind, ("subwords",)),

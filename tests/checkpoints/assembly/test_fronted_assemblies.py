@@ -12,6 +12,8 @@ from support.tiny_models import random_batch, tiny_model
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.checkpoints.assembly.declaration import SourceDeclaration
+from pipeline.checkpoints.assembly.target import recipe_source
 from pipeline.checkpoints.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.cli import main
 from pipeline.model.settings import MoEConfig
@@ -107,12 +109,16 @@ def test_the_body_of_a_subword_model_becomes_a_byte_model_with_a_fresh_front(
     assert output.logits_LV.isfinite().all()
 
 
-@pytest.mark.parametrize("front", ["ada-msha", "ada-msha +lid", "ncf", "wsf"])
+@pytest.mark.parametrize("front", ["ada-msha", "ada-msha +lid", "ncf", "wsf", "converter layers"])
 @pytest.mark.parametrize("router", ["token", "language_group"])
 def test_a_dense_model_with_a_front_gets_experts_and_keeps_its_front(
     folder: Path, front: str, router: str
 ) -> None:
-    model = tiny_model(fronted_byte_spec(FRONTS[front]))
+    if front == "converter layers":
+        spec = fronted_byte_spec({"kind": "subwords"}, model={"converter_layers": 1})
+    else:
+        spec = fronted_byte_spec(FRONTS[front])
+    model = tiny_model(spec)
     make_checkpoint(folder / "dense", model)
     text = EXPERTS.format(router=router)
     if router == "language_group":
@@ -198,3 +204,11 @@ def test_a_plain_byte_model_is_no_source_of_a_front_where_its_embeddings_stay(
     Path("assembly.toml").write_text(text, encoding="utf-8")
     assert main(["upcycle", "assembly.toml", "--out", "made"]) == 2
     assert "model.front" in capsys.readouterr().err
+
+
+def test_a_recipe_with_converter_layers_can_stand_for_a_source(tmp_path: Path) -> None:
+    recipe = tmp_path / "lcs.toml"
+    recipe.write_text('parent = "demo_dense"\n[model]\nconverter_layers = 1\n', encoding="utf-8")
+    source = recipe_source(SourceDeclaration(recipe=str(recipe)))
+    assert source.spec.model.converter_layers == 1
+    assert "embedding.weight" in source.tensors.names()

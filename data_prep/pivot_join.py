@@ -1,0 +1,112 @@
+"""Join the lines of two pairs over their equal pivot lines: de-en and en-fr become de-fr.
+
+Pivot lines are equal if all their characters are. Of lines that occur several times, the k-th of
+one pair joins the k-th of the other, so that a joined pair is never larger than the smaller of the
+two. Joined lines keep the order of the pair whose language comes first.
+
+Memory: 16 bytes per joined line, 1 byte per line of the second pair, and the digests of one part
+of the lines.
+
+Legend: N lines, U shared digests, L joined lines.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data_prep.clean_pair import StoredLines
+from data_prep.rules.duplicates import MOST_PARTS, PART, Digests, Numbers, part_of
+from data_prep.rules.normalization import digest_of
+from pipeline.artifacts.corpus import aligned_lines, iterate_lines
+
+
+class PivotedText(NamedTuple):
+    """Files with the lines of a language and those of the pivot."""
+
+    text: Path
+    pivot: Path
+
+
+def write_joined(first: PivotedText, second: PivotedText, outputs: tuple[Path, Path]) -> int:
+    """Write the lines of two languages that have equal pivot lines, and return their number."""
+    written = 0
+    with ExitStack() as stack:
+        streams = [stack.enter_context(path.open("rb")) for path in second]
+        stored = StoredLines(streams[0], streams[1])
+        one, other = (
+            stack.enter_context(path.open("w", encoding="utf-8", newline="\n")) for path in outputs
+        )
+        for text, pivot, number in _matched(first, second, temporary=outputs):
+            translation, its_pivot = stored.line_at(number)
+            if its_pivot == pivot:  # else two pivot lines have one digest
+                one.write(text + "\n")
+                other.write(translation + "\n")
+                written += 1
+    return written
+
+
+def _matched(
+    first: PivotedText, second: PivotedText, *, temporary: tuple[Path, Path]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the first pair's lines that match one of the second, and the number of that one."""
+    digests = [path.with_suffix(".digests") for path in temporary]
+    for pivoted, path in zip((first, second), digests, strict=True):
+        with path.open("wb") as stream:
+            stream.writelines(map(digest_of, iterate_lines(pivoted.pivot)))
+    lines = max(path.stat().st_size // 8 for path in digests)
+    parts = min(max(1, round(lines / PART)), MOST_PARTS)
+    found = [
+        equal_lines(*(part_of(path, part, parts) for path in digests)) for part in range(parts)
+    ]
+    for path in digests:
+        path.unlink()
+    number_L, other_L = (np.concatenate(one) for one in zip(*found, strict=True))
+    order_L = np.argsort(number_L)
+    wanted = zip(number_L[order_L].tolist(), other_L[order_L].tolist(), strict=True)
+    following = next(wanted, None)
+    for number, (text, pivot) in enumerate(aligned_lines(*first)):
+        if following is None:
+            return
+        if number == following[0]:
+            yield text, pivot, following[1]
+            following = next(wanted, None)
+
+
+def equal_lines(
+    first: tuple[Digests, Numbers], second: tuple[Digests, Numbers]
+) -> tuple[Numbers, Numbers]:
+    """Return the numbers of lines with equal digests: the k-th of one with the k-th of the other.
+
+    Args:
+        first: Digests, and the number of each line, ascending.
+        second: The same of other lines.
+    """
+    one, other = _by_digest(*first), _by_digest(*second)
+    _, place_U, other_U = np.intersect1d(
+        one.digests, other.digests, assume_unique=True, return_indices=True
+    )
+    shared_U = np.minimum(one.counts[place_U], other.counts[other_U])
+    # k counts the lines of each shared digest from 0.
+    k_L = np.arange(shared_U.sum()) - np.repeat(np.cumsum(shared_U) - shared_U, shared_U)
+    return (
+        one.numbers[np.repeat(one.starts[place_U], shared_U) + k_L],
+        other.numbers[np.repeat(other.starts[other_U], shared_U) + k_L],
+    )
+
+
+class _ByDigest(NamedTuple):
+    """Numbers of lines, sorted by digest, with the start and count of each digest's lines."""
+
+    numbers: Numbers
+    digests: Digests
+    starts: Numbers
+    counts: Numbers
+
+
+def _by_digest(digest_N: Digests, number_N: Numbers) -> _ByDigest:
+    order_N = np.argsort(digest_N, kind="stable")
+    found = np.unique(digest_N[order_N], return_index=True, return_counts=True)
+    return _ByDigest(number_N[order_N], *found)

@@ -1,0 +1,52 @@
+"""Write a page that compares runs: ``mmnmt report``."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.artifacts.places import refuse_inputs
+from pipeline.cli.pages import refuse_to_replace_another, write_page
+from pipeline.cli.parser import Command
+from pipeline.terminal import counted
+
+GENERATOR = "report"
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pipeline.evaluation.compared_runs import open_runs
+    from pipeline.evaluation.rendering import render_html
+    from pipeline.evaluation.report import Imprint
+    from pipeline.evaluation.runs_report import runs_report
+
+    compared = open_runs(options.runs)
+    inputs = {
+        name: run.directory for name, run in [*compared.runs.items(), *compared.evaluations.items()]
+    }
+    refuse_inputs(options.out, inputs=inputs, run_folder=False)
+    refuse_to_replace_another(options.out, generator=GENERATOR)
+    write_page(options.out, render_html(runs_report(compared, imprint=Imprint.now())))
+    runs, systems = counted(len(compared.runs), "run"), counted(len(compared.systems), "system")
+    print(f"{options.out}: {runs} of {systems}")
+    return 0
+
+
+def _add_report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="DIR, NAME=DIR or, for each of several runs of a system, NAME@SEED=DIR; a checkpoint, "
+        "translations, an evaluation, or the folder of a plan",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="HTML page to write"
+    )
+
+
+REPORT_COMMANDS = (
+    Command(
+        "report",
+        "write a page that compares runs: losses, budgets, experts, scores, translations",
+        _add_report_options,
+        _report,
+    ),
+)

@@ -1,0 +1,176 @@
+"""The page of ``mmnmt report``: scores, losses, budgets, experts and translations of any runs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipeline.artifacts.artifact import Artifact, open_recorded
+from pipeline.artifacts.corpus import hypotheses_name
+from pipeline.errors import UserError
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.comet import Comet
+from pipeline.evaluation.compared_runs import ComparedRuns, Translated
+from pipeline.evaluation.directions import FAMILIES, describe_directions, pivot_of
+from pipeline.evaluation.history import History, checkpoint_of, is_number, trace_history
+from pipeline.evaluation.history_tables import budgets_section, curves_section, losses_section
+from pipeline.evaluation.report import MARKED, Imprint, choose_samples, text_sample
+from pipeline.evaluation.routing_tables import languages_section, loads_section
+from pipeline.evaluation.score_tables import title_of_family
+from pipeline.evaluation.settings import EvaluationConfig
+from pipeline.evaluation.tables import (
+    Heading,
+    Report,
+    ReportSection,
+    Table,
+    bullets,
+    headings,
+    row,
+    score_cell,
+)
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
+from pipeline.terminal import counted
+from pipeline.training.settings import TrainingConfig
+
+COLUMNS = {one.column.name: one.column for one in (Bleu, Chrf, Comet)}
+
+
+def runs_report(compared: ComparedRuns, *, imprint: Imprint) -> Report:
+    """Return the report of any number of runs."""
+    history = trace_history(compared.runs)
+    places = {run: place for place, runs in enumerate(compared.systems.values()) for run in runs}
+    routing, damaged = _read_routing(compared.runs)
+    first = {runs[0]: routing[runs[0]] for runs in compared.systems.values() if runs[0] in routing}
+    sections = (
+        *(_scores_section(name, one) for name, one in compared.evaluations.items()),
+        losses_section(history),
+        curves_section(history, places),
+        budgets_section(history),
+        loads_section(routing),
+        languages_section(first),
+        *(_samples_section(one, compared.systems) for one in compared.translated.values()),
+        _notes_section(compared, history, damaged),
+    )
+    return Report(
+        f"Comparison of {counted(len(compared.systems), 'system')}",
+        f"Report on runs, {imprint.text}",
+        (counted(len(compared.systems), "system"), counted(len(compared.runs), "run")),
+        tuple(section for section in sections if section is not None),
+        generator="report",
+        sortable=True,
+    )
+
+
+def _scores_section(name: str, evaluation: Artifact) -> ReportSection | None:
+    """Return the main scores of an evaluation, averaged over the directions of each family."""
+    systems = evaluation.statistics.get("systems")
+    if not isinstance(systems, dict):
+        return None
+    pivot = _pivot(evaluation)
+    shown = [
+        (family, column)
+        for family in FAMILIES
+        for column in dict.fromkeys(key for one in systems.values() for key in one.get(family, {}))
+    ]
+    titles = (
+        Heading(
+            COLUMNS[column].heading if column in COLUMNS else column,
+            group=title_of_family(family, pivot=pivot),
+        )
+        for family, column in shown
+    )
+    rows = (
+        row(
+            system,
+            *(
+                score_cell(value if is_number(value) else None, decimals=1)
+                for family, column in shown
+                for value in [scores.get(family, {}).get(column)]
+            ),
+        )
+        for system, scores in systems.items()
+    )
+    return ReportSection(
+        f"Scores of {name}",
+        "Means over the directions of each type. The report of the evaluation has confidence "
+        "intervals, tests and all other scores.",
+        tables=(Table("", (*headings("System"), *titles), tuple(rows)),),
+    )
+
+
+def _pivot(evaluation: Artifact) -> str | None:
+    inputs = evaluation.manifest.inputs
+    record = inputs.get("training") or inputs.get("corpus")
+    corpus = None if record is None else open_recorded(record)
+    return None if corpus is None else pivot_of(corpus)
+
+
+def _read_routing(
+    runs: Mapping[str, Artifact],
+) -> tuple[dict[str, RoutingStatistics], list[str]]:
+    """Return the routing statistics of the runs that have them, and the runs with damaged ones."""
+    found, damaged = {}, []
+    for name, run in runs.items():
+        checkpoint = checkpoint_of(run)
+        if checkpoint is None or not checkpoint.has(ROUTING_FILE):
+            continue
+        try:
+            found[name] = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
+        except (UserError, ValueError):
+            damaged.append(name)
+    return found, damaged
+
+
+def _samples_section(
+    translated: Translated, systems: Mapping[str, Sequence[str]]
+) -> ReportSection | None:
+    """Return some test lines of the directions that all systems translated, by their first run."""
+    corpus = open_recorded(translated.corpus)
+    training = None if translated.training is None else open_recorded(translated.training)
+    if corpus is None:
+        return None
+    translations = {
+        system: translated.runs[run]
+        for system, runs in systems.items()
+        for run in [next((run for run in runs if run in translated.runs), None)]
+        if run is not None
+    }
+    profiles = [
+        profile
+        for profile in describe_directions(
+            corpus, thresholds=TrainingConfig().resource_thresholds, training=training
+        )
+        if all(run.has(hypotheses_name(profile.direction)) for run in translations.values())
+    ]
+    samples = choose_samples(corpus, translations, profiles=profiles, seed=EvaluationConfig().seed)
+    if not samples:
+        return None
+    pivot = pivot_of(training or corpus)
+    return ReportSection(
+        f"Translations of {corpus.directory.name}",
+        f"Test lines drawn at random. {MARKED} Systems with several runs are shown by their first.",
+        samples=tuple(text_sample(one, systems=[*systems], pivot=pivot) for one in samples),
+    )
+
+
+def _notes_section(
+    compared: ComparedRuns, history: History, damaged: list[str]
+) -> ReportSection | None:
+    lists = bullets(_notes(compared, history, damaged))
+    return ReportSection("Notes", lists=lists) if lists else None
+
+
+def _notes(compared: ComparedRuns, history: History, damaged: list[str]) -> Iterator[str]:
+    drawn = {curve.system for curve in history.curves}
+    if bare := [run for run in compared.runs if run not in drawn]:
+        yield f"No losses are recorded for {', '.join(bare)}."
+    if compared.missing:
+        yield (
+            "Left out, since their translations are no longer where they were, or have changed: "
+            f"{', '.join(compared.missing)}."
+        )
+    if damaged:
+        yield f"The routing statistics are damaged of {', '.join(damaged)}."
+    if history.missing:
+        yield (
+            "Budgets leave out what is no longer where it was, or has changed since: "
+            f"{', '.join(history.missing)}."
+        )

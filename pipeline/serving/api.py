@@ -1,0 +1,316 @@
+"""Answer requests with the API of LibreTranslate.
+
+A text is translated line by line, as ``mmnmt translate`` would, so that it keeps its lines. Every
+answer that is not a success is a JSON object with one sentence, ``{"error": …}``. A request takes
+one of the server's places from when its body has been read until it is answered, its client hangs
+up or its time is over.
+"""
+
+import asyncio
+import hmac
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.decoding.incoming_lines import without_line_breaks
+from pipeline.errors import ConfigError
+from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
+from pipeline.serving.bodies import Fields, Refused, read_fields
+from pipeline.serving.systems import System, Systems
+from pipeline.serving.worker import Worker
+
+AUTO = "auto"
+"""Source language of a request that asks for detection."""
+PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src "
+    "'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest load that a server takes."""
+
+    characters: int
+    """Most characters of a request's texts."""
+    requests: int
+    """Most requests that wait or are translated; further ones are refused."""
+    seconds: int
+    """Longest time of a request, from its first byte to its answer."""
+
+
+class Api:
+    """The endpoints of a server, and the requests that are open.
+
+    Args:
+        systems: the models.
+        limits: the largest load.
+        key: key that requests must have; None: they need none.
+    """
+
+    def __init__(self, systems: Systems, *, limits: Limits, key: str | None = None) -> None:
+        self._systems, self._limits, self._key = systems, limits, key
+        self._metrics = _Metrics(open_requests=lambda: self._open)
+        self._open = 0
+        """Number of requests that have a place."""
+        self.worker = Worker(self._metrics.count_batch)
+        self._detecting = ThreadPoolExecutor(1, "detect")
+        self._detector: LanguageDetector | None = None
+        self.app = Starlette(
+            routes=[
+                *self._routes("GET", {"/": self._page, "/health": self._health}),
+                *self._routes("GET", {"/languages": self._languages, "/metrics": self._scrape}),
+                *self._routes("GET", {"/frontend/settings": self._settings}),
+                *self._routes("POST", {"/translate": self._translate, "/detect": self._detect}),
+            ],
+            exception_handlers={HTTPException: _no_such_endpoint},
+        )
+
+    def close(self) -> None:
+        """End the threads; nothing may be open any more."""
+        self.worker.close()
+        self._detecting.shutdown()
+
+    def _routes(self, method: str, handlers: dict[str, Handler]) -> list[Route]:
+        return [
+            Route(path, partial(self._answer, path, handler), methods=[method])
+            for path, handler in handlers.items()
+        ]
+
+    async def _answer(self, path: str, handler: Handler, request: Request) -> Response:
+        """Answer a request within its time, in one sentence if anything is wrong."""
+        start = perf_counter()
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                response = await handler(request)
+        except Refused as refused:
+            response = _error(refused.status, str(refused), refused.headers)
+        except ConfigError as error:
+            response = _error(400, str(error))
+        except TimeoutError:
+            limit = f"{self._limits.seconds:,} seconds"
+            response = _error(504, f"The request took more than {limit}. Send less text.")
+        except ClientDisconnect:
+            response = _error(499, "The client has hung up.")
+        except Exception:
+            traceback.print_exc()  # a bug, for the server's log alone
+            response = _error(500, "The server has failed. Its log says why.")
+        self._metrics.count_answer(path, response.status_code, perf_counter() - start)
+        return response
+
+    async def _translate(self, request: Request) -> Response:
+        fields = await self._read(request)
+        with self._place():
+            texts = fields.texts(most_characters=self._limits.characters)
+            if fields.word("format") not in (None, "text"):
+                raise Refused(400, "Only the format 'text' is translated. Send plain text.")
+            source, target = fields.required("source"), fields.required("target")
+            wanted = fields.number("alternatives")
+            detected = await self._ranked(texts) if source == AUTO else []
+            if source == AUTO and not detected:
+                raise Refused(400, "The language of 'q' cannot be detected. Name the source.")
+            source = detected[0]["language"] if detected else source
+            chosen = self._systems.choose(fields.word("system"), source, target)
+            pieces = [_Text(text, *chosen) for text in texts]
+            results = [result for piece in pieces for result in piece.submit(self.worker)]
+            await self._finish(request, results)
+            answer: dict[str, list[Any]] = {"translatedText": [one.variant(0) for one in pieces]}
+            if detected:
+                answer["detectedLanguage"] = detected[:1] * len(texts)
+            if wanted:
+                answer["alternatives"] = [piece.alternatives(wanted) for piece in pieces]
+            is_list = isinstance(fields.values["q"], list)
+            return JSONResponse(answer if is_list else {name: of[0] for name, of in answer.items()})
+
+    async def _detect(self, request: Request) -> Response:
+        fields = await self._read(request)
+        with self._place():
+            texts = fields.texts(most_characters=self._limits.characters)
+            return JSONResponse(await self._ranked(texts))
+
+    async def _languages(self, _: Request) -> Response:
+        return JSONResponse(self._systems.languages)
+
+    async def _settings(self, _: Request) -> Response:
+        codes = self._systems.languages
+        source, target = codes[0], codes[-1]
+        return JSONResponse(
+            {
+                "apiKeys": self._key is not None,
+                "charLimit": self._limits.characters,
+                "filesTranslation": False,
+                "frontendTimeout": 500,
+                "keyRequired": self._key is not None,
+                "language": {
+                    "source": {"code": source["code"], "name": source["name"]},
+                    "target": {"code": target["code"], "name": target["name"]},
+                },
+                "suggestions": False,
+                "supportedFilesFormat": [],
+                "systems": self._systems.names,
+            }
+        )
+
+    async def _health(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _scrape(self, _: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _page(self, _: Request) -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
+
+    async def _read(self, request: Request) -> Fields:
+        """Read the body of a request that may use the server."""
+        fields = await read_fields(request, most_characters=self._limits.characters)
+        given = fields.word("api_key") or ""
+        if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise Refused(403, "'api_key' is missing or wrong. Send the key of this server.")
+        return fields
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Take a place of the server for the time of the block."""
+        if self._open >= self._limits.requests:
+            busy = f"{self._open:,} requests are waiting already. Send this one again later."
+            raise Refused(429, busy, {"Retry-After": "1"})
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    async def _finish(self, request: Request, results: Sequence[Future[Hypothesis]]) -> None:
+        """Wait for translations; cancel those that still wait if the client does not."""
+        finished = asyncio.gather(*map(asyncio.wrap_future, results))
+        hung_up = asyncio.ensure_future(_hang_up(request))
+        try:
+            await asyncio.wait((finished, hung_up), return_when=asyncio.FIRST_COMPLETED)
+            if not finished.done():
+                raise ClientDisconnect
+            await finished
+        finally:
+            finished.cancel()
+            hung_up.cancel()
+            for result in results:
+                result.cancel()
+
+    async def _ranked(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the probable languages of all texts together, as LibreTranslate lists them."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._detecting, self._rank, "\n".join(texts))
+
+    def _rank(self, text: str) -> list[dict[str, Any]]:
+        codes = self._systems.detectable
+        if self._detector is None:
+            if not codes.keys() & detectable_languages():
+                raise Refused(400, "None of the languages can be detected. Name the source.")
+            self._detector = LanguageDetector(codes, seed=1)
+        return [
+            {"confidence": round(100 * probability, 1), "language": codes[code]}
+            for code, probability in self._detector.ranked(text)
+        ]
+
+
+class _Text:
+    """A text of a request: its lines, the translations that it waits for, its alternatives."""
+
+    def __init__(self, text: str, system: System, direction: Direction) -> None:
+        self._lines = [line.removesuffix("\r") for line in text.split("\n")]
+        self._system, self._direction = system, direction
+        self._results: dict[int, Future[Hypothesis]] = {}
+
+    def submit(self, worker: Worker) -> list[Future[Hypothesis]]:
+        """Let the lines wait that have to be translated; return what they wait for."""
+        if self._direction.source == self._direction.target:
+            return []
+        self._results = {
+            number: worker.submit(self._system, self._direction, without_line_breaks(line))
+            for number, line in enumerate(self._lines)
+            if line.strip()
+        }
+        return list(self._results.values())
+
+    def variant(self, rank: int) -> str:
+        """Return the translation, or the text of the hypotheses of another rank."""
+        lines = [line if line.strip() else "" for line in self._lines]
+        for number, result in self._results.items():
+            lines[number] = without_line_breaks(_of_rank(result.result(), rank))
+        return "\n".join(lines)
+
+    def alternatives(self, most: int) -> list[str]:
+        """Return up to so many further translations that differ, the best first."""
+        kept = self._system.translator.config.n_best
+        variants = dict.fromkeys(self.variant(rank) for rank in range(kept))
+        return list(variants)[1 : most + 1]
+
+
+def _of_rank(hypothesis: Hypothesis, rank: int) -> str:
+    """Return the text of a hypothesis's rank, or of the last if there are fewer."""
+    found = hypothesis.details.n_best if hypothesis.details else ()
+    return found[min(rank, len(found) - 1)].text if rank and found else hypothesis.text
+
+
+async def _hang_up(request: Request) -> None:
+    """Wait until the client has closed the connection; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": sentence}, status_code=status, headers=headers)
+
+
+async def _no_such_endpoint(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, f"{error.detail}: the page of this server is at /.")
+
+
+class _Metrics:
+    """Counts of a server, for Prometheus."""
+
+    def __init__(self, open_requests: Callable[[], float]) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._answers = Counter(
+            "mmnmt_answers", "Answered requests.", ["path", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "mmnmt_answer_seconds", "Time to answer.", ["path"], registry=registry
+        )
+        self._lines = Counter("mmnmt_lines", "Translated lines.", ["system"], registry=registry)
+        self._batches = Counter(
+            "mmnmt_batches", "Translated batches.", ["system"], registry=registry
+        )
+        waiting = Gauge("mmnmt_open_requests", "Requests that have a place.", registry=registry)
+        waiting.set_function(open_requests)
+
+    def count_answer(self, path: str, status: int, seconds: float) -> None:
+        self._answers.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def count_batch(self, system: System, lines: int) -> None:
+        self._lines.labels(system.name).inc(lines)
+        self._batches.labels(system.name).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,221 @@
+"""Pairs joined over a pivot: the lines of a brute-force join, cleaned, and never held-out ones."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from support.corpora import make_corpus
+
+from data_prep import clean, pivot_join
+from data_prep.pivot_join import PivotedText, write_joined
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
+from pipeline.artifacts.settings import CleanConfig
+from pipeline.config.recipe import Recipe
+from pipeline.errors import DataError
+from pipeline.evaluation.directions import describe_directions
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
+
+Lines = list[tuple[str, str]]
+
+
+def brute_force(first: Lines, second: Lines) -> Lines:
+    """Of (text, pivot) lines: the k-th with a pivot joins the k-th of the other."""
+    left = list(second)
+    joined = []
+    for text, pivot in first:
+        found = next((one for one in left if one[1] == pivot), None)
+        if found is not None:
+            left.remove(found)
+            joined.append((text, found[0]))
+    return joined
+
+
+def pivoted(folder: Path, name: str, lines: Lines) -> PivotedText:
+    paths = folder / f"{name}.text", folder / f"{name}.pivot"
+    for path, side in zip(paths, zip(*lines, strict=True) if lines else ((), ()), strict=True):
+        path.write_text("".join(f"{line}\n" for line in side), encoding="utf-8")
+    return PivotedText(*paths)
+
+
+@pytest.mark.parametrize("part", [2**19, 40])
+@pytest.mark.parametrize(("lines", "pivots"), [((0, 9), 5), ((60, 90), 8), ((300, 200), 10**6)])
+def test_joined_lines_are_those_of_a_brute_force_join(
+    lines: tuple[int, int],
+    pivots: int,
+    part: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pivot_join, "PART", part)
+    generator = random.Random(1)
+    drawn = [generator.randrange(pivots) for _ in range(min(lines) // 2)]
+    one, other = (
+        [
+            (f"{name} {number} ä", f"line {pivot}")
+            for number, pivot in enumerate(
+                generator.sample(drawn, len(drawn))
+                + [generator.randrange(pivots) for _ in range(count - len(drawn))]
+            )
+        ]
+        for name, count in zip("ab", lines, strict=True)
+    )
+    outputs = tmp_path / "de.joined", tmp_path / "fr.joined"
+    written = write_joined(
+        pivoted(tmp_path, "one", one), pivoted(tmp_path, "other", other), outputs
+    )
+    found = zip(*(path.read_text(encoding="utf-8").splitlines() for path in outputs), strict=True)
+    expected = brute_force(one, other)
+    assert list(found) == expected
+    assert written == len(expected)
+    assert min(lines) == 0 or written >= len(drawn)
+    assert not list(tmp_path.glob("*.digests"))
+
+
+TRAIN = {
+    "de-en": [
+        *[("Haus", "house"), ("Baum", "tree"), ("Straße", "road"), ("Weg", "road")],
+        *[("OK", "okay"), ("Prüfung", "exam"), ("Klausur", "exam paper")],
+    ],
+    "en-fr": [
+        *[("tree", "arbre"), ("road", "rue"), ("road", "route"), ("house", "maison")],
+        *[("okay", "OK"), ("exam", "examen"), ("exam paper", "copie"), ("water", "eau")],
+    ],
+    "el-en": [("δέντρο", "tree"), ("νερό", "water")],
+}
+TEST = {
+    "el-en": [("διαγώνισμα", "Exam!")],
+    "de-fr": [("Klausur", "devoir")],
+    "el-fr": [("νερό", "de l'eau")],
+}
+
+
+def corpus(directory: Path, train: dict[str, Lines] = TRAIN) -> Artifact:
+    def sides(pairs: dict[str, Lines]) -> dict[str, dict[str, list[str]]]:
+        return {
+            pair: dict(zip(pair.split("-"), map(list, zip(*lines, strict=True)), strict=True))
+            for pair, lines in pairs.items()
+        }
+
+    return make_corpus(directory, {"train": sides(train), "test": sides(TEST)})
+
+
+def cleaned(
+    source: Artifact, out_dir: Path, joined: Sequence[str], *, processes: int = 1, **more: Any
+) -> Artifact:
+    recipe = Recipe(name="test", clean=CleanConfig(joined_pairs=tuple(joined), **more))
+    stage = STAGES["clean"]
+    clean.run(
+        StageCall(
+            stage=stage,
+            recipe=recipe,
+            artifacts={"corpus": source},
+            raw={},
+            out_dir=out_dir,
+            records={},
+            config=recipe.sections(stage.sections),
+            processes=processes,
+        )
+    )
+    return open_artifact(out_dir, kind="corpus")
+
+
+def joined_text(made: Artifact) -> Lines:
+    return list(
+        zip(*(read_lines(made, "train", "de-fr", code) for code in ("de", "fr")), strict=True)
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_joined_pair_is_cleaned_and_never_crosses_a_held_out_line(
+    processes: int, tmp_path: Path
+) -> None:
+    made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", ["fr-de"], processes=processes)
+    # "exam" is a test line of el-en, "Klausur" one of de-fr; "OK" is a copy.
+    expected = [("Haus", "maison"), ("Baum", "arbre"), ("Straße", "rue"), ("Weg", "route")]
+    assert joined_text(made) == expected
+    assert joined_lines(made) == {"de-fr": {"matched": 5}}
+    assert made.statistics["dropped"]["de-fr"]["copy"] == 1
+    assert line_counts(made, "train")["de-fr"] == 4
+    assert "el-fr" not in line_counts(made, "train")
+    assert made.statistics["emptied"] == []
+    assert not [name for name in made.names("train/") if not name.endswith(".txt")]
+    samples = [json.loads(line) for line in made.file("dropped_samples.jsonl").open()]
+    assert ("de-fr", "copy") in {(one["pair"], one["rule"]) for one in samples}
+
+
+def test_other_pairs_are_those_of_a_corpus_without_joined_pairs(tmp_path: Path) -> None:
+    raw = corpus(tmp_path / "raw")
+    made, plain = cleaned(raw, tmp_path / "made", ["de-fr"]), cleaned(raw, tmp_path / "plain", ())
+    for name in plain.names("train/"):
+        assert made.file(name).read_bytes() == plain.file(name).read_bytes(), name
+    assert {*made.names("train/")} - {*plain.names("train/")} == {
+        "train/de-fr/de.txt",
+        "train/de-fr/fr.txt",
+    }
+    assert "joined" not in plain.statistics
+
+
+def test_a_report_tells_joined_directions_from_zero_shot_ones_and_keeps_its_pivot(
+    tmp_path: Path,
+) -> None:
+    made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", ["de-fr"])
+    again = cleaned(made, tmp_path / "again", ())
+    for training in (made, again):
+        profiles = describe_directions(training, thresholds=(3, 9))
+        assert {str(one.direction): one.family for one in profiles} == {
+            "de-fr": "pivot_joined",
+            "fr-de": "pivot_joined",
+            "el-en": "into_pivot",
+            "en-el": "out_of_pivot",
+            "el-fr": "zero_shot",
+            "fr-el": "zero_shot",
+        }
+
+
+def test_a_pair_without_equal_pivots_stays_zero_shot(tmp_path: Path) -> None:
+    train = {**TRAIN, "en-fr": [("nothing", "rien")]}
+    made = cleaned(corpus(tmp_path / "raw", train), tmp_path / "made", ["de-fr"])
+    profiles = describe_directions(made, thresholds=(3, 9))
+    families = {str(one.direction): one.family for one in profiles}
+    assert families["de-fr"] == "zero_shot"
+    assert made.statistics["emptied"] == []
+    assert joined_lines(made) == {"de-fr": {"matched": 0}}
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ("de-it", "names de-it, but .* has no training lines of en-it"),
+        ("de-el", "names de-el, which has training lines of its own"),
+    ],
+)
+def test_a_pair_that_cannot_be_joined_is_refused_by_name(
+    pair: str, said: str, tmp_path: Path
+) -> None:
+    raw = corpus(tmp_path / "raw", {**TRAIN, "de-el": [("Baum", "δέντρο")]})
+    with pytest.raises(DataError, match=said):
+        cleaned(raw, tmp_path / "made", [pair])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"joined_pairs": ["de"]}, "no pair of two languages"),
+        ({"joined_pairs": ["de-en"]}, "beside the pivot 'en'"),
+        ({"joined_pairs": ["de-de"]}, "no pair of two languages"),
+        ({"joined_pairs": ["de-fr", "fr-de"]}, "names a pair twice"),
+        ({"joined_pairs": ["de-fr"], "held_out_scope": "own_pair"}, "across a held-out line"),
+        ({"joined_pairs": ["de-fr"], "drop_held_out_overlap": False}, "across a held-out line"),
+    ],
+)
+def test_settings_that_could_join_no_pair_or_held_out_lines_are_refused(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        CleanConfig(**settings)

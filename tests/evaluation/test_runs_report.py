@@ -1,0 +1,548 @@
+"""``mmnmt report``: losses, experts and translations of any runs, on a page that is sound."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.corpora import make_corpus
+from support.recorded_runs import artifact, training_run
+
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
+from pipeline.errors import EXIT_USER_ERROR
+from pipeline.evaluation.report import differences
+from pipeline.evaluation.routing_tables import DEAD, OVERLOADED, similarity
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\""
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def report(tmp_path: Path, *runs: str) -> str:
+    """The page of runs, written by the command."""
+    out = tmp_path / "page.html"
+    assert cli.main(["report", *runs, "--out", str(out)]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], *runs: str) -> str:
+    """The message of a report that is not written."""
+    out = tmp_path / "page.html"
+    assert cli.main(["report", *runs, "--out", str(out)]) == EXIT_USER_ERROR
+    assert not out.exists()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+def body(page: str) -> ElementTree.Element:
+    """The content of a page, parsed as XML: every tag closed, every character escaped."""
+    start, end = page.index("<main>"), page.index("</main>") + len("</main>")
+    return ElementTree.fromstring(page[start:end])
+
+
+def section(page: str, title: str) -> ElementTree.Element:
+    (found,) = [one for one in body(page).iter("section") if one[0].text == title]
+    return found
+
+
+def titles(page: str) -> list[str | None]:
+    return [one.text for one in body(page).iter("h2")]
+
+
+def rows(part: ElementTree.Element) -> list[list[str]]:
+    """The printed cells of all rows below the headings."""
+    return [
+        [" ".join("".join(cell.itertext()).split()) for cell in row]
+        for table in part.iter("tbody")
+        for row in table
+    ]
+
+
+def validations(run: Artifact) -> dict[int, float]:
+    """Update → validation loss, read from the file of metrics alone."""
+    lines = (run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {one["update"]: one["loss"] for one in entries if one["kind"] == "validation"}
+
+
+def seeded(path: Path, losses: Sequence[float | None], seed: int) -> Artifact:
+    return training_run(path, losses, config={"training": {"seed": seed}})
+
+
+# Losses
+
+
+def test_the_table_of_losses_has_the_means_and_ranges_of_the_files_of_metrics(
+    tmp_path: Path,
+) -> None:
+    runs = {
+        1: training_run(tmp_path / "one", [4.0, 2.5, 2.75]),
+        2: training_run(tmp_path / "two", [4.5, 3.25, 3.0]),
+    }
+    page = report(tmp_path, *(f"dense@{seed}={run.directory}" for seed, run in runs.items()))
+    losses = [validations(run) for run in runs.values()]
+    lowest, last = [min(one.values()) for one in losses], [one[3] for one in losses]
+    assert rows(section(page, "Validation losses")) == [
+        [
+            *("dense", "2", f"{fmean(lowest):.3f} {min(lowest):.3f}–{max(lowest):.3f}", "2–3"),
+            *(f"{fmean(last):.3f} {min(last):.3f}–{max(last):.3f}", "3"),
+            f"{fmean(lowest):.3f} {min(lowest):.3f}–{max(lowest):.3f}",
+        ]
+    ]
+
+
+def test_a_plan_is_grouped_by_the_seeds_in_the_names_of_its_folders(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    seeded(plan / "dense_1", [3.0, 2.0], 1)
+    seeded(plan / "dense_2", [3.5, 2.5], 2)
+    seeded(plan / "row12", [3.0], 2)
+    artifact(plan / "clean", "corpus", "clean")
+    (plan / "moe_1.run").mkdir()
+    page = report(tmp_path, str(plan))
+    assert [line[:3] for line in rows(section(page, "Validation losses"))] == [
+        ["dense", "2", "2.250 2.000–2.500"],
+        ["row12", "1", "3.000"],
+    ]
+    names = [line[0] for line in rows(section(page, "Training budgets"))]
+    assert names == ["dense@1", "dense@2", "row12"]
+
+
+def test_a_mean_of_seeds_ends_with_the_shortest_of_them(tmp_path: Path) -> None:
+    """A mean over fewer runs jumps where one of them ends."""
+    long = training_run(tmp_path / "long", [4.0, 3.0, 2.0, 1.0])
+    short = training_run(tmp_path / "short", [6.0, 5.0])
+    page = report(tmp_path, f"dense@1={long.directory}", f"dense@2={short.directory}")
+    figure = next(section(page, "Loss curves").iter("figure"))
+    (line,) = figure.iter("polyline")
+    (band,) = figure.iter("polygon")
+    heights = [
+        [float(point.split(",")[1]) for point in one.attrib["points"].split()]
+        for one in (line, band)
+    ]
+    assert [len(one) for one in heights] == [2, 4]
+    means, (*low, high_last, high_first) = heights
+    assert means[0] == pytest.approx((low[0] + high_first) / 2, abs=0.1), "5.0 of 4.0 and 6.0"
+    assert means[1] == pytest.approx((low[1] + high_last) / 2, abs=0.1), "4.0 of 3.0 and 5.0"
+    text = " ".join(figure.itertext())
+    assert "dense (2 runs): 4.000 at 2" in text
+    assert "means at the updates that all of them reached" in text
+
+
+def test_runs_without_an_update_in_common_are_left_out_and_named(tmp_path: Path) -> None:
+    one = training_run(tmp_path / "one", [4.0, None])
+    other = training_run(tmp_path / "other", [None, 5.0])
+    alone = training_run(tmp_path / "alone", [2.0])
+    runs = (f"a@1={one.directory}", f"a@2={other.directory}", f"b={alone.directory}")
+    text = " ".join(section(report(tmp_path, *runs), "Loss curves").itertext())
+    assert "Left out, since their runs have no update in common: a." in text
+
+
+def test_a_run_without_validations_costs_its_losses_alone(tmp_path: Path) -> None:
+    without = artifact(
+        tmp_path / "without",
+        "checkpoint",
+        "pretrain",
+        files={"metrics.jsonl": '{"kind": "train", "update": 1, "seconds": 1.0, "loss": 2.0}\n'},
+        statistics={"updates": 1},
+    )
+    bare = artifact(tmp_path / "bare", "checkpoint", "pretrain", statistics={"updates": 1})
+    whole = training_run(tmp_path / "whole", [3.0])
+    page = report(tmp_path, *(str(one.directory) for one in (without, bare, whole)))
+    losses = section(page, "Validation losses")
+    assert [line[0] for line in rows(losses)] == ["whole"]
+    assert "a run of them has no validation loss: without." in " ".join(losses.itertext())
+    assert "No losses are recorded for bare." in " ".join(section(page, "Notes").itertext())
+    assert "Validation losses" not in titles(report(tmp_path, str(without.directory)))
+
+
+# Refusals
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean")
+    (tmp_path / "empty").mkdir()
+    for text, said in [
+        (str(tmp_path / "nowhere"), "is not a folder"),
+        ("name=", "is not a folder"),
+        (str(tmp_path / "empty"), "holds no run"),
+        (str(corpus.directory), "is a corpus, which report does not show"),
+    ]:
+        assert said in refusal(tmp_path, capsys, text)
+
+
+def test_two_runs_of_one_name_are_refused_and_one_run_named_twice_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = training_run(tmp_path / "a" / "dense", [3.0])
+    other = training_run(tmp_path / "b" / "dense", [2.0])
+    said = refusal(tmp_path, capsys, str(one.directory), str(other.directory))
+    assert "Two runs are named 'dense'" in said
+    assert f"dense-2={other.directory}" in said
+    mixed = (f"x@1={one.directory}", f"x={other.directory}")
+    assert "named without a seed" in refusal(tmp_path, capsys, *mixed)
+    page = report(tmp_path, str(one.directory), str(tmp_path / "a"))
+    assert [line[0] for line in rows(section(page, "Training budgets"))] == ["dense"]
+    page = report(tmp_path, f"old={tmp_path / 'a'}", f"new={tmp_path / 'b'}")
+    names = [line[0] for line in rows(section(page, "Training budgets"))]
+    assert names == ["old/dense", "new/dense"]
+
+
+def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
+    run = str(training_run(tmp_path / "dense", [3.0]).directory)
+    out = tmp_path / "page.html"
+    out.write_text("mine", encoding="utf-8")
+    assert cli.main(["report", run, "--out", str(out)]) == EXIT_USER_ERROR
+    assert out.read_text(encoding="utf-8") == "mine"
+    inside = Path(run) / "page.html"
+    assert cli.main(["report", run, "--out", str(inside)]) == EXIT_USER_ERROR
+    assert not inside.exists()
+    out.unlink()
+    assert cli.main(["report", run, "--out", str(out)]) == 0
+    assert cli.main(["report", f"other={run}", "--out", str(out)]) == 0
+    assert "other" in out.read_text(encoding="utf-8")
+
+
+# Experts
+
+
+ROUTED = {
+    "de": [[80.0, 0.0, 20.0, 0.0], [25.0, 25.0, 25.0, 25.0]],
+    "fr": [[90.0, 0.0, 0.0, 10.0], [100.0, 0.0, 0.0, 0.0]],
+    "xx": [[0.0] * 4, [0.0] * 4],
+}
+"""Language → layer → routes of each expert."""
+
+
+def with_experts(path: Path, losses: Sequence[float], routed: Mapping[str, object]) -> Artifact:
+    run = training_run(path.with_name("plain"), losses)
+    counts = np.array([*routed.values()]).swapaxes(0, 1)
+    document = {
+        "layers": ["encoder.layers.1", "decoder.layers.1"],
+        "languages": [*routed],
+        "tokens": counts.sum(2).tolist(),
+        "entropy": counts.sum(2).tolist(),
+        "routed": counts.tolist(),
+        "kept": (counts / 2).tolist(),
+    }
+    files = {name: (run.directory / name).read_text() for name in run.names()}
+    return artifact(
+        path, "checkpoint", "pretrain", files={**files, "routing.json": json.dumps(document)}
+    )
+
+
+def test_the_load_of_experts_is_that_of_routing_json(tmp_path: Path) -> None:
+    run = with_experts(tmp_path / "moe", [3.0], ROUTED)
+    page = report(tmp_path, str(run.directory))
+    expected = []
+    for number, layer in enumerate(("encoder.layers.1", "decoder.layers.1")):
+        totals = [sum(ROUTED[code][number][expert] for code in ROUTED) for expert in range(4)]
+        loads = [total / (sum(totals) / 4) for total in totals]
+        dead, overloaded = sum(x < DEAD for x in loads), sum(x > OVERLOADED for x in loads)
+        expected.append(
+            ["moe", layer, "4", str(dead), str(overloaded), f"{max(loads):.2f}", "50.0%", "1.00"]
+        )
+    assert rows(section(page, "Load of experts")) == expected
+    assert expected[0][3:5] == ["1", "1"]
+
+
+def test_the_heat_maps_show_the_shares_of_languages_and_what_they_have_in_common(
+    tmp_path: Path,
+) -> None:
+    run = with_experts(tmp_path / "moe", [3.0], ROUTED)
+    part = section(report(tmp_path, str(run.directory)), "Languages and experts")
+    encoder, decoder, alike = (
+        [one.text for one in figure.iter("title")] for figure in part.iter("figure")
+    )
+    assert encoder == [
+        *("de, 0: 0.8", "de, 1: 0", "de, 2: 0.2", "de, 3: 0"),
+        *("fr, 0: 0.9", "fr, 1: 0", "fr, 2: 0", "fr, 3: 0.1"),
+    ]
+    assert decoder[:4] == [f"de, {expert}: 0.25" for expert in range(4)]
+    assert alike == ["de, de: 1", "de, fr: 0.525", "fr, de: 0.525", "fr, fr: 1"], "0.8 and 0.25"
+    assert "xx" not in " ".join(part.itertext()), "no token was translated into it"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_the_similarity_of_languages_is_the_overlap_of_their_routes(
+    layers: int, languages: int, experts: int, random: object
+) -> None:
+    generator = np.random.default_rng(random.getrandbits(32))  # type: ignore[attr-defined]
+    shares = generator.dirichlet([0.5] * experts, size=(layers, languages))
+    found = similarity(shares)
+    for one in range(languages):
+        for other in range(languages):
+            overlap = sum(
+                min(shares[layer, one, expert], shares[layer, other, expert])
+                for layer in range(layers)
+                for expert in range(experts)
+            )
+            assert found[one, other] == pytest.approx(overlap / layers)
+
+
+def test_damaged_routing_statistics_cost_the_experts_alone(tmp_path: Path) -> None:
+    run = artifact(
+        tmp_path / "moe", "checkpoint", "pretrain", files={"routing.json": '{"layers": 3}'}
+    )
+    page = report(tmp_path, str(run.directory))
+    assert "Load of experts" not in titles(page)
+    assert "statistics are damaged of moe." in " ".join(section(page, "Notes").itertext())
+
+
+# Translations
+
+
+def translated(
+    path: Path,
+    corpus: Artifact,
+    texts: Mapping[str, Sequence[str]],
+    inputs: Mapping[str, Artifact] | None = None,
+) -> Artifact:
+    """Translations, without a model unless one is among the inputs: direction → lines."""
+    records = {name: one.as_input for name, one in {"corpus": corpus, **(inputs or {})}.items()}
+    with new_artifact(path, kind="translations", stage="t", config={}, inputs=records) as writer:
+        for direction, lines in texts.items():
+            source, target = direction.split("-")
+            name = hypotheses_name(Direction(source, target))
+            write_hypotheses(writer.path(name), [Hypothesis(line) for line in lines])
+    return open_artifact(path, kind="translations")
+
+
+def test_translations_stand_side_by_side_as_text_with_their_differences_marked(
+    tmp_path: Path,
+) -> None:
+    text = {"de": ["Das alte Haus"], "en": ["The old house"]}
+    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": text}, "test": {"de-en": text}})
+    systems = {"good": "The old house", "bad": "The new house !", "worse": HOSTILE, "none": ""}
+    for name, line in systems.items():
+        translated(tmp_path / name, corpus, {"de-en": [line], "en-de": ["Haus"]})
+    page = report(tmp_path, *(f"{name}={tmp_path / name}" for name in systems))
+    shown = next(section(page, "Translations of corpus").iter("dl"))
+    terms = [term.text for term in shown.iter("dt")]
+    assert terms == ["source", "reference", *systems]
+    texts = ["".join(one.itertext()) for one in shown.iter("dd")]
+    assert texts == [*("Das alte Haus", "The old house"), *[*systems.values()][:3], "empty"]
+    marked = [[one.text for one in line.iter("mark")] for line in shown.iter("dd")]
+    assert marked[:4] == [[], [], [], ["new", "!"]]
+    assert "<script>alert" not in page
+    assert "Any → En" in " ".join(body(page).itertext())
+
+
+def test_a_plan_shows_what_its_checkpoints_translated(tmp_path: Path) -> None:
+    plan, text = tmp_path / "plan", {"de": ["Das alte Haus"], "en": ["The old house"]}
+    corpus = make_corpus(plan / "clean", {"test": {"de-en": text}})
+    for seed in (1, 2):
+        model = seeded(plan / f"dense_{seed}", [3.0], seed)
+        lines = {"de-en": [f"House {seed}"], "en-de": ["Haus"]}
+        translated(plan / f"translate_dense_{seed}", corpus, lines, {"checkpoint": model})
+    found = section(report(tmp_path, str(plan)), "Translations of clean")
+    shown = next(found.iter("dl"))
+    assert [one.text for one in shown.iter("dt")] == ["source", "reference", "dense"]
+    assert "".join([*shown.iter("dd")][2].itertext()) == "House 1"
+
+
+@settings(deadline=None)
+@given(st.text("ab c.", max_size=12), st.text("ab c.", max_size=12), st.sampled_from(["de", "zh"]))
+def test_what_is_not_marked_is_part_of_the_reference(text: str, other: str, code: str) -> None:
+    marks = differences(text, other, code=code)
+    assert all(start < end for start, end in marks)
+    assert all(end <= start for (_, end), (start, _) in pairwise(marks))
+    kept = "".join(
+        letter
+        for place, letter in enumerate(text)
+        if not any(start <= place < end for start, end in marks) and not letter.isspace()
+    )
+    waiting = iter(other)
+    assert all(letter in waiting for letter in kept)
+    assert differences(text, text, code=code) == ()
+
+
+# Evaluations
+
+
+def test_an_evaluation_brings_its_scores_and_systems_and_names_those_that_are_gone(
+    tmp_path: Path,
+) -> None:
+    text = {"de": ["Das alte Haus"], "en": ["The old house"]}
+    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": text}, "test": {"de-en": text}})
+    dense = training_run(tmp_path / "dense", [3.0, 2.0])
+    lines = {
+        name: artifact(tmp_path / name, "translations", "translate", inputs)
+        for name, inputs in (("lines", {"checkpoint": dense}), ("old", {}))
+    }
+    scores = {"dense": {"into_pivot": {"bleu": 12.34}}, "gone": {"into_pivot": {"bleu": 1.0}}}
+    inputs = {"corpus": corpus, "systems/dense": lines["lines"], "systems/gone": lines["old"]}
+    evaluation = artifact(
+        tmp_path / "scores", "evaluation", "evaluate", inputs, statistics={"systems": scores}
+    )
+    shutil.rmtree(lines["old"].directory)
+    page = report(tmp_path, str(evaluation.directory))
+    assert rows(section(page, "Scores of scores")) == [["dense", "12.3"], ["gone", "1.0"]]
+    assert "Any → En" in " ".join(section(page, "Scores of scores").itertext())
+    assert [line[0] for line in rows(section(page, "Validation losses"))] == ["dense"]
+    assert "or have changed: gone." in " ".join(section(page, "Notes").itertext())
+
+
+def test_equal_names_in_two_evaluations_of_a_plan_are_told_apart(tmp_path: Path) -> None:
+    """A baseline without a model has other translations of every corpus."""
+    plan = tmp_path / "plan"
+    dense = training_run(plan / "first" / "dense", [3.0])
+    for name in ("flores", "tests"):
+        corpus = make_corpus(tmp_path / f"{name}-corpus", {"test": {"de-en": {"de": [name]}}})
+        systems = {
+            system: artifact(
+                tmp_path / f"{name}-{system}", "translations", "t", {"corpus": corpus, **model}
+            )
+            for system, model in (("dense", {"checkpoint": dense}), ("nearest", {}))
+        }
+        inputs = {f"systems/{system}": one for system, one in systems.items()}
+        artifact(plan / name, "evaluation", "evaluate", {"corpus": corpus, **inputs})
+    page = report(tmp_path, str(plan))
+    names = [line[0] for line in rows(section(page, "Training budgets"))]
+    assert names == ["dense", "nearest", "tests/nearest"]
+
+
+def test_a_checkpoint_beside_an_evaluation_is_no_seed_of_a_system_without_any(
+    tmp_path: Path,
+) -> None:
+    plan = tmp_path / "plan"
+    dense, _ = (seeded(plan / f"dense_{seed}", [3.0], seed) for seed in (1, 2))
+    moe = [seeded(plan / f"moe_{seed}", [3.0], seed) for seed in (1, 2)]
+    training_run(plan / "moe", [3.0])
+    systems = {"dense": dense, "moe@1": moe[0], "moe@2": moe[1]}
+    lines = {
+        name: artifact(tmp_path / name, "translations", "t", {"checkpoint": model})
+        for name, model in systems.items()
+    }
+    inputs = {f"systems/{name}": one for name, one in lines.items()}
+    artifact(plan / "scores", "evaluation", "evaluate", inputs)
+    losses = section(report(tmp_path, str(plan)), "Validation losses")
+    assert [line[:2] for line in rows(losses)] == [
+        *(["dense", "1"], ["moe", "2"], ["plan/dense_2", "1"], ["plan/moe", "1"])
+    ]
+
+
+# The page
+
+
+def all_parts(tmp_path: Path) -> str:
+    """A page with tables, charts and heat maps; one name is hostile."""
+    experts = with_experts(tmp_path / "moe", [3.0, 2.0], ROUTED)
+    dense = [training_run(tmp_path / f"d{n}", [4.0 + n, 3.0 + n]) for n in (1, 2)]
+    named = [f"dense@{n}={run.directory}" for n, run in enumerate(dense)]
+    return report(tmp_path, f"{HOSTILE}={experts.directory}", *named)
+
+
+def test_the_page_loads_nothing_and_runs_one_script(tmp_path: Path) -> None:
+    page = all_parts(tmp_path)
+    assert re.findall(r"<(script|link|img|iframe|object|embed|base|form)\b", page) == ["script"]
+    assert not re.search(r"(src|href|srcset|action)\s*=|url\(|@import|https?:", page)
+    attributes = {name for element in body(page).iter() for name in element.attrib}
+    assert not [name for name in attributes if name.startswith("on")]
+    assert HOSTILE in "".join(body(page).itertext())
+    assert "prefers-color-scheme:dark" in page
+
+
+CLICKS = """
+<script>
+const found = {};
+for (const [title, column] of WANTED) {
+  const part = [...document.querySelectorAll("section")]
+    .find((one) => one.querySelector("h2").textContent === title);
+  const table = part.querySelector("table");
+  const headings = [...table.querySelectorAll("thead th:not(.group)")];
+  const heading = headings.findLast((one) => one.textContent === column);
+  const names = () => [...table.tBodies[0].rows].map((row) => row.cells[0].textContent);
+  found[column] = [1, 2].map(() => {
+    heading.querySelector("button").click();
+    return [heading.getAttribute("aria-sort"), ...names()];
+  });
+}
+const sizes = [innerWidth, document.documentElement.scrollWidth];
+parent.document.body.textContent = "FOUND" + JSON.stringify([found, sizes]) + "END";
+</script>
+</body>"""
+"""Clicks twice on the last heading of a title, and writes the names of the rows in their order."""
+
+
+def browse(tmp_path: Path, page: str, *wanted: tuple[str, str], width: int) -> Any:
+    """What a browser shows of a page after clicks on headings: titles of section and column.
+
+    The page is in a frame, since windows of Chromium have 500 pixels at least.
+    """
+    file = tmp_path / "tested.html"
+    script = CLICKS.replace("WANTED", json.dumps(wanted))
+    framed = html.escape(page.replace("</body>", script))
+    frame = f'<iframe style="border:0" width="{width}" srcdoc="{framed}"></iframe>'
+    file.write_text(f'<!doctype html><meta charset="utf-8"><body>{frame}', encoding="utf-8")
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    (found,) = re.findall(r"FOUND(.*)END", done.stdout)
+    return json.loads(found)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_click_on_a_heading_sorts_by_the_number_that_is_meant(tmp_path: Path) -> None:
+    """200 s are printed as 3 min 20 s, before 50 s in the order of letters."""
+    runs = {
+        "middle": training_run(tmp_path / "a", [10.5], wall_seconds=50.0),
+        "large": training_run(tmp_path / "b", [9.5] * 3, wall_seconds=200.0),
+        "small": training_run(tmp_path / "c", [11.5] * 2, wall_seconds=4000.0),
+        "none": artifact(tmp_path / "d", "checkpoint", "pretrain", statistics={"updates": 12}),
+    }
+    page = report(tmp_path, *(f"{name}={run.directory}" for name, run in runs.items()))
+    found, _ = browse(
+        tmp_path,
+        page,
+        ("Training budgets", "System"),
+        ("Training budgets", "updates"),
+        ("Training budgets", "wall time"),
+        ("Validation losses", "lowest"),
+        width=1280,
+    )
+    up, down = "ascending", "descending"
+    assert found == {
+        "System": [
+            [up, "large", "middle", "none", "small"],
+            [down, "small", "none", "middle", "large"],
+        ],
+        "updates": [
+            [up, "middle", "small", "large", "none"],
+            [down, "none", "large", "small", "middle"],
+        ],
+        "wall time": [
+            [up, "middle", "large", "small", "none"],
+            [down, "small", "large", "middle", "none"],
+        ],
+        "lowest": [[up, "large", "middle", "small"], [down, "small", "middle", "large"]],
+    }
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_page_fits_the_screen_of_a_phone(tmp_path: Path) -> None:
+    _, (screen, page) = browse(tmp_path, all_parts(tmp_path), width=360)
+    assert page <= screen == 360

@@ -1,0 +1,383 @@
+"""Tests of ``mmnmt serve`` from the outside: clients, load, hostility, its end, its page."""
+
+import http.client
+import json
+import random
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from libretranslatepy import LibreTranslateAPI
+from prometheus_client.parser import text_string_to_metric_families
+from support.forked import run_command, start_command
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
+
+from pipeline import cli
+from pipeline.errors import EXIT_USER_ERROR
+
+pytestmark = pytest.mark.slow
+
+JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"
+SETTINGS = ["decoding.beam_size=3", "decoding.max_length_ratio=0.3", "decoding.max_extra_length=6"]
+SET = [word for setting in SETTINGS for word in ("--set", setting)]
+GERMAN = "Das ist ein Satz, der auf Deutsch geschrieben wurde, und niemand zweifelt daran."
+MANY_LINES = "ja\n" * 3000
+SECONDS = 120.0
+"""Time limit of a test's connection."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def refusal(self) -> str:
+        """The sentence of an answer that is not a success."""
+        assert self.status >= 400
+        found = self.json()
+        assert set(found) == {"error"}
+        assert re.fullmatch(r"[^\n]+[.?]", found["error"])
+        assert "Traceback" not in found["error"]
+        return str(found["error"])
+
+
+class Served:
+    """A running server, as its clients see it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self, path: str, body: bytes | None = None, *, kind: str = JSON, method: str = ""
+    ) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        chosen = method or ("GET" if body is None else "POST")
+        connection.request(chosen, path, body, {"Content-Type": kind})
+        response = connection.getresponse()
+        answer = Answer(response.status, response.headers, response.read())
+        connection.close()
+        return answer
+
+    def post(self, path: str = "/translate", **fields: Any) -> Answer:
+        return self.ask(path, json.dumps({"source": "de", "target": "en"} | fields).encode())
+
+    def metrics(self) -> dict[str, float]:
+        """Value of every sample, summed over labels."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.ask("/metrics").body.decode()):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0) + sample.value
+        return found
+
+    def wait_for_open_requests(self, number: int) -> None:
+        while self.metrics()["mmnmt_open_requests"] != number:
+            threading.Event().wait(0.01)
+
+    def begin(self, text: str) -> socket.socket:
+        """Send a request and read nothing."""
+        body = json.dumps({"q": text, "source": "de", "target": "en"}).encode()
+        head = (
+            f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+        client.sendall(head.encode() + body)
+        return client
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[Served, Any]]:
+    """Run the command; yield its server and its process once the port is taken."""
+    port = free_port()
+    process = start_command(["serve", *arguments, *SET, "--port", str(port)])
+    try:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                assert process.is_alive()
+                threading.Event().wait(0.05)
+        yield Served(port), process
+    finally:
+        process.terminate()
+        process.join(SECONDS)
+        process.kill()
+
+
+def make_model(folder: Path, **settings: Any) -> str:
+    model = tiny_model(byte_spec(max_positions=40, **settings))
+    for layer in model.decoder_layers():  # so that translations differ with their sources
+        for name, parameter in layer.cross_attention.named_parameters():
+            parameter.data *= 6 if name.endswith("weight") else 1
+    return str(make_checkpoint(folder, model))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("model") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def offline(checkpoint: str) -> Callable[[Sequence[str]], list[str]]:
+    """Translate lines from German into English by ``mmnmt translate``."""
+
+    def translate(lines: Sequence[str]) -> list[str]:
+        command = ["translate", "--checkpoint", checkpoint, *SET, "--from", "de", "--to", "en"]
+        done = run_command(command, given="".join(f"{line}\n" for line in lines))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split("\n")[:-1]
+
+    return translate
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of two systems, the second of which knows two languages more."""
+    wide = make_model(tmp_path_factory.mktemp("wide") / "wide", languages=6)
+    with serving(f"narrow={checkpoint}", wide, "--max-characters", "9000") as (running, _):
+        yield running
+
+
+# ---------------------------------------------------------------- clients
+
+
+def test_the_client_of_libretranslate_works_unchanged(
+    served: Served, offline: Callable[[Sequence[str]], list[str]]
+) -> None:
+    client = LibreTranslateAPI(served.address)
+    assert client.translate(GERMAN, "de", "en") == offline([GERMAN])[0]
+    assert client.detect(GERMAN)[0]["language"] == "de"
+    languages = {one["code"]: one for one in client.languages()}
+    assert languages["de"]["name"] == "German"
+    assert languages["de"]["nativeName"] == "Deutsch"
+    assert "en" in languages["de"]["targets"]
+
+
+def test_translations_are_those_of_the_command_whatever_the_load(
+    served: Served, offline: Callable[[Sequence[str]], list[str]]
+) -> None:
+    dice = random.Random(1)
+    words = "Haus Baum, über die Straße. Ein 12 sehr schöner Tag! x 你好".split()
+    lines = [" ".join(dice.choices(words, k=dice.randint(1, 12))) for _ in range(400)]
+    found: dict[int, str] = {}
+
+    def client(number: int) -> None:
+        waits = random.Random(number)
+        for line in range(number, len(lines), 8):
+            threading.Event().wait(waits.random() / 50)
+            found[line] = served.post(q=lines[line]).json()["translatedText"]
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(len(lines))] == offline(lines)
+    metrics = served.metrics()
+    assert metrics["mmnmt_lines_total"] > metrics["mmnmt_batches_total"]
+
+
+def test_a_text_keeps_its_lines_and_a_list_its_texts(
+    served: Served, offline: Callable[[Sequence[str]], list[str]]
+) -> None:
+    lines = ["Ein Haus.", "", "  ", "Ein Satz, der viel länger ist, als das Modell erlaubt. Ja!"]
+    expected = offline(lines)
+    answer = served.post(q=["\r\n".join(lines), lines[0]]).json()
+    assert answer == {"translatedText": ["\n".join(expected), expected[0]]}
+
+
+def test_alternatives_differ_and_leave_the_translation_as_it_is(
+    served: Served, offline: Callable[[Sequence[str]], list[str]]
+) -> None:
+    answer = served.post(q="Ein Haus.", alternatives=9).json()
+    assert answer["translatedText"] == offline(["Ein Haus."])[0]
+    variants = [answer["translatedText"], *answer["alternatives"]]
+    assert 2 <= len(variants) == len(set(variants)) <= 3
+    assert served.post(q="Ein Haus.", alternatives=1).json()["alternatives"] == variants[1:2]
+
+
+def test_a_form_is_answered_as_json_is(served: Served) -> None:
+    fields = {"q": "Ein schönes Haus.", "source": "deu", "target": "en", "format": "text"}
+    answer = served.ask("/translate", urlencode(fields).encode(), kind=FORM)
+    assert answer.json() == served.post(**fields).json()
+
+
+def test_the_source_language_is_detected_on_request(served: Served) -> None:
+    answer = served.post(q=GERMAN, source="auto").json()
+    detected = answer.pop("detectedLanguage")
+    assert detected["language"] == "de"
+    assert 90 < detected["confidence"] <= 100
+    assert answer == served.post(q=GERMAN).json()
+    assert served.post(q=GERMAN, source="auto", target="de").json()["translatedText"] == GERMAN
+    assert served.post(q="12", source="auto").status == 400
+    several = served.post(q=["12", GERMAN], source="auto").json()
+    assert [one["language"] for one in several["detectedLanguage"]] == ["de", "de"]
+
+
+def test_the_first_system_with_the_direction_translates_unless_one_is_named(
+    served: Served,
+) -> None:
+    settings = served.ask("/frontend/settings").json()
+    assert settings["systems"] == ["narrow", "wide"]
+    codes = {one["code"] for one in served.ask("/languages").json()}
+    assert len(codes) == 6
+    first, named = (served.post(q="ja", **more).json() for more in ({}, {"system": "narrow"}))
+    assert first == named != served.post(q="ja", system="wide").json()
+    (further, *_) = sorted(codes - {"de", "en", "fr", "ru"})
+    assert served.post(q="ja", target=further).status == 200
+    assert served.post(q="ja", target=further, system="narrow").status == 400
+    assert "'wide'" in served.post(q="ja", system="wde").refusal()
+
+
+def test_the_page_asks_no_other_host(served: Served) -> None:
+    answer = served.ask("/")
+    assert answer.status == 200
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    text = answer.body.decode()
+    assert not re.search(r"https?://|@import|\bsrc=", text)
+    assert '<textarea id="text" dir="auto"' in text
+
+
+# ---------------------------------------------------------------- hostility
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, b"", JSON),
+        (400, b"{", JSON),
+        (400, b"[1]", JSON),
+        (400, b"[" * 50_000, JSON),
+        (400, b'{"q": "\xff", "source": "de", "target": "en"}', JSON),
+        (400, b'{"q": "\\ud800", "source": "de", "target": "en"}', JSON),
+        (400, b'{"q": 1, "source": "de", "target": "en"}', JSON),
+        (400, b'{"q": [], "source": "de", "target": "en"}', JSON),
+        (400, b'{"q": "ja", "target": "en"}', JSON),
+        (400, b'{"q": "ja", "source": ["de"], "target": "en"}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "xx"}', JSON),
+        (400, b'{"q": "ja", "source": "German", "target": "en"}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "alternatives": -1}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "format": "html"}', JSON),
+        (400, b"q=%ff&source=de&target=en", FORM),
+        (400, b"q=\xff&source=de&target=en", FORM),
+        (413, b'{"q": "%s", "source": "de", "target": "en"}' % (b"a" * 9001), JSON),
+        (413, b" " * 200_000, JSON),
+        (415, b"ja", "text/plain"),
+        (415, b"", "multipart/form-data; boundary=x"),
+    ],
+)
+def test_what_cannot_be_translated_is_answered_in_one_sentence(
+    served: Served, status: int, body: bytes, kind: str
+) -> None:
+    answer = served.ask("/translate", body, kind=kind)
+    assert answer.status == status
+    assert answer.refusal()
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/x", 404), ("PUT", "/", 405)])
+def test_another_endpoint_is_refused_in_one_sentence(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    answer = served.ask(path, method=method)
+    assert answer.status == status
+    assert answer.refusal()
+
+
+def test_a_full_server_refuses_until_a_client_hangs_up(checkpoint: str) -> None:
+    limits = ["--max-requests", "1", "--max-characters", "9000"]
+    with serving(checkpoint, *limits) as (served, _):
+        client = served.begin(MANY_LINES)
+        served.wait_for_open_requests(1)
+        answer = served.post(q="ja")
+        assert answer.status == 429
+        assert answer.headers["Retry-After"] == "1"
+        assert answer.refusal()
+        client.close()
+        served.wait_for_open_requests(0)
+        assert served.post(q="ja").status == 200
+        assert served.metrics()["mmnmt_lines_total"] < MANY_LINES.count("\n")
+
+
+def test_a_client_that_sends_nothing_is_answered_when_its_time_is_over(checkpoint: str) -> None:
+    with serving(checkpoint, "--max-seconds", "1") as (served, _):
+        client = socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS)
+        head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
+        client.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
+        assert client.recv(12) == b"HTTP/1.1 504"
+        client.close()
+
+
+def test_only_requests_with_the_key_are_translated(checkpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("geheim\n", encoding="utf-8")
+    with serving(checkpoint, "--key-file", str(tmp_path / "key")) as (served, _):
+        assert served.ask("/frontend/settings").json()["keyRequired"]
+        for given in ({}, {"api_key": "geheime"}):
+            answer = served.post(q="ja", **given)
+            assert answer.status == 403
+            assert answer.refusal()
+        client = LibreTranslateAPI(served.address, api_key="geheim")
+        assert client.translate("ja", "de", "en") == served.post(
+            q="ja", api_key="geheim"
+        ).json().get("translatedText")
+
+
+# ---------------------------------------------------------------- its end
+
+
+def test_sigterm_ends_the_server_after_the_open_requests(checkpoint: str) -> None:
+    with serving(checkpoint, "--max-characters", "9000") as (served, process):
+        client = served.begin(MANY_LINES)
+        served.wait_for_open_requests(1)
+        process.terminate()
+        response = http.client.HTTPResponse(client)
+        response.begin()
+        assert response.status == 200
+        translated = json.loads(response.read())["translatedText"]
+        assert translated.count("\n") == MANY_LINES.count("\n")
+        process.join(SECONDS)
+        assert process.exitcode == 0
+
+
+def test_a_port_in_use_is_named_before_a_model_is_loaded(checkpoint: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run_command(["serve", checkpoint, "--port", str(port)])
+    assert done.returncode == EXIT_USER_ERROR
+    assert done.stderr == (
+        f"mmnmt serve: Port {port} of 127.0.0.1 cannot be used (Address already in use). Name "
+        "another --port or --host.\n"
+    )
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "pipeline.serving.server", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as Python marks what cannot be imported
+    assert cli.main(["serve", checkpoint]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.endswith("Run pip install 'mmnmt[serve]'.\n")
