@@ -549,7 +549,8 @@ class _PartsOfNodes:
         """Return the part of the innermost running module in :data:`PARTS`, or of the loss."""
         while frame is not None:
             caller = frame.f_locals.get("self")
-            if (part := _part_of_type(type(caller))) is not None:
+            kind: Any = type(caller)
+            if (part := _part_of_type(kind)) is not None:
                 return part, self._name_of.get(caller) or part
             if frame.f_globals.get("__name__") == LOSS_MODULE:
                 return LOSS

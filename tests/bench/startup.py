@@ -46,7 +46,11 @@ DATA_STAGES = {
 }
 """What makes each artifact, from those before it."""
 TRAINED = ("--recipe", "recipe.toml", "--shards", "shards", "--mixture", "mixture")
-ONE_UPDATE = ("--set", "training.updates=1", "--out", "checkpoint")
+TWO_UPDATES = (
+    *("--set", "training.updates=2", "--set", "optimizer.warmup_updates=1"),
+    *("--set", "training.validate_every=2", "--set", "training.checkpoint_every=2"),
+    *("--out", "checkpoint"),
+)
 TRANSLATE = ("translate", "--checkpoint", "checkpoint", "--from", "en", "--to", "de")
 
 
@@ -77,7 +81,7 @@ def make_data(directory: Path) -> None:
             ["-m", "pipeline", *stage, "--recipe", "recipe.toml", "--out", name],
             directory=directory,
         )
-    run(["-m", "pipeline", "pretrain", *TRAINED, *ONE_UPDATE], directory=directory)
+    run(["-m", "pipeline", "pretrain", *TRAINED, *TWO_UPDATES], directory=directory)
 
 
 def first_update(directory: Path) -> None:
