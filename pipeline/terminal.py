@@ -147,17 +147,19 @@ def clock_text(seconds: float) -> str:
 
 
 class JsonLines:
-    """A file of JSON objects, one per line, each on disk before the next is written."""
+    """A file of JSON objects, one per line; each call of ``write`` is on disk before the next."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, record: Mapping[str, object]) -> None:
-        """Append one record; numbers that are not finite become null, which JSON can hold."""
-        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+    def write(self, *records: Mapping[str, object]) -> None:
+        """Append records; numbers that are not finite become null, which JSON can hold."""
+        lines = [
+            json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) for record in records
+        ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8", newline="\n") as stream:
-            stream.write(line + "\n")
+            stream.writelines(f"{line}\n" for line in lines)
 
     def truncate_after(self, update: int) -> None:
         """Drop what a resumed run will write again: records whose ``update`` is beyond it.

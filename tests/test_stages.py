@@ -124,6 +124,10 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "evaluate_task": {},
 }
 """Stage → section → settings on which its result depends."""
+DECIDING["translate_text"] = {
+    "text": {"field", "source"},
+    "decoding": DECIDING["translate"]["decoding"],
+}
 DECIDING["analyze_vectors"] = {
     "analysis": {"directions", "router_languages"},
     "decoding": DECIDING["translate"]["decoding"],

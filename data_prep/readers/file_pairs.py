@@ -25,9 +25,7 @@ from data_prep.readers.raw_files import (
     PACKED,
     FilesInStep,
     RawFile,
-    iterate_raw_lines,
     list_files,
-    plain_name,
     source_of,
 )
 from data_prep.readers.section import (
@@ -47,6 +45,7 @@ from data_prep.readers.section import (
     spellings_of,
 )
 from pipeline.artifacts.corpus import Split, pair_name
+from pipeline.artifacts.raw_bytes import iterate_raw_lines, plain_name
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError

@@ -22,9 +22,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from data_prep.readers.multiway import MultiwayFile, Record, is_language, pair_up
-from data_prep.readers.raw_files import RawFile, find_files, iterate_raw_lines
+from data_prep.readers.raw_files import RawFile, find_files
 from data_prep.readers.section import RawText
 from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError

@@ -27,9 +27,10 @@ from data_prep.readers.multiway import (
     pair_up,
     without_variant,
 )
-from data_prep.readers.raw_files import RawFile, find_files, iterate_blocks
+from data_prep.readers.raw_files import RawFile, find_files
 from data_prep.readers.section import RawText
 from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.raw_bytes import iterate_blocks
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import DataError

@@ -43,6 +43,7 @@ Kind = Literal[
     "checkpoint",
     "training_state",
     "translations",
+    "translated_text",
     "evaluation",
     "task_model",
     "task_evaluation",
@@ -89,6 +90,10 @@ FILES: dict[Kind, dict[str, str]] = {
     "translations": {
         "hypotheses/DIRECTION.jsonl": "one translation per test line, with its score",
         "details/DIRECTION.jsonl": "alternatives, words and alignments, if asked for",
+    },
+    "translated_text": {
+        "text/LANGUAGE/FILE": "one translation per line of an input file, in its order",
+        "scores/LANGUAGE/FILE.jsonl": "score of every translation, and details if asked for",
     },
     "evaluation": {
         "scores.json": "all scores and comparisons",

@@ -182,6 +182,7 @@ def state_names(run_folder: Path) -> list[str]:
 _WORK_FILES = (
     f"states/update-*/{MANIFEST_NAME}",
     "rank-*.jsonl",
+    "chunk-*.jsonl",
     "*.safetensors",
     "pair.*/finished.json",
 )

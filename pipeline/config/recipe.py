@@ -26,7 +26,7 @@ from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.documents import merge, read_toml, shipped, toml_path
 from pipeline.config.overrides import leaf_settings, override_texts
 from pipeline.config.settings import EXTRA_TOKENS, Settings, describe_validation, shown
-from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.settings import DecodingConfig, TextConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.installed import INSTALLED
@@ -62,6 +62,7 @@ class CoreRecipe(Settings):
     training: TrainingConfig = TrainingConfig()
     upcycling: UpcyclingConfig = UpcyclingConfig()
     decoding: DecodingConfig = DecodingConfig()
+    text: TextConfig = TextConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
     saving: SavingConfig = SavingConfig()

@@ -1,4 +1,4 @@
-"""Settings of decoding: the section ``[decoding]`` of a recipe."""
+"""Settings of decoding: the sections ``[decoding]`` and ``[text]`` of a recipe."""
 
 from typing import Annotated, Literal, Self
 
@@ -52,7 +52,7 @@ class DecodingConfig(Settings):
     """Phrases that every translation must contain, as the vocabulary spells them; beam search
     only."""
     targets: tuple[str, ...] = ()
-    """Languages that test lines are translated into; empty: all."""
+    """Languages that lines are translated into; empty: all."""
     word_scores: bool = False
     """Compute the log-probability of every word, in one pass over the finished translation."""
     router_language: str = ""
@@ -115,3 +115,12 @@ class DecodingConfig(Settings):
                 'set search to "sampling"'
             )
         return self
+
+
+class TextConfig(Settings):
+    """Text to translate into the languages of ``decoding.targets``."""
+
+    source: str = ""
+    """Language of the text."""
+    field: str = "text"
+    """Field that holds the text in the records of ``.jsonl`` files."""

@@ -150,6 +150,19 @@ _CORE = (
         parallel="ranks",
     ),
     Stage(
+        name="translate_text",
+        module="pipeline.stages.translate_text",
+        makes="translated_text",
+        help="translate files and folders of text",
+        sections=("text", "decoding"),
+        inputs={
+            "checkpoint": Input("checkpoint", "model to translate with"),
+            "text": Input("raw", "files, or folders of .txt and .jsonl, plain, .gz or .zst"),
+        },
+        parallel="ranks",
+        needs_recipe=False,
+    ),
+    Stage(
         name="retrieve",
         module="pipeline.stages.nearest_neighbor",
         makes="translations",

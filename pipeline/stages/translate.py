@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from pipeline.terminal import JsonLines, Progress, counted, listed
 OWN_FILES = (
     *("identity.json", "seconds.json", ".seconds.json.unfinished"),
     *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
+    *("chunk-*.jsonl", ".chunk-*.jsonl.unfinished"),
 )
 """Files that this stage writes into its run directory."""
 
@@ -87,23 +88,10 @@ def run(call: StageCall) -> None:
         translator.load_segmenters({direction.source for direction in selection.taken})
         done = DoneLines(call, world)
         jobs = all_jobs(corpus, selection)
-        todo = [job for job in jobs if (str(job.direction), job.line) not in done.keys]
+        todo = [job for job in jobs if not done.has([job])]
         batches = translator.cut(todo, lengths_over_ranks(translator, todo, world))
-        is_cut_short = False
         with Progress(call.out_dir.name, total=len(todo), enabled=world.rank == 0) as bar:
-            for turn in range(-(-len(batches) // world.size)):
-                if stop.requested:  # no rank waits for another here
-                    is_cut_short = True
-                    break
-                mine = batches[turn * world.size + world.rank :][:1]
-                for batch in mine:
-                    done.write(batch, translator.translate(batch))
-                if world.rank == 0:
-                    done.time.save()
-                bar.advance(sum(len(b) for b in batches[turn * world.size :][: world.size]))
-        wait_for_all()
-        if any(gather_objects(is_cut_short)):
-            raise AgreedStop(f"stopped, what is translated is kept in {done.directory}")
+            translate_batches(translator, batches, done, stop=stop, bar=bar)
         if world.rank == 0:
             publish(call, done, selection=selection)
 
@@ -145,6 +133,36 @@ def select_directions(
     return Selection(tuple(wanted), tuple(sorted({*every} - {*wanted})))
 
 
+def translate_batches(
+    translator: Translator,
+    batches: Sequence[list[Job]],
+    done: "DoneLines",
+    *,
+    stop: StopFlag,
+    bar: Progress,
+) -> None:
+    """Translate batches, which the ranks take in turn; all ranks call this.
+
+    Raises:
+        AgreedStop: a rank was asked to stop; the batches that are finished are kept.
+    """
+    world = done.world
+    is_cut_short = False
+    for turn in range(-(-len(batches) // world.size)):
+        if stop.requested:  # no rank waits for another here
+            is_cut_short = True
+            break
+        mine = batches[turn * world.size + world.rank :][:1]
+        for batch in mine:
+            done.write(batch, translator.translate(batch))
+        if world.rank == 0:
+            done.time.save()
+        bar.advance(sum(len(b) for b in batches[turn * world.size :][: world.size]))
+    wait_for_all()
+    if any(gather_objects(is_cut_short)):
+        raise AgreedStop(f"stopped, what is translated is kept in {done.directory}")
+
+
 def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World) -> list[int]:
     """Return the tokens of every line; each rank encodes its share."""
     shares = gather_objects(translator.lengths(jobs[world.rank :: world.size]))
@@ -167,12 +185,11 @@ class DoneLines:
     """The translations of all ranks so far, one file per rank, kept over interruptions."""
 
     def __init__(self, call: StageCall, world: World) -> None:
-        self.directory = run_dir(call.out_dir)
+        self.directory, self.world = run_dir(call.out_dir), world
         self._lock = from_rank_zero(held_lock(lock_path(call.out_dir)))
         on_rank_zero(lambda: self._begin(call), path=self.directory, error=ArtifactError)
         self.time = WorkingTime(self.directory / "seconds.json", since=call.clock)
-        self.records = list(self._read())
-        self.keys = {(record["direction"], record["line"]) for record in self.records}
+        self.keys = {(record["direction"], record["line"]) for record in self._read()}
         wait_for_all()
         self._lines = JsonLines(self.directory / f"rank-{world.rank:05d}.jsonl")
         self._lines.truncate_after(0)
@@ -183,14 +200,17 @@ class DoneLines:
         Raises:
             ArtifactError: another process has taken the output's lock.
         """
-        if self._lock is not None:
-            self._lock.refuse_if_lost()
-        for job, hypothesis in zip(jobs, hypotheses, strict=True):
-            record = {"direction": str(job.direction), "line": job.line}
-            record |= without_details(hypothesis)
-            if hypothesis.details is not None:
-                record["details"] = record_of(hypothesis.details)
-            self._lines.write(record)
+        self._refuse_if_lost()
+        self._lines.write(
+            *(
+                {"direction": str(job.direction), "line": job.line} | hypothesis_record(hypothesis)
+                for job, hypothesis in zip(jobs, hypotheses, strict=True)
+            )
+        )
+
+    def has(self, jobs: Sequence[Job]) -> bool:
+        """Return whether every line of a batch was translated when this attempt began."""
+        return all((str(job.direction), job.line) in self.keys for job in jobs)
 
     def by_direction(self) -> dict[str, dict[int, Hypothesis]]:
         """Return all translations on disk, after every rank has finished."""
@@ -200,6 +220,26 @@ class DoneLines:
             what = f"Translation {line} of {direction} in {self.directory}"
             found.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
         return found
+
+    def move(self, write: Callable[[], None]) -> None:
+        """Let rank 0 write all translations elsewhere, and forget them; all ranks call this.
+
+        Raises:
+            ArtifactError: another process has taken the output's lock, or they cannot be written.
+        """
+
+        def act() -> None:
+            self._refuse_if_lost()
+            write()
+            for path in self.directory.glob("rank-*.jsonl"):
+                path.unlink()
+
+        on_rank_zero(act, path=self.directory, error=ArtifactError)
+        self.keys.clear()
+
+    def _refuse_if_lost(self) -> None:
+        if self._lock is not None:
+            self._lock.refuse_if_lost()
 
     def _begin(self, call: StageCall) -> None:
         """Keep what is there if it was translated with the same settings and inputs."""
@@ -233,6 +273,14 @@ class DoneLines:
                         f"{path} has a line that no translation stands in. Remove {self.directory}."
                     )
                 yield record
+
+
+def hypothesis_record(hypothesis: Hypothesis) -> dict[str, Any]:
+    """Return a hypothesis as a JSON object, with its details if it has any."""
+    record = without_details(hypothesis)
+    return record | (
+        {} if hypothesis.details is None else {"details": record_of(hypothesis.details)}
+    )
 
 
 class WorkingTime:

@@ -152,6 +152,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "--processes --recipe --set",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --profile --recipe --set --shards",
+        "translate_text": "--checkpoint --local-rank --local_rank --out --overwrite --processes "
+        "--recipe --set --text",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
         "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
         "--set --to --word-scores",

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.readers.section import RawLine, RawText, Section
-from data_prep.readers.raw_files import iterate_raw_lines, source_of
+from data_prep.readers.raw_files import source_of
+from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.readers import raw_files
-from data_prep.readers.raw_files import FilesInStep, iterate_raw_lines
+from data_prep.readers.raw_files import FilesInStep
+from pipeline.artifacts import raw_bytes
+from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.errors import DataError
 from pipeline.terminal import counted
 
@@ -49,9 +50,9 @@ def test_lines_are_those_of_a_split_at_newlines_cut_behind_the_limit(
 ) -> None:
     expected = naive_lines(data, limit + 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(raw_files, "BLOCK_BYTES", block)
+        patch.setattr(raw_bytes, "BLOCK_BYTES", block)
         stream = Dribble(data, sizes)
-        assert list(raw_files._lines_of(stream, longest=limit + 1)) == expected
+        assert list(raw_bytes._lines_of(stream, longest=limit + 1)) == expected
 
 
 @pytest.mark.parametrize("name", ["text", "text.gz"])
@@ -95,8 +96,8 @@ PREAMBLE = """
 import resource, sys
 from pathlib import Path
 from data_prep import import_corpus
-from data_prep.readers.raw_files import iterate_raw_lines
 from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.stages.registry import STAGES

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
 from data_prep import one_pass
-from data_prep.readers import raw_files, tables
+from data_prep.readers import tables
 from data_prep.readers.multiway import Record
 from data_prep.readers.raw_files import RawFile
 from data_prep.readers.tables import open_columns, open_table
+from pipeline.artifacts import raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.settings import CorpusConfig
@@ -114,7 +115,7 @@ def test_a_table_is_read_once_however_many_pairs_it_has(
 
     def counted(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
         opened.append(path)
-        return raw_files.iterate_raw_lines(path, max_line_bytes=max_line_bytes)
+        return raw_bytes.iterate_raw_lines(path, max_line_bytes=max_line_bytes)
 
     monkeypatch.setattr(tables, "iterate_raw_lines", counted)
     raw = write(tmp_path / "raw", {"a.tsv": TED})
@@ -259,7 +260,7 @@ def test_no_more_is_read_than_the_rows_given_need(
 
     def counted(place: Path, *, max_line_bytes: int) -> Iterator[bytes]:
         nonlocal read
-        for line in raw_files.iterate_raw_lines(place, max_line_bytes=max_line_bytes):
+        for line in raw_bytes.iterate_raw_lines(place, max_line_bytes=max_line_bytes):
             read += 1
             yield line
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep.readers import raw_files, tmx
+from data_prep.readers import tmx
 from data_prep.readers.multiway import Record
 from data_prep.readers.tmx import CODES, iterate_units
+from pipeline.artifacts import raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import RawInput, RawPaths
@@ -190,7 +191,7 @@ def test_segments_are_those_of_a_parser_of_whole_documents(
         expected.append({code: side for code, side in sides.items() if side})
     path = tmp_path_factory.mktemp("tmx") / "a.tmx"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(raw_files, "BLOCK_BYTES", block)
+        patch.setattr(raw_bytes, "BLOCK_BYTES", block)
         assert [found.texts for found in units_of(path, text)] == expected
 
 
@@ -293,11 +294,11 @@ def test_no_more_is_read_than_the_units_given_need(
 
     def counted(place: Path) -> Iterator[bytes]:
         nonlocal read
-        for block in raw_files.iterate_blocks(place):
+        for block in raw_bytes.iterate_blocks(place):
             read += len(block)
             yield block
 
-    monkeypatch.setattr(raw_files, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(raw_bytes, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(tmx, "iterate_blocks", counted)
     size, total = path.stat().st_size, 0
     for number, found in enumerate(iterate_units(path, max_line_bytes=100), start=1):
@@ -312,7 +313,7 @@ def test_of_a_longer_segment_no_more_is_held_and_its_unit_goes_to_the_quarantine
     text = memory(unit(en="x" * 3_000_000, de="eins"), unit(en="two", de="zwei"))
     raw = write(tmp_path / "raw", {"a.tmx": text})
     [long, _] = iterate_units(raw / "a.tmx", max_line_bytes=1000)
-    assert 1000 < len(long.texts["en"]) < 1000 + 2 * raw_files.BLOCK_BYTES
+    assert 1000 < len(long.texts["en"]) < 1000 + 2 * raw_bytes.BLOCK_BYTES
     corpus = imported(tmp_path / "corpus", raw, max_line_bytes=1000)
     assert read_lines(corpus, "train", "de-en", "de") == ["zwei"]
     listed = corpus.file("quarantine.jsonl").read_text()

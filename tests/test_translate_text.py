@@ -1,0 +1,376 @@
+"""The stage translate_text: files and folders, line by line, over interruptions and ranks."""
+
+import gzip
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from support.forked import run_command, start_command
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
+
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.artifacts.raw_input import RawPaths
+from pipeline.decoding import text_files
+from pipeline.decoding.incoming_lines import without_line_breaks
+from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.signals import StopFlag
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
+
+MAX_POSITIONS = 40
+DECODING: Mapping[str, int | float] = {
+    **{"beam_size": 2, "max_extra_length": 6, "tokens": 60},
+    "max_length_ratio": 0.3,
+}
+LINES = ["Ein kurzer Satz.", "", "Ja", "  ", "Der zweite Satz ist länger.", "x" * 100, "letzter"]
+TARGETS = 'decoding.targets=["en", "fr"]'
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A checkpoint, and a folder for texts and outputs."""
+
+    directory: Path
+    checkpoint: Path
+
+    def write(self, files: Mapping[str, bytes]) -> Path:
+        """Write files of text; return their folder."""
+        for name, content in files.items():
+            path = self.directory / "texts" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return self.directory / "texts"
+
+    def command(self, out: str, *more: str, text: str = "texts", source: str = "de") -> list[str]:
+        """Return the arguments of ``mmnmt`` that translate the text; later ones prevail."""
+        values = [f"decoding.{name}={value}" for name, value in DECODING.items()]
+        settings = [TARGETS, f"text.source={source}", *values]
+        return [
+            *("translate_text", "--checkpoint", str(self.checkpoint)),
+            *("--text", str(self.directory / text), "--out", str(self.directory / out)),
+            *(part for setting in settings for part in ("--set", setting)),
+            *more,
+        ]
+
+    def run(self, out: str, *more: str, text: str = "texts", source: str = "de") -> int:
+        return cli.main(self.command(out, *more, text=text, source=source))
+
+    def made(self, out: str) -> Artifact:
+        artifact = open_artifact(self.directory / out, kind="translated_text")
+        artifact.verify()
+        return artifact
+
+    def lines(self, out: str, name: str) -> list[str]:
+        """Return the lines of a file of the output."""
+        content = self.made(out).file(name).read_bytes().decode()
+        assert not content or content.endswith("\n")
+        return content.split("\n")[:-1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny_model(byte_spec(max_positions=MAX_POSITIONS))
+    for layer in model.decoder_layers():  # so that translations differ with their sources
+        for name, parameter in layer.cross_attention.named_parameters():
+            parameter.data *= 6 if name.endswith("weight") else 1
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint", model)
+
+
+@pytest.fixture
+def bench(checkpoint: Path, tmp_path: Path) -> Bench:
+    return Bench(tmp_path, checkpoint)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "CHUNK_LINES", 8)
+
+
+def as_text(lines: Sequence[str], *, end: str = "\n") -> bytes:
+    return end.join(lines).encode()
+
+
+def as_records(lines: Sequence[str | None]) -> bytes:
+    return b"".join(json.dumps({"id": 1, "text": line}).encode() + b"\n" for line in lines)
+
+
+def filtered(
+    bench: Bench, lines: Sequence[str], target: str, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Translate lines with ``mmnmt translate``."""
+    recipe = bench.directory / "recipe.toml"
+    settings = "".join(f"{name} = {value}\n" for name, value in DECODING.items())
+    recipe.write_text(f"[decoding]\n{settings}", encoding="utf-8")
+    given, written = bench.directory / "given", bench.directory / "written"
+    given.write_bytes("".join(f"{line}\n" for line in lines).encode())
+    model = ["--checkpoint", str(bench.checkpoint), "--recipe", str(recipe)]
+    with given.open() as source, written.open("w") as output, monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", source)
+        patch.setattr("sys.stdout", output)
+        assert cli.main(["translate", *model, "--from", "de", "--to", target]) == 0
+    return written.read_bytes().decode().split("\n")[:-1]
+
+
+# ---------------------------------------------------------------- line by line
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_every_line_of_every_file_is_translated_as_the_filter_does(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.write(
+        {
+            "a.txt": as_text([*LINES, ""]),
+            "no_end.txt": as_text(LINES[:1]),
+            "empty.txt": b"",
+            "deep/windows.txt": b"\xef\xbb\xbf" + as_text([*LINES[:3], ""], end="\r\n"),
+            "deep/packed.txt.gz": gzip.compress(as_text([*LINES[3:], ""])),
+            "deep/er/records.jsonl": as_records([LINES[0], None, "eins\nzwei", LINES[-1]]),
+            "last.txt": b"",
+            "picture.png": b"\x89PNG",
+            ".hidden.txt": b"\xff",
+        }
+    )
+    expected = {
+        "a.txt": LINES,
+        "no_end.txt": LINES[:1],
+        "empty.txt": [],
+        "deep/windows.txt": LINES[:3],
+        "deep/packed.txt": LINES[3:],
+        "deep/er/records.txt": [LINES[0], "", "eins zwei", LINES[-1]],
+        "last.txt": [],
+    }
+    assert bench.run("out") == 0
+    made = bench.made("out")
+    assert set(made.names()) == {
+        name
+        for code in ("en", "fr")
+        for file in expected
+        for name in (f"text/{code}/{file}", f"scores/{code}/{file}.jsonl")
+    }
+    decoding = DecodingConfig.model_validate(DECODING)
+    translator = Translator(open_artifact(bench.checkpoint, kind="checkpoint"), decoding)
+    every = [line for lines in expected.values() for line in lines]
+    for code in ("en", "fr"):
+        texts = [bench.lines("out", f"text/{code}/{file}") for file in expected]
+        assert list(map(len, texts)) == list(map(len, expected.values()))
+        assert [text for of_file in texts for text in of_file] == (
+            filtered(bench, every, code, monkeypatch)
+        )
+        found = [
+            json.loads(line)
+            for file in expected
+            for line in bench.lines("out", f"scores/{code}/{file}.jsonl")
+        ]
+        alone = [translator.translate([Job(Direction("de", code), 0, line)])[0] for line in every]
+        scores = [one.score for one in alone]
+        assert [one["score"] for one in found] == pytest.approx(scores, abs=2e-4)
+        assert [one["split"] for one in found] == [one.split for one in alone]
+    assert made.statistics["files"] == len(expected)
+    assert made.statistics["directions"] == dict.fromkeys(["de-en", "de-fr"], len(every))
+    assert made.statistics["split"] == 4
+    assert made.manifest.summary[0].startswith("38 lines in 2 directions translated; ")
+    assert made.manifest.summary[-1].endswith("picture.png")
+    assert not (bench.directory / "out.run").exists()
+
+
+def test_a_file_named_itself_is_translated_into_all_other_languages_by_default(
+    bench: Bench,
+) -> None:
+    bench.write({"corpus.de": as_text(LINES[:1])})
+    everywhere = ("--set", "decoding.targets=[]", "--set", "decoding.n_best=2")
+    assert bench.run("out", *everywhere, text="texts/corpus.de", source="deu") == 0
+    for code in ("en", "fr", "ru"):
+        (text,) = bench.lines("out", f"text/{code}/corpus.de")
+        (about,) = map(json.loads, bench.lines("out", f"scores/{code}/corpus.de.jsonl"))
+        best, second = about["details"]["n_best"]
+        assert text == without_line_breaks(best["text"])
+        assert about["score"] == best["score"] >= second["score"]
+
+
+@pytest.mark.parametrize(("lines", "characters"), [(12, 10**6), (1, 10**6), (10**6, 30), (9, 30)])
+@pytest.mark.parametrize("copies", [1, 3])
+def test_chunks_hold_all_lines_in_order_and_are_bounded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: int,
+    characters: int,
+    copies: int,
+) -> None:
+    monkeypatch.setattr(text_files, "CHUNK_LINES", lines)
+    monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", characters)
+    texts = {
+        f"{number}.txt": [f"{number} {line} " + "x" * (7 * line % 10) for line in range(number % 7)]
+        for number in range(10, 30)
+    }
+    for name, of_file in texts.items():
+        (tmp_path / name).write_bytes(as_text([*of_file, ""]))
+    files, _ = text_files.find_texts(RawPaths((tmp_path,)), field="")
+    found: dict[str, list[str]] = {}
+    every = list(text_files.chunks(files, copies=copies))
+    assert [chunk.number for chunk in every] == list(range(len(every)))
+    for number, chunk in enumerate(every):
+        assert chunk.first == sum(len(before.texts) for before in every[:number])
+        assert sum(count for _, count in chunk.files) == len(chunk.texts)
+        assert copies * (len(chunk.texts) - 1) < lines
+        assert copies * sum(map(len, chunk.texts[:-1])) < characters
+        rest = iter(chunk.texts)
+        for name, count in chunk.files:
+            found.setdefault(name, []).extend(islice(rest, count))
+    assert found == texts
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.txt": b"gut\n\xc3\x28\n"}, r"a\.txt, line 2: it is not UTF-8 \(.* at byte 0\)\. "),
+        ({"a.txt": b"x" * 2**21}, r"a\.txt, line 1: it is longer than 1,048,576 bytes\. Split it"),
+        ({"a.txt.gz": gzip.compress(b"eins\nzwei\n")[:-9]}, r"a\.txt\.gz is not a complete gzip"),
+        ({"a.jsonl": b'{"txt": "x"}\n'}, r"a\.jsonl, line 1: .* no such field\. Did you mean 'txt"),
+        ({"a.jsonl": b'\n{"text": 3}\n'}, r"a\.jsonl, line 2: the field 'text' is no text\. "),
+        ({"a.jsonl": b'{"text": "x"\n'}, r"a\.jsonl, line 1 is not valid JSON"),
+        ({"a.jsonl": b"[]\n"}, r"a\.jsonl, line 1: it is no JSON object\. "),
+        ({"a.png": b"x"}, r"texts holds no file that ends in \.txt, \.jsonl, \.gz, \.zst\. "),
+        (
+            {"a.txt": b"x", "a.txt.gz": gzip.compress(b"x")},
+            r"a\.txt and \S+a\.txt\.gz would both be translated to a\.txt\. Rename",
+        ),
+        ({"A.txt": b"x", "a.jsonl": b""}, r"would both be translated to a\.txt"),
+    ],
+    ids=[
+        *("not-utf-8", "too-long", "cut-gzip", "no-field", "no-text", "no-json", "no-object"),
+        *("no-text-file", "one-output", "one-output-without-case"),
+    ],
+)
+def test_text_that_cannot_be_read_is_named_before_anything_is_translated(
+    bench: Bench, capsys: pytest.CaptureFixture[str], files: Mapping[str, bytes], message: str
+) -> None:
+    bench.write({"0.txt": b"gut\n"} if not message.startswith("texts") else {})
+    bench.write(files)
+    refused(bench.run("out"), message, capsys)
+    assert not (bench.directory / "out").exists()
+    assert not [*bench.directory.glob("out.run/rank-*")]
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("zz", [], "does not know the language 'zz'"),
+        ("en", [], r"decoding\.targets names en, the language of the text"),
+        ('""', [], r"text\.source names no language\. .*--set text\.source=en"),
+        ("de", ["--set", 'decoding.targets=["eng", "zz"]'], "does not know the language 'zz'"),
+    ],
+)
+def test_languages_that_cannot_be_translated_are_refused(
+    bench: Bench,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    more: Sequence[str],
+    message: str,
+) -> None:
+    bench.write({"a.txt": b"x\n"})
+    refused(bench.run("out", *more, source=source), message, capsys)
+
+
+def test_an_output_within_the_text_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.write({"a.txt": b"x\n"})
+    refused(bench.run("texts/out"), "texts/out lies within the input text", capsys)
+
+
+def refused(code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code == EXIT_USER_ERROR
+    (said,) = capsys.readouterr().err.splitlines()
+    assert pytest.raises(AssertionError, match=message).matches(AssertionError(said)), said
+
+
+# ---------------------------------------------------------------- interruption and ranks
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets the next run be asked to stop when it has done that many batches."""
+
+    def arrange(batches: int) -> None:
+        asked = iter(range(10**6))
+
+        def requested(_: StopFlag) -> bool:
+            return next(asked) >= batches
+
+        def ignore(_: StopFlag, _value: bool) -> None:
+            """Return the flag's own answer."""
+
+        monkeypatch.setattr(StopFlag, "requested", property(requested, ignore), raising=False)
+
+    return arrange
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    ("batches", "has_chunk", "is_torn"), [(2, False, False), (4, True, False), (8, True, True)]
+)
+def test_an_interrupted_run_goes_on_with_the_same_batches_and_repeats_no_finished_one(
+    bench: Bench,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    batches: int,
+    has_chunk: bool,
+    is_torn: bool,
+) -> None:
+    bench.write({"a.txt": as_text(LINES), "b.txt": as_text(LINES[::-1])})
+    translated: list[tuple[tuple[str, int], ...]] = []
+    translate = Translator.translate
+
+    def record(self: Translator, jobs: Sequence[Job]) -> list[Hypothesis]:
+        translated.append(tuple((str(job.direction), job.line) for job in jobs))
+        return translate(self, jobs)
+
+    monkeypatch.setattr(Translator, "translate", record)
+    assert bench.run("whole") == 0
+    whole = Counter(translated)
+    translated.clear()
+    stop_after(batches)
+    assert bench.run("out") == EXIT_RUN_AGAIN
+    assert len(translated) == batches
+    assert (bench.directory / "out.run" / "chunk-00000000.jsonl").exists() == has_chunk
+    if is_torn:
+        path = bench.directory / "out.run" / "rank-00000.jsonl"
+        path.write_bytes(path.read_bytes()[:-7])
+    stop_after(10**6)
+    assert bench.run("out") == 0
+    repeated = [translated[batches - 1]] if is_torn else []
+    assert Counter(translated) == whole + Counter(repeated)
+    assert bench.made("out").digest == bench.made("whole").digest
+    assert not (bench.directory / "out.run").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_one_process_goes_on_with_two_and_makes_what_one_does(bench: Bench) -> None:
+    empty = [""] * text_files.CHUNK_LINES
+    bench.write({"a.txt": as_text([*LINES, *empty, *(4 * LINES)])})
+    english = ("--set", 'decoding.targets=["en"]')
+    assert bench.run("whole", *english) == 0
+    process = start_command(bench.command("out", *english))
+    kept = bench.directory / "out.run" / "chunk-00000000.jsonl"
+    deadline = time.monotonic() + 90
+    while process.is_alive() and not kept.exists():
+        assert time.monotonic() < deadline, "no chunk was ever finished"
+        time.sleep(0.002)
+    process.kill()
+    process.join(timeout=30)
+    assert not (bench.directory / "out").exists(), "killed too late"
+    ended = run_command(bench.command("out", *english, "--processes", "2"))
+    assert ended.returncode == 0, ended.stderr
+    assert bench.made("out").digest == bench.made("whole").digest
