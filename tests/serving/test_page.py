@@ -17,6 +17,8 @@ from support.tiny_models import tiny_model
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 OPTIONS = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe".split()
 WIDTH = 360
+TEXT = "Ein Haus. " * 20
+ARABIC = "العربية · Arabic · ar"
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 
@@ -67,8 +69,10 @@ def browser(profile: Path) -> Iterator[Tab]:
     ) as process:
         os.close(their_commands)
         os.close(their_answers)
-        yield Tab(commands, answers)
-        process.kill()
+        try:
+            yield Tab(commands, answers)
+        finally:
+            process.kill()
 
 
 def test_text_typed_into_the_page_is_translated_on_a_dark_phone(tmp_path: Path) -> None:
@@ -76,29 +80,21 @@ def test_text_typed_into_the_page_is_translated_on_a_dark_phone(tmp_path: Path) 
     checkpoint = make_checkpoint(tmp_path / "one", tiny_model(spec))
     with serving(str(checkpoint)) as (served, _), browser(tmp_path / "profile") as tab:
         tab.tell("Network.enable")
-        tab.tell(
-            "Emulation.setDeviceMetricsOverride",
-            **{"width": WIDTH, "height": 700, "deviceScaleFactor": 1, "mobile": True},
-        )
+        phone = {"width": WIDTH, "height": 700, "deviceScaleFactor": 1, "mobile": True}
+        tab.tell("Emulation.setDeviceMetricsOverride", **phone)
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         tab.tell("Emulation.setEmulatedMedia", features=dark)
         tab.tell("Page.navigate", url=served.address)
         tab.wait_for("document.getElementById('to')?.value && document.activeElement.id === 'text'")
-        for field, language in (("from", "Deutsch · German · de"), ("to", "العربية · Arabic · ar")):
+        for field, typed in {"from": "Deutsch · German · de", "to": ARABIC, "text": TEXT}.items():
             tab.run(f"document.getElementById('{field}').select()")
-            tab.tell("Input.insertText", text=language)
-        tab.run("document.getElementById('text').focus()")
-        tab.tell("Input.insertText", text="Ein Haus. " * 20)
-        tab.wait_for("document.querySelector('article p').textContent")
-        expected = served.post(q="Ein Haus. " * 20, target="ar").json()["translatedText"]
+            tab.tell("Input.insertText", text=typed)
         shown = "document.querySelector('article p')"
-        assert tab.run(f"{shown}.textContent") == expected
-        assert tab.run(f"[{shown}.dir, {shown}.lang]") == ["rtl", "ar"]
-        assert tab.run("document.documentElement.scrollWidth") == WIDTH
+        tab.wait_for(f"{shown}.textContent")
         colors = "getComputedStyle(document.body)"
-        assert tab.run(f"[{colors}.color, {colors}.backgroundColor]") == [
-            "rgb(227, 229, 232)",
-            "rgb(21, 24, 28)",
-        ]
+        width = "document.documentElement.scrollWidth"
+        found = tab.run(f"[{shown}.textContent, {shown}.dir, {width}, {colors}.backgroundColor]")
+        expected = served.post(q=TEXT, target="ar").json()["translatedText"]
+        assert found == [expected, "rtl", WIDTH, "rgb(21, 24, 28)"]
         assert tab.requested
         assert all(url.startswith((served.address, "data:")) for url in tab.requested)

@@ -1,0 +1,168 @@
+"""``mmnmt serve`` under eight clients: latency beside limits, throughput beside offline search.
+
+The model has the shape of the demo's mixture of experts, over bytes, with initial weights: a
+translation ends at its length limit, as many tokens as its source. Each of the clients sends a
+sentence when it has the translation of its last one; for the throughput, each sends lists of
+sentences. Offline search translates the same sentences in this process with the same threads.
+
+    python tests/bench/serve.py [--quick] [--rounds N] [--json FILE]
+"""
+
+import http.client
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+
+from ratios import Options, Row, compare, interleaved, parse_options, report
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.corpus import Direction
+from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.translator import Job, Translator
+from pipeline.model.settings import MoEConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = 8
+LIST = 32
+"""Sentences of a request that measures throughput."""
+SENTENCES, QUICK_SENTENCES = 2048, 64
+LIMITS = {"p50": 150.0, "p95": 400.0}
+"""Largest latencies of a sentence, in milliseconds."""
+THROUGHPUT_TARGET = 0.85
+SEARCH = {"beam_size": 4, "tokens": 6000, "max_length_ratio": 1.0, "max_extra_length": 0}
+WORDS = "in zwei Tagen vor drei Tagen am Montag um acht und heute".split()
+
+
+def sentences(number: int) -> list[str]:
+    """Phrases of 1 to 3 words: about as many bytes as the demo's have pieces of words."""
+    dice = random.Random(1)
+    return [" ".join(dice.choices(WORDS, k=dice.randint(1, 3))) for _ in range(number)]
+
+
+def write_model(directory: Path) -> Path:
+    spec = byte_spec(
+        moe=MoEConfig(num_experts=8, top_k=2, every=2),
+        width=128,
+        feed_forward_width=512,
+        num_heads=4,
+        max_positions=256,
+    )
+    return make_checkpoint(directory, tiny_model(spec))
+
+
+@contextmanager
+def server(checkpoint: Path, options: Options) -> Iterator[int]:
+    """Run the command; yield its port once it listens and its model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    settings = [
+        word for name, value in SEARCH.items() for word in ("--set", f"decoding.{name}={value}")
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "serve", checkpoint, *settings, "--port", str(port)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        while True:
+            try:
+                translate(port, [["in"]])
+                break
+            except ConnectionRefusedError:
+                assert process.poll() is None, "The server has ended."
+                time.sleep(0.05)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def translate(port: int, texts: Sequence[str | list[str]]) -> list[float]:
+    """Send one request after the other on one connection; return their seconds."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    seconds = []
+    for text in texts:
+        started = time.perf_counter()
+        body = json.dumps({"q": text, "source": "de", "target": "en"})
+        connection.request("POST", "/translate", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        answer.read()
+        seconds.append(time.perf_counter() - started)
+    connection.close()
+    return seconds
+
+
+def by_clients(port: int, texts: Sequence[str | list[str]]) -> list[float]:
+    """Let the clients share requests; return the seconds of every request."""
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        shares = clients.map(lambda n: translate(port, texts[n::CLIENTS]), range(CLIENTS))
+        return [second for share in shares for second in share]
+
+
+def latency_rows(port: int, lines: list[str]) -> list[Row]:
+    milliseconds = [1000 * second for second in by_clients(port, lines)]
+    found = statistics.quantiles(milliseconds, n=20)
+    rows = []
+    for name, value in (("p50", found[9]), ("p95", found[18])):
+        ratio = LIMITS[name] / value
+        case = f"{name} of a sentence, {CLIENTS} clients, against the limit"
+        row = Row(
+            case, "milliseconds", round(value, 1), LIMITS[name], round(ratio, 3), 1.0, ratio >= 1
+        )
+        rows.append(row)
+    return rows
+
+
+def throughput_rows(port: int, checkpoint: Path, lines: list[str], options: Options) -> list[Row]:
+    translator = Translator(
+        open_artifact(checkpoint, kind="checkpoint"), DecodingConfig.model_validate(SEARCH)
+    )
+    jobs = [Job(Direction("de", "en"), number, line) for number, line in enumerate(lines)]
+    lists = [lines[start : start + LIST] for start in range(0, len(lines), LIST)]
+    seconds = interleaved(
+        {
+            "ours": lambda: by_clients(port, lists),
+            "offline search": lambda: [
+                translator.translate(batch) for batch in translator.cut(jobs)
+            ],
+        },
+        rounds=options.rounds,
+        warm_up=1,
+    )
+    case = f"{len(lines)} sentences at saturation"
+    return compare(seconds, case=case, target=THROUGHPUT_TARGET)
+
+
+def main() -> None:
+    options = parse_options("A server under load, against offline search.", rounds=5)
+    lines = sentences(QUICK_SENTENCES if options.quick else SENTENCES)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_model(Path(folder) / "model")
+        with server(checkpoint, options) as port:
+            rows = latency_rows(port, lines)
+            rows += throughput_rows(port, checkpoint, lines, options)
+    report(rows, options, shapes=f"{CLIENTS} clients; the demo's mixture of experts, over bytes")
+
+
+if __name__ == "__main__":
+    main()
