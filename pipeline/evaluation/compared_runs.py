@@ -137,13 +137,16 @@ class ComparedRuns:
                 if run.partition(RUN_MARK)[0] in of_others:
                     run = f"{path.name}/{run}"
                 self._add_run(run, checkpoint, otherwise=f"{path.name}/{directory.name}")
-        names = {_origin(run): name for name, run in self.runs.items()}
+        names: dict[str, list[str]] = {}
+        for run, artifact in self.runs.items():
+            names.setdefault(_origin(artifact), []).append(run)
         shown = [*evaluations, *trained]
         for directory, manifest in found.items():
             if manifest.kind == "translations":
                 translations = open_artifact(directory, kind="translations")
-                if _origin(translations) in names:
-                    self._add_run(names[_origin(translations)], translations)
+                runs = names.get(_origin(translations), [])
+                if len(runs) == 1:  # of several, only an evaluation says which one it is
+                    self._add_run(runs[0], translations)
                     shown.append(directory)
         if not shown:
             raise ArtifactError(

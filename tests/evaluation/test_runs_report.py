@@ -481,6 +481,29 @@ def test_a_damaged_manifest_in_a_folder_costs_its_artifact_alone(tmp_path: Path)
     )
 
 
+def test_translations_that_may_be_of_two_systems_are_of_neither(tmp_path: Path) -> None:
+    """Systems may differ in their decoding alone."""
+    plan, texts = tmp_path / "plan", {"flores": ["Ein Baum"], "tests": ["Ein Haus"]}
+    dense = training_run(plan / "dense", [3.0])
+    inputs: dict[str, Artifact] = {}
+    for name, line in texts.items():
+        corpus = make_corpus(plan / name, {"test": {"de-en": {"de": line, "en": ["reference"]}}})
+        inputs = {
+            f"systems/{system}": translated(
+                plan / f"{name}-{system}",
+                corpus,
+                {"de-en": [system], "en-de": [system]},
+                {"checkpoint": dense},
+            )
+            for system in ("beam", "mbr")
+        }
+    artifact(plan / "scores-of-tests", "evaluation", "evaluate", inputs)
+    page = report(tmp_path, str(plan))
+    assert [title for title in titles(page) if title and "Translations" in title] == [
+        "Translations of tests"
+    ]
+
+
 # The page
 
 
