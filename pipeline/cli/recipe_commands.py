@@ -19,6 +19,7 @@ from pipeline.config.overrides import leaf_settings, override_texts, parse_overr
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
 from pipeline.config.settings import MAX_GROUPS, shown
 from pipeline.errors import ConfigError
+from pipeline.machine import rare_collections
 from pipeline.terminal import text_table
 
 MAX_RANKS = 10**5
@@ -182,13 +183,14 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 def _estimate_time(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options)
     sizes = _sizes_of(recipe, options)
-    import torch  # once the recipe is known to be good
+    with rare_collections():
+        import torch  # once the recipe is known to be good
 
-    from pipeline.estimates import operators, step_time
-    from pipeline.kernels.products import meta_stands_for
+        from pipeline.estimates import operators, step_time
+        from pipeline.kernels.products import meta_stands_for
 
     device = step_time.device_named(options.device)
-    with meta_stands_for(device.capability):
+    with meta_stands_for(device.capability), rare_collections():
         steps = {
             "training micro-batch": operators.count_training(recipe, dtype=torch.bfloat16, **sizes),
             "decoding step": operators.count_decoding_step(recipe, **sizes),

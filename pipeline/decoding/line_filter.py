@@ -7,6 +7,7 @@ JSON object with ``text``, ``score`` and the details (``artifacts/corpus.py``).
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from pipeline.artifacts.artifact import Artifact
@@ -15,10 +16,13 @@ from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, withou
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
+from pipeline.kernels.cpu import sparing_loops
 from pipeline.terminal import counted
 
 BATCH_LINES = 256
 """Most lines that are translated at once."""
+FEW_LINES = 16
+"""Number of first lines that are translated without compiled loops, which take long to load."""
 NAMED_PROBLEMS = 20
 """Most unreadable lines that are reported one by one; further ones are counted."""
 
@@ -115,9 +119,12 @@ def filter_lines(
         while batch := lines.take(BATCH_LINES):
             batch, prefixes = _take_prefixes(translator, batch) if has_prefixes else (batch, None)
             batch, required = _take_phrases(translator, batch, prefixes, phrases or iter(()))
-            translations = translate_lines(
-                translator, direction, batch, prefixes=prefixes, required=required
-            )
+            # An int8 translation does not depend on its batch, so it has the same kernels always.
+            is_few = counts.lines + len(batch) <= FEW_LINES and decoding.precision != "int8"
+            with sparing_loops() if is_few else nullcontext():
+                translations = translate_lines(
+                    translator, direction, batch, prefixes=prefixes, required=required
+                )
             for line, hypothesis in zip(batch, translations, strict=True):
                 counts.add(line, hypothesis)
                 if line.problem and counts.unreadable <= NAMED_PROBLEMS:

@@ -9,13 +9,16 @@ device: all operators except views and :data:`LAUNCHES_NOTHING`. Operators that 
 Collectives, and the work of DeepSpeed and the optimizer on gradients, are not counted.
 """
 
+import importlib
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +28,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipeline.batching.batch import Batch, Packing
@@ -177,6 +179,32 @@ class Counted:
         return dict(Counter(launch.kind for launch in self.launches).most_common())
 
 
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Keep PyTorch's meta kernels from loading its compiler, which takes a second.
+
+    They only ask it to leave them alone (``torch._disable_dynamo``, as of torch 2.13). Any other
+    use loads it.
+    """
+    name = "torch._dynamo"
+    stand_in = ModuleType(name)
+
+    def load(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        sys.modules.pop(name, None)
+        return getattr(importlib.import_module(name), attribute)
+
+    vars(stand_in).update(disable=lambda function, *_, **__: function, __getattr__=load)
+    sys.modules.setdefault(name, stand_in)
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
+
+@_without_compiler()
 def count_training(
     recipe: Recipe,
     *,
@@ -210,6 +238,7 @@ def count_training(
     return counted
 
 
+@_without_compiler()
 def count_decoding_step(
     recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
 ) -> Counted:
@@ -314,6 +343,11 @@ class OperatorCounter(TorchDispatchMode):
         self._device = device
         self._fused = _FusedAsOnCuda(self._count_upload)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: PyTorch would load its compiler to keep it away from this class."""
+        return False
+
     @property
     def counted(self) -> Counted:
         """Return the launches and host copies so far."""
@@ -348,7 +382,7 @@ class OperatorCounter(TorchDispatchMode):
         if name == "index" and any(_is_boolean(index) for index in args[1]):
             self._host_copies.append(HostCopy(name, part))
             args = (args[0], [_all_of(index) for index in args[1]])
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if self._device != META else _on_meta(func, args, kwargs)
         made = _tensors(result)
         on_device = any(tensor.device == self._device for tensor in (*given, *made))
         if on_device and not func.is_view and name not in LAUNCHES_NOTHING:
@@ -515,17 +549,79 @@ class _PartsOfNodes:
         """Return the part of the innermost running module in :data:`PARTS`, or of the loss."""
         while frame is not None:
             caller = frame.f_locals.get("self")
-            for kind, part in PARTS:
-                if isinstance(caller, kind):
-                    return part, self._name_of.get(caller) or part
+            kind: Any = type(caller)
+            if (part := _part_of_type(kind)) is not None:
+                return part, self._name_of.get(caller) or part
             if frame.f_globals.get("__name__") == LOSS_MODULE:
                 return LOSS
             frame = frame.f_back
         return LOSS
 
 
+@cache
+def _part_of_type(kind: type) -> str | None:
+    """Return the part of the model that a type of :data:`PARTS` is."""
+    return next((part for known, part in PARTS if issubclass(kind, known)), None)
+
+
+_made_on_meta: dict[Any, Any] = {}
+"""What operators made of arguments, by their :func:`_outline`."""
+
+
+def _on_meta(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator, or return tensors like those that it made from arguments of this form.
+
+    PyTorch's kernels for the meta device are slow Python, and the layers of a model are alike.
+    """
+    if not _makes_new_tensors(func):
+        return func(*args, **kwargs)
+    outline = func, _outline(args), _outline([*kwargs.items()])
+    if outline in _made_on_meta:
+        return _like(_made_on_meta[outline])
+    result = func(*args, **kwargs)
+    if all(tensor.is_meta for tensor in _tensors((args, kwargs, result))):
+        # A copy: autograd takes a gradient over, instead of copying it, if nobody else has it.
+        _made_on_meta[outline] = _like(result)
+    return result
+
+
+@cache
+def _makes_new_tensors(func: OpOverload) -> bool:
+    """Return whether an operator only makes tensors, none of which shares memory with another."""
+    schema = func._schema
+    every = (*schema.arguments, *schema.returns)
+    is_pure = all(value.alias_info is None for value in every)
+    return is_pure and all(str(value.type) == "Tensor" for value in schema.returns)
+
+
+def _outline(value: Any) -> Any:
+    """Return what the form of an operator's result depends on."""
+    match value:
+        case Tensor():
+            return value.shape, value.stride(), value.dtype, value.device
+        case list() | tuple():
+            return tuple(map(_outline, value))
+    return type(value), value
+
+
+def _like(result: Any) -> Any:
+    """Return new tensors of the form of a result's."""
+    if isinstance(result, tuple | list):
+        return tuple(map(_like, result))
+    if result is None:  # a gradient that nobody needs
+        return None
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=META)
+
+
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    match values:
+        case Tensor():
+            return [values]
+        case list() | tuple():
+            return [tensor for value in values for tensor in _tensors(value)]
+        case dict():
+            return _tensors([*values.values()])
+    return []
 
 
 def _is_boolean(index: Tensor | None) -> bool:

@@ -78,9 +78,10 @@ def has_bfloat16_products() -> bool:
 
 
 class _InUse:
-    """Override of the processor's kernels in this process."""
+    """What replaces the processor's kernels and the compiled loops in this process."""
 
     kernels: CpuKernels | None = None
+    spares_loops: bool = False
 
 
 def cpu_kernels() -> CpuKernels:
@@ -187,9 +188,28 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork takes no threads along
 
 
+@contextmanager
+def sparing_loops() -> Iterator[None]:
+    """Compute by operators instead of compiled loops, without gradients.
+
+    Loading the loops takes half a second, and compiling them on the first use of an installation
+    ten: more than the loops save on a few sentences.
+    """
+    before, _InUse.spares_loops = _InUse.spares_loops, True
+    try:
+        yield
+    finally:
+        _InUse.spares_loops = before
+
+
+def uses_loops(x: Tensor) -> bool:
+    """Return whether compiled loops serve the device of a tensor."""
+    return x.device.type == "cpu" and not _InUse.spares_loops
+
+
 def can_loop(x_ND: Tensor) -> bool:
     """Return whether compiled loops can read a tensor: on CPU, in float32 or bfloat16."""
-    return x_ND.device.type == "cpu" and x_ND.dtype in (torch.float32, torch.bfloat16)
+    return uses_loops(x_ND) and x_ND.dtype in (torch.float32, torch.bfloat16)
 
 
 def numbers(tensor: Tensor) -> npt.NDArray[Any]:

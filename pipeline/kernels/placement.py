@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.kernels.cpu import uses_loops
+
 
 @dataclass(frozen=True)
 class RouteNumbers:
@@ -229,7 +231,7 @@ def place_routes(
             dropped routes may have rows.
         numbers: constants that layers share; None: created if needed.
     """
-    if expert_NC.device.type == "cpu":
+    if uses_loops(expert_NC):
         order = None if queue is None else queue.routes(expert_NC)
         return place_by_loop(expert_NC, num_experts, order, capacity, spare_rows=spare_rows)
     return place_by_sorting(

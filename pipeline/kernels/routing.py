@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.kernels.cpu import uses_loops
 from pipeline.kernels.products import linear
 
 
@@ -33,7 +34,7 @@ class ExpertChoice(NamedTuple):
 
 def choose_experts(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
     """Return the ``top_k`` best experts of every token, their weights, and the balance loss."""
-    if logits_NE.device.type != "cpu":
+    if not uses_loops(logits_NE):
         return choose_by_operators(logits_NE, top_k=top_k, is_renormalized=is_renormalized)
     found = _ChooseByLoop.apply(logits_NE, top_k, is_renormalized)  # type: ignore[no-untyped-call]
     return ExpertChoice(*found)

@@ -1,8 +1,9 @@
 """How long a command takes to start, beside ``python -c "import torch"``.
 
-``mmnmt describe`` from its call to its end, and ``mmnmt pretrain`` on the demo's data, with one
-process, from its call until the first update is written down. Both are mostly imports, which take
-as long as the machine's disk and cores make them: hence ratios, to loading torch in the same round.
+``mmnmt describe``, ``mmnmt estimate`` of a paper's model and ``mmnmt translate`` of one line from
+their call to their end, and ``mmnmt pretrain`` on the demo's data, with one process, from its call
+until the first update is written down. All are mostly imports, which take as long as the machine's
+disk and cores make them: hence ratios, to loading torch in the same round.
 
     python tests/bench/startup.py [--quick] [--rounds N] [--json FILE]
 """
@@ -13,16 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratios import Options, Row, compare, interleaved, parse_options, report
 
 ROOT = Path(__file__).resolve().parents[2]
-DESCRIBE_TARGET = 0.84
-"""2.5 s where loading torch takes 2.1."""
-PRETRAIN_TARGET = 0.52
-"""4 s there."""
+TARGETS = {
+    "describe": 0.84,
+    "estimate": 0.8,
+    "translate one line": 0.9,
+    "pretrain to its first update": 0.52,
+}
+"""Seconds of loading torch by those of a start."""
 TIMEOUT_SECONDS = 300
 LOOK_SECONDS = 0.005
 
@@ -32,6 +36,7 @@ description = "the demo's dense source, which writes every update down"
 [logging]
 every = 1
 """
+ESTIMATED = "mmnmt_opus100"
 DATA_STAGES = {
     "corpus": ("import_corpus",),
     "clean": ("clean", "--corpus", "corpus"),
@@ -40,6 +45,13 @@ DATA_STAGES = {
     "mixture": ("mix", "--shards", "shards"),
 }
 """What makes each artifact, from those before it."""
+TRAINED = ("--recipe", "recipe.toml", "--shards", "shards", "--mixture", "mixture")
+TWO_UPDATES = (
+    *("--set", "training.updates=2", "--set", "optimizer.warmup_updates=1"),
+    *("--set", "training.validate_every=2", "--set", "training.checkpoint_every=2"),
+    *("--out", "checkpoint"),
+)
+TRANSLATE = ("translate", "--checkpoint", "checkpoint", "--from", "en", "--to", "de")
 
 
 def environment() -> dict[str, str]:
@@ -47,12 +59,13 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def run(arguments: Sequence[str], *, directory: Path) -> None:
+def run(arguments: Sequence[str], *, directory: Path, given: str = "") -> None:
     """A process of this interpreter, to its end."""
     subprocess.run(
         [sys.executable, *arguments],
         cwd=directory,
         env=environment(),
+        input=given.encode(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         check=True,
@@ -68,15 +81,15 @@ def make_data(directory: Path) -> None:
             ["-m", "pipeline", *stage, "--recipe", "recipe.toml", "--out", name],
             directory=directory,
         )
+    run(["-m", "pipeline", "pretrain", *TRAINED, *TWO_UPDATES], directory=directory)
 
 
 def first_update(directory: Path) -> None:
     """``pretrain`` until its first update is written down, then its end."""
     for folder in ("model", "model.run"):
         shutil.rmtree(directory / folder, ignore_errors=True)
-    given = ["--recipe", "recipe.toml", "--shards", "shards", "--mixture", "mixture"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "pretrain", *given, "--out", "model"],
+        [sys.executable, "-m", "pipeline", "pretrain", *TRAINED, "--out", "model"],
         cwd=directory,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -99,29 +112,22 @@ def wait_for_line(path: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def compare_starts(directory: Path, options: Options) -> list[Row]:
-    seconds = interleaved(
-        {
-            "import torch": lambda: run(["-c", "import torch"], directory=directory),
-            "describe": lambda: run(
-                ["-m", "pipeline", "describe", "--recipe", "demo_moe"], directory=directory
-            ),
-            "pretrain": lambda: first_update(directory),
-        },
-        rounds=options.rounds,
-        warm_up=1,
-    )
-    torch_seconds = seconds["import torch"]
+    def command(*arguments: str, given: str = "") -> Callable[[], None]:
+        return lambda: run(["-m", "pipeline", *arguments], directory=directory, given=given)
+
+    starts = {
+        "describe": command("describe", "--recipe", "demo_moe"),
+        "estimate": command("estimate", "--recipe", ESTIMATED),
+        "translate one line": command(*TRANSLATE, given="3 hours ago\n"),
+        "pretrain to its first update": lambda: first_update(directory),
+    }
+    load = {"import torch": lambda: run(["-c", "import torch"], directory=directory)}
+    seconds = interleaved({**load, **starts}, rounds=options.rounds, warm_up=1)
+    loading = {name: seconds[name] for name in load}
     return [
-        *compare(
-            {"import torch": torch_seconds, "ours": seconds["describe"]},
-            case="describe",
-            target=DESCRIBE_TARGET,
-        ),
-        *compare(
-            {"import torch": torch_seconds, "ours": seconds["pretrain"]},
-            case="pretrain to its first update",
-            target=PRETRAIN_TARGET,
-        ),
+        row
+        for name in starts
+        for row in compare({**loading, "ours": seconds[name]}, case=name, target=TARGETS[name])
     ]
 
 

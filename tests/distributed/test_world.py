@@ -83,6 +83,8 @@ atexit.register(os.write, 1, b"registered ")
 if sys.argv[1] == "group":
     with distributed_world():
         pass
+elif sys.argv[1] == "torch":
+    import torch
 leave(3)
 """
 
@@ -226,9 +228,10 @@ def test_without_a_process_group_every_collective_is_the_identity() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("opens", "printed"), [("group", "registered "), ("nothing", "registered taken apart ")]
+    ("opens", "printed"),
+    [("group", "registered "), ("torch", "registered "), ("nothing", "registered taken apart ")],
 )
-def test_a_process_that_had_a_group_leaves_with_its_interpreter_whole(
+def test_a_process_that_loaded_torch_leaves_with_its_interpreter_whole(
     opens: str, printed: str
 ) -> None:
     """Threads of a group that outlives its destruction would abort a process taken apart."""

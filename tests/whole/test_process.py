@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import Kind
+from pipeline.decoding.line_filter import FEW_LINES
 from pipeline.machine import SPIN_COUNT
+from pipeline.model.settings import MoEConfig
 
 pytestmark = pytest.mark.slow
 
@@ -196,10 +200,11 @@ leave(0)
 """
 
 
-def loaded_after(program: str, *arguments: str) -> set[str]:
-    """Names of all modules that a process has loaded when it ends."""
+def loaded_after(program: str, *arguments: str, given: str = "") -> set[str]:
+    """Names of all modules that a process has loaded when it ends; ``given`` is its input."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
+        input=given,
         capture_output=True,
         text=True,
         timeout=120,
@@ -216,11 +221,28 @@ def test_describing_a_recipe_loads_neither_a_compiler_nor_deepspeed(recipe: str)
     assert not (SLOW | {"numba", "deepspeed"}) & loaded
 
 
+def test_a_few_lines_are_translated_without_compiled_loops(tmp_path: Path) -> None:
+    spec = byte_spec(moe=MoEConfig(num_experts=4, every=2), groups=2)
+    checkpoint = make_checkpoint(tmp_path / "model", tiny_model(spec))
+    options = ["--checkpoint", str(checkpoint), "--from", "en", "--to", "de"]
+    few = loaded_after(COMMAND, "translate", *options, given="a line\n" * FEW_LINES)
+    assert "pipeline.kernels.expert_products" in few
+    assert not (SLOW | {"numba", "deepspeed", "sacrebleu", "pandas", "scipy"}) & few
+    assert "numba" in loaded_after(
+        COMMAND, "translate", *options, given="a line\n" * (FEW_LINES + 1)
+    )
+
+
 @pytest.mark.parametrize("verb", [["memory", "--processes", "2"], ["estimate"]])
 def test_what_only_counts_loads_no_compiled_loops(verb: list[str]) -> None:
     loaded = loaded_after(COMMAND, *verb, "--recipe", "demo_moe")
     assert "pipeline.kernels.expert_products" in loaded
     assert not {"numba", "transformers"} & loaded
+
+
+def test_an_estimate_loads_no_compiler() -> None:
+    loaded = loaded_after(COMMAND, "estimate", "--recipe", "demo_moe")
+    assert not {"torch._dynamo", "torch._inductor", "deepspeed"} & loaded
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
