@@ -1,7 +1,9 @@
 """Write HTML pages in place of earlier pages of the same kind, and of nothing else."""
 
+from contextlib import suppress
 from pathlib import Path
 
+from pipeline.artifacts.manifest import read_manifest
 from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError
 
@@ -10,11 +12,17 @@ _START = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" cont
 
 
 def refuse_to_replace_another(out: Path, *, generator: str) -> None:
-    """Refuse to write over anything but an earlier page of this generator.
+    """Refuse to write into an artifact, or over anything but an earlier page of this generator.
 
     Raises:
-        ArtifactError: ``out`` is a folder, a link or another file.
+        ArtifactError: ``out`` lies within an artifact, or is a folder, a link or another file.
     """
+    for folder in out.resolve().parents:
+        if _is_artifact(folder):
+            raise ArtifactError(
+                f"--out {out} lies within the artifact {folder}, which must stay as it is. Choose "
+                "another folder."
+            )
     if out.is_dir():
         raise ArtifactError(f"--out {out} is a folder. Name a file, as in {generator}.html.")
     if not (out.exists() or out.is_symlink()):
@@ -30,6 +38,12 @@ def refuse_to_replace_another(out: Path, *, generator: str) -> None:
             f"--out {out} is there already and no page of {generator}. Name another file, or move "
             "it away."
         )
+
+
+def _is_artifact(folder: Path) -> bool:
+    with suppress(ArtifactError):  # other software has manifests, too
+        return read_manifest(folder) is not None
+    return False
 
 
 def write_page(out: Path, page: str) -> None:

@@ -3,12 +3,9 @@
 import argparse
 from pathlib import Path
 
-from pipeline.artifacts.places import refuse_inputs
 from pipeline.cli.pages import refuse_to_replace_another, write_page
 from pipeline.cli.parser import Command
 from pipeline.terminal import counted
-
-GENERATOR = "report"
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -17,12 +14,8 @@ def _report(options: argparse.Namespace) -> int:
     from pipeline.evaluation.report import Imprint
     from pipeline.evaluation.runs_report import runs_report
 
+    refuse_to_replace_another(options.out, generator="report")
     compared = open_runs(options.runs)
-    inputs = {
-        name: run.directory for name, run in [*compared.runs.items(), *compared.evaluations.items()]
-    }
-    refuse_inputs(options.out, inputs=inputs, run_folder=False)
-    refuse_to_replace_another(options.out, generator=GENERATOR)
     write_page(options.out, render_html(runs_report(compared, imprint=Imprint.now())))
     runs, systems = counted(len(compared.runs), "run"), counted(len(compared.systems), "system")
     print(f"{options.out}: {runs} of {systems}")

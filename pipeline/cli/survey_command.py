@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.places import refuse_inputs
 from pipeline.cli.pages import refuse_to_replace_another, write_page
 from pipeline.cli.parser import Command
 from pipeline.terminal import counted
@@ -14,9 +13,6 @@ def _survey(options: argparse.Namespace) -> int:
     from pipeline.survey.page import survey_page
     from pipeline.survey.survey import survey_corpus
 
-    given = {"corpus": options.corpus, "shards": options.shards, "mixture": options.mixture}
-    present = {name: path for name, path in given.items() if path is not None}
-    refuse_inputs(options.out, inputs=present, run_folder=False)
     refuse_to_replace_another(options.out, generator="survey")
     survey = survey_corpus(
         open_artifact(options.corpus, kind="corpus"),

@@ -3,8 +3,9 @@
 Weights are quantized symmetrically per output. Activations are quantized on the fly, each row by
 its own largest magnitude, so that a translation does not depend on its batch (PyTorch's dynamic
 quantization uses one range for all rows). Activations have 7 bits: processors without VNNI add
-pairs of 8-bit products in 16 bits, which 8 by 8 bits would overflow. Routers, embeddings and norms
-are not quantized.
+pairs of 8-bit products in 16 bits, which 8 by 8 bits would overflow. Routers, embeddings, norms,
+convolutions of front ends and language modules are not quantized, nor are linear layers with
+low-rank modules.
 
 Legend: R rows, sorted by expert, I inputs, O outputs, N tokens, D model width, F hidden width, E
 experts.

@@ -43,6 +43,8 @@ class ComparedRuns:
     """Digest of a corpus → its translations."""
     missing: list[str] = field(default_factory=list)
     """Runs of evaluations whose translations are gone or have changed."""
+    unreadable: list[str] = field(default_factory=list)
+    """Folders in a named one with a manifest that is none of this version."""
 
     @property
     def systems(self) -> dict[str, tuple[str, ...]]:
@@ -120,31 +122,52 @@ class ComparedRuns:
 
     def _add_folder(self, name: str, path: Path) -> None:
         """Add a folder: its evaluations, further trained checkpoints, and translations by these."""
-        found = _manifests_in(path)
-        for directory, manifest in found.items():
-            if manifest.kind == "evaluation":
-                self._add_evaluation(name, directory)
+        found, prefix = self._manifests_in(path), f"{name}/" if name else ""
+        of_others = {run.partition(RUN_MARK)[0] for run in self.runs}
+        evaluations = [one for one, manifest in found.items() if manifest.kind == "evaluation"]
+        for directory in evaluations:
+            self._add_evaluation(name, directory)
         trained = [one for one, manifest in found.items() if manifest.stage in TRAINING_STAGES]
         known = {_origin(run) for run in self.runs.values()}
-        prefix = f"{name}/" if name else ""
         stems = {directory.name for directory in trained}
         for directory in trained:
             checkpoint = open_artifact(directory, kind="checkpoint")
             if _origin(checkpoint) not in known:
                 run = prefix + _name_with_seed(directory.name, checkpoint.manifest, taken=stems)
+                if run.partition(RUN_MARK)[0] in of_others:
+                    run = f"{path.name}/{run}"
                 self._add_run(run, checkpoint, otherwise=f"{path.name}/{directory.name}")
-        names = {_origin(run): name for name, run in self.runs.items()}
+        names: dict[str, list[str]] = {}
+        for run, artifact in self.runs.items():
+            names.setdefault(_origin(artifact), []).append(run)
+        shown = [*evaluations, *trained]
         for directory, manifest in found.items():
             if manifest.kind == "translations":
                 translations = open_artifact(directory, kind="translations")
-                if _origin(translations) in names:
-                    self._add_run(names[_origin(translations)], translations)
-        if not self.runs and not self.missing:
+                runs = names.get(_origin(translations), [])
+                if len(runs) == 1:  # of several, only an evaluation says which one it is
+                    self._add_run(runs[0], translations)
+                    shown.append(directory)
+        if not shown:
             raise ArtifactError(
                 f"{path} holds no run: it has no {MANIFEST_NAME}, and no folder in it is a trained "
                 "checkpoint or an evaluation. Name the folder of a plan that has finished one, or "
                 "a run as NAME=DIR."
             )
+
+    def _manifests_in(self, path: Path) -> Mapping[Path, Manifest]:
+        """Return the finished artifacts directly in a folder, by name."""
+        found = {}
+        for entry in sorted(path.iterdir()):
+            if entry.is_dir() and not entry.name.startswith("."):
+                try:
+                    manifest = read_manifest(entry)
+                except ArtifactError:
+                    self.unreadable.append(entry.name)
+                    continue
+                if manifest is not None:
+                    found[entry] = manifest
+        return found
 
 
 def open_runs(given: Sequence[str]) -> ComparedRuns:
@@ -171,16 +194,6 @@ def open_runs(given: Sequence[str]) -> ComparedRuns:
 def _origin(run: Artifact) -> str:
     """Return the digest of the weights of a run, or of its translations if these have none."""
     return (checkpoint_of(run) or run).digest
-
-
-def _manifests_in(path: Path) -> Mapping[Path, Manifest]:
-    """Return the finished artifacts directly in a folder, by name."""
-    found = {
-        entry: read_manifest(entry)
-        for entry in sorted(path.iterdir())
-        if entry.is_dir() and not entry.name.startswith(".")
-    }
-    return {entry: manifest for entry, manifest in found.items() if manifest is not None}
 
 
 def _name_with_seed(name: str, manifest: Manifest, *, taken: set[str]) -> str:

@@ -167,6 +167,8 @@ def _notes(compared: ComparedRuns, history: History, damaged: list[str]) -> Iter
             "Left out, since their translations are no longer where they were, or have changed: "
             f"{', '.join(compared.missing)}."
         )
+    if compared.unreadable:
+        yield f"Left out, with no manifest of this version: {', '.join(compared.unreadable)}."
     if damaged:
         yield f"The routing statistics are damaged of {', '.join(damaged)}."
     if history.missing:

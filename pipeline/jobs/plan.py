@@ -43,9 +43,10 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
   have their own. In a stage with ``matrix = "NAME"``, ``{row}`` stands for the name of a row and
   ``{key}`` for its value of that key. A text that is one placeholder alone becomes the value,
   whatever its type.
-- A stage with a placeholder in its name is repeated per row. ``recipe``, ``set``, ``processes``,
-  ``threads``, ``ds_config`` and ``job`` of the row are settings of it, unless it says otherwise. In
-  a stage without a placeholder in its name, entries of ``inputs`` with one in theirs are repeated.
+- A stage with a placeholder in its name is repeated per row. What the stage says is laid over
+  ``recipe``, ``set``, ``processes``, ``threads``, ``ds_config`` and ``job`` of the row, as over
+  defaults. In a stage without a placeholder in its name, entries of ``inputs`` with one in theirs
+  are repeated.
 - Consecutive repeated stages of one matrix come stage by stage: the first with all rows, then the
   next. With ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
 

@@ -75,8 +75,8 @@ def serve_tokens(
         if placement.slices is not None and has_grouped_products(x_RD):
             y_RD = grouped_products(x_RD, weights, placement.slices, activation)
         elif x_RD.device.type == "cpu":
-            rows_E = placement.rows_E.tolist()
-            y_RD = serve_rows(x_RD, rows_E, weights, activation=activation)
+            counts = placement.rows_E.tolist()
+            y_RD = serve_rows(x_RD, counts, weights, activation=activation)
         else:
             y_RD = _serve_at_once(x_RD, weights, placement.rows_E, activation)
         return combine(y_RD, weight_NC, placement)

@@ -36,14 +36,16 @@ class System:
             name: name of the system.
             checkpoint: the model.
             decoding: settings of the search; beam search keeps all its hypotheses, so that a
-                request can ask for alternatives without changing the translation.
+                request can ask for alternatives without changing the translation, unless the
+                translation is chosen among ``n_best`` of them.
             segmenters: segmenters named by the recipe.
 
         Raises:
             ConfigError: the model cannot do what the settings ask for.
             CheckpointError: the model's scores are not numbers.
         """
-        kept = decoding.beam_size if decoding.search == "beam" else decoding.n_best
+        keeps_all = decoding.search == "beam" and decoding.choose == "score"
+        kept = decoding.beam_size if keeps_all else decoding.n_best
         served = {"n_best": kept, "word_scores": False, "alignments": False}
         settings = decoding.model_copy(update=served)
         system = cls(name, Translator(checkpoint, settings, segmenters=segmenters))

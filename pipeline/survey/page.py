@@ -74,6 +74,11 @@ def _sizes(survey: Survey) -> ReportSection:
         "Lines per pair and split. The ratio is that of the characters of the first language to "
         "those of the second: its median over the training lines, and its 5 % and 95 % quantiles."
     )
+    if survey.joined:
+        lead += (
+            f" Of pairs that were joined over a pivot ({', '.join(survey.joined)}), the lines with "
+            "equal pivots stand as imported."
+        )
     if survey.epochs:
         lead += f" Epochs are how often training would see each line{_conditions(survey)}."
     titles = headings(

@@ -11,6 +11,7 @@ from pipeline.artifacts.corpus import (
     aligned_lines,
     emptied_pairs,
     imported_lines,
+    joined_lines,
     line_counts,
     pair_counts,
     text_name,
@@ -51,7 +52,9 @@ class Survey:
     sizes: Mapping[str, Mapping[str, int]]
     """Pair → split → lines."""
     imported: Mapping[str, int]
-    """Pair → number of training lines before cleaning."""
+    """Pair → number of training lines before cleaning, of joined pairs those with equal pivots."""
+    joined: tuple[str, ...]
+    """Pairs that were joined over a pivot."""
     emptied: frozenset[str]
     """Pairs of which cleaning left no training line."""
     counts: Mapping[str, PairCounts]
@@ -98,10 +101,12 @@ def survey_corpus(corpus: Artifact, *, shards: Artifact | None, mixture: Artifac
     for rules in pair_counts(corpus, "dropped").values() if isinstance(table, dict) else ():
         for rule, number in rules.items():
             dropped[rule] = dropped.get(rule, 0) + number
+    joined = {pair: counts.get("matched", 0) for pair, counts in joined_lines(corpus).items()}
     return Survey(
         origin=corpus.directory.name,
         sizes=pair_counts(corpus),
-        imported=imported_lines(corpus),
+        imported=imported_lines(corpus) | joined,
+        joined=tuple(joined),
         emptied=frozenset(emptied_pairs(corpus)),
         counts=counts,
         dropped=dropped,

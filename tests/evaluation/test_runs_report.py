@@ -208,9 +208,13 @@ def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     out.write_text("mine", encoding="utf-8")
     assert cli.main(["report", run, "--out", str(out)]) == EXIT_USER_ERROR
     assert out.read_text(encoding="utf-8") == "mine"
-    inside = Path(run) / "page.html"
-    assert cli.main(["report", run, "--out", str(inside)]) == EXIT_USER_ERROR
-    assert not inside.exists()
+    corpus = make_corpus(tmp_path / "corpus", {"test": {"de-en": {"de": ["a"], "en": ["b"]}}})
+    model = open_artifact(Path(run), kind="checkpoint")
+    lines = translated(tmp_path / "lines", corpus, {"de-en": ["b"]}, {"checkpoint": model})
+    for folder in (Path(run) / "new", lines.directory, corpus.directory / "test"):
+        inside = folder / "page.html"
+        assert cli.main(["report", str(tmp_path), "--out", str(inside)]) == EXIT_USER_ERROR
+        assert not inside.exists()
     out.unlink()
     assert cli.main(["report", run, "--out", str(out)]) == 0
     assert cli.main(["report", f"other={run}", "--out", str(out)]) == 0
@@ -434,6 +438,69 @@ def test_a_checkpoint_beside_an_evaluation_is_no_seed_of_a_system_without_any(
     losses = section(report(tmp_path, str(plan)), "Validation losses")
     assert [line[:2] for line in rows(losses)] == [
         *(["dense", "1"], ["moe", "2"], ["plan/dense_2", "1"], ["plan/moe", "1"])
+    ]
+
+
+def test_runs_of_another_plan_are_no_seeds_of_the_systems_of_the_first(tmp_path: Path) -> None:
+    for plan, seeds in (("one", (1, 2)), ("other", (3, 4))):
+        for seed in seeds:
+            seeded(tmp_path / plan / f"dense_{seed}", [1.0 + seed], seed)
+    page = report(tmp_path, str(tmp_path / "one"), str(tmp_path / "other"))
+    assert [line[:2] for line in rows(section(page, "Validation losses"))] == [
+        *(["dense", "2"], ["other/dense", "2"])
+    ]
+
+
+def test_a_folder_that_adds_nothing_is_refused_beside_others_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = training_run(tmp_path / "plan" / "dense", [3.0])
+    translated(
+        tmp_path / "lines" / "more",
+        make_corpus(tmp_path / "corpus", {"test": {"de-en": {"de": ["Haus"], "en": ["House"]}}}),
+        {"de-en": ["House"], "en-de": ["Haus"]},
+        {"checkpoint": dense},
+    )
+    lines = str(tmp_path / "lines")
+    assert "Translations of corpus" in titles(report(tmp_path, str(dense.directory), lines))
+    (tmp_path / "page.html").unlink()
+    (tmp_path / "strange" / "pictures").mkdir(parents=True)
+    plan, strange = (str(tmp_path / name) for name in ("plan", "strange"))
+    assert f"{strange} holds no run" in refusal(tmp_path, capsys, plan, strange)
+
+
+def test_a_damaged_manifest_in_a_folder_costs_its_artifact_alone(tmp_path: Path) -> None:
+    training_run(tmp_path / "plan" / "dense", [3.0])
+    for name in ("moe", "web app"):
+        (tmp_path / "plan" / name).mkdir()
+        (tmp_path / "plan" / name / "manifest.json").write_text('{"name": "x"}', encoding="utf-8")
+    page = report(tmp_path, str(tmp_path / "plan"))
+    assert [line[0] for line in rows(section(page, "Training budgets"))] == ["dense"]
+    assert "with no manifest of this version: moe, web app." in " ".join(
+        section(page, "Notes").itertext()
+    )
+
+
+def test_translations_that_may_be_of_two_systems_are_of_neither(tmp_path: Path) -> None:
+    """Systems may differ in their decoding alone."""
+    plan, texts = tmp_path / "plan", {"flores": ["Ein Baum"], "tests": ["Ein Haus"]}
+    dense = training_run(plan / "dense", [3.0])
+    inputs: dict[str, Artifact] = {}
+    for name, line in texts.items():
+        corpus = make_corpus(plan / name, {"test": {"de-en": {"de": line, "en": ["reference"]}}})
+        inputs = {
+            f"systems/{system}": translated(
+                plan / f"{name}-{system}",
+                corpus,
+                {"de-en": [system], "en-de": [system]},
+                {"checkpoint": dense},
+            )
+            for system in ("beam", "mbr")
+        }
+    artifact(plan / "scores-of-tests", "evaluation", "evaluate", inputs)
+    page = report(tmp_path, str(plan))
+    assert [title for title in titles(page) if title and "Translations" in title] == [
+        "Translations of tests"
     ]
 
 

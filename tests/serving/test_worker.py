@@ -14,6 +14,7 @@ from support.tiny_models import tiny_model
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.serving.api import Api, Limits
 from pipeline.serving.systems import System, Systems
@@ -31,6 +32,17 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> System:
     directory: Path = tmp_path_factory.mktemp("model") / "checkpoint"
     make_checkpoint(directory, model)
     return System.load("one", open_artifact(directory, kind="checkpoint"), decoding=DECODING)
+
+
+def test_a_choice_by_minimum_bayes_risk_is_among_as_many_as_the_recipe_says(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path / "checkpoint", tiny_model(byte_spec(max_positions=40)))
+    checkpoint = open_artifact(tmp_path / "checkpoint", kind="checkpoint")
+    decoding = DecodingConfig(beam_size=6, n_best=2, choose="mbr", max_extra_length=6)
+    served = System.load("one", checkpoint, decoding=decoding).translator
+    jobs = [Job(Direction("de", "en"), line, "Haus " * line) for line in range(8)]
+    assert served.translate(jobs) == Translator(checkpoint, decoding).translate(jobs)
 
 
 def test_a_line_that_fails_leaves_the_others_of_its_batch(system: System) -> None:
