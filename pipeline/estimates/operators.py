@@ -565,7 +565,7 @@ def _part_of_type(kind: type) -> str | None:
 
 
 _made_on_meta: dict[Any, Any] = {}
-"""What operators made of arguments, by their :func:`_outline`."""
+"""Results of operators on the meta device, by the :func:`_outline` of their arguments."""
 
 
 def _on_meta(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

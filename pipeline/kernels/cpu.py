@@ -78,7 +78,7 @@ def has_bfloat16_products() -> bool:
 
 
 class _InUse:
-    """What replaces the processor's kernels and the compiled loops in this process."""
+    """Replacement of the processor's kernels and compiled loops in this process."""
 
     kernels: CpuKernels | None = None
     spares_loops: bool = False
