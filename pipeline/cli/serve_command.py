@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError
 def _serve(options: argparse.Namespace) -> int:
     try:
         from pipeline.serving.api import Limits
+        from pipeline.serving.bodies import MAX_FIELD
         from pipeline.serving.server import listen, serve
         from pipeline.serving.systems import System
     except ImportError as error:
@@ -31,7 +32,7 @@ def _serve(options: argparse.Namespace) -> int:
         name: open_artifact(path, kind="checkpoint")
         for name, path in named_paths(named, "RUN").items()
     }
-    key = None if options.key_file is None else _read_key(options.key_file)
+    key = None if options.key_file is None else _read_key(options.key_file, most=MAX_FIELD)
     with listen(options.host, options.port) as listener:  # before models are loaded in vain
         segmenters = recipe.tokenizer.segmenters
         systems = [
@@ -45,15 +46,18 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_key(path: Path) -> str:
+def _read_key(path: Path, *, most: int) -> str:
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"--key-file {path} cannot be read ({error}). Name a text file."
         ) from error
-    if not key or len(key.splitlines()) != 1:
-        raise ConfigError(f"--key-file {path} does not have one line. Write the key into it.")
+    if len(key.splitlines()) != 1 or len(key) > most:
+        raise ConfigError(
+            f"--key-file {path} does not have one line of at most {most} characters. Write the key "
+            "into it."
+        )
     return key
 
 

@@ -294,6 +294,16 @@ def test_a_port_in_use_is_named_before_a_model_is_loaded(checkpoint: str) -> Non
     )
 
 
+@pytest.mark.parametrize("text", ["", " \n", "a\nb", "a" * 201])
+def test_a_key_that_no_request_can_send_is_refused(
+    checkpoint: str, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "key").write_text(text, encoding="utf-8")
+    done = run_command(["serve", checkpoint, "--key-file", str(tmp_path / "key")])
+    assert done.returncode == EXIT_USER_ERROR
+    assert "does not have one line of at most 200 characters" in done.stderr
+
+
 def test_a_missing_package_is_named_with_its_extra(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
