@@ -404,9 +404,12 @@ class _PendingWrite:
             self.problem = f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def check(self) -> None:
-        """Note as a problem of this rank that the lock is lost."""
+        """Note as a problem of this rank that the lock is lost.
+
+        It explains a failed write: whoever took the lock removed the working folder.
+        """
         loss = self._lock.loss() if self._lock is not None else None
-        if loss is not None and self.problem is None:
+        if loss is not None:
             self.problem = f"rank {self._rank}: {loss}"
 
     def _is_mine(self, path: Path) -> bool:
