@@ -30,9 +30,8 @@ class PivotedText(NamedTuple):
     pivot: Path
 
 
-def write_joined(first: PivotedText, second: PivotedText, outputs: tuple[Path, Path]) -> int:
-    """Write the lines of two languages that have equal pivot lines, and return their number."""
-    written = 0
+def write_joined(first: PivotedText, second: PivotedText, outputs: tuple[Path, Path]) -> None:
+    """Write the lines of two languages that have equal pivot lines."""
     with ExitStack() as stack:
         streams = [stack.enter_context(path.open("rb")) for path in second]
         stored = StoredLines(streams[0], streams[1])
@@ -44,8 +43,6 @@ def write_joined(first: PivotedText, second: PivotedText, outputs: tuple[Path, P
             if its_pivot == pivot:  # else two pivot lines have one digest
                 one.write(text + "\n")
                 other.write(translation + "\n")
-                written += 1
-    return written
 
 
 def _matched(

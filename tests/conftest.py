@@ -1,9 +1,9 @@
-"""Fixtures that tests share, as long as the test session: pools of ranks, a sweep, a cluster."""
+"""Fixtures that tests share: pools of ranks, a sweep, a cluster, and requests to stop."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -115,3 +115,22 @@ def training(cluster: Cluster) -> list[str]:
     from support.slurm_cluster import tiny_training
 
     return tiny_training(cluster)
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets the next run be asked to stop when it has done that many batches."""
+    from pipeline.distributed.signals import StopFlag
+
+    def arrange(batches: int) -> None:
+        asked = iter(range(10**6))
+
+        def requested(_: StopFlag) -> bool:
+            return next(asked) >= batches
+
+        def ignore(_: StopFlag, _value: bool) -> None:
+            """Return the flag's own answer."""
+
+        monkeypatch.setattr(StopFlag, "requested", property(requested, ignore), raising=False)
+
+    return arrange

@@ -45,7 +45,6 @@ from pipeline.decoding.minimum_bayes_risk import expected_utility
 from pipeline.decoding.sentences import UNKNOWN
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.building import build_model
@@ -594,24 +593,6 @@ def test_an_unknown_language_is_named_with_its_nearest(bench: Bench) -> None:
 
 
 # ---------------------------------------------------------------- interruption and ranks
-
-
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets the next run be asked to stop when it has done that many batches."""
-
-    def arrange(batches: int) -> None:
-        asked = iter(range(10**6))
-
-        def requested(_: StopFlag) -> bool:
-            return next(asked) >= batches
-
-        def ignore(_: StopFlag, _value: bool) -> None:
-            """Return the flag's own answer."""
-
-        monkeypatch.setattr(StopFlag, "requested", property(requested, ignore), raising=False)
-
-    return arrange
 
 
 def record_translated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:

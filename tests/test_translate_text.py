@@ -22,7 +22,6 @@ from pipeline.decoding import text_files
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.signals import StopFlag
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 
 MAX_POSITIONS = 40
@@ -297,24 +296,6 @@ def refused(code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 # ---------------------------------------------------------------- interruption and ranks
-
-
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets the next run be asked to stop when it has done that many batches."""
-
-    def arrange(batches: int) -> None:
-        asked = iter(range(10**6))
-
-        def requested(_: StopFlag) -> bool:
-            return next(asked) >= batches
-
-        def ignore(_: StopFlag, _value: bool) -> None:
-            """Return the flag's own answer."""
-
-        monkeypatch.setattr(StopFlag, "requested", property(requested, ignore), raising=False)
-
-    return arrange
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -108,15 +108,15 @@ class ComparedRuns:
         self.evaluations[title] = evaluation
         for key, record in inputs.items():
             if key.startswith(SYSTEMS):
-                name = key.removeprefix(SYSTEMS)
+                run = key.removeprefix(SYSTEMS)
                 translations = open_recorded(record)
                 if translations is None:
-                    self.missing.append(f"{prefix}{name}")
+                    self.missing.append(f"{prefix}{run}")
                 else:
                     self._add_run(
-                        f"{prefix}{name}",
+                        f"{prefix}{run}",
                         translations,
-                        otherwise=f"{title}/{name}",
+                        otherwise=f"{title}/{run}",
                         training=inputs.get("training"),
                     )
 
