@@ -49,6 +49,9 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
   are repeated.
 - Consecutive repeated stages of one matrix come stage by stage: the first with all rows, then the
   next. With ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
+- ``times = "seeds"`` in ``[matrix.systems]`` multiplies its rows by those of ``[matrix.seeds]``:
+  row ``lms`` becomes ``lms_1``, ``lms_2`` and so on, with the values of both. ``{systems}`` and
+  ``{seeds}`` stand for the two names.
 
 ``pipeline/jobs/plan_expansion.py`` expands all of this. ``mmnmt run PLAN --dry-run`` lists the
 stages that result.

@@ -6,7 +6,7 @@ checked: the resulting stages look as if they had been written out by hand.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -33,6 +33,10 @@ class Matrix(Settings):
     order: Literal["stages", "rows"] = "stages"
     """Order of consecutive stages of the matrix: each stage with all rows, or each row with all
     stages."""
+    times: str | None = None
+    """A second matrix, such as one of seeds: each of its rows takes all rows of this one. Row a
+    times row b is named ``a_b`` and has the values of both; placeholders with the names of the two
+    matrices stand for ``a`` and ``b``."""
 
     def row(self, name: str) -> dict[str, Any]:
         """Return the values of a row, its name among them."""
@@ -83,7 +87,26 @@ def _matrices(document: Any, where: str) -> dict[str, Matrix]:
         except ValidationError as error:
             said = describe_validation(error, Matrix)
             raise ConfigError(f"{where}, [matrix.{name}]: {said}") from error
-    return found
+    return {name: _product(name, found, where) for name in found}
+
+
+def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
+    """Return a matrix, its rows multiplied by those of the matrix that ``times`` names."""
+    matrix = matrices[name]
+    if matrix.times is None:
+        return matrix
+    other = matrices.get(matrix.times)
+    if other is None or other.times is not None:
+        fault = "there is no matrix" if other is None else "times is not allowed twice:"
+        known = [one for one in matrices if matrices[one].times is None]
+        raise ConfigError(
+            f"{where}, [matrix.{name}], times: {fault} {matrix.times!r}{hint(matrix.times, known)}"
+        )
+    rows = {}
+    for two, one in product(other.rows, matrix.rows):
+        values = _laid_over(other.values | other.rows[two], matrix.values | matrix.rows[one])
+        rows[f"{one}_{two}"] = {**values, name: one, matrix.times: two}
+    return Matrix(rows=rows, order=matrix.order, times=matrix.times)
 
 
 def _over_rows(
@@ -91,6 +114,7 @@ def _over_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the stages in order, those of a matrix once per row."""
     used = {stage["matrix"] for stage in stages.values() if isinstance(stage.get("matrix"), str)}
+    used |= {matrices[name].times for name in used & matrices.keys()}
     for name in matrices:
         if name not in used:
             raise ConfigError(
