@@ -19,7 +19,7 @@ from pipeline.checkpoints.assembly.receipt import receipt_lines
 from pipeline.checkpoints.assembly.rules import PARTS, Blueprint
 from pipeline.checkpoints.assembly.target import known_groups, refuse_misfit
 from pipeline.checkpoints.opening import open_model
-from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
+from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
 from pipeline.stages.stage import StageCall
 
 
@@ -70,7 +70,8 @@ def _recipe_spec(call: StageCall, sources: Sources) -> ModelSpec:
         languages=base.languages,
         groups=known_groups(present.get("decoder"), given, resembling={}),
     )
-    return make_spec(**{**dict(base), "model": model, "language_groups": language_groups})
+    marks = marks_of_vocabulary(model, present["embeddings"].tokenizer.build())
+    return make_spec(**{**dict(base), "model": model, "language_groups": language_groups, **marks})
 
 
 if __name__ == "__main__":

@@ -29,8 +29,16 @@ from pipeline.errors import ConfigError
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
 
-FREE = {"moe", "encoder_layers", "decoder_layers", "initialization", "language_modules"}
-"""Settings of a model in which parts of one model may differ."""
+FREE = {
+    "moe",
+    "encoder_layers",
+    "decoder_layers",
+    "initialization",
+    "language_modules",
+    "converter_layers",
+}
+"""Settings of a model in which parts of one model may differ: those of modules that an assembly
+makes or leaves out, and of ``converter_layers``, which have no weights."""
 FREE_WITH_NEW_ROWS = {"embedding", "front"}
 
 
