@@ -179,6 +179,22 @@ def test_a_dry_run_lists_the_expanded_stages(
             'no stage has matrix = "more"',
         ),
         (
+            "[matrix.systems]\n",
+            '[matrix.systems]\ntimes = "sed"\n',
+            "[matrix.systems], times: there is no matrix 'sed'. Did you mean 'seeds'?",
+        ),
+        (
+            "[matrix.systems]\n",
+            '[matrix.systems]\ntimes = "systems"\n',
+            "times is not allowed twice: 'systems'",
+        ),
+        (
+            "[matrix.seeds]\n",
+            '[matrix.one]\ntimes = "two"\nrows = {}\n'
+            '[matrix.two]\ntimes = "seeds"\nrows = {}\n[matrix.seeds]\n',
+            "[matrix.one], times: times is not allowed twice: 'two'",
+        ),
+        (
             'run = "analyze_lengths",',
             'run = "analyze_lengths", set = { training.seed = 2 },',
             "set",
@@ -192,6 +208,82 @@ def test_wrong_defaults_and_matrices_are_refused(
     with pytest.raises(ConfigError, match=re.escape(said)) as refused:
         load(tmp_path, PLAN.replace(old, new, 1))
     assert "\n" not in str(refused.value)
+
+
+PRODUCT = """
+[matrix.systems]
+times = "seeds"
+values = { suffix = "" }
+[matrix.systems.rows]
+plain = { label = "Plain", number = 0 }
+lms = { recipe = "+lms", set = { model.language_modules.rank = 4 }, label = "LMS", suffix = ", 4" }
+
+[matrix.seeds]
+values = { recipe = "bible8_dense", number = 1 }
+[matrix.seeds.rows]
+2 = { set = { training.seed = 2 } }
+3 = { set = { training.seed = 3 }, number = 3 }
+"""
+WRITTEN_OUT = """
+[matrix.systems]
+values = { suffix = "", recipe = "bible8_dense", set = { training.seed = 2 }, number = 0 }
+[matrix.systems.rows.plain_2]
+label = "Plain"
+of = "plain of 2"
+[matrix.systems.rows.lms_2]
+label = "LMS"
+of = "lms of 2"
+number = 1
+suffix = ", 4"
+recipe = "bible8_dense+lms"
+set = { training.seed = 2, model.language_modules.rank = 4 }
+[matrix.systems.rows.plain_3]
+label = "Plain"
+of = "plain of 3"
+set = { training.seed = 3 }
+[matrix.systems.rows.lms_3]
+label = "LMS"
+of = "lms of 3"
+number = 3
+suffix = ", 4"
+recipe = "bible8_dense+lms"
+set = { training.seed = 3, model.language_modules.rank = 4 }
+"""
+TWICE = """
+[inputs]
+data = "anything"
+[stages."{row}"]
+matrix = "systems"
+run = "pretrain"
+inputs = { shards = "$data", mixture = "$data" }
+[stages."translate_{row}"]
+matrix = "systems"
+run = "translate"
+inputs = { corpus = "$data", checkpoint = "{row}" }
+[stages.evaluation]
+matrix = "systems"
+run = "evaluate"
+recipe = "bible8_dense"
+[stages.evaluation.inputs]
+corpus = "$data"
+systems = { "{label}{suffix}@{number}, {systems} of {seeds}" = "translate_{row}" }
+"""
+
+
+def test_a_matrix_times_another_has_the_rows_that_a_product_written_out_has(
+    tmp_path: Path,
+) -> None:
+    found = load(tmp_path, PRODUCT + TWICE).stages
+    expected = load(tmp_path, WRITTEN_OUT + TWICE.replace("{systems} of {seeds}", "{of}")).stages
+    assert found == expected
+    assert [*found] == [*expected]
+    assert [*found][:4] == ["plain_2", "lms_2", "plain_3", "lms_3"]
+    systems = found["evaluation"].inputs["systems"]
+    assert isinstance(systems, dict)
+    assert [*systems] == [
+        *("Plain@0, plain of 2", "LMS, 4@1, lms of 2"),
+        *("Plain@0, plain of 3", "LMS, 4@3, lms of 3"),
+    ]
 
 
 def test_settings_of_a_stage_are_merged_into_those_of_its_row(tmp_path: Path) -> None:

@@ -16,7 +16,12 @@ from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.assembly.receipt import receipt_lines
 from pipeline.checkpoints.assembly.rules import Assignment, Blueprint, Part, part_of, plan_assembly
-from pipeline.checkpoints.checkpoint import load_model, read_spec, write_model_files
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    read_spec,
+    read_tokenizer,
+    write_model_files,
+)
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles, write_weights
@@ -381,6 +386,29 @@ def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
     source = f"{dense.directory.name}: encoder.layers.1.feed_forward.up.weight"
     assert f"{up} ← {source} (expert of dense)" in printed
     assert "encoder.layers.1.feed_forward.router.weight ← – (fresh)" in printed
+
+
+def test_converter_layers_are_added_to_the_same_weights_and_taken_away_again(
+    dense: Artifact, tmp_path: Path
+) -> None:
+    """Their language tokens are those of the vocabulary, which the source does not note."""
+    model = DENSE.model.model_copy(update={"converter_layers": 1})
+    upcycle.run(upcycle_call(tmp_path / "told", model, dict.fromkeys(PARTS, dense)))
+    told = open_artifact(tmp_path / "told", kind="checkpoint")
+    tokenizer = read_tokenizer(told)
+    tokens = tuple(tokenizer.language_token_id(code) for code in DENSE.languages)
+    spec = DENSE.model_copy(update={"model": model, "language_token_ids": tokens})
+    assert read_spec(told) == spec
+    expected = tiny_model(spec, seed=1)
+    for one, other in zip(named_slices(load_model(told)), named_slices(expected), strict=True):
+        assert one.name == other.name
+        assert torch.equal(one.value, other.value)
+    assert torch.equal(logits(load_model(told), spec), logits(expected, spec))
+    assert not torch.allclose(logits(expected, spec), logits(load_model(dense), DENSE))
+
+    upcycle.run(upcycle_call(tmp_path / "plain", DENSE.model, dict.fromkeys(PARTS, told)))
+    plain = load_model(open_artifact(tmp_path / "plain", kind="checkpoint"))
+    assert torch.equal(logits(plain, DENSE), logits(load_model(dense), DENSE))
 
 
 def test_the_printed_receipt_names_the_source_of_every_tensor_once() -> None:
