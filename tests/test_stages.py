@@ -111,6 +111,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     },
     "retrieve": {},
     "analyze_scales": {},
+    "analyze_languages": {},
     "analyze_lengths": {},
     "evaluate": {
         "evaluation": {

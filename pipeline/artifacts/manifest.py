@@ -119,7 +119,7 @@ FILES: dict[Kind, dict[str, str]] = {
         "FILE": "what `from_pretrained` of transformers, or CTranslate2, loads",
     },
     "analysis": {
-        "NAME.json": "the figures: `scales`, `vectors` or `lengths`",
+        "NAME.json": "the figures: `languages`, `scales`, `vectors` or `lengths`",
         "NAME.svg": "charts",
     },
 }

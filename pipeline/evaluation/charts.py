@@ -153,6 +153,31 @@ def line_chart(
     )
 
 
+def scatter_chart(series: Sequence[Series], *, title: str) -> str:
+    """Return an SVG chart of the points of series without axes; :func:`legend` is separate.
+
+    Args:
+        series: at least one point among them.
+        title: text for screen readers.
+    """
+    xs, ys = zip(*(point for one in series for point in one.points), strict=True)
+    middle = (min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2
+    width, height = RIGHT - LEFT, FLOOR - TOP
+    # One unit is as long on both axes, since distances are what the chart shows.
+    unit = max((max(xs) - min(xs)) / width, (max(ys) - min(ys)) / height) / 2 or 1.0
+    frame = Frame(
+        x_range=(middle[0] - unit * width, middle[0] + unit * width),
+        y_range=(middle[1] - unit * height, middle[1] + unit * height),
+    )
+    markers = "".join(
+        _marker(one, x=frame.x(x), y=frame.y(y)) for one in series for x, y in one.points
+    )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {FLOOR + TOP:.0f}" role="img" '
+        f'aria-label="{escape_html(title)}">{markers}</svg>'
+    )
+
+
 def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0) -> str:
     """Return an SVG chart of horizontal bars with their values.
 

@@ -42,7 +42,26 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "mean_bytes": {"de": 7.5, "en": 5.0},
         "ratio_to_pivot": {"de": 1.5, "en": 1.0},
     },
+    "languages": {
+        "analysis": "languages",
+        "pivot": "en",
+        "layers": ["encoder.layers.1", "decoder.layers.1"],
+        "directions": {
+            "de-en": {"family": "into_pivot", "lines": 2, "routed": [[9, 9], [3, 1]]},
+            "fr-en": {"family": "into_pivot", "lines": 2, "routed": [[9, 9], [1, 3]]},
+            "en-fr": {"family": "out_of_pivot", "lines": 2, "routed": [[9, 9], [0, 5]]},
+            "de-fr": {"family": "zero_shot", "lines": 2, "routed": [[9, 9], [1, 9]]},
+        },
+        "parallel_lines": 2,
+        "encoded": {"de": "de-en", "en": "en-de", "fr": "fr-en"},
+        "pairs": {
+            "de-en": {"same": 0.5, "different": 0.25, "retrieved": 1.0},
+            "de-fr": {"same": 0.75, "different": None, "retrieved": 0.5},
+        },
+        "points": {"de": [[0.0, 1.0], [2.0, 3.0]], "en": [[4.0, 5.0]]},
+    },
 }
+FIGURES_OF = {"languages": 4}
 
 
 def stored(directory: Path, name: str) -> Artifact:
@@ -68,9 +87,15 @@ def test_its_figures_stand_in_tables_and_its_pictures_are_sound(tmp_path: Path, 
         case "vectors":
             assert rows["By language shown", "de-en, fr"] == ("12.50", "30.25", "1")
             assert ("By language shown", "de-en, no vector at all") in rows
+        case "languages":
+            states = "Encoder states of translations"
+            assert rows[states, "de"] == ("0.625", "0.250", "75.0")
+            assert rows[states, "fr"] == ("0.750", "", "50.0")
+            shared = "Routes that zero-shot directions share with trained ones, %"
+            assert rows[shared, "fr"] == ("60.0", "90.0")
         case _:
             assert rows["From the longest to the most concise", "de"] == ("7.5", "1.500")
-    assert len(shown.figures) == 1
+    assert len(shown.figures) == FIGURES_OF.get(name, 1)
     for figure in shown.figures:
         ElementTree.fromstring(f"<figure>{figure.svg}</figure>")
 

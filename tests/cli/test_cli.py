@@ -160,6 +160,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "retrieve": "--corpus --out --overwrite",
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
         "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --set --without",
+        "analyze_languages": "--checkpoint --corpus --out --overwrite --training",
         "analyze_lengths": "--corpus --out --overwrite --tokenizer",
         "evaluate": "--analyses --comet --corpus --given --mpi --out --overwrite --processes "
         "--recipe --set --systems --tokenizer --training",

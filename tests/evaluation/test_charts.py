@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from pipeline.evaluation.charts import (
     MARKERS,
     Bar,
+    Point,
     Series,
     bar_chart,
     legend,
     line_chart,
     nice_ticks,
     picture,
+    scatter_chart,
     thin_out,
 )
 
@@ -192,6 +194,27 @@ def test_bars_are_as_long_as_their_values_and_these_stand_within_the_chart() -> 
     assert {"<0>", "<1>", "<2>", "bytes", "400", "100"} <= texts.keys()
     width = float(root.attrib["viewBox"].split()[2])
     assert all(x < width - 25 for x in texts.values()), "room for three digits"
+
+
+@pytest.mark.parametrize("points", [[(0.0, 0.0), (3.0, 40.0)], [(-5.0, 1.0), (95.0, 4.0)]])
+def test_a_unit_of_a_scatter_chart_is_as_long_on_both_axes(points: list[Point]) -> None:
+    series = [
+        Series("a", tuple(points[:1]), 0),
+        Series("none", (), 1),
+        Series("b", tuple(points[1:]), 2),
+    ]
+    root = ElementTree.fromstring(scatter_chart(series, title="t"))
+    width, height = (float(size) for size in root.attrib["viewBox"].split()[2:])
+    drawn = [
+        tuple(map(float, one.attrib["transform"][len("translate(") : -1].split()))
+        for one in root.iter("path")
+    ]
+    assert all(5 <= x <= width - 5 and 5 <= y <= height - 5 for x, y in drawn), "room for a marker"
+    (x, y), (other_x, other_y) = points
+    (at_x, at_y), (other_at_x, other_at_y) = drawn
+    units = (other_at_x - at_x) / (other_x - x), (at_y - other_at_y) / (other_y - y)
+    assert units[0] == pytest.approx(units[1], rel=0.05)
+    assert len(list(ElementTree.fromstring(scatter_chart(series[:1], title="t")))) == 1
 
 
 def test_bars_can_begin_above_zero() -> None:

@@ -1,4 +1,4 @@
-"""Analyses of byte-level models: scales, lengths in bytes, and language vectors.
+"""Analyses: languages inside a model; scales, lengths and language vectors of byte models.
 
 Each analysis is a stage that makes an artifact of kind ``analysis``: data as JSON, and pictures of
 it as SVG. ``report`` shows them beside the scores of an evaluation.

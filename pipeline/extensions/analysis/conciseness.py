@@ -105,7 +105,7 @@ def measure_conciseness(corpus: Artifact, *, pivot: str | None = None) -> Concis
         )
     pivot = pivot or most_paired(pairs)
     sides = {
-        _other(pair, pivot): _by_pivot_line(corpus, pair, pivot)
+        _other(pair, pivot): translations_of(corpus, pair, pivot)
         for pair in pairs
         if pivot in pair.split("-")
     }
@@ -114,7 +114,7 @@ def measure_conciseness(corpus: Artifact, *, pivot: str | None = None) -> Concis
             f"{corpus.directory} has no test lines of {pivot!r}. Name one of its languages: "
             f"{', '.join(languages(corpus))}."
         )
-    shared = set.intersection(*(set(lengths) for lengths in sides.values()))
+    shared = set.intersection(*map(set, sides.values()))
     return Conciseness(
         pivot=pivot,
         parallel_lines=len(shared),
@@ -142,24 +142,24 @@ def _other(pair: str, pivot: str) -> str:
     return second if first == pivot else first
 
 
-def _by_pivot_line(corpus: Artifact, pair: str, pivot: str) -> dict[str, int]:
-    """Return line of the pivot → bytes of its (first) translation."""
+def translations_of(corpus: Artifact, pair: str, pivot: str) -> dict[str, str]:
+    """Return line of the pivot → its (first) translation in the test lines of a pair."""
     other = _other(pair, pivot)
-    found: dict[str, int] = {}
+    found: dict[str, str] = {}
     for line, translation in zip(
         read_lines(corpus, "test", pair, pivot),
         read_lines(corpus, "test", pair, other),
         strict=True,
     ):
         if line.strip():
-            found.setdefault(line.strip(), byte_length(translation))
+            found.setdefault(line.strip(), translation)
     return found
 
 
 def _means(
-    sides: Mapping[str, Mapping[str, int]], shared: set[str], *, pivot: str
+    sides: Mapping[str, Mapping[str, str]], shared: set[str], *, pivot: str
 ) -> dict[str, float]:
     found = {pivot: sum(map(byte_length, shared)) / len(shared)}
-    for code, lengths in sides.items():
-        found[code] = sum(lengths[line] for line in shared) / len(shared)
+    for code, texts in sides.items():
+        found[code] = sum(byte_length(texts[line]) for line in shared) / len(shared)
     return dict(sorted(found.items()))

@@ -3,16 +3,30 @@
 Sections of an evaluation's report about analyses: tables, and charts on the HTML page.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.errors import ArtifactError
-from pipeline.evaluation.charts import Bar, Series, bar_chart, legend, line_chart, picture
+from pipeline.evaluation.charts import (
+    Bar,
+    Series,
+    bar_chart,
+    heat_map,
+    legend,
+    line_chart,
+    picture,
+    scatter_chart,
+)
+from pipeline.evaluation.directions import FAMILIES, Family
+from pipeline.evaluation.score_tables import title_of_family
 from pipeline.evaluation.tables import (
     Cell,
     Figure,
     ReportSection,
+    Row,
     Table,
     Value,
     headings,
@@ -87,8 +101,61 @@ def vectors_picture(document: JsonObject, direction: str) -> str:
     return picture(vectors_chart(document, direction))
 
 
-SHOWN_PAIRS = 12
-"""Number of pairs that are drawn; the tables have all of them."""
+def expert_shares(document: JsonObject) -> dict[Family, dict[str, list[float]]]:
+    """Return family → language → share of its routes that each expert of the last layer gets.
+
+    The language is the source of directions into the pivot, else the target. Its shares are means
+    over its directions (MMNMT, Figure 6).
+    """
+    found: dict[Family, dict[str, list[list[float]]]] = {family: {} for family in FAMILIES}
+    for direction, one in document["directions"].items():
+        source, target = direction.split("-")
+        routed, family = one["routed"][-1], one["family"]
+        shares = [count / sum(routed) for count in routed]
+        found[family].setdefault(source if family == "into_pivot" else target, []).append(shares)
+    return {
+        family: {code: np.mean(rows, axis=0).tolist() for code, rows in sorted(by_code.items())}
+        for family, by_code in found.items()
+        if by_code
+    }
+
+
+def expert_charts(document: JsonObject) -> dict[Family, str]:
+    """Draw the experts of each family of directions, in the same colors."""
+    shares = expert_shares(document)
+    high = max((max(row) for rows in shares.values() for row in rows.values()), default=1.0)
+    return {
+        family: heat_map(
+            rows,
+            [str(expert) for expert in range(len(next(iter(rows.values()))))],
+            title=f"Experts, {title_of_family(family, pivot=document['pivot'])}",
+            x_label="expert",
+            low=0.0,
+            high=high,
+        )
+        for family, rows in shares.items()
+    }
+
+
+def states_series(document: JsonObject) -> list[Series]:
+    """Return the encoder states of every language in two dimensions; none if they are too few."""
+    return [
+        Series(code, tuple((float(x), float(y)) for x, y in points), place)
+        for place, (code, points) in enumerate(document["points"].items())
+    ]
+
+
+def states_chart(document: JsonObject) -> str:
+    """Draw the encoder states of the same lines by language (MMNMT, Figure 4)."""
+    return scatter_chart(states_series(document), title="Encoder states of the same lines")
+
+
+def language_pictures(document: JsonObject) -> dict[str, str]:
+    """Return name → SVG file of the heat maps and of the encoder states."""
+    found = {f"experts-{family}": picture(one) for family, one in expert_charts(document).items()}
+    if document["points"]:
+        found["states"] = picture(states_chart(document), states_series(document))
+    return found
 
 
 def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
@@ -109,6 +176,8 @@ def _section(name: str, artifact: Artifact) -> ReportSection:
                 return _vectors(name, artifact.read_json("vectors.json"))
             case "lengths":
                 return _lengths(name, artifact.read_json("lengths.json"))
+            case "languages":
+                return _languages(name, artifact.read_json("languages.json"))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         pass
     raise ArtifactError(
@@ -259,3 +328,74 @@ def _segmentation(languages: JsonObject) -> tuple[Table, ...]:
     )
     titles = headings("Language", "words", "pieces per word", "unknown pieces")
     return (Table("By the tokenizer's pieces", titles, rows),) if rows else ()
+
+
+def _languages(name: str, document: JsonObject) -> ReportSection:
+    layers, pivot, lines = document["layers"], document["pivot"], document["parallel_lines"]
+    experts = (
+        f"The heat maps show the share of a language's tokens that each expert of {layers[-1]} "
+        "gets, with the reference as the decoder's input; a row is a source into "
+        f"{pivot}, else a target."
+        if document["directions"]
+        else "No tokens go to experts."
+    )
+    states = (
+        f"Encoder states are means over the tokens of {lines:,} lines that all languages have. A "
+        "line is retrieved if its translation is the nearest line of another language."
+        if lines
+        else f"No test line of {pivot} is in all of its pairs, so that no encoder states are "
+        "compared."
+    )
+    figures = [
+        Figure(chart, title=title_of_family(family, pivot=pivot))
+        for family, chart in expert_charts(document).items()
+    ]
+    if document["points"]:
+        chart = states_chart(document) + legend(states_series(document))
+        figures.append(Figure(chart, title="Encoder states of the same lines, t-SNE"))
+    tables = (
+        Table(
+            "Encoder states of translations",
+            headings("Language", "cosine to translations", "to other lines", "retrieved, %"),
+            tuple(_likeness_rows(document)),
+        ),
+        Table(
+            "Routes that zero-shot directions share with trained ones, %",
+            headings("Target", f"into {pivot}", f"{pivot} into it"),
+            tuple(_overlap_rows(expert_shares(document))),
+        ),
+    )
+    return ReportSection(
+        f"Languages inside {name}",
+        f"{experts} {states}",
+        tables=tuple(table for table in tables if table.rows),
+        figures=tuple(figures),
+    )
+
+
+def _likeness_rows(document: JsonObject) -> Iterator[Row]:
+    """Yield the means over the pairs of every language."""
+    for code in document["encoded"]:
+        pairs = [one for pair, one in document["pairs"].items() if code in pair.split("-")]
+        if not pairs:
+            continue
+        same, retrieved = (np.mean([one[key] for one in pairs]) for key in ("same", "retrieved"))
+        others = [one["different"] for one in pairs if one["different"] is not None]
+        yield row(
+            code,
+            _number(float(same), 3),
+            _number(float(np.mean(others)), 3) if others else "",
+            _percent(float(retrieved)),
+        )
+
+
+def _overlap_rows(shares: Mapping[Family, Mapping[str, list[float]]]) -> Iterator[Row]:
+    """Yield for every zero-shot target the routes that go to the experts of trained directions."""
+    into = shares.get("into_pivot", {})
+    out_of = shares.get("out_of_pivot", {})
+    for code, own in shares.get("zero_shot", {}).items():
+        others = [np.mean([*into.values()], axis=0) if into else None, out_of.get(code)]
+        yield row(
+            code,
+            *("" if one is None else _percent(np.minimum(own, one).sum()) for one in others),
+        )

@@ -15,16 +15,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, read_lines
-from pipeline.batching.batch import Packing
-from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.extensions.analysis.conciseness import length_ratio
+from pipeline.extensions.analysis.languages import batch_of, encode
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, choose_scales
 from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.model.transformer import Transformer
@@ -186,19 +184,8 @@ def _of_direction(
     for batch in translator.cut(jobs):
         sources = translator.sources(batch)
         tokens += sum(len(source.tokens) for source in sources)
-        encode(translator.model, sources)
+        encode(translator.model, batch_of(translator.model, sources))
     return DirectionScales(len(jobs), tokens, counter.take())
-
-
-@torch.inference_mode()
-def encode(model: Transformer, sources: Sequence[Source]) -> None:
-    """Run the encoder on a batch, to call its hooks."""
-    device = model.device
-    packing = Packing.from_lengths([len(one.tokens) for one in sources]).to(device)
-    ids_N = torch.tensor([token for one in sources for token in one.tokens]).to(device)
-    pairs = [(one.source_language, one.target_language) for one in sources]
-    languages = torch.tensor(pairs).to(device).unbind(1)
-    model.encode(ids_N, model.embedding(ids_N), packing, model.tokens_of(packing, *languages))
 
 
 def scales_document(

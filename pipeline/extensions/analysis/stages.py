@@ -28,6 +28,22 @@ STAGES = (
         needs_recipe=False,
     ),
     Stage(
+        name="analyze_languages",
+        module="pipeline.extensions.analysis.analyze_languages",
+        makes="analysis",
+        help="compare languages inside a model: experts of directions, encoder states of lines",
+        sections=(),
+        inputs={
+            "checkpoint": Input("checkpoint", "model"),
+            "corpus": Input("corpus", "test sets, best of one text in all languages"),
+            "training": Input(
+                "corpus",
+                "what the model was trained on, where the other corpus has test sets alone",
+                required=False,
+            ),
+        },
+    ),
+    Stage(
         name="analyze_lengths",
         module="pipeline.extensions.analysis.analyze_lengths",
         makes="analysis",
