@@ -1,6 +1,7 @@
 """Routes and encoder states by language, against a loop over lines."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from support.corpora import Texts, make_corpus
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
+from torch import nn
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
@@ -21,6 +23,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.extensions.analysis.languages import (
     MAX_LINES,
+    Counts,
     compare,
     count_routes,
     encode_parallel_lines,
@@ -71,14 +74,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return make_corpus(tmp_path_factory.mktemp("corpus") / "corpus", TEXTS)
 
 
-def routes_by_hand(translator: Translator, direction: Direction) -> np.ndarray:
+def routes_by_hand(translator: Translator, direction: Direction) -> Counts:
     """Count the experts that every router chooses, line by line."""
     model, tokenizer = translator.model, translator.tokenizer
     layers = [one for one in model.modules() if isinstance(one, MixtureOfExperts)]
     counts_LE = np.zeros((len(layers), layers[0].config.num_experts), dtype=np.int64)
 
-    def counter(layer: int) -> object:
-        def count(router: object, inputs: object, routing: Routing) -> None:  # noqa: ARG001
+    def counter(layer: int) -> Callable[[nn.Module, object, Routing], None]:
+        def count(router: nn.Module, inputs: object, routing: Routing) -> None:  # noqa: ARG001
             for choices in routing.expert_NC.tolist():
                 for expert in choices:
                     counts_LE[layer, expert] += 1

@@ -133,8 +133,8 @@ def _of_direction(translator: Translator, corpus: Artifact, direction: Direction
     experts = spec.model.moe.num_experts if spec.model.moe else 0
     routed_LE = np.zeros((len(moe_layer_names(spec)), experts), dtype=np.int64)
     for cut in translator.cut(jobs):
-        sources = translator.sources(cut)
-        batch = batch_of(translator.model, sources, [tokens[job.line] for job in cut])
+        behind = [tokens[job.line] for job in cut]
+        batch = batch_of(translator.model, translator.sources(cut), behind)
         for counts_E, record in zip(routed_LE, translator.model(batch).routing, strict=True):
             counts_E += record.routed_E.cpu().numpy()
     return Routes(len(jobs), routed_LE)

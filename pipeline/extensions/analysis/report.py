@@ -4,6 +4,7 @@ Sections of an evaluation's report about analyses: tables, and charts on the HTM
 """
 
 from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -379,13 +380,13 @@ def _likeness_rows(document: JsonObject) -> Iterator[Row]:
         pairs = [one for pair, one in document["pairs"].items() if code in pair.split("-")]
         if not pairs:
             continue
-        same, retrieved = (np.mean([one[key] for one in pairs]) for key in ("same", "retrieved"))
+        same, retrieved = (fmean(one[key] for one in pairs) for key in ("same", "retrieved"))
         others = [one["different"] for one in pairs if one["different"] is not None]
         yield row(
             code,
-            _number(float(same), 3),
-            _number(float(np.mean(others)), 3) if others else "",
-            _percent(float(retrieved)),
+            _number(same, 3),
+            _number(fmean(others), 3) if others else "",
+            _percent(retrieved),
         )
 
 
@@ -397,5 +398,5 @@ def _overlap_rows(shares: Mapping[Family, Mapping[str, list[float]]]) -> Iterato
         others = [np.mean([*into.values()], axis=0) if into else None, out_of.get(code)]
         yield row(
             code,
-            *("" if one is None else _percent(np.minimum(own, one).sum()) for one in others),
+            *("" if one is None else _percent(float(np.minimum(own, one).sum())) for one in others),
         )
