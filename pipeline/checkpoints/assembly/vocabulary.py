@@ -7,15 +7,14 @@ tokenizer, a new language from the row of a language that is named for it. All o
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.tokenizer import Numbering, Tokenizer, TokenizerFiles
-from pipeline.errors import ConfigError
+from pipeline.artifacts.tokenizer import Tokenizer
 
 SPACE = "▁"
 """SentencePiece's mark of a space."""
@@ -168,43 +167,3 @@ def _text(piece: str) -> str:
         return piece.replace(SPACE, " ")
     value = int(byte[1], 16)
     return chr(value) if value < 128 else ""
-
-
-def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
-    """Return the vocabulary with more languages, whose tokens are new ids after all others.
-
-    Raises:
-        ConfigError: It already has one of them.
-    """
-    tokenizer = files.build()
-    present = [code for code in added if code in tokenizer.languages]
-    if present:
-        raise ConfigError(
-            f"The tokenizer already has the language {present[0]!r}. Leave it out of [languages]."
-        )
-    description = files.description
-    numbering = description.numbering or Numbering(
-        size=tokenizer.size,
-        pad=tokenizer.pad_id,
-        bos=tokenizer.bos_id,
-        eos=tokenizer.eos_id,
-        unk=tokenizer.unk_id,
-        pieces=tuple(range(tokenizer.size - len(tokenizer.languages))),
-        language_tokens={code: tokenizer.language_token_id(code) for code in tokenizer.languages},
-    )
-    tokens = {code: numbering.size + number for number, code in enumerate(added)}
-    return TokenizerFiles(
-        description.model_copy(
-            update={
-                "languages": tuple(sorted([*description.languages, *added])),
-                "numbering": numbering.model_copy(
-                    update={
-                        "size": numbering.size + len(added),
-                        "language_tokens": {**numbering.language_tokens, **tokens},
-                    }
-                ),
-            }
-        ),
-        files.model,
-        files.target_model,
-    )
