@@ -3,7 +3,8 @@
 A piece, special or language of both vocabularies keeps its row. If source and target have pieces of
 their own, a piece is looked up on its own side first; a piece of a shared vocabulary is looked up
 on the target side first. A new piece starts from the mean of the rows of its pieces under the old
-tokenizer, a new language from the row of a language that is named for it. All other rows are fresh.
+tokenizer, a new language from the row of a language that is named for it. An id without a meaning
+in both vocabularies keeps its row. All other rows are fresh.
 """
 
 import re
@@ -116,7 +117,8 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
     Raises:
         ConfigError: The old tokenizer lacks a language of ``resembling``.
     """
-    known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
+    old_meanings = meanings(old)
+    known = {meaning: index for index, meaning in enumerate(old_meanings) if meaning is not None}
     for (kind, name), index in list(known.items()):
         if kind == "target piece" and new.output_size is None:
             known[Meaning("piece", name)] = index  # prefer the row that was trained as an output
@@ -125,9 +127,11 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
     new_meanings = meanings(new)
     sources: list[tuple[int, ...]] = []
     kept = averaged = fresh = 0
-    for meaning in new_meanings:
+    for index, meaning in enumerate(new_meanings):
         if meaning is None:
-            sources.append(())
+            # A spare row of an imported model takes part in every softmax: it keeps its values.
+            is_spare = index < len(old_meanings) and old_meanings[index] is None
+            sources.append((index,) if is_spare else ())
             continue
         if meaning in known:
             found: tuple[int, ...] = (known[meaning],)
