@@ -46,7 +46,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
 
 class Numbering(BaseModel):
-    """Ids of an imported vocabulary, whose order does not follow from its pieces.
+    """Ids of an imported or extended vocabulary, whose order does not follow from its pieces.
 
     Some of the ``size`` ids may belong to nothing: embedding rows that no text reaches.
     """
