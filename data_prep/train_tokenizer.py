@@ -186,8 +186,8 @@ def refuse_other_base(
         )
     if config.kind != "sentencepiece" or config.target_languages:
         raise ConfigError(
-            f"The recipe asks for tokenizer.kind = {config.kind!r} or target_languages, and "
-            f"{base.directory} is extended by pieces of its own kind. Leave both settings out."
+            f"{base.directory} keeps its kind of pieces, and one vocabulary for all languages. "
+            "Leave tokenizer.kind and tokenizer.target_languages out of the recipe."
         )
     if not added:
         raise ConfigError(

@@ -142,7 +142,7 @@ def test_new_pieces_of_bpe_join_what_the_base_splits(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"texts": {"train": {"de-en": {"de": LINES, "en": LINES}}}}, "already has all languages"),
-        ({"kind": "byte_bpe"}, "extended by pieces of its own kind"),
+        ({"kind": "byte_bpe"}, "keeps its kind of pieces"),
         ({"vocabulary_size": 5000}, "vocabulary_size = 5000 is too large for the sample"),
     ],
 )

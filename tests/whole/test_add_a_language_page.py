@@ -163,8 +163,8 @@ def test_the_exported_folder_gives_our_logits_by_the_names_of_languages(
         assert [rows[index] for index in found] == expected
         assert automatic(text_target=line)["input_ids"] == found
     pairs = list(zip(phrases("en")[3:9], phrases(into)[3:9], strict=True))
-    expected = our_logits(model_of(ours), own, pairs, scheme="src-tgt", into=into)
-    for mine, theirs in zip(expected, their_logits(peer.eval(), tokenizer, pairs), strict=True):
+    logits = our_logits(model_of(ours), own, pairs, scheme="src-tgt", into=into)
+    for mine, theirs in zip(logits, their_logits(peer.eval(), tokenizer, pairs), strict=True):
         scale = mine.abs().max()
         torch.testing.assert_close(theirs / scale, mine[:, list(rows)] / scale, rtol=0, atol=1e-5)
 
