@@ -496,7 +496,7 @@ class _HeldByZero:
         return self._accumulated() + new
 
     def _buckets(self) -> int:
-        """Return the bytes of the reduce buckets, and of the copy of one that is being sent.
+        """Return the bytes of the reduce buckets, and of the copies of one that is being sent.
 
         On CPU, only the written part of a buffer becomes resident. A tensor larger than a bucket is
         reduced in place.
@@ -506,9 +506,10 @@ class _HeldByZero:
         fitting = [s for group in self.groups for s in group.sizes if s <= zero.bucket]
         filled = min(zero.bucket, sum(fitting))
         is_shared = any(group.ranks > 1 for group in self.groups)
-        copied = is_shared or (zero.accumulates_wider and zero.stage == 2)
+        copied = is_shared or zero.accumulates_wider
+        widened = zero.sent if zero.sent != size else 0  # in another type
         reserved = zero.bucket if self.device == "cuda" else filled
-        return size * (zero.buckets * reserved + (filled if copied else 0))
+        return size * zero.buckets * reserved + (filled * (size + widened) if copied else 0)
 
     def _gathered(self) -> int:
         """Return the bytes of the buffer into which gloo gathers new parameters."""
