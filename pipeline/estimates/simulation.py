@@ -43,7 +43,6 @@ from pipeline.estimates.network import (
 from pipeline.estimates.operators import Counted, count_training
 from pipeline.estimates.step_time import (
     BYTES_PER_VALUE,
-    ROW_EXCHANGES,
     PartTime,
     StepTime,
     expert_exchanges,
@@ -373,7 +372,7 @@ class Simulator:
         exchanges, size = expert_exchanges(recipe), recipe.training.expert_parallel_size
         if not exchanges.layers:
             return 0.0
-        calls = ROW_EXCHANGES * exchanges.layers
+        calls = exchanges.of_rows
         each = exchanges.bytes * self._value / BYTES_PER_VALUE / calls
         rows, counts = each * self._imbalance(size), INT64 * self._most_slots()
         of_rows, of_counts = (
