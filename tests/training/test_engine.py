@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -616,7 +615,10 @@ def test_gradients_in_bf16_of_ranks_and_micro_batches_are_summed_in_float32(
     pool2: ProcessPool, name: str
 ) -> None:
     """In bf16, such sums would be off by up to one part in 256."""
-    run = partial(pool2.run, summed_gradients, SPECS["dense"], name)
+
+    def run(**options: Any) -> list[Tensor]:
+        return pool2.run(summed_gradients, SPECS["dense"], name, **options)
+
     for both, first, second, repeated in zip(
         run(), run(only=0), run(only=1), run(passes=4), strict=True
     ):
