@@ -4,6 +4,9 @@ Reads a corpus. Makes a tokenizer with a token for every language. SentencePiece
 only, drawn without replacement so that small languages weigh more than their share; text is not
 normalized. Languages in ``tokenizer.target_languages`` get a model of their own.
 
+With ``base``, the stage extends a vocabulary: it trains one on the languages that the base lacks,
+and adds its pieces and the tokens of these languages. All ids of the base stay.
+
 SentencePiece holds many times the size of the sample in memory. The sample therefore has at most
 ``tokenizer.sample_lines`` lines, and as many as the predicted memory, ``tokenizer.memory_bytes``,
 allows; the default of 4 GiB suits a machine with 8 GB. The summary compares predicted and measured
@@ -16,12 +19,12 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sentencepiece import SentencePieceTrainer
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
@@ -31,6 +34,10 @@ from pipeline.artifacts.corpus import (
     line_counts,
     text_name,
 )
+from pipeline.artifacts.extended_tokenizer import (
+    with_languages,
+    with_pieces_of,
+)
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
 from pipeline.artifacts.segmenters import segmenter_records
 from pipeline.artifacts.settings import TokenizerConfig
@@ -39,11 +46,12 @@ from pipeline.artifacts.tokenizer import (
     Tokenizer,
     TokenizerDescription,
     TokenizerFiles,
-    language_token,
+    read_tokenizer_files,
+    tokenizer_folder,
 )
-from pipeline.artifacts.vocabularies import BYTE_LINE, write_bytes
+from pipeline.artifacts.vocabularies import BYTE_LINE, SPACE, has_nbest, text_pieces, write_bytes
 from pipeline.errors import ConfigError, DataError
-from pipeline.machine import peak_memory
+from pipeline.machine import PeakMemory, peak_memory
 from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
@@ -77,6 +85,8 @@ class Sample:
     """Predicted memory of training."""
     characters: set[str] = field(default_factory=set)
     """Characters of the lines yielded so far."""
+    normalize: Callable[[str], str] = str
+    """Normalization of the vocabulary that is extended, whose pieces are of normalized text."""
 
     def __iter__(self) -> Iterator[str]:
         totals = lines_per_language(self.corpus)
@@ -85,11 +95,14 @@ class Sample:
             lines = _lines_of(self.corpus, code)
             for line in draw(lines, total=totals[code], wanted=quota, generator=generator):
                 self.characters.update(line)
-                yield line
+                yield self.normalize(line)
 
 
 def run(call: StageCall) -> None:
     """Train the vocabulary and write it with a language token for every language."""
+    if "base" in call.artifacts:
+        extend(call)
+        return
     config = call.recipe.tokenizer
     corpus = call.artifacts["corpus"]
     sides = sides_of(corpus, config) if config.kind != "bytes" else []
@@ -112,14 +125,83 @@ def run(call: StageCall) -> None:
         files = TokenizerFiles(description, model, target_model)
         if samples:
             writer.statistics |= sample_statistics(samples, files.build())
-            writer.statistics["memory"] = {
-                "allowed": config.memory_bytes,
-                "predicted": max(sample.predicted_bytes for sample in samples),
-                "measured": taken.num_bytes,
-            }
+            writer.statistics["memory"] = memory_statistics(samples, config, taken)
         files.write(writer.directory)
         writer.statistics |= vocabulary_statistics(files)
         writer.summary += summary(writer.statistics, description, corpus)
+
+
+def extend(call: StageCall) -> None:
+    """Write the base with tokens and pieces of the corpus's languages that it lacks.
+
+    Raises:
+        ConfigError: The base lacks none of them, or cannot have more pieces, or the recipe asks for
+            another kind of vocabulary.
+    """
+    corpus, base = call.artifacts["corpus"], call.artifacts["base"]
+    files = read_tokenizer_files(tokenizer_folder(base))
+    added = [code for code in languages(corpus) if code not in files.description.languages]
+    refuse_other_base(files, base, corpus=corpus, config=call.recipe.tokenizer, added=added)
+    assert files.model is not None
+    processor = SentencePieceProcessor(model_proto=files.model)
+    config = call.recipe.tokenizer.model_copy(
+        update={"byte_fallback": False, **_kind_of_pieces(processor)}
+    )
+    side = Side(frozenset(added), "vocabulary_size", config.vocabulary_size)
+    with call.new_artifact() as writer:
+        sample = draw_sample(corpus, config=config, among=side.languages)
+        sample.normalize = lambda line: processor.normalize(line).replace(SPACE, " ")
+        with peak_memory() as taken:
+            trained = train_sentencepiece(sample, side=side, config=config)
+        grown = with_pieces_of(with_languages(files, added), trained)
+        grown.write(writer.directory)
+        writer.statistics |= sample_statistics([sample], grown.build())
+        writer.statistics["memory"] = memory_statistics([sample], config, taken)
+        writer.statistics |= vocabulary_statistics(grown)
+        more = grown.build().size - files.build().size - len(added)
+        writer.summary.append(
+            f"added {counted(more, 'piece')} and {counted(len(added), 'language token')} "
+            f"({listed(added)}) to {base.directory}"
+        )
+        writer.summary += sample_summary(writer.statistics, corpus, among=added)
+
+
+def refuse_other_base(
+    files: TokenizerFiles,
+    base: Artifact,
+    *,
+    corpus: Artifact,
+    config: TokenizerConfig,
+    added: Sequence[str],
+) -> None:
+    """Refuse a base that cannot be extended as the recipe asks.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    if files.description.kind != "sentencepiece" or files.target_model is not None:
+        raise ConfigError(
+            f"{base.directory} is not one SentencePiece vocabulary of text, and no other can be "
+            "extended. Leave out --base, and add the language in [languages] of an assembly."
+        )
+    if config.kind != "sentencepiece" or config.target_languages:
+        raise ConfigError(
+            f"{base.directory} keeps its kind of pieces, and one vocabulary for all languages. "
+            "Leave tokenizer.kind and tokenizer.target_languages out of the recipe."
+        )
+    if not added:
+        raise ConfigError(
+            f"{base.directory} already has all languages of {corpus.directory} "
+            f"({listed(languages(corpus))}). Leave out --base, or name a corpus with a new one."
+        )
+
+
+def _kind_of_pieces(processor: SentencePieceProcessor) -> dict[str, str]:
+    """Return the settings that make pieces of the same type as a model's."""
+    if has_nbest(processor):
+        return {"model_type": "unigram"}
+    pieces = map(processor.id_to_piece, text_pieces(processor))
+    return {"kind": "characters"} if max(map(len, pieces)) == 1 else {"model_type": "bpe"}
 
 
 def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
@@ -353,6 +435,17 @@ def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataErr
     )
 
 
+def memory_statistics(
+    samples: Sequence[Sample], config: TokenizerConfig, taken: PeakMemory
+) -> dict[str, int | None]:
+    """Return the memory in bytes that training may take, was predicted to take, and took."""
+    return {
+        "allowed": config.memory_bytes,
+        "predicted": max(sample.predicted_bytes for sample in samples),
+        "measured": taken.num_bytes,
+    }
+
+
 def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[str, object]:
     """Return lines per language, and the number of sampled characters in the vocabularies."""
     quotas: dict[str, int] = {}
@@ -373,12 +466,12 @@ def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[s
 
 def vocabulary_statistics(files: TokenizerFiles) -> dict[str, object]:
     """Return the sizes, and the spelling and id of each language's token."""
-    tokenizer, scheme = files.build(), files.description.language_token_scheme
+    tokenizer, token_of = files.build(), files.description.language_token
     return {
         "pieces": tokenizer.size - len(tokenizer.languages),
         "size": tokenizer.size,
         "language_tokens": {
-            code: {"token": language_token(code, scheme), "id": tokenizer.language_token_id(code)}
+            code: {"token": token_of(code), "id": tokenizer.language_token_id(code)}
             for code in tokenizer.languages
         },
     }
@@ -387,22 +480,27 @@ def vocabulary_statistics(files: TokenizerFiles) -> dict[str, object]:
 def summary(
     statistics: Mapping[str, Any], description: TokenizerDescription, corpus: Artifact
 ) -> list[str]:
-    """Summarize the sample, the coverage of the vocabulary, and languages without text."""
-    languages = description.languages
-    lines = [
-        f"{counted(statistics['pieces'], 'piece')} and {counted(len(languages), 'language token')}"
-    ]
+    """Summarize the size of the vocabulary and the sample."""
+    among = description.languages
+    size = f"{counted(statistics['pieces'], 'piece')} and {counted(len(among), 'language token')}"
     if description.kind == "bytes":
-        return [f"{lines[0]}; bytes need no training, nothing was read"]
+        return [f"{size}; bytes need no training, nothing was read"]
+    return [size, *sample_summary(statistics, corpus, among=among)]
+
+
+def sample_summary(
+    statistics: Mapping[str, Any], corpus: Artifact, *, among: Sequence[str]
+) -> list[str]:
+    """Summarize the sample, the coverage of the vocabulary, and languages without text."""
     sampled, read = statistics["sampled_lines"], statistics["train_lines"]
     characters = statistics["characters"]
-    lines.append(
+    lines = [
         f"sampled {sum(sampled.values()):,} of {counted(sum(read.values()), 'training line')} of "
         f"{counted(len(sampled), 'language')}; the vocabulary has {characters['covered']:,} of "
-        f"their {counted(characters['sample'], 'different character')}"
-    )
-    lines.append(_memory_line(statistics["memory"]))
-    if unseen := [code for code in languages if not sampled.get(code)]:
+        f"their {counted(characters['sample'], 'different character')}",
+        _memory_line(statistics["memory"]),
+    ]
+    if unseen := [code for code in among if not sampled.get(code)]:
         lines.append(f"no text was sampled of: {listed(unseen)}")
     if emptied := sorted(emptied_pairs(corpus)):
         lines.append(f"no training data left: {listed(emptied)}")

@@ -178,14 +178,15 @@ class TokenizerConfig(Settings):
     ``bytes``: single bytes."""
     vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
     """Number of pieces, including specials but not language tokens; an upper bound for
-    ``characters``. Covers all languages but ``target_languages``."""
+    ``characters``. Covers all languages but ``target_languages``. With a base: number of pieces
+    learned from the languages that it lacks, of which those that it has already are not added."""
     target_languages: tuple[str, ...] = ()
     """Languages with a vocabulary of their own. Only they are translated into; the other languages
     share ``vocabulary_size`` pieces and are translated from. Empty: one vocabulary."""
     target_vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 8000
     """Number of pieces of ``target_languages``, including specials."""
     model_type: Literal["unigram", "bpe"] = "unigram"
-    """Algorithm of kind ``sentencepiece``."""
+    """Algorithm of kind ``sentencepiece``; with a base, the algorithm of the base."""
     byte_fallback: bool = False
     """Use 256 pieces for bytes, which spell characters that the vocabulary lacks (kinds
     ``sentencepiece`` and ``characters``)."""

@@ -106,7 +106,7 @@ class TokenizerDescription(BaseModel):
     languages: tuple[str, ...]
     language_token_scheme: LanguageTokenScheme
     numbering: Numbering | None = None
-    """Ids of an imported vocabulary; None: pieces, then languages in order."""
+    """Ids of an imported or extended vocabulary; None: pieces, then languages in order."""
     target_languages: tuple[str, ...] = ()
     """Languages with a vocabulary of their own, the only ones translated into; empty: one
     vocabulary."""

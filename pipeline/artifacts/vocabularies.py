@@ -46,7 +46,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
 
 class Numbering(BaseModel):
-    """Ids of an imported vocabulary, whose order does not follow from its pieces.
+    """Ids of an imported or extended vocabulary, whose order does not follow from its pieces.
 
     Some of the ``size`` ids may belong to nothing: embedding rows that no text reaches.
     """
@@ -496,11 +496,7 @@ class DrawnPieces:
 
     @cached_property
     def _has_nbest(self) -> bool:
-        try:
-            self._processor.nbest_encode_as_ids("a", 2)
-        except RuntimeError:  # only unigram models have n best segmentations
-            return False
-        return True
+        return has_nbest(self._processor)
 
     def _one_of_best(
         self, line: str, *, alpha: float, nbest: int, generator: random.Random
@@ -561,13 +557,27 @@ class DrawnPieces:
     def _score(self) -> dict[str, float]:
         """Return piece of text → score; among possible merges the highest score comes first."""
         model = self._processor
-        return {
-            model.id_to_piece(index): model.get_score(index)
-            for index in range(model.get_piece_size())
-            if not (
-                model.is_control(index)
-                or model.is_unknown(index)
-                or model.is_byte(index)
-                or model.is_unused(index)
-            )
-        }
+        return {model.id_to_piece(index): model.get_score(index) for index in text_pieces(model)}
+
+
+def text_pieces(processor: SentencePieceProcessor) -> list[int]:
+    """Return the indices of a model's pieces of text, without specials and bytes."""
+    return [
+        index
+        for index in range(processor.get_piece_size())
+        if not (
+            processor.is_control(index)
+            or processor.is_unknown(index)
+            or processor.is_byte(index)
+            or processor.is_unused(index)
+        )
+    ]
+
+
+def has_nbest(processor: SentencePieceProcessor) -> bool:
+    """Return whether a model has n best segmentations, as only unigram models have."""
+    try:
+        processor.nbest_encode_as_ids("a", 2)
+    except RuntimeError:
+        return False
+    return True

@@ -63,7 +63,14 @@ _CORE = (
         makes="tokenizer",
         help="train a vocabulary on a temperature-balanced sample, and add language tokens",
         sections=("tokenizer",),
-        inputs={"corpus": Input("corpus", "clean corpus", splits=("train",))},
+        inputs={
+            "corpus": Input("corpus", "clean corpus", splits=("train",)),
+            "base": Input(
+                "tokenizer",
+                "vocabulary to extend by pieces and tokens of the languages that it lacks",
+                required=False,
+            ),
+        },
     ),
     Stage(
         name="make_shards",

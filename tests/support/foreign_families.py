@@ -56,15 +56,21 @@ class Family:
         return self.tokenizer.from_pretrained(folder, src_lang=self.source, tgt_lang=self.target)
 
 
-def nllb_folder(directory: Path, *, legacy: bool = False, **changes: object) -> Any:
-    """NLLB-200's dense model."""
+def nllb_folder(
+    directory: Path,
+    *,
+    legacy: bool = False,
+    sentencepiece: bytes | None = None,
+    **changes: object,
+) -> Any:
+    """NLLB-200's dense model, over a SentencePiece model that may be given."""
     config_type: Any = M2M100Config
-    size = _save_tokenizer(directory, NllbTokenizer, legacy_behaviour=legacy)
+    size = _save_tokenizer(directory, NllbTokenizer, model=sentencepiece, legacy_behaviour=legacy)
     config = config_type(**SETTINGS | {"vocab_size": size + SPARE} | changes)
     return saved(M2M100ForConditionalGeneration(config), directory)
 
 
-def legacy_nllb_folder(directory: Path, **changes: object) -> Any:
+def legacy_nllb_folder(directory: Path, **changes: Any) -> Any:
     """NLLB-200's dense model with the tags of transformers before April 2023."""
     return nllb_folder(directory, legacy=True, **changes)
 
@@ -109,11 +115,13 @@ def saved(model: Any, directory: Path, *, seed: int = 1) -> Any:
     return model
 
 
-def _save_tokenizer(directory: Path, kind: Any, **settings: object) -> int:
+def _save_tokenizer(
+    directory: Path, kind: Any, *, model: bytes | None = None, **settings: object
+) -> int:
     """Writes a tokenizer's files; returns its number of ids."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / VOCABULARY_FILE
-    path.write_bytes(sentencepiece_model())
+    path.write_bytes(model or sentencepiece_model())
     tokenizer = kind(str(path), **settings)
     tokenizer.save_pretrained(directory)
     return len(tokenizer)

@@ -140,10 +140,15 @@ def model_of(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> Tran
 
 @torch.no_grad()
 def our_logits(
-    model: Transformer, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, scheme: TagScheme
+    model: Transformer,
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    scheme: TagScheme,
+    into: str = "de",
 ) -> list[Tensor]:
-    """Logits at every position after the prompt, sentence by sentence, of one batch."""
-    found = tags(tokenizer, scheme, source="en", target="de")
+    """Logits at every position after the prompt, sentence by sentence, of a batch from English."""
+    found = tags(tokenizer, scheme, source="en", target=into)
     examples = [
         Example(
             source=tokenizer.encode(source),
@@ -152,7 +157,7 @@ def our_logits(
             source_suffix=found.source_suffix,
             decoder_prompt=found.decoder_prompt,
             source_language=tokenizer.languages.index("en"),
-            target_language=tokenizer.languages.index("de"),
+            target_language=tokenizer.languages.index(into),
         )
         for source, target in pairs
     ]

@@ -31,6 +31,7 @@ HERE = ("run", "demo", "needs-data", "cluster")
 ELSEWHERE = {
     ("docs/tutorials/from_bytes.md", "bytes"): "test_bytes_page",
     ("docs/tutorials/your_own_data.md", "walk"): "test_own_data_page",
+    ("docs/tutorials/add_a_language.md", "walk"): "test_add_a_language_page",
     ("docs/tutorials/module_per_language.md", "demo"): "test_language_modules_page",
     ("docs/tutorials/experts_in_your_checkpoint.md", "demo"): "test_upcycling_example",
 }

@@ -30,6 +30,7 @@ from pipeline.artifacts.artifact import (
     to_json,
 )
 from pipeline.artifacts.digests import HashedFiles
+from pipeline.artifacts.extended_tokenizer import with_languages
 from pipeline.artifacts.manifest import FileRecord, InputRecord, json_digest, read_manifest
 from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.places import link_or_copy, refuse_inputs, refuse_to_overwrite, run_dir
@@ -48,7 +49,7 @@ from pipeline.checkpoints.assembly.receipt import (
 )
 from pipeline.checkpoints.assembly.rules import PARTS, Assignment, Blueprint, Part, unused_tensors
 from pipeline.checkpoints.assembly.target import recipe_source, target_spec
-from pipeline.checkpoints.assembly.vocabulary import RowPlan, plan_rows, with_languages
+from pipeline.checkpoints.assembly.vocabulary import RowPlan, plan_rows
 from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
 from pipeline.checkpoints.opening import open_model
 from pipeline.checkpoints.sources import ModelSource, Tensors

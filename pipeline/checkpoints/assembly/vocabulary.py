@@ -3,19 +3,19 @@
 A piece, special or language of both vocabularies keeps its row. If source and target have pieces of
 their own, a piece is looked up on its own side first; a piece of a shared vocabulary is looked up
 on the target side first. A new piece starts from the mean of the rows of its pieces under the old
-tokenizer, a new language from the row of a language that is named for it. All other rows are fresh.
+tokenizer, a new language from the row of a language that is named for it. An id without a meaning
+in both vocabularies keeps its row. All other rows are fresh.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.tokenizer import Numbering, Tokenizer, TokenizerFiles
-from pipeline.errors import ConfigError
+from pipeline.artifacts.tokenizer import Tokenizer
 
 SPACE = "▁"
 """SentencePiece's mark of a space."""
@@ -117,7 +117,8 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
     Raises:
         ConfigError: The old tokenizer lacks a language of ``resembling``.
     """
-    known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
+    old_meanings = meanings(old)
+    known = {meaning: index for index, meaning in enumerate(old_meanings) if meaning is not None}
     for (kind, name), index in list(known.items()):
         if kind == "target piece" and new.output_size is None:
             known[Meaning("piece", name)] = index  # prefer the row that was trained as an output
@@ -126,9 +127,11 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
     new_meanings = meanings(new)
     sources: list[tuple[int, ...]] = []
     kept = averaged = fresh = 0
-    for meaning in new_meanings:
+    for index, meaning in enumerate(new_meanings):
         if meaning is None:
-            sources.append(())
+            # A spare row of an imported model takes part in every softmax: it keeps its values.
+            is_spare = index < len(old_meanings) and old_meanings[index] is None
+            sources.append((index,) if is_spare else ())
             continue
         if meaning in known:
             found: tuple[int, ...] = (known[meaning],)
@@ -168,43 +171,3 @@ def _text(piece: str) -> str:
         return piece.replace(SPACE, " ")
     value = int(byte[1], 16)
     return chr(value) if value < 128 else ""
-
-
-def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
-    """Return the vocabulary with more languages, whose tokens are new ids after all others.
-
-    Raises:
-        ConfigError: It already has one of them.
-    """
-    tokenizer = files.build()
-    present = [code for code in added if code in tokenizer.languages]
-    if present:
-        raise ConfigError(
-            f"The tokenizer already has the language {present[0]!r}. Leave it out of [languages]."
-        )
-    description = files.description
-    numbering = description.numbering or Numbering(
-        size=tokenizer.size,
-        pad=tokenizer.pad_id,
-        bos=tokenizer.bos_id,
-        eos=tokenizer.eos_id,
-        unk=tokenizer.unk_id,
-        pieces=tuple(range(tokenizer.size - len(tokenizer.languages))),
-        language_tokens={code: tokenizer.language_token_id(code) for code in tokenizer.languages},
-    )
-    tokens = {code: numbering.size + number for number, code in enumerate(added)}
-    return TokenizerFiles(
-        description.model_copy(
-            update={
-                "languages": tuple(sorted([*description.languages, *added])),
-                "numbering": numbering.model_copy(
-                    update={
-                        "size": numbering.size + len(added),
-                        "language_tokens": {**numbering.language_tokens, **tokens},
-                    }
-                ),
-            }
-        ),
-        files.model,
-        files.target_model,
-    )

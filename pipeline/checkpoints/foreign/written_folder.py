@@ -17,6 +17,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from pipeline.artifacts.digests import HashedFiles
+from pipeline.artifacts.extended_tokenizer import piece_field
 from pipeline.artifacts.manifest import FileRecord, to_json
 from pipeline.checkpoints.foreign.layouts import Entries, Layout
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
@@ -44,10 +45,6 @@ LONGEST_OUTPUT = 200
 """Default limit of a translation in tokens, that of the published M2M-100."""
 _PIECES = 1
 """Number of the field of pieces in a SentencePiece model."""
-_CONTROL_TYPE = b"\x18\x03"
-"""Field 3 of a piece, its type: control."""
-_NO_SCORE = b"\x15" + bytes(4)
-"""Field 2 of a piece, its score: 0.0."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +313,8 @@ def with_pieces(model: bytes, pieces: Sequence[str]) -> bytes:
     rest = b"".join(value for number, value in found if number != _PIECES)
     chosen = [
         stored[processor.unk_id()],
-        _control("<s>"),
-        _control("</s>"),
+        piece_field("<s>", control=True),
+        piece_field("</s>", control=True),
         *(stored[processor.piece_to_id(piece)] for piece in pieces),
     ]
     return b"".join(chosen) + rest
@@ -353,10 +350,3 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
         position, shift = position + 1, shift + 7
         if byte < 0x80:
             return number, position
-
-
-def _control(piece: str) -> bytes:
-    """Return field 1 with a short piece of the type control."""
-    text = piece.encode()
-    body = bytes([0x0A, len(text)]) + text + _NO_SCORE + _CONTROL_TYPE
-    return bytes([0x0A, len(body)]) + body

@@ -1,0 +1,163 @@
+"""``train_tokenizer --base``: new pieces and languages beside old ids that stay."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import Texts, make_corpus
+from support.foreign_models import LINES, pieces_of, sentencepiece_model
+
+from data_prep import train_tokenizer
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.settings import TokenizerConfig
+from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer, read_tokenizer_files
+from pipeline.checkpoints.foreign.vocabularies import numbered
+from pipeline.config.recipe import Recipe
+from pipeline.errors import ConfigError
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
+
+CHEROKEE = [
+    "ᎠᏂᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ",
+    "ᎦᏬᏂᎯᏍᏗ ᎠᏂᏣᎳᎩ ﬁ",
+    "ᎠᏂᏣᎳᎩ one sentence",
+    "ᎠᏂᏣᎳᎩᎯ ᎳᎩᏂᏣ ᏍᏗᎯᏂ ᏬᏂᎦᏍ ᎯᏍᏗᎠᏂ ᏣᎳᏂᎦᏬ",
+] * 9
+"""Text with letters that the base lacks, a letter that its normalization rewrites (ﬁ), and pieces
+that it has."""
+TEXTS: Texts = {
+    "train": {"chr-en": {"chr": CHEROKEE, "en": [f"{LINES[1]} {n}" for n in range(len(CHEROKEE))]}}
+}
+SIZE = 32
+
+
+def base_of(folder: Path, *, model_type: str = "bpe", lacking: str = "") -> Artifact:
+    """NLLB's ids for a small model; a piece that is ``lacking`` has none."""
+    model = sentencepiece_model(specials={"model_type": model_type})
+    pieces = pieces_of(model)
+    ids = [None if n < 3 or piece == lacking else n + 1 for n, piece in enumerate(pieces)]
+    count = len(pieces) + 1
+    files = numbered(
+        folder,
+        model,
+        size=count + 5,  # three spare rows
+        specials={"bos": 0, "pad": 1, "eos": 2, "unk": 3},
+        pieces=ids,
+        languages={"eng_Latn": count, "deu_Latn": count + 1},
+        written={"eng_Latn": "eng_Latn", "deu_Latn": "deu_Latn"},
+    )
+    return tokenizer_artifact(folder / "base", files)
+
+
+def tokenizer_artifact(folder: Path, files: TokenizerFiles) -> Artifact:
+    with new_artifact(
+        folder, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
+    ) as writer:
+        files.write(writer.directory)
+    return open_artifact(folder, kind="tokenizer")
+
+
+def extend(base: Artifact, folder: Path, *, texts: Texts = TEXTS, **settings: Any) -> Artifact:
+    recipe = Recipe(
+        name="test", tokenizer=TokenizerConfig.model_validate({"vocabulary_size": SIZE} | settings)
+    )
+    stage = STAGES["train_tokenizer"]
+    train_tokenizer.run(
+        StageCall(
+            stage=stage,
+            recipe=recipe,
+            artifacts={"corpus": make_corpus(folder / "corpus", texts), "base": base},
+            raw={},
+            out_dir=folder / "extended",
+            records={},
+            config=recipe.sections(stage.sections),
+        )
+    )
+    return open_artifact(folder / "extended", kind="tokenizer")
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_new_text_gets_pieces_of_its_own_and_no_old_id_changes(
+    model_type: str, tmp_path: Path
+) -> None:
+    base = base_of(tmp_path, model_type=model_type)
+    made = extend(base, tmp_path)
+    old, new = load_tokenizer(base.directory), load_tokenizer(made.directory)
+    assert set(new.languages) == {"chr", "de", "en"}
+    assert [new.piece(index) for index in range(old.size)] == [
+        old.piece(index) for index in range(old.size)
+    ]
+    for code in old.languages:
+        assert new.language_token_id(code) == old.language_token_id(code)
+    for line in LINES:
+        assert new.encode(line) == old.encode(line)
+    assert old.unk_id in old.encode(CHEROKEE[0])
+    assert new.unk_id not in new.encode(CHEROKEE[0])
+    assert len(new.encode(CHEROKEE[0])) < len(CHEROKEE[0]) / 2, "pieces are longer than letters"
+    assert new.decode(new.encode(CHEROKEE[0])) == CHEROKEE[0]
+    assert (
+        f"added {new.size - old.size - 1} pieces and 1 language token (chr)"
+        in (made.manifest.summary[0])
+    )
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_pieces_that_exist_are_not_added_again_and_letters_are_normalized_first(
+    model_type: str, tmp_path: Path
+) -> None:
+    made = extend(base_of(tmp_path, model_type=model_type), tmp_path)
+    files = read_tokenizer_files(made.directory)
+    assert files.model is not None
+    pieces = pieces_of(files.model)
+    assert len(set(pieces)) == len(pieces)
+    assert not any("ﬁ" in piece for piece in pieces)
+    tokenizer = files.build()
+    assert tokenizer.decode(tokenizer.encode("ﬁ")) == "fi"
+
+
+def test_a_piece_that_the_model_had_no_id_for_gets_one(tmp_path: Path) -> None:
+    base = base_of(tmp_path, lacking="x")
+    assert load_tokenizer(base.directory).unk_id in load_tokenizer(base.directory).encode("x")
+    lines = {"chr": [f"{one}x" for one in CHEROKEE], "en": (LINES * 6)[: len(CHEROKEE)]}
+    texts: Texts = {"train": {"chr-en": lines}}
+    tokenizer = load_tokenizer(extend(base, tmp_path, texts=texts).directory)
+    assert tokenizer.unk_id not in tokenizer.encode("x")
+    assert tokenizer.decode(tokenizer.encode("x")) == "x"
+
+
+def test_new_pieces_of_bpe_join_what_the_base_splits(tmp_path: Path) -> None:
+    """In a text of any language the boundaries of the extended vocabulary are among the old."""
+    base = base_of(tmp_path)
+    old, new = load_tokenizer(base.directory), load_tokenizer(extend(base, tmp_path).directory)
+    line = "one sentence more of the same, one sentence"
+    before, after = (
+        {sum(len(tokenizer.piece(index) or "") for index in ids[:n]) for n in range(len(ids) + 1)}
+        for tokenizer in (old, new)
+        for ids in [tokenizer.encode(line)]
+    )
+    assert after <= before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"texts": {"train": {"de-en": {"de": LINES, "en": LINES}}}}, "already has all languages"),
+        ({"kind": "byte_bpe"}, "keeps its kind of pieces"),
+        ({"vocabulary_size": 5000}, "vocabulary_size = 5000 is too large for the sample"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        extend(base_of(tmp_path, model_type="unigram"), tmp_path, **change)
+
+
+def test_a_base_of_bytes_is_refused(tmp_path: Path) -> None:
+    description = read_tokenizer_files(base_of(tmp_path).directory).description
+    of_bytes = description.model_copy(
+        update={"kind": "bytes", "numbering": None, "languages": ("de", "en")}
+    )
+    base = tokenizer_artifact(tmp_path / "bytes", TokenizerFiles(of_bytes, None))
+    with pytest.raises(ConfigError, match="not one SentencePiece vocabulary of text"):
+        extend(base, tmp_path)
