@@ -142,7 +142,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "import_corpus": "--mpi --out --overwrite --processes --raw --recipe --set",
         "import_tests": "--out --overwrite --raw --recipe --set",
         "clean": "--corpus --mpi --out --overwrite --processes --recipe --set --tests",
-        "train_tokenizer": "--corpus --out --overwrite --recipe --set",
+        "train_tokenizer": "--base --corpus --out --overwrite --recipe --set",
         "make_shards": "--corpus --mpi --out --overwrite --processes --recipe --set --tokenizer",
         "mix": "--out --overwrite --recipe --set --shards",
         "group_languages": "--checkpoint --out --overwrite --recipe --set --shards",
