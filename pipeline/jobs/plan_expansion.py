@@ -105,7 +105,13 @@ def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
     rows = {}
     for two, one in product(other.rows, matrix.rows):
         values = _laid_over(other.values | other.rows[two], matrix.values | matrix.rows[one])
-        rows[f"{one}_{two}"] = {**values, name: one, matrix.times: two}
+        row = f"{one}_{two}"
+        if row in rows:
+            raise ConfigError(
+                f"{where}, [matrix.{name}], times: two rows would be named {row!r}. Rename one of "
+                "the rows that it joins."
+            )
+        rows[row] = {**values, name: one, matrix.times: two}
     return Matrix(rows=rows, order=matrix.order, times=matrix.times)
 
 
@@ -179,7 +185,13 @@ def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> 
             continue
         for row in matrix.rows:
             values, at = matrix.row(row), f"{where}, row {row!r}"
-            found[str(_filled(key, values, at))] = _filled(entry, values, at)
+            name = str(_filled(key, values, at))
+            if name in found:
+                raise ConfigError(
+                    f"{at}: another row also gives an entry {name!r}. Write {{row}}, or another "
+                    "placeholder that tells the rows apart, into its name."
+                )
+            found[name] = _filled(entry, values, at)
     return found
 
 

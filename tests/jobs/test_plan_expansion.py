@@ -195,6 +195,17 @@ def test_a_dry_run_lists_the_expanded_stages(
             "[matrix.one], times: times is not allowed twice: 'two'",
         ),
         (
+            "[matrix.seeds]\n",
+            '[matrix.one]\ntimes = "two"\nrows = { a = {}, a_b = {} }\n'
+            "[matrix.two]\nrows = { c = {}, b_c = {} }\n[matrix.seeds]\n",
+            "[matrix.one], times: two rows would be named 'a_b_c'",
+        ),
+        (
+            'label = "LMS", suffix = ", 4"',
+            'label = "Plain"',
+            "row 'lms': another row also gives an entry 'Plain'",
+        ),
+        (
             'run = "analyze_lengths",',
             'run = "analyze_lengths", set = { training.seed = 2 },',
             "set",
