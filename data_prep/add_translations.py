@@ -144,12 +144,13 @@ def statistics(
 ) -> dict[str, Any]:
     """Return what a corpus says of its pairs, and the new lines by pair and system."""
     pairs = {pair: {"train": counts.total()} for pair, counts in kept.items()}
+    emptied = emptied_pairs(corpus) | {pair for pair, counts in kept.items() if not counts.total()}
     joined, of_corpus = joined_lines(corpus), corpus.statistics
     return {
         "pairs": pair_counts(corpus) | pairs,
         "characters": of_corpus.get("characters", {})
         | {pair: {"train": sides} for pair, sides in characters.items()},
-        "emptied": sorted(emptied_pairs(corpus)),
+        "emptied": sorted(emptied),
         **({"joined": joined} if joined else {}),
         "imported": imported_statistics(corpus) | pairs,
         "languages": of_corpus.get("languages", {}),
