@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, record_of
@@ -208,5 +209,10 @@ def _written(hypothesis: Hypothesis) -> str:
     """Return the text, or as JSON everything that the recipe asks for."""
     if hypothesis.details is None:
         return hypothesis.text
-    found = {"text": hypothesis.text, "score": hypothesis.score}
-    return json.dumps(found | record_of(hypothesis.details), ensure_ascii=False)
+    return json.dumps(written_record(hypothesis), ensure_ascii=False)
+
+
+def written_record(hypothesis: Hypothesis) -> dict[str, Any]:
+    """Return the text, its score and its details as a JSON object."""
+    details = {} if hypothesis.details is None else record_of(hypothesis.details)
+    return {"text": hypothesis.text, "score": hypothesis.score, **details}

@@ -6,8 +6,9 @@ and joined again (``sentences.py``); its hypothesis records the number of parts.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 
@@ -128,6 +129,13 @@ class Translator:
         self._alignment_layer = self._layer_of_alignments()
         if config.router_language:
             self.show_router(config.router_language)
+
+    def with_words(self) -> Self:
+        """Return a translator with the same model that also gives word scores and alignments."""
+        other = copy(self)
+        other.config = self.config.model_copy(update={"word_scores": True, "alignments": True})
+        other._alignment_layer = other._layer_of_alignments()
+        return other
 
     def load_segmenters(self, languages: Iterable[str]) -> None:
         """Load the segmenters of these source languages, to fail before anything is translated.

@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.decoding.incoming_lines import without_line_breaks
+from pipeline.decoding.line_filter import written_record
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
 from pipeline.serving.bodies import Fields, Refused, read_fields
@@ -125,20 +126,26 @@ class Api:
             if fields.word("format") not in (None, "text"):
                 raise Refused(400, "Only the format 'text' is translated. Send plain text.")
             source, target = fields.required("source"), fields.required("target")
-            wanted = fields.number("alternatives")
+            wanted, phrases = fields.number("alternatives"), fields.words("phrases")
+            has_details = fields.flag("details")
             detected = await self._ranked(texts) if source == AUTO else []
             if source == AUTO and not detected:
                 raise Refused(400, "The language of 'q' cannot be detected. Name the source.")
             source = detected[0]["language"] if detected else source
-            chosen = self._systems.choose(fields.word("system"), source, target)
-            pieces = [_Text(text, *chosen) for text in texts]
-            results = [result for piece in pieces for result in piece.submit(self.worker)]
+            system, direction = self._systems.choose(fields.word("system"), source, target)
+            if problem := system.translator.phrases_problem(phrases):
+                raise Refused(400, f"'phrases' asks for a translation that {problem}. Change it.")
+            system = system.with_words if has_details else system
+            pieces = [_Text(text, system, direction) for text in texts]
+            results = [result for piece in pieces for result in piece.submit(self.worker, phrases)]
             await self._finish(request, results)
             answer: dict[str, list[Any]] = {"translatedText": [one.variant(0) for one in pieces]}
             if detected:
                 answer["detectedLanguage"] = detected[:1] * len(texts)
             if wanted:
                 answer["alternatives"] = [piece.alternatives(wanted) for piece in pieces]
+            if has_details:
+                answer["details"] = [piece.details() for piece in pieces]
             is_list = isinstance(fields.values["q"], list)
             return JSONResponse(answer if is_list else {name: of[0] for name, of in answer.items()})
 
@@ -242,12 +249,19 @@ class _Text:
         self._system, self._direction = system, direction
         self._results: dict[int, Future[Hypothesis]] = {}
 
-    def submit(self, worker: Worker) -> list[Future[Hypothesis]]:
-        """Let the lines wait that have to be translated; return what they wait for."""
+    def submit(self, worker: Worker, phrases: tuple[str, ...]) -> list[Future[Hypothesis]]:
+        """Let the lines wait that have to be translated; return what they wait for.
+
+        Args:
+            worker: translates them.
+            phrases: what the translation of every line must contain.
+        """
         if self._direction.source == self._direction.target:
             return []
         self._results = {
-            number: worker.submit(self._system, self._direction, without_line_breaks(line))
+            number: worker.submit(
+                self._system, self._direction, without_line_breaks(line), phrases=phrases
+            )
             for number, line in enumerate(self._lines)
             if line.strip()
         }
@@ -265,6 +279,13 @@ class _Text:
         kept = self._system.translator.config.n_best
         variants = dict.fromkeys(self.variant(rank) for rank in range(kept))
         return list(variants)[1 : most + 1]
+
+    def details(self) -> list[dict[str, Any] | None]:
+        """Return for each line what ``mmnmt translate`` writes; None if it was not translated."""
+        found: list[dict[str, Any] | None] = [None] * len(self._lines)
+        for number, result in self._results.items():
+            found[number] = written_record(result.result())
+        return found
 
 
 def _of_rank(hypothesis: Hypothesis, rank: int) -> str:

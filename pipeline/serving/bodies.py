@@ -15,6 +15,9 @@ OTHER_BYTES = 4096
 MAX_FIELD = 200
 """Most characters of a field that is not text to translate."""
 
+MAX_WORDS = 20
+"""Most texts of a field that lists them, beside ``q``."""
+
 
 class Refused(Exception):
     """A request that is answered with a status and one sentence."""
@@ -63,6 +66,36 @@ class Fields:
         if value.isascii() and value.isdecimal() and len(value) < 10:
             return int(value)
         raise Refused(400, f"{name!r} is not a whole number from 0 on.")
+
+    def flag(self, name: str) -> bool:
+        """Return true or false; false without it.
+
+        Raises:
+            Refused: it is neither.
+        """
+        match self.values.get(name, False):
+            case True | "true":
+                return True
+            case False | "false":
+                return False
+        raise Refused(400, f"{name!r} is neither true nor false.")
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """Return a short text or a list of up to ``MAX_WORDS`` ones; none without it.
+
+        Raises:
+            Refused: it is neither.
+        """
+        value = self.values.get(name, [])
+        found = value if isinstance(value, list) else [value]
+        if len(found) <= MAX_WORDS and all(
+            isinstance(one, str) and 0 < len(one) <= MAX_FIELD for one in found
+        ):
+            return tuple(found)
+        raise Refused(
+            400,
+            f"{name!r} is not a list of at most {MAX_WORDS} texts of 1 to {MAX_FIELD} characters.",
+        )
 
     def texts(self, *, most_characters: int) -> list[str]:
         """Return the texts of ``q``, which is one text or a list.

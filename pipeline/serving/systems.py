@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -69,6 +69,11 @@ class System:
     def targets(self) -> tuple[str, ...]:
         """Languages that the model translates into, by its own codes."""
         return tuple(code for code in self.sources if self.translator.tokenizer.writes(code))
+
+    @cached_property
+    def with_words(self) -> Self:
+        """The same system, whose translations have word scores and alignments: one more pass."""
+        return replace(self, translator=self.translator.with_words())
 
     def direction(self, source: str, target: str) -> Direction:
         """Return a direction in the model's own codes; both languages may be the same.

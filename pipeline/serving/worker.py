@@ -45,10 +45,19 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="translate", daemon=True)
         self._thread.start()
 
-    def submit(self, system: System, direction: Direction, text: str) -> Future[Hypothesis]:
-        """Let a line wait for its translation; a line that is cancelled meanwhile is dropped."""
+    def submit(
+        self, system: System, direction: Direction, text: str, *, phrases: tuple[str, ...] = ()
+    ) -> Future[Hypothesis]:
+        """Let a line wait for its translation; a line that is cancelled meanwhile is dropped.
+
+        Args:
+            system: the model.
+            direction: its direction.
+            text: the line.
+            phrases: what the translation must contain.
+        """
         with self._changed:
-            line = _Line(system, Job(direction, next(self._numbers), text))
+            line = _Line(system, Job(direction, next(self._numbers), text, required=phrases))
             self._waiting.append(line)
             self._changed.notify()
         return line.result

@@ -235,6 +235,26 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
     assert name in plan_names()
 
 
+def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_model(
+    tmp_path: Path,
+) -> None:
+    plan = load_plan("demo")
+    tasks = {task.name: task for task in place_plan(plan, out_dir=tmp_path).tasks}
+
+    def new_updates(name: str) -> int:
+        sources = {
+            source
+            for key, source in plan.stages[name].sources().items()
+            if key in ("checkpoint", "embeddings", "encoder", "decoder") and source != "dense"
+        }
+        own = tasks[name].config.get("training", {}).get("updates", 0)
+        return int(own) + sum(map(new_updates, sources))
+
+    assert plan.stages["evaluation"].inputs["given"] == {"dense": "dense"}
+    systems = ("dense_longer", "moe", "mmnmt")
+    assert {new_updates(name) for name in systems} == {new_updates("dense")}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -96,5 +96,12 @@ def test_text_typed_into_the_page_is_translated_on_a_dark_phone(tmp_path: Path) 
         found = tab.run(f"[{shown}.textContent, {shown}.dir, {width}, {colors}.backgroundColor]")
         expected = served.post(q=TEXT, target="ar").json()["translatedText"]
         assert found == [expected, "rtl", WIDTH, "rgb(21, 24, 28)"]
+        word = f"{shown}.querySelector('span')"
+        tab.run(f"{word}.focus()")
+        told = tab.run(f"[{word}.textContent, document.querySelector('article .note').textContent]")
+        first, arrow, *sources = told[1].split()
+        assert (first, arrow) == (told[0], "←")
+        assert sources
+        assert set(sources) <= set(TEXT.split())
         assert tab.requested
         assert all(url.startswith((served.address, "data:")) for url in tab.requested)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pytest
@@ -17,6 +18,7 @@ from support.forked import run_command
 from support.served import JSON, SECONDS, SET, Served, make_model, serving
 
 from pipeline import cli
+from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.errors import EXIT_USER_ERROR
 
 pytestmark = pytest.mark.slow
@@ -32,11 +34,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def offline(checkpoint: str) -> Callable[[Sequence[str]], list[str]]:
+def offline(checkpoint: str) -> Callable[..., list[str]]:
     """Translate lines from German into English by ``mmnmt translate``."""
 
-    def translate(lines: Sequence[str]) -> list[str]:
+    def translate(lines: Sequence[str], *settings: str) -> list[str]:
         command = ["translate", "--checkpoint", checkpoint, *SET, "--from", "de", "--to", "en"]
+        command += [f"--set=decoding.{setting}" for setting in settings]
         done = run_command(command, given="".join(f"{line}\n" for line in lines))
         assert done.returncode == 0, done.stderr
         return done.stdout.split("\n")[:-1]
@@ -110,6 +113,41 @@ def test_alternatives_differ_and_leave_the_translation_as_it_is(
     assert served.post(q="Ein Haus.", alternatives=1).json()["alternatives"] == variants[1:2]
 
 
+def test_details_are_those_of_the_command(
+    served: Served, offline: Callable[..., list[str]]
+) -> None:
+    answer = served.post(q=f"Ein Haus.\n\n{GERMAN}", details=True).json()
+    first, none, second = answer["details"]
+    assert none is None
+    texts = [without_line_breaks(line["text"]) for line in (first, second)]
+    assert answer["translatedText"] == "\n\n".join(texts)
+    found = offline(["Ein Haus.", GERMAN], "alignments=true", "word_scores=true", "n_best=3")
+    for ours, line in zip((first, second), found, strict=True):
+        theirs = json.loads(line)
+        assert ours["words"]
+        assert ours["alignment"]
+        assert rounded(ours) == rounded(theirs)
+
+
+def rounded(value: Any) -> Any:
+    """A JSON value whose scores are rounded: batches of other sizes round differently."""
+    match value:
+        case dict():
+            return {name: rounded(one) for name, one in value.items()}
+        case list():
+            return [rounded(one) for one in value]
+        case float():
+            return pytest.approx(value, abs=2e-4)
+    return value
+
+
+def test_a_translation_has_the_phrases_that_a_request_asks_for(served: Served) -> None:
+    plain = served.post(q="Ein Haus.").json()["translatedText"]
+    found = served.post(q=["Ein Haus.", "Haus"], phrases=["qx", "Zy"]).json()["translatedText"]
+    assert all(phrase in text for text in found for phrase in ("qx", "Zy"))
+    assert served.post(q="Ein Haus.").json()["translatedText"] == plain
+
+
 def test_a_form_is_answered_as_json_is(served: Served) -> None:
     fields = {"q": "Ein schönes Haus.", "source": "deu", "target": "en", "format": "text"}
     answer = served.ask("/translate", urlencode(fields).encode(), kind=FORM)
@@ -172,6 +210,10 @@ def test_the_page_asks_no_other_host(served: Served) -> None:
         (400, b'{"q": "ja", "source": "German", "target": "en"}', JSON),
         (400, b'{"q": "ja", "source": "de", "target": "en", "alternatives": -1}', JSON),
         (400, b'{"q": "ja", "source": "de", "target": "en", "format": "html"}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "details": "perhaps"}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "phrases": [1]}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "phrases": [""]}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "phrases": "%s"}' % (b"a" * 90), JSON),
         (400, b"q=%ff&source=de&target=en", FORM),
         (400, b"q=\xff&source=de&target=en", FORM),
         (400, b"q=ja&q=nein&source=de&target=en", FORM),

@@ -43,15 +43,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
         archive.extractall(folder, filter="data")
-    shutil.copytree(folder / "run" / "translations", folder / "run" / "translate_dense_whole")
-    (folder / "run" / "dense").rename(folder / "run" / "dense_whole")
+    shutil.copytree(folder / "run" / "translations", folder / "run" / "translate_dense")
     (folder / "runs").mkdir()
     (folder / "run").rename(folder / "runs" / "demo")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for command in commands("demo"):
-            words = [re.sub("demo_dense(_whole)?\\b", "few.toml", word) for word in command]
+            words = [re.sub("demo_dense\\b", "few.toml", word) for word in command]
             if words[0] == "pretrain":  # DeepSpeed keeps a process's first process group
                 assert run_command(words).returncode == 0
             else:
@@ -70,7 +69,7 @@ def test_the_folded_checkpoint_is_plain_and_translates_by_the_shared_route(done:
     runs = done / "runs"
     folded, whole, plain = (
         read_spec(open_artifact(runs / name, kind="checkpoint"))
-        for name in ("folded", "modules", "demo/dense_whole")
+        for name in ("folded", "modules", "demo/dense")
     )
     assert folded.model == plain.model
     assert whole.model.language_modules is not None

@@ -54,7 +54,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(folder, filter="data")
     (folder / "runs").mkdir()
     (folder / "run").rename(folder / "runs" / "demo")
-    (folder / "runs" / "demo" / "dense").rename(folder / "runs" / "demo" / "dense_whole")
     (folder / "experts.toml").write_text(block("toml"), encoding="utf-8")
     (folder / "few.toml").write_text(RECIPE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
