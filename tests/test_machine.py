@@ -51,7 +51,7 @@ def test_one_process_per_gpu_and_a_divisor_of_those_asked_for(
     ("gpus", "name"),
     [
         (Gpus(0, has_bf16=False), "cpu_fp32"),
-        (Gpus(1, has_bf16=True), "zero2_bf16"),
+        (Gpus(1, has_bf16=True), "zero1_bf16"),
         (Gpus(8, has_bf16=False), "zero2_fp16"),
     ],
 )

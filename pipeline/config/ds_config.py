@@ -126,14 +126,14 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def name_for(gpus: Gpus) -> str:
-    """Return the ds_config for these GPUs: ZeRO 2 on GPUs, float32 on CPU.
+    """Return the ds_config for these GPUs: bf16 if they compute in it, else fp16; float32 on CPU.
 
-    ZeRO 2 accumulates gradients in float32. Parameters are in bf16 if the GPUs compute in it, else
-    in fp16 (V100, T4).
+    With bf16, ZeRO 1 sums the gradients of an update over ranks once. GPUs that need fp16 (V100,
+    T4) have less memory: ZeRO 2 divides the sum of gradients among ranks, but reduces each pass.
     """
     if not gpus.count:
         return "cpu_fp32"
-    return "zero2_bf16" if gpus.has_bf16 else "zero2_fp16"
+    return "zero1_bf16" if gpus.has_bf16 else "zero2_fp16"
 
 
 def ds_config_names() -> list[str]:
@@ -211,12 +211,6 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "The ds_config accumulates the gradients of fp16 in bf16. Set "
             "data_types.grad_accum_dtype to fp32, or leave it out."
-        )
-    if stage == 1 and precision_of(config) == "bf16" and accumulates_in == "fp32":
-        raise ConfigError(
-            "The ds_config asks for ZeRO stage 1 with bf16 and fp32 accumulation, for which "
-            "DeepSpeed takes another optimizer that keeps whole gradients. Use stage 2, or leave "
-            "data_types out."
         )
 
 

@@ -29,6 +29,7 @@ from pipeline.config.ds_config import micro_batches_per_pass, precision_of
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.logits import rows_at_a_time
+from pipeline.kernels.products import pads_outputs
 from pipeline.model.building import shape_of_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
@@ -496,7 +497,7 @@ class _HeldByZero:
         return self._accumulated() + new
 
     def _buckets(self) -> int:
-        """Return the bytes of the reduce buckets, and of the copy of one that is being sent.
+        """Return the bytes of the reduce buckets, and of the copies of one that is being sent.
 
         On CPU, only the written part of a buffer becomes resident. A tensor larger than a bucket is
         reduced in place.
@@ -506,9 +507,10 @@ class _HeldByZero:
         fitting = [s for group in self.groups for s in group.sizes if s <= zero.bucket]
         filled = min(zero.bucket, sum(fitting))
         is_shared = any(group.ranks > 1 for group in self.groups)
-        copied = is_shared or (zero.accumulates_wider and zero.stage == 2)
+        copied = is_shared or zero.accumulates_wider
+        widened = zero.sent if zero.sent != size else 0  # in another type
         reserved = zero.bucket if self.device == "cuda" else filled
-        return size * (zero.buckets * reserved + (filled if copied else 0))
+        return size * zero.buckets * reserved + (filled * (size + widened) if copied else 0)
 
     def _gathered(self) -> int:
         """Return the bytes of the buffer into which gloo gathers new parameters."""
@@ -521,15 +523,19 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
 
     It is the maximum over three moments: the loss; the gradient of the logits together with that of
     the tied embedding; and the latter, kept until the look-up's gradient is added, together with
-    the gradients inside a layer.
+    the gradients inside a layer. If outputs are padded on a GPU
+    (:func:`~pipeline.kernels.products.padded_product`), the first two keep the padded matrix, and
+    the second has padded copies of both gradients.
     """
     outputs = recipe.tokenizer.output_ids or vocabulary_size
     logits = batch.tokens * outputs
     embedding = batch.value * vocabulary_size * recipe.model.width
+    pads = batch.device == "cuda" and pads_outputs(outputs, batch.dtype)
+    matrix = batch.value * outputs * recipe.model.width if pads else 0
     return max(
-        _passes(recipe) * _loss_bytes(batch, outputs=outputs)
+        _passes(recipe) * (matrix + _loss_bytes(batch, outputs=outputs))
         + _divergence_bytes(recipe, batch, outputs=outputs),
-        batch.value * logits + embedding,
+        (2 if pads else 1) * batch.value * logits + embedding + 2 * matrix,
         embedding + _layer_temporaries(recipe.model, batch),
     )
 

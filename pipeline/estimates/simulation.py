@@ -43,7 +43,6 @@ from pipeline.estimates.network import (
 from pipeline.estimates.operators import Counted, count_training
 from pipeline.estimates.step_time import (
     BYTES_PER_VALUE,
-    ROW_EXCHANGES,
     PartTime,
     StepTime,
     expert_exchanges,
@@ -373,7 +372,7 @@ class Simulator:
         exchanges, size = expert_exchanges(recipe), recipe.training.expert_parallel_size
         if not exchanges.layers:
             return 0.0
-        calls = ROW_EXCHANGES * exchanges.layers
+        calls = exchanges.of_rows
         each = exchanges.bytes * self._value / BYTES_PER_VALUE / calls
         rows, counts = each * self._imbalance(size), INT64 * self._most_slots()
         of_rows, of_counts = (
@@ -417,26 +416,21 @@ def with_micro_batches_joined(recipe: Recipe, count: int) -> Recipe:
 
 
 def at_stage(ds_config: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """Return a ds_config at another ZeRO stage, without offload.
-
-    As in the ds_configs that ship, 16-bit gradients are then accumulated in float32 at stage 2, and
-    in their own type at stage 1.
-    """
+    """Return a ds_config at another ZeRO stage, without offload."""
     zero = dict(ds_config["zero_optimization"])
     zero.pop("offload_optimizer", None)
-    config = {**ds_config, "zero_optimization": {**zero, "stage": stage}}
-    if stage != zero["stage"]:
-        config.pop("data_types", None)
-        if stage == 2 and precision_of(config) != "fp32":
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
+    return {**ds_config, "zero_optimization": {**zero, "stage": stage}}
 
 
 def in_half_precision_of(ds_config: Mapping[str, Any], *, has_bfloat16: bool) -> dict[str, Any]:
-    """Return a ds_config with float16 in place of bfloat16 where a GPU has none."""
+    """Return a ds_config with float16 in place of bfloat16 where a GPU has none.
+
+    As in the ds_config that ships, float16 gradients are then reduced in their own type.
+    """
     config = dict(ds_config)
     if precision_of(config) == "bf16" and not has_bfloat16:
         del config["bf16"]
+        config.pop("communication_data_type", None)
         config["fp16"] = {"enabled": True}
     return config
 

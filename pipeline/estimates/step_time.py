@@ -7,7 +7,8 @@ a forecast. It has not yet been compared with a GPU.
 :func:`expert_exchanges` counts the exchanges of expert parallelism: rows of tokens go to the ranks
 of their experts and back, and so do their gradients. These are four exchanges per MoE layer
 (:mod:`pipeline.model.moe.expert_parallel`), and four per layer of language experts, where each row
-goes to one expert. The exchange of counts, one number per expert, is left out of the bytes.
+goes to one expert. Layers that are recomputed send their rows to the experts and back once more.
+The exchange of counts, one number per expert, is left out of the bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -219,8 +220,8 @@ def _numbers(launches: int, transferred: int, multiply_adds: int, seconds: float
     ]
 
 
-ROW_EXCHANGES = 4
-"""Exchanges of rows per layer: to the experts and back, in forward and backward pass."""
+ROW_EXCHANGES = 2
+"""Exchanges of rows per layer and pass: to the experts and back."""
 BYTES_PER_VALUE = 2
 """Size of a bfloat16."""
 
@@ -232,6 +233,7 @@ class Exchanges:
     Attributes:
         size: number of ranks that share the experts.
         layers: number of MoE layers and layers of language experts, once for each pass.
+        of_rows: number of exchanges of rows.
         bytes: bytes of the exchanged rows if no route is dropped, including rows that stay on the
             rank: one in ``size`` with even routing.
         host_copies: number of times that the host waits for numbers of rows.
@@ -239,6 +241,7 @@ class Exchanges:
 
     size: int
     layers: int
+    of_rows: int
     bytes: int
     host_copies: int
 
@@ -253,6 +256,7 @@ def expert_exchanges(recipe: Recipe) -> Exchanges:
 
     Fuse distillation passes a batch twice. Its shared route has no experts of languages. All layers
     of language experts of a side send the same rows, so that the host waits for their counts once.
+    Recomputed layers have the counts already.
     """
     model, size = recipe.model, recipe.training.expert_parallel_size
     batch = micro_batch(recipe.batches.tokens)
@@ -269,11 +273,13 @@ def expert_exchanges(recipe: Recipe) -> Exchanges:
         rows += (routed * top_k + len(of_languages)) * tokens[side]
         host_copies += routed + bool(of_languages)
     if not layers or size == 1:
-        return Exchanges(size=1, layers=0, bytes=0, host_copies=0)
+        return Exchanges(size=1, layers=0, of_rows=0, bytes=0, host_copies=0)
+    each = ROW_EXCHANGES * (3 if recipe.training.recompute_layers else 2)
     return Exchanges(
         size=size,
         layers=layers,
-        bytes=ROW_EXCHANGES * rows * model.width * BYTES_PER_VALUE,
+        of_rows=each * layers,
+        bytes=each * rows * model.width * BYTES_PER_VALUE,
         host_copies=host_copies,
     )
 

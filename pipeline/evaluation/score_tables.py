@@ -388,7 +388,7 @@ def _difference_tables(evaluation: Evaluation) -> Iterator[Table]:
     """Yield the differences of averages to the baseline, with their intervals, if there are any."""
     baseline = evaluation.verdicts.baseline
     by_name = {one.name: one for one in evaluation.systems}
-    for column in evaluation.main_columns:
+    for column in evaluation.columns:
         averages = average_columns(evaluation, column)
         compared = [comparison_of_average(evaluation, one, column) for one in averages]
         rows = [

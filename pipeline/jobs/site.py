@@ -61,7 +61,7 @@ class Site(Queue):
     cpu: Queue | None = None
     """Where stages run that ask for no GPU; not set: with the others."""
     ds_config: str | None = None
-    """The ds_config that ``auto`` stands for; not set: ``zero2_bf16`` if nodes have GPUs, else
+    """The ds_config that ``auto`` stands for; not set: ``zero1_bf16`` if nodes have GPUs, else
     ``cpu_fp32``."""
     setup: str = ""
     """Lines of bash that run first in every job, for example ``module load`` and the activation of
@@ -82,7 +82,7 @@ class Site(Queue):
     @property
     def auto_ds_config(self) -> str:
         """Return the ds_config that ``auto`` stands for on this cluster's nodes."""
-        return self.ds_config or ("zero2_bf16" if self.node.gpus else "cpu_fp32")
+        return self.ds_config or ("zero1_bf16" if self.node.gpus else "cpu_fp32")
 
 
 def load_site(path: Path) -> Site:

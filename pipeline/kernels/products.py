@@ -36,6 +36,13 @@ GROUPED_MULTIPLE = 8
 """Row widths for ``torch.nn.functional.grouped_mm``: multiples of 16 bytes, 8 bfloat16 values."""
 
 
+OUTPUT_MULTIPLE = 64
+"""Multiple to which outputs of a wide matrix are padded in 16-bit training off the CPU.
+
+The fast kernels of GPUs read and write rows that start at multiples of 16 bytes. A vocabulary of
+64,000 pieces and 101 languages has an odd number of logits. 64 is a whole tile (not measured)."""
+
+
 class Linear(nn.Linear):
     """Linear layer x Wᵀ + b with the parameters of ``nn.Linear`` and the fastest kernel."""
 
@@ -132,9 +139,12 @@ def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
     BLAS splits such a product among its threads by rows, of which a search has few, and reads the
     whole matrix for each. Computing a block of outputs at a time keeps that block of the matrix in
-    the processor's cache. Products that need a gradient are not split.
+    the processor's cache. Products that need a gradient are not split. On other devices, they are
+    :func:`padded_product` in 16 bits.
     """
     outputs = len(weight_OI)
+    if torch.is_grad_enabled() and pads_outputs(outputs, x_NI.dtype) and not is_on_cpu(x_NI):
+        return padded_product(x_NI, weight_OI)
     is_float32 = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
     if torch.is_grad_enabled() or not is_float32:
         return linear(x_NI, weight_OI)
@@ -145,6 +155,21 @@ def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         block = slice(first, first + WIDE_BLOCK)
         torch.mm(x_NI, weight_OI[block].t(), out=y_NO[:, block])
     return y_NO
+
+
+def pads_outputs(outputs: int, dtype: torch.dtype) -> bool:
+    """Return whether training off the CPU pads so many outputs of a wide matrix."""
+    return dtype.itemsize == 2 and outputs % OUTPUT_MULTIPLE != 0
+
+
+def padded_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return x Wᵀ as a view of a product with rows of zeros below W; differentiable.
+
+    Both products of the backward pass have the padded shape, too.
+    """
+    outputs = len(weight_OI)
+    padded_PI = F.pad(weight_OI, (0, 0, 0, -outputs % OUTPUT_MULTIPLE))
+    return F.linear(x_NI, padded_PI)[:, :outputs]
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

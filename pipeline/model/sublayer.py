@@ -9,8 +9,11 @@ Legend: N tokens, or rows of a decoding step; D model width.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from itertools import count
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.tokens import Tokens
+
+T = TypeVar("T")
 
 
 class ResidualNorm(nn.LayerNorm):
@@ -179,10 +184,50 @@ class Sublayer:
 
 def run_layer(layer: Callable[..., LayerOutput], *states: object, recomputes: bool) -> LayerOutput:
     """Run a layer; with ``recomputes``, keep only its input for the backward pass."""
-    output: LayerOutput = (
-        checkpoint(layer, *states, use_reentrant=False) if recomputes else layer(*states)
-    )
+    if not recomputes:
+        return layer(*states)
+    output: LayerOutput = checkpoint(layer, *states, use_reentrant=False, context_fn=_both_runs)
     return output
+
+
+def not_again(make: Callable[[], T]) -> T:
+    """Return ``make()`` or, where a layer is recomputed, what this call returned in the first run.
+
+    It serves small values of the host that depend on the layer's input alone, and that the host
+    waits for.
+    """
+    run = _RUN.get()
+    return make() if run is None else run.value_of(make)
+
+
+@dataclass
+class _Run(AbstractContextManager[None]):
+    """One of both runs of a layer that is recomputed, which share the ``kept`` values in order."""
+
+    kept: list[Any]
+    is_again: bool
+
+    def __enter__(self) -> None:
+        self._calls = count()
+        self._token = _RUN.set(self)
+
+    def __exit__(self, *error: object) -> None:
+        _RUN.reset(self._token)
+
+    def value_of(self, make: Callable[[], T]) -> T:
+        if not self.is_again:
+            self.kept.append(make())
+        value: T = self.kept[next(self._calls)]
+        return value
+
+
+_RUN: ContextVar[_Run | None] = ContextVar("run", default=None)
+
+
+def _both_runs() -> tuple[_Run, _Run]:
+    """Return the contexts of a layer's first run and of its recomputation."""
+    kept: list[Any] = []
+    return _Run(kept, is_again=False), _Run(kept, is_again=True)
 
 
 def compile_regions(model: nn.Module) -> None:

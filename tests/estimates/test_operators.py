@@ -273,6 +273,23 @@ def test_an_operator_whose_shape_depends_on_values_fails(count: Any) -> None:
         count(torch.empty(5, dtype=torch.int64, device=META))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_of_logits_in_16_bits_are_multiplied_as_those_of_a_multiple_of_64(
+    dtype: torch.dtype,
+) -> None:
+    few, odd, even = (
+        sum(
+            launch.multiply_adds
+            for launch in count_training(
+                small_recipe(), vocabulary_size=size, num_groups=0, dtype=dtype
+            ).launches
+        )
+        for size in (64, 101, 128)
+    )
+    assert few < odd
+    assert (odd == even) == (dtype == torch.bfloat16)
+
+
 def test_a_loss_with_smoothing_takes_a_few_launches_more() -> None:
     plain, smoothed = (
         len(counted(small_recipe(label_smoothing=rate)).parts["loss"]) for rate in (0.0, 0.1)

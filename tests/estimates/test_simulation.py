@@ -91,9 +91,13 @@ def simulator_of(
 
 @cache
 def of_the_paper(name: str) -> Simulator:
-    """Return the simulator of a recipe of MMNMT's Table 2 on 8 V100, in float16."""
+    """Return the simulator of a recipe of MMNMT's Table 2 on 8 V100, in float16.
+
+    Fairseq sums gradients in float16.
+    """
     recipe = load_recipe(name)
     config = in_half_precision_of(load_ds_config("zero1_bf16"), has_bfloat16=False)
+    del config["data_types"]
     return Simulator(
         recipe,
         cluster_of(1, device="v100"),

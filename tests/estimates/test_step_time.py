@@ -33,6 +33,7 @@ def recipe_of(
     size: int,
     modules: dict[str, Any] | None = None,
     objective: str = "cross_entropy",
+    recomputes: bool = False,
 ) -> Recipe:
     model = {"width": 32, "feed_forward_width": 64, "num_heads": 4}
     layers = {"encoder_layers": 4, "decoder_layers": 2}
@@ -41,12 +42,13 @@ def recipe_of(
             "name": "test",
             "model": {**model, **layers, "moe": moe, "language_modules": modules},
             "batches": {"tokens": 256},
-            "training": {"expert_parallel_size": size},
+            "training": {"expert_parallel_size": size, "recompute_layers": recomputes},
             "loss": {"objective": objective},
         }
     )
 
 
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     ("moe", "modules", "layers"), [(DROPLESS, None, 3), (None, BY_LANGUAGE, 6)]
 )
@@ -55,6 +57,7 @@ def test_the_bytes_are_those_that_a_micro_batch_exchanges(
     moe: dict[str, Any] | None,
     modules: dict[str, Any] | None,
     layers: int,
+    recomputes: bool,
 ) -> None:
     """Records the exchanges of one rank whose partner sends back what it gets."""
     exchanged: list[int] = []
@@ -65,20 +68,23 @@ def test_the_bytes_are_those_that_a_micro_batch_exchanges(
             exchanged.append(given.numel() * given.element_size())
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", send_back)
-    recipe = recipe_of(moe, size=2, modules=modules)
+    recipe = recipe_of(moe, size=2, modules=modules, recomputes=recomputes)
     group: Any = None
     spec = placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0)
     model = build_model(spec, expert_parallel=ExpertParallel(group, rank=0, size=2))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
+    model.recomputes = recomputes
     batch = micro_batch(recipe.batches.tokens)
     training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
     found = expert_exchanges(recipe)
-    assert len(exchanged) == 4 * found.layers == 4 * layers
+    assert found.layers == layers
+    assert len(exchanged) == found.of_rows == (6 if recomputes else 4) * layers
     assert found.bytes == sum(exchanged)
     assert found.sent_bytes == found.bytes // 2
 
 
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=["padded", "grouped"])
 @pytest.mark.parametrize(
     ("moe", "modules", "objective", "waits"),
@@ -99,16 +105,18 @@ def test_the_host_waits_once_per_moe_layer_and_once_per_side_with_language_exper
     objective: str,
     waits: int,
     capability: tuple[int, int],
+    recomputes: bool,
 ) -> None:
     """Counted on the meta device, of one rank of two, whose partner sends as many rows."""
     monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *_, **__: None)
-    recipe = recipe_of(moe, size=2, modules=modules, objective=objective)
+    recipe = recipe_of(moe, size=2, modules=modules, objective=objective, recomputes=recomputes)
     group: Any = None
     model = build_model(
         placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0, num_languages=2),
         device=META,
         expert_parallel=ExpertParallel(group, rank=0, size=2),
     )
+    model.recomputes = recomputes
     batch = micro_batch(recipe.batches.tokens).to(META)
     assert len(batch.source_N) == len(batch.target_N)
     even = len(batch.source_N) // 2  # of two routes to four experts, or of one to two languages

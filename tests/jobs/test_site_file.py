@@ -143,7 +143,7 @@ def test_sizes_are_read_as_sbatch_reads_them() -> None:
 
 def test_the_example_is_a_site_file_and_names_every_setting() -> None:
     found = load_site(EXAMPLE)
-    assert found.auto_ds_config == "zero2_bf16"
+    assert found.auto_ds_config == "zero1_bf16"
     text = EXAMPLE.read_text(encoding="utf-8")
     for name in (*Site.model_fields, *Site.model_fields["node"].annotation.model_fields):  # type: ignore[union-attr]
         assert name in text, name

@@ -651,9 +651,9 @@ def test_status_after_a_submission_takes_auto_for_the_cluster_s_ds_config(
     (tmp_path / "site.toml").write_text(site, encoding="utf-8")
     assert run("submit", "demo", "--until", "dense", "--site", "site.toml")[0] == 0
     job = slurm.jobs[slurm.ids()["dense"]]
-    assert "--ds-config=zero2_bf16" in job["stage"]
+    assert "--ds-config=zero1_bf16" in job["stage"]
     record = json.loads((tmp_path / "runs/demo" / RECORD_NAME).read_text(encoding="utf-8"))
-    assert record["ds_config"] == "zero2_bf16"
+    assert record["ds_config"] == "zero1_bf16"
 
 
 def test_training_that_does_not_fit_is_refused_before_anything_is_submitted(

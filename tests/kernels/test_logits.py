@@ -63,6 +63,20 @@ def test_in_float64_nothing_is_rounded_to_less() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_a_view_of_longer_rows_lose_as_their_copy_does(dtype: torch.dtype) -> None:
+    """Those of a padded vocabulary are one. What is beyond them is not read."""
+    logits_LV, labels_L = logits_and_labels(7, dtype)
+    view_LV = F.pad(logits_LV, (0, 14), value=torch.nan)[:, :50].requires_grad_()
+    copy_LV = logits_LV.clone().requires_grad_()
+    found, expected = (
+        summed_cross_entropy(each, labels_L, smoothing=0.1)[0] for each in (view_LV, copy_LV)
+    )
+    assert torch.equal(found, expected)
+    gradients = torch.autograd.grad(found, view_LV) + torch.autograd.grad(expected, copy_LV)
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 8, 9, 4019, 10**6])
 def test_off_the_cpu_there_are_few_chunks_however_many_rows(rows: int) -> None:
     chunk = rows_at_a_time(rows, is_cpu=False)

@@ -13,6 +13,7 @@ from pipeline.kernels.products import (
     Linear,
     batched_product,
     linear,
+    padded_product,
     product,
     product_into,
     wide_product,
@@ -127,3 +128,15 @@ def test_a_product_by_blocks_of_outputs_is_the_whole_one(
     assert found.dtype == dtype
     atol = 1e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+
+
+def test_a_product_with_padded_outputs_and_its_gradients_are_those_without() -> None:
+    x, weight = (tokens(rows, 12).requires_grad_() for rows in (7, 101))
+    slope = tokens(7, 101)
+    found, expected = padded_product(x, weight), F.linear(x, weight)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad((y * slope).sum(), (x, weight)) for y in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs)

@@ -26,6 +26,7 @@ from pipeline.model.moe.routing import Routing, RoutingRecord, mean_balance_loss
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, Side
+from pipeline.model.sublayer import not_again
 from pipeline.model.tokens import Tokens
 
 
@@ -129,12 +130,13 @@ class MixtureOfExperts(nn.Module):
 
     def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
         """Return the weighted sum of every token's experts, (N, D)."""
-        if self.expert_parallel is None:
+        parallel = self.expert_parallel
+        if parallel is None:
             return self.experts.serve(x_ND, dispatch)
-        counts = self.expert_parallel.exchange_counts(dispatch.rows_E)
+        counts = not_again(lambda: parallel.exchange_counts(dispatch.rows_E))
         dispatch = dispatch.first_rows(counts.num_sent)
         x_RD = gather(x_ND, dispatch)
-        y_RD = self.expert_parallel.run(self.experts, x_RD, counts)
+        y_RD = parallel.run(self.experts, x_RD, counts)
         return combine(y_RD, dispatch.weight_NC, dispatch)
 
 
