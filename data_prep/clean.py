@@ -52,6 +52,7 @@ from pipeline.artifacts.corpus import (
     found_scripts,
     imported_statistics,
     joined_lines,
+    language_of,
     languages,
     line_counts,
     pair_counts,
@@ -185,8 +186,8 @@ class Cleaning:
         return PivotedText(text, of_pivot)
 
     def _task(self, pair: str, sources: tuple[Path, Path]) -> PairTask:
-        first, second = pair.split("-")
-        names = text_name("train", pair, first), text_name("train", pair, second)
+        names = [text_name("train", pair, side) for side in pair.split("-")]
+        first, second = map(language_of, pair.split("-"))
         return PairTask(
             pair=pair,
             sources=sources,
@@ -194,10 +195,14 @@ class Cleaning:
             facts=PairFacts(
                 letters=(self.letters[first], self.letters[second]),
                 held_out=(self.held_out[first], self.held_out[second]),
-                own_sets=None if self.own_sets is None else self.own_sets.get(pair, frozenset()),
+                own_sets=self._own_sets(first, second),
             ),
             config=self.config,
         )
+
+    def _own_sets(self, first: str, second: str) -> frozenset[int] | None:
+        pair = pair_name(first, second)
+        return None if self.own_sets is None else self.own_sets.get(pair, frozenset())
 
 
 def clean_by_name(cleaning: Cleaning, pair: str) -> PairResult:

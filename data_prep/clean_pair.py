@@ -19,7 +19,7 @@ from typing import BinaryIO
 from data_prep.rules.duplicates import LineDigests, LineSketches
 from data_prep.rules.judge import RULES, Judge, LengthRatios, PairFacts, Rule, as_seen
 from data_prep.rules.line_language import LanguageRule, line_identifier
-from pipeline.artifacts.corpus import aligned_lines
+from pipeline.artifacts.corpus import aligned_lines, language_of
 from pipeline.artifacts.settings import CleanConfig
 
 BLOCK_LINES = 2048
@@ -182,7 +182,7 @@ def _judge(task: PairTask, stack: ExitStack) -> Judge:
     judge = Judge(task.config, task.facts, median_ratio=ratios.median(), duplicates=duplicates)
     identifier = line_identifier(task.config)
     if identifier is not None:
-        first, second = task.pair.split("-")
+        first, second = map(language_of, task.pair.split("-"))
         judge.language_rule = LanguageRule(
             identifier, (first, second), min_characters=LANGUAGE_MIN_CHARACTERS
         )

@@ -29,6 +29,7 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     emptied_pairs,
     imported_statistics,
+    language_of,
     languages,
     line_counts,
     listed_names,
@@ -174,7 +175,7 @@ def words_summary(tokenizer: Tokenizer, results: list[PairCounts]) -> list[str]:
     for counts in results:
         words.update(counts.words)
     names = [
-        f"{code} {count:,} by {tokenizer.segmenters[code].name}"
+        f"{code} {count:,} by {tokenizer.segmenters[language_of(code)].name}"
         for code, count in sorted(words.items())
     ]
     return [f"words of training lines: {listed(names)}"] if names else []

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, emptied_pairs, line_counts, pair_counts
+from pipeline.artifacts.corpus import (
+    Direction,
+    emptied_pairs,
+    is_synthetic,
+    language_of,
+    line_counts,
+    pair_counts,
+)
 from pipeline.artifacts.mixture import (
     MIXTURE_NAME,
     Mixture,
@@ -64,6 +71,7 @@ def run(call: StageCall) -> None:
     sizes = pair_sizes(shards)
     config = recipe.mixture
     check_targets(config, sizes)
+    check_synthetic(config, sizes)
     found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
     phases, capped = [phase for phase, _ in found], [names for _, names in found]
     if recipe.training.updates_of == "bytes":
@@ -135,6 +143,8 @@ def weigh(
     shares = temperature_probabilities(
         amounts, sampling_temperature=phase.sampling_temperature or config.sampling_temperature
     )
+    if config.synthetic_share is not None:
+        shares = with_synthetic_share(shares, config.synthetic_share)
     capped = []
     if config.max_upsampling is not None:
         before = shares
@@ -147,6 +157,20 @@ def weigh(
     return _as_phase(phase.from_update, sizes, drawn, config), capped
 
 
+def with_synthetic_share(shares: Mapping[str, float], share: float) -> dict[str, float]:
+    """Scale the shares of synthetic names to this sum and the others to the rest, if both exist."""
+    wanted = {True: share, False: 1 - share}
+    sums = dict.fromkeys(wanted, 0.0)
+    for name, one in shares.items():
+        sums[is_synthetic(name)] += one
+    if not all(sums.values()):
+        return dict(shares)
+    return {
+        name: one * wanted[is_synthetic(name)] / sums[is_synthetic(name)]
+        for name, one in shares.items()
+    }
+
+
 def _as_phase(
     from_update: int,
     sizes: Mapping[str, PairSize],
@@ -156,7 +180,8 @@ def _as_phase(
     if config.sampling_over == "pairs":
         one_way = {
             pair: float(ways[0] == directions_of(pair)[0])
-            for pair in (sizes if config.targets else ())
+            for pair in sizes
+            if config.targets or is_synthetic(pair)
             if len(ways := drawn_directions(pair, config)) == 1
         }
         return Phase(from_update, {pair: drawn.get(pair, 0.0) for pair in sizes}, one_way)
@@ -192,8 +217,9 @@ def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
     Raises:
         ConfigError: They allow none.
     """
-    ways = directions_of(pair)
-    found = [way for way in ways if not config.targets or way.target in config.targets]
+    ways = [way for way in directions_of(pair) if way.is_trained]
+    into = config.targets
+    found = [way for way in ways if not into or language_of(way.target) in into]
     if not found:
         raise ConfigError(
             f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Name one of "
@@ -208,12 +234,26 @@ def check_targets(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
     Raises:
         ConfigError: Names the first of them.
     """
-    known = {code for pair in sizes for code in pair.split("-")}
+    known = {language_of(side) for pair in sizes for side in pair.split("-")}
     unknown = [code for code in config.targets if code not in known]
     if unknown:
         raise ConfigError(
             f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it. "
             f"Choose from {listed(sorted(known))}."
+        )
+
+
+def check_synthetic(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
+    """Refuse a share of synthetic pairs where there are none.
+
+    Raises:
+        ConfigError: No pair has a side that a machine wrote.
+    """
+    if config.synthetic_share is not None and not any(map(is_synthetic, sizes)):
+        raise ConfigError(
+            f"mixture.synthetic_share is {config.synthetic_share:g}, and the shards have no "
+            "training lines that a machine wrote. Add some (mmnmt add_translations), or leave it "
+            "out."
         )
 
 
@@ -328,6 +368,8 @@ def how_drawn(
     ]
     if config.targets:
         lines.append(f"into {listed(config.targets)} alone")
+    if config.synthetic_share is not None:
+        lines.append(f"share of pairs with a side that a machine wrote: {config.synthetic_share:g}")
     if held := sorted({name for names in capped for name in names}):
         lines.append(
             f"held at {config.max_upsampling:g} times the share they would have at temperature 1: "

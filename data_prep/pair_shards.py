@@ -1,6 +1,9 @@
 """Make the shards of one pair, in a worker, so that an interrupted stage can keep them.
 
 A worker reads both sides in step, in chunks, so that memory does not grow with the number of lines.
+A back-translated source begins with the tag ``<s>``, which every vocabulary has and no text encodes
+to (Caswell and others, Tagged Back-Translation, 2019, arXiv 1906.06442).
+
 Each pair has a folder in the run folder of the output. ``finished.json`` is written last, when all
 other files there are on disk.
 """
@@ -18,7 +21,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter
 
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
-from pipeline.artifacts.corpus import iterate_lines, text_name
+from pipeline.artifacts.corpus import BACK_TRANSLATED, iterate_lines, language_of, text_name
 from pipeline.artifacts.digests import file_records
 from pipeline.artifacts.places import files_below, sync
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
@@ -208,7 +211,7 @@ def _add_chunk(
     counts: PairCounts,
 ) -> None:
     encoded = [
-        _encode(sharding, lines, None if seeds is None else seeds[side], code)
+        _encode(sharding, lines, None if seeds is None else seeds[side], side=code)
         for side, (code, lines) in enumerate(zip(counts.pair.split("-"), chunk, strict=True))
     ]
     lengths = [_lengths(sentences) for sentences in encoded]
@@ -223,8 +226,8 @@ def _add_chunk(
             kept = np.flatnonzero(~left_out)
             sentences, lines = [sentences[i] for i in kept], [lines[i] for i in kept]
         tokens = writers[side].append(sentences)
-        if code in sharding.words:
-            words = writers[side].append_begins(sharding.words.begins(code, lines))
+        if language_of(code) in sharding.words:
+            words = writers[side].append_begins(_begins(sharding, lines, side=code))
             if split == "train":
                 counts.words[code] = counts.words.get(code, 0) + words
         if split == "train":
@@ -233,16 +236,25 @@ def _add_chunk(
 
 
 def _encode(
-    sharding: Sharding, lines: list[str], seeds: list[int] | None, language: str
+    sharding: Sharding, lines: list[str], seeds: list[int] | None, *, side: str
 ) -> list[list[int]]:
+    tokenizer, config, language = sharding.tokenizer, sharding.config, language_of(side)
     if seeds is None:
-        return sharding.tokenizer.encode_batch(lines, language=language)
-    config = sharding.config
-    return sharding.tokenizer.sample_batch(
-        lines,
-        SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds),
-        language=language,
-    )
+        encoded = tokenizer.encode_batch(lines, language=language)
+    else:
+        drawn = SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds)
+        encoded = tokenizer.sample_batch(lines, drawn, language=language)
+    if side.endswith(BACK_TRANSLATED):
+        encoded = [[tokenizer.bos_id, *ids] for ids in encoded]
+    return encoded
+
+
+def _begins(sharding: Sharding, lines: list[str], *, side: str) -> list[npt.NDArray[np.bool_]]:
+    """Return for each stored token whether it begins a word; a tag begins none."""
+    begins = sharding.words.begins(language_of(side), lines)
+    if side.endswith(BACK_TRANSLATED):
+        begins = [np.insert(of_line, 0, False) for of_line in begins]
+    return begins
 
 
 def _seeds(
@@ -298,5 +310,5 @@ def _shard_writer(
         pair=job.pair,
         language=language,
         size=sharding.tokenizer.size,
-        has_begins=language in sharding.words,
+        has_begins=language_of(language) in sharding.words,
     )

@@ -57,6 +57,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
+    "add_translations": {"synthetic": {"min_score", "use"}},
     "clean": {
         "clean": {
             *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
@@ -81,7 +82,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "mix": {
         "mixture": {
             *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
-            *("sampling_unit", "targets"),
+            *("sampling_unit", "synthetic_share", "targets"),
         }
     },
     "group_languages": {

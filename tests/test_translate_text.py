@@ -153,8 +153,9 @@ def test_every_line_of_every_file_is_translated_as_the_filter_does(
         name
         for code in ("en", "fr")
         for file in expected
-        for name in (f"text/{code}/{file}", f"scores/{code}/{file}.jsonl")
+        for name in (f"text/{code}/{file}", f"scores/{code}/{file}.jsonl", f"text/de/{file}")
     }
+    assert {file: bench.lines("out", f"text/de/{file}") for file in expected} == expected
     decoding = DecodingConfig.model_validate(DECODING)
     translator = Translator(open_artifact(bench.checkpoint, kind="checkpoint"), decoding)
     every = [line for lines in expected.values() for line in lines]

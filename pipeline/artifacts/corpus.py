@@ -2,7 +2,13 @@
 
 A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, each line
 ended by a newline and by nothing else. A pair is two codes in alphabetical order, ``de-en``; a pair
-that never had training lines is a zero-shot pair. The statistics of a corpus hold
+that never had training lines is a zero-shot pair.
+
+A side that a machine wrote has a mark after its language. It makes the pair a pair of its own, that
+has training lines only and is trained in one direction: ``de+back-en`` from back-translated German
+into English, ``de+distilled-en`` from English into German that a teacher wrote.
+
+The statistics of a corpus hold
 
 - ``pairs``: pair → split → lines;
 - ``emptied``: pairs that lost all their training lines;
@@ -92,6 +98,20 @@ def pair_name(first: str, second: str) -> str:
     return "-".join(sorted((first, second)))
 
 
+BACK_TRANSLATED, DISTILLED = "+back", "+distilled"
+"""Marks of sides that a machine wrote: a source, and a target."""
+
+
+def language_of(side: str) -> str:
+    """Return the language of a side of a pair: ``de`` of ``de+back``."""
+    return side.partition("+")[0]
+
+
+def is_synthetic(name: str) -> bool:
+    """Return whether a side of a pair or direction, or the side named, is written by a machine."""
+    return "+" in name
+
+
 @dataclass(frozen=True, order=True)
 class Direction:
     """Translation direction from ``source`` to ``target``."""
@@ -106,6 +126,11 @@ class Direction:
     def pair(self) -> str:
         """Return the name of the pair."""
         return pair_name(self.source, self.target)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether sides that a machine wrote, if any, are where their marks want them."""
+        return not self.source.endswith(DISTILLED) and not self.target.endswith(BACK_TRANSLATED)
 
 
 @dataclass(frozen=True)
@@ -256,7 +281,8 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
 def languages(artifact: Artifact) -> list[str]:
     """Return all languages of a corpus or shards, sorted; for a part, those of the whole."""
     found = {code for name in pair_counts(artifact) for code in name.split("-")}
-    return sorted(found | listed_names(artifact, OTHER_LANGUAGES))
+    found |= listed_names(artifact, OTHER_LANGUAGES)
+    return sorted({language_of(side) for side in found})
 
 
 def directions(artifact: Artifact, split: Split) -> list[Direction]:

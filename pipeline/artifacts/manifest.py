@@ -92,7 +92,7 @@ FILES: dict[Kind, dict[str, str]] = {
         "details/DIRECTION.jsonl": "alternatives, words and alignments, if asked for",
     },
     "translated_text": {
-        "text/LANGUAGE/FILE": "one translation per line of an input file, in its order",
+        "text/LANGUAGE/FILE": "the lines of an input file, or their translations, in its order",
         "scores/LANGUAGE/FILE.jsonl": "score of every translation, and details if asked for",
     },
     "evaluation": {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, languages, line_counts
+from pipeline.artifacts.corpus import Direction, is_synthetic, languages, line_counts
 from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError, DataError
 
@@ -59,12 +59,14 @@ class Mixture:
 def lines_per_language(artifact: Artifact) -> dict[str, int]:
     """Return the training lines of every language of a corpus or shards, over all pairs.
 
-    A line counts once in each of its pairs, so lines of a pivot count several times.
+    A line counts once in each of its pairs, so lines of a pivot count several times. Lines that a
+    machine wrote do not count.
     """
     totals = dict.fromkeys(languages(artifact), 0)
     for pair, count in line_counts(artifact, "train").items():
         for code in pair.split("-"):
-            totals[code] += count
+            if not is_synthetic(code):
+                totals[code] += count
     return totals
 
 

@@ -170,6 +170,16 @@ class CleanConfig(Settings):
         return self
 
 
+class SyntheticConfig(Settings):
+    """Pairs of lines and their machine translations, made by the stage add_translations."""
+
+    use: Literal["back_translation", "distillation"] = "back_translation"
+    """Side of the translations. ``back_translation``: the source, which begins with a tag;
+    ``distillation``: the target."""
+    min_score: Annotated[float, number(least=-(10**9), most=0)] | None = None
+    """Lowest score of a translation that is kept, as translate_text computes it; not set: all."""
+
+
 class TokenizerConfig(Settings):
     """Vocabulary trained by the stage train_tokenizer."""
 
@@ -292,6 +302,9 @@ class MixtureConfig(Settings):
     directions) in proportion. 1: proportional sampling; not set: no bound."""
     targets: tuple[str, ...] = ()
     """Target languages of training and validation; empty: all."""
+    synthetic_share: Annotated[float, number(least=0, most=1)] | None = None
+    """Share p of pairs with a side that a machine wrote, in phases that draw both these and others;
+    not set: by their sizes, as all pairs."""
     phases: tuple[PhaseConfig, ...] = ()
     """Phases in ascending order, the first from update 1; empty: all pairs, always."""
 
@@ -302,6 +315,10 @@ class MixtureConfig(Settings):
             raise ValueError(
                 f"phases begin at updates {begins}, where the first is to begin at 1 and each "
                 "later than the one before. Change from_update"
+            )
+        if self.synthetic_share is not None and self.max_upsampling is not None:
+            raise ValueError(
+                "max_upsampling would change the share that synthetic_share sets. Leave one out"
             )
         return self
 

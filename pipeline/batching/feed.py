@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Split, imported_lines, line_counts
+from pipeline.artifacts.corpus import Direction, Split, imported_lines, language_of, line_counts
 from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import Flags, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
@@ -297,7 +297,7 @@ class TrainingData:
             one, other = pair.split("-")
             for source, target in ((one, other), (other, one)):
                 if self.mixture.draws(Direction(source, target)):
-                    self.tokenizer.refuse_to_write(target)
+                    self.tokenizer.refuse_to_write(language_of(target))
         if self.tokenizer.output_size is not None and self.train.tag_is_label:
             raise ConfigError(
                 "batches.tag_is_label is true, and the tokenizer has pieces of their own for the "
@@ -359,9 +359,10 @@ def _turns(
 def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collection[str]) -> _Pair:
     """Open a pair's shards; ``segmented`` are the languages with a segmenter."""
     first, second = name.split("-")
+    languages = language_of(first), language_of(second)
     sides = (
-        open_shard(shards, split, name, first, has_begins=first in segmented),
-        open_shard(shards, split, name, second, has_begins=second in segmented),
+        open_shard(shards, split, name, first, has_begins=languages[0] in segmented),
+        open_shard(shards, split, name, second, has_begins=languages[1] in segmented),
     )
     counted = line_counts(shards, split)[name]
     if {len(side) for side in sides} != {counted}:
@@ -369,4 +370,4 @@ def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collecti
             f"{shards.directory} has {len(sides[0]):,} and {len(sides[1]):,} sentences of "
             f"{split}/{name}, its statistics say {counted:,}. Run make_shards again."
         )
-    return _Pair(name, (first, second), sides)
+    return _Pair(name, languages, sides)

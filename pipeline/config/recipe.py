@@ -19,6 +19,7 @@ from pipeline.artifacts.settings import (
     MixtureConfig,
     OutsideTestsConfig,
     ShardsConfig,
+    SyntheticConfig,
     TokenizerConfig,
 )
 from pipeline.batching.settings import BatchesConfig
@@ -49,6 +50,7 @@ class CoreRecipe(Settings):
     description: str = ""
     corpus: CorpusConfig = CorpusConfig()
     tests: OutsideTestsConfig = OutsideTestsConfig()
+    synthetic: SyntheticConfig = SyntheticConfig()
     clean: CleanConfig = CleanConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     shards: ShardsConfig = ShardsConfig()

@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.artifacts.manifest import describe_name, fold_name
 from pipeline.artifacts.raw_bytes import iterate_raw_lines, named_files, plain_name
 from pipeline.artifacts.raw_input import RawInput, RawPaths
+from pipeline.artifacts.translated_text import scores_name
 from pipeline.config.documents import MAX_JSON_BYTES, parse_json
 from pipeline.decoding.incoming_lines import MAX_LINE_BYTES, without_line_breaks
 from pipeline.errors import DataError, hint
@@ -25,16 +26,6 @@ CHUNK_CHARACTERS = 2**22
 
 TEXT, RECORDS = ".txt", ".jsonl"
 PACKED = (".gz", ".zst")
-
-
-def text_name(language: str, name: str) -> str:
-    """Return the name of a file's translations into a language in the artifact."""
-    return f"text/{language}/{name}"
-
-
-def scores_name(language: str, name: str) -> str:
-    """Return the name of the scores of a file's translations in the artifact."""
-    return f"scores/{language}/{name}.jsonl"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pipeline.artifacts.corpus import (
     directions,
     emptied_pairs,
     imported_lines,
+    is_synthetic,
     joined_lines,
     line_counts,
     resource_of,
@@ -61,8 +62,9 @@ def find_pivot(training_pairs: Iterable[str]) -> str | None:
 
 
 def pivot_of(training: Artifact) -> str | None:
-    """Return the pivot of a corpus, apart from the pairs that were joined over one."""
-    return find_pivot(set(line_counts(training, "train")) - set(joined_lines(training)))
+    """Return the pivot of a corpus, apart from pairs that were joined over one or synthetic."""
+    pairs = set(line_counts(training, "train")) - set(joined_lines(training))
+    return find_pivot(pair for pair in pairs if not is_synthetic(pair))
 
 
 def describe_directions(

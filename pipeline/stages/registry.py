@@ -41,6 +41,20 @@ _CORE = (
         needs_recipe=False,
     ),
     Stage(
+        name="add_translations",
+        module="data_prep.add_translations",
+        makes="corpus",
+        help="add lines and their machine translations to a corpus",
+        sections=("synthetic",),
+        inputs={
+            "corpus": Input("corpus", "corpus that gets them"),
+            "translations": Input(
+                "translated_text", "NAME=DIR, output of translate_text", many=True
+            ),
+        },
+        needs_recipe=False,
+    ),
+    Stage(
         name="clean",
         module="data_prep.clean",
         makes="corpus",

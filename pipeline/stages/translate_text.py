@@ -1,9 +1,10 @@
 """Translate files and folders of text over all ranks: the stage ``translate_text``.
 
-The output has every input file once per target language, line by line. The lines of all files are
-translated in chunks (``decoding/text_files.py``), so that memory does not grow with the text. A
-chunk is cut into batches that do not depend on the ranks, which take them in turn. Finished
-batches, and then finished chunks, are kept in ``OUT.run`` and not repeated after an interruption.
+The output has every input file as it was read and once per target language, line by line. The
+lines of all files are translated in chunks (``decoding/text_files.py``), so that memory does not
+grow with the text. A chunk is cut into batches that do not depend on the ranks, which take them in
+turn. Finished batches, and then finished chunks, are kept in ``OUT.run`` and not repeated after an
+interruption.
 """
 
 if __name__ == "__main__":
@@ -22,16 +23,10 @@ from typing import Any
 
 from pipeline.artifacts.artifact import ArtifactWriter, check_together
 from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.translated_text import scores_name, text_name
 from pipeline.config.documents import read_json_lines, unfinished_path
 from pipeline.decoding.incoming_lines import without_line_breaks
-from pipeline.decoding.text_files import (
-    Chunk,
-    TextFile,
-    chunks,
-    find_texts,
-    scores_name,
-    text_name,
-)
+from pipeline.decoding.text_files import Chunk, TextFile, chunks, find_texts
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import on_rank_zero
@@ -81,7 +76,7 @@ def run(call: StageCall) -> None:
                 translate_batches(translator, todo, done, stop=stop, bar=bar)
                 done.move(partial(write_chunk, done, chunk, directions))
         if world.rank == 0:
-            publish(call, done, directions, files=len(texts), left_out=left_out)
+            publish(call, done, directions, texts=texts, left_out=left_out)
 
 
 def find_directions(
@@ -157,15 +152,17 @@ def publish(
     done: DoneLines,
     directions: Sequence[Direction],
     *,
-    files: int,
+    texts: Sequence[TextFile],
     left_out: Sequence[str],
 ) -> None:
     """Write the artifact from the finished chunks, and remove them."""
     counts = Counter(dict.fromkeys(("lines", "empty", "truncated", "split", "invalid"), 0))
     lines, invalid = Counter[str](), Counter[str]()
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
-        for path in sorted(done.directory.glob("chunk-*.jsonl")):
+        for chunk in chunks(texts, copies=len(directions)):
             progress.advance()
+            _append_texts(writer, chunk, directions[0].source)
+            path = chunk_path(done.directory, chunk.number)
             for direction, record in _append_chunk(writer, path, directions):
                 lines[direction] += 1
                 invalid[direction] += record["invalid"]
@@ -174,7 +171,7 @@ def publish(
         counts["lines"] = lines.total()
         writer.statistics.update(
             counts,
-            files=files,
+            files=len(texts),
             files_left_out=len(left_out),
             directions={str(direction): lines[str(direction)] for direction in directions},
             invalid_sequences=dict(+invalid),
@@ -186,6 +183,16 @@ def publish(
                 f"packed: {listed(left_out)}"
             )
     done.remove()
+
+
+def _append_texts(writer: ArtifactWriter, chunk: Chunk, language: str) -> None:
+    """Append the lines of a chunk, which its translations are paired with."""
+    lines = iter(chunk.texts)
+    for name, number in chunk.files:
+        with writer.path(text_name(language, name)).open(
+            "a", encoding="utf-8", newline="\n"
+        ) as stream:
+            stream.writelines(f"{line}\n" for line in islice(lines, number))
 
 
 def _append_chunk(

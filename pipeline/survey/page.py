@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from pipeline.artifacts.corpus import language_of
 from pipeline.evaluation.charts import SERIES_COLORS, Series, legend, line_chart
 from pipeline.evaluation.rendering import render_html
 from pipeline.evaluation.tables import (
@@ -56,7 +57,10 @@ def _facts(survey: Survey) -> tuple[str, ...]:
     ]
     facts = [
         counted(len(survey.sizes), "pair"),
-        counted(len({code for pair in survey.sizes for code in pair.split("-")}), "language"),
+        counted(
+            len({language_of(side) for pair in survey.sizes for side in pair.split("-")}),
+            "language",
+        ),
         *(
             counted(sum(sizes.get(split, 0) for sizes in survey.sizes.values()), f"{name} line")
             for split, name in (("train", "training"), ("valid", "validation"), ("test", "test"))

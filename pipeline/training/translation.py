@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.artifacts.artifact import ArtifactWriter, check_together
-from pipeline.artifacts.corpus import Direction, Resource, resource_of
+from pipeline.artifacts.corpus import Direction, Resource, language_of, resource_of
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.tokenizer import tokenizer_folder
@@ -79,7 +79,7 @@ def check_languages(data: TrainingData, spec: ModelSpec) -> None:
     """
     own = spec.languages_with_modules
     pairs = (*data.train.offsets, *data.valid.offsets)
-    missing = sorted({code for pair in pairs for code in pair.split("-")} - set(own))
+    missing = sorted({language_of(side) for pair in pairs for side in pair.split("-")} - set(own))
     if missing:
         raise ConfigError(
             f"The shards have text in {', '.join(missing)}, for which the model has no language "
@@ -195,7 +195,7 @@ def unspaced_lines(
         return {}
     found: dict[str, int] = {}
     for pair, lines in train_lines.items():
-        for code in pair.split("-"):
+        for code in map(language_of, pair.split("-")):
             if code not in segmented and not parts_words_by_spaces(code):
                 found[code] = found.get(code, 0) + lines
     return dict(sorted(found.items()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.artifacts.artifact import Artifact, Lineage, open_recorded
-from pipeline.artifacts.corpus import pair_name
+from pipeline.artifacts.corpus import language_of, pair_name
 from pipeline.artifacts.manifest import to_json
 from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles
 from pipeline.checkpoints.foreign.layouts import Layout
@@ -151,7 +151,7 @@ class Card:
         lines = self._training_pairs()
         own = Counter[str]()
         for pair, count in lines.items():
-            own.update(dict.fromkeys(pair.split("-"), count))
+            own.update(dict.fromkeys(map(language_of, pair.split("-")), count))
         targets = self._trained_targets()
         ways = [
             (source, target)

@@ -1,0 +1,543 @@
+"""Text and its machine translations as training pairs, from translated files to batches."""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from support.corpora import Texts, make_corpus
+from support.small_plans import TINY, as_child, placed_small
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
+
+from data_prep import add_translations, clean, make_shards, mix, train_tokenizer
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, InputRecord, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, emptied_pairs, languages, line_counts, read_lines
+from pipeline.artifacts.mixture import lines_per_language, read_mixture
+from pipeline.artifacts.segmenters import Segmenters
+from pipeline.artifacts.settings import MixtureConfig
+from pipeline.artifacts.shards import open_shard
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.artifacts.translated_text import scores_name, text_name
+from pipeline.batching.feed import TrainingData
+from pipeline.batching.settings import TagScheme
+from pipeline.config.recipe import Recipe
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, DataError
+from pipeline.evaluation.directions import pivot_of
+from pipeline.jobs.runner import run_plan
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
+from pipeline.survey.survey import survey_corpus
+
+Line = tuple[str, Mapping[str, Any]]
+"""A line, and the record of its translation."""
+
+NATURAL: Texts = {
+    "train": {
+        "de-en": {
+            "de": ["Haus", "ein Baum", "Straße am See", "der Weg"],
+            "en": ["house", "a tree", "lake road", "the way"],
+        },
+        "en-fr": {"en": ["water", "old tree"], "fr": ["eau", "vieil arbre"]},
+    },
+    "valid": {"de-en": {"de": ["Prüfung"], "en": ["exam"]}},
+    "test": {"de-en": {"de": ["Der Himmel ist blau!"], "en": ["The sky is blue."]}},
+}
+
+
+def translation(text: str, *, score: float = -0.5, **more: Any) -> Mapping[str, Any]:
+    return {"text": text, "score": score, "truncated": False, "split": 0, "invalid": 0, **more}
+
+
+def translated_text(
+    directory: Path,
+    texts: Mapping[str, Mapping[str, Sequence[Line]]],
+    *,
+    source: str = "en",
+    with_source: bool = True,
+) -> Artifact:
+    """The output of translate_text: target → file → lines with their translations."""
+    record = InputRecord(kind="checkpoint", path="/model", digest="ab" * 32)
+    with new_artifact(
+        directory,
+        kind="translated_text",
+        stage="translate_text",
+        config={},
+        inputs={"checkpoint": record},
+    ) as writer:
+        for target, files in texts.items():
+            for name, lines in files.items():
+                written = {
+                    text_name(target, name): [about["text"] for _, about in lines],
+                    scores_name(target, name): [
+                        json.dumps({key: value for key, value in about.items() if key != "text"})
+                        for _, about in lines
+                    ],
+                }
+                if with_source:
+                    written[text_name(source, name)] = [line for line, _ in lines]
+                for path, content in written.items():
+                    text = "".join(f"{line}\n" for line in content)
+                    writer.path(path).write_text(text, encoding="utf-8")
+        writer.statistics["directions"] = {
+            f"{source}-{target}": sum(map(len, files.values())) for target, files in texts.items()
+        }
+    return open_artifact(directory, kind="translated_text")
+
+
+def run_stage(
+    name: str, run: Any, out_dir: Path, artifacts: Mapping[str, Artifact], **sections: Any
+) -> Artifact:
+    stage = STAGES[name]
+    recipe = Recipe.model_validate({"name": "test", **sections})
+    run(
+        StageCall(
+            stage=stage,
+            recipe=recipe,
+            artifacts=artifacts,
+            raw={},
+            out_dir=out_dir,
+            records={},
+            config=recipe.sections(stage.sections),
+        )
+    )
+    return open_artifact(out_dir, kind=stage.makes)
+
+
+def added(
+    corpus: Artifact, out_dir: Path, *, use: str = "back_translation", **more: Any
+) -> Artifact:
+    """The corpus with translations, given by name, or as settings."""
+    systems = {f"translations/{key}": one for key, one in more.items() if key != "min_score"}
+    settings = {key: value for key, value in more.items() if key == "min_score"}
+    return run_stage(
+        "add_translations",
+        add_translations.run,
+        out_dir,
+        {"corpus": corpus, **systems},
+        synthetic={"use": use, **settings},
+    )
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Artifact:
+    return make_corpus(tmp_path / "corpus", NATURAL)
+
+
+# ---------------------------------------------------------------- pairing
+
+
+@pytest.mark.parametrize("use", ["back_translation", "distillation"])
+@pytest.mark.parametrize("min_score", [None, -1.0])
+def test_lines_and_translations_are_paired_as_a_loop_over_them_does(
+    corpus: Artifact, tmp_path: Path, use: str, min_score: float | None
+) -> None:
+    generator = random.Random(3)
+
+    def drawn(target: str) -> Line:
+        line = generator.choice(["", "  ", "one\ttwo", *(f"line {n}" for n in range(20))])
+        words = ["", " ", *(f"{target} {n}" for n in range(20))]
+        return line, translation(
+            generator.choice(words),
+            score=-generator.randrange(30) / 10,
+            truncated=generator.random() < 0.1,
+            invalid=int(generator.random() < 0.1),
+        )
+
+    names = {"one": ["a.txt", "deep/b.txt", "empty.txt"], "two": ["a.txt"]}
+    given = {
+        system: {
+            target: {
+                name: [drawn(target) for _ in range(0 if name == "empty.txt" else 50)]
+                for name in files
+            }
+            for target in ("de", "nl")
+        }
+        for system, files in names.items()
+    }
+    for of_system in given.values():  # a file has the same lines in all targets
+        for name, lines in of_system["de"].items():
+            others = of_system["nl"][name]
+            both = zip(lines, others, strict=True)
+            of_system["nl"][name] = [(line, about) for (line, _), (_, about) in both]
+    systems = {name: translated_text(tmp_path / name, of) for name, of in given.items()}
+    made = added(corpus, tmp_path / "out", use=use, min_score=min_score, **systems)
+    mark = {"back_translation": "+back", "distillation": "+distilled"}[use]
+    for target in ("de", "nl"):
+        expected = []
+        for system in ("one", "two"):
+            for name in names[system]:
+                for line, about in given[system][target][name]:
+                    is_whole = not about["truncated"] and not about["invalid"]
+                    is_good = min_score is None or about["score"] >= min_score
+                    if line.strip() and about["text"].strip() and is_whole and is_good:
+                        expected.append((line, about["text"]))
+        machine = f"{target}{mark}"
+        pair = "-".join(sorted(("en", machine)))
+        found = [read_lines(made, "train", pair, side) for side in ("en", machine)]
+        assert list(zip(*found, strict=True)) == expected
+        assert sum(made.statistics["synthetic"][pair].values()) == len(expected) > 20
+        assert made.statistics["characters"][pair]["train"] == {
+            "en": sum(len(line) for line, _ in expected),
+            machine: sum(len(text) for _, text in expected),
+        }
+    assert made.statistics["systems"] == dict.fromkeys(("one", "two"), "ab" * 32)
+    assert languages(made) == ["de", "en", "fr", "nl"]
+    for split, pairs in NATURAL.items():
+        for pair, sides in pairs.items():
+            for code, text in sides.items():
+                assert read_lines(made, split, pair, code) == text
+    made.verify()
+
+
+TRANSLATED = {
+    "de": {
+        "a.txt": [
+            ("a lake", translation("ein See")),
+            ("EXAM", translation("Test")),
+            ("the sky", translation("der Himmel ist blau")),
+            ("okay", translation("okay")),
+            ("a road", translation("eine Straße")),
+            ("a road", translation("eine Straße")),
+        ]
+    }
+}
+
+
+def test_no_line_of_a_held_out_set_is_left_after_cleaning_on_either_side(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    made = added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", TRANSLATED))
+    for scope in ("all_pairs", "own_pair"):
+        cleaned = run_stage(
+            "clean",
+            clean.run,
+            tmp_path / scope,
+            {"corpus": made},
+            clean={"held_out_scope": scope, "max_length_ratio": 9},
+        )
+        assert read_lines(cleaned, "train", "de+back-en", "en") == ["a lake", "a road"]
+        assert read_lines(cleaned, "train", "de+back-en", "de+back") == ["ein See", "eine Straße"]
+        dropped = cleaned.statistics["dropped"]["de+back-en"]
+        assert dropped["held_out_overlap"] == 2
+        assert (dropped["copy"], dropped["duplicate"]) == (1, 1)
+    survey = survey_corpus(cleaned, shards=None, mixture=None)
+    assert survey.sizes["de-en"]["train"] == 4
+    assert survey.sizes["de+back-en"]["train"] == 2
+    assert pivot_of(cleaned) == "en"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_what_cannot_be_paired_is_refused_in_one_sentence(corpus: Artifact, tmp_path: Path) -> None:
+    old = translated_text(tmp_path / "old", TRANSLATED, with_source=False)
+    with pytest.raises(
+        ArtifactError, match=r"without the lines that they translate. Run translate"
+    ):
+        added(corpus, tmp_path / "out", moe=old)
+    text = translated_text(tmp_path / "text", TRANSLATED)
+    with pytest.raises(DataError, match=r"of moe is kept \(left out: below min_score 6\)\. Lower"):
+        added(corpus, tmp_path / "out", moe=text, min_score=-0.1)
+    text = translated_text(
+        tmp_path / "other", TRANSLATED | {"nl": {"a.txt": [("a lake", translation(""))] * 6}}
+    )
+    made = added(corpus, tmp_path / "once", moe=text)
+    assert emptied_pairs(made) == {"en-nl+back"}
+    before = {name: made.file(name).read_bytes() for name in made.names()}
+    with pytest.raises(
+        DataError, match=r"has translations already \(de\+back-en, en-nl\+back\)\. Add all"
+    ):
+        added(made, tmp_path / "twice", moe=text)
+    assert {name: made.file(name).read_bytes() for name in made.names()} == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_corpus_cannot_be_its_own_output(
+    corpus: Artifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = translated_text(tmp_path / "text", TRANSLATED)
+    for out in (corpus, text):
+        arguments = ["--corpus", str(corpus.directory), "--translations", f"moe={text.directory}"]
+        more = ["--out", str(out.directory), "--overwrite"]
+        assert cli.main(["add_translations", *arguments, *more]) == EXIT_USER_ERROR
+        assert str(out.directory) in capsys.readouterr().err
+        out.verify()
+
+
+# ---------------------------------------------------------------- shards
+
+
+def prepared(
+    corpus: Artifact, folder: Path, *, kind: str = "bytes", segmenters: Mapping[str, str] = {}
+) -> Artifact:
+    """Shards of a corpus."""
+    tokenizer = {"kind": kind, "vocabulary_size": 300, "segmenters": segmenters}
+    made = run_stage(
+        "train_tokenizer",
+        train_tokenizer.run,
+        folder / "tokenizer",
+        {"corpus": corpus},
+        tokenizer=tokenizer,
+    )
+    return run_stage(
+        "make_shards",
+        make_shards.run,
+        folder / "shards",
+        {"corpus": corpus, "tokenizer": made},
+        tokenizer=tokenizer,
+        shards={"max_tokens": 40},
+    )
+
+
+@pytest.mark.parametrize("use", ["back_translation", "distillation"])
+@pytest.mark.parametrize("scheme", ["src-tgt", "tgt", "src-suffix-tgt"])
+def test_a_translation_is_trained_on_in_one_direction_behind_one_tag_as_a_source(
+    corpus: Artifact, tmp_path: Path, use: str, scheme: TagScheme
+) -> None:
+    text = translated_text(tmp_path / "text", TRANSLATED)
+    shards = prepared(added(corpus, tmp_path / "out", use=use, moe=text), tmp_path)
+    sections: Any = {
+        "batches": {"tokens": 60, "micro_batches": 2, "window_steps": 3, "tag_scheme": scheme},
+        "mixture": {"synthetic_share": 0.5},
+    }
+    made = run_stage("mix", mix.run, tmp_path / "mixture", {"shards": shards}, **sections)
+    batches = Recipe.model_validate({"name": "test", **sections}).batches
+    data = TrainingData(shards, read_mixture(made), batches, seed=1)
+    tokenizer = data.tokenizer
+    assert tokenizer.languages == ("de", "en", "fr")
+    data.check(max_positions=64)
+    assert {way for way, _ in data.validation(budget=60)} == {
+        Direction("de", "en"),
+        Direction("en", "de"),
+    }
+    is_source = use == "back_translation"
+    lines = {(line, about["text"]) for line, about in TRANSLATED["de"]["a.txt"]}
+    expected = {(other, line) if is_source else (line, other) for line, other in lines}
+    tags = {code: tokenizer.language_token_id(code) for code in tokenizer.languages}
+    names = sorted(line_counts(shards, "train"))
+    synthetic = next(index for index, name in enumerate(names) if "+" in name)
+    found, drawn, natural_ways = set(), 0, set()
+    for step in islice(data.planner.steps((0, 0)), 12):
+        for plan in step.micro_batches:
+            batch = data.train.batch(plan)
+            sources = batch.source_N.split(batch.source.bound_B.diff().tolist())
+            targets = batch.target_N.split(batch.target.bound_B.diff().tolist())
+            for index, pair in enumerate(batch.pair_B.tolist()):
+                source, target = sources[index].tolist(), targets[index].tolist()
+                way = tuple(
+                    tokenizer.languages[side[index]]
+                    for side in (batch.source_language_B, batch.target_language_B)
+                )
+                tag = source.count(tokenizer.bos_id)
+                assert tokenizer.bos_id not in target
+                if pair != synthetic:
+                    assert tag == 0
+                    natural_ways.add(way)
+                    continue
+                drawn += 1
+                assert way == (("de", "en") if is_source else ("en", "de"))
+                assert tag == is_source
+                begin = [tags[way[0 if scheme == "src-tgt" else 1]]]
+                begin = [] if scheme == "src-suffix-tgt" else begin
+                if is_source:
+                    begin.append(tokenizer.bos_id)
+                assert source[: len(begin)] == begin
+                found.add((tokenizer.decode(source), tokenizer.decode(target)))
+    assert drawn > 20
+    assert found == expected
+    assert natural_ways == {("de", "en"), ("en", "de"), ("en", "fr"), ("fr", "en")}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "characters", "byte_bpe", "bytes"])
+def test_the_tag_is_one_token_of_every_vocabulary_that_text_never_encodes_to(
+    corpus: Artifact, tmp_path: Path, kind: str
+) -> None:
+    """The vocabulary may be older than the translations."""
+    alphabet = "abcdefghijklmnopqrstuvwxyzäöüß"
+    words = [f"{one}{other}" * 3 for one in alphabet for other in alphabet]
+    train = {**NATURAL["train"], "de-en": {"de": words, "en": words[::-1]}}
+    old = make_corpus(tmp_path / "old", {"train": train})
+    size = {"sentencepiece": 60, "byte_bpe": 300}.get(kind, 300)
+    tokenizer = run_stage(
+        "train_tokenizer",
+        train_tokenizer.run,
+        tmp_path / "tokenizer",
+        {"corpus": old},
+        tokenizer={"kind": kind, "vocabulary_size": size},
+    )
+    given = [("<s> a road", translation("<s> eine straße"))]
+    text = translated_text(tmp_path / "text", {"de": {"a.txt": given}})
+    made = added(corpus, tmp_path / "out", moe=text)
+    for segmentations in (1, 2):
+        shards = run_stage(
+            "make_shards",
+            make_shards.run,
+            tmp_path / f"shards {segmentations}",
+            {"corpus": made, "tokenizer": tokenizer},
+            shards={"max_tokens": 60, "segmentations": segmentations},
+        )
+        own = load_tokenizer(shards.directory / "tokenizer")
+        machine, human = (
+            open_shard(shards, "train", "de+back-en", side) for side in ("de+back", "en")
+        )
+        assert len(machine) == segmentations
+        for line in range(segmentations):
+            assert machine[line][0] == own.bos_id
+            assert own.bos_id not in machine[line][1:].tolist() + human[line].tolist()
+            assert own.decode(machine[line].tolist()) == own.decode(machine[line][1:].tolist())
+    assert machine[0][1:].tolist() != []
+
+
+def test_the_words_of_a_tagged_source_begin_one_token_later(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    text = translated_text(tmp_path / "text", TRANSLATED)
+    made = added(corpus, tmp_path / "out", moe=text)
+    segmenters = {"de": "characters"}
+    shards = prepared(made, tmp_path, segmenters=segmenters)
+    tokenizer = load_tokenizer(shards.directory / "tokenizer")
+    shard = open_shard(shards, "train", "de+back-en", "de+back", has_begins=True)
+    assert shard.begins is not None
+    lines = read_lines(made, "train", "de+back-en", "de+back")
+    expected = Segmenters(tokenizer, segmenters).begins("de", lines)
+    assert shard.begins.tolist() == [
+        int(flag) for of_line in expected for flag in (False, *of_line.tolist())
+    ]
+
+
+def test_machine_written_lines_count_for_no_language(corpus: Artifact, tmp_path: Path) -> None:
+    text = translated_text(tmp_path / "text", TRANSLATED)
+    made = added(corpus, tmp_path / "out", moe=text)
+    assert lines_per_language(made) == {"de": 4, "en": 4 + 2 + 6, "fr": 2}
+
+
+# ---------------------------------------------------------------- mixture
+
+
+def mixed(folder: Path, tokens: Mapping[str, Mapping[str, int]], **settings: Any) -> Artifact:
+    """A mixture of pairs with ten training lines each, and 100 where the pair is synthetic."""
+    with new_artifact(
+        folder / "shards", kind="shards", stage="make_shards", config={}, inputs={}
+    ) as writer:
+        writer.statistics["pairs"] = {pair: {"train": 10 + 90 * ("+" in pair)} for pair in tokens}
+        writer.statistics["tokens"] = tokens
+    shards = open_artifact(folder / "shards", kind="shards")
+    return run_stage("mix", mix.run, folder / "mixture", {"shards": shards}, mixture=settings)
+
+
+TOKENS = {
+    "de-en": {"de": 50, "en": 90},
+    "de+back-en": {"de+back": 500, "en": 700},
+    "en-fr": {"en": 30, "fr": 20},
+    "en-fr+distilled": {"en": 600, "fr+distilled": 400},
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("over", ["pairs", "directions"])
+def test_the_share_of_synthetic_pairs_is_as_set_and_within_it_by_size(
+    tmp_path: Path, share: float, over: str
+) -> None:
+    settings: Any = {"synthetic_share": share, "sampling_over": over, "sampling_temperature": 2.0}
+    (phase,) = read_mixture(mixed(tmp_path, TOKENS, **settings)).phases
+    found = phase.probabilities
+    assert found["de+back-en"] + found["en-fr+distilled"] == pytest.approx(share)
+    assert found["de+back-en"] == pytest.approx(found["en-fr+distilled"])
+    assert found["de-en"] == pytest.approx(found["en-fr"]) == pytest.approx((1 - share) / 2)
+    if share:
+        assert phase.forward["de+back-en"] == phase.forward["en-fr+distilled"] == 1.0
+    assert math.fsum(found.values()) == pytest.approx(1)
+
+
+def test_without_a_share_synthetic_pairs_are_drawn_by_size_in_their_direction(
+    tmp_path: Path,
+) -> None:
+    tokens = {**TOKENS, "en-ru+back": {"en": 9, "ru+back": 9}}
+    made = mixed(tmp_path, tokens, sampling_temperature=1.0)
+    (phase,) = read_mixture(made).phases
+    expected = {pair: (100 if "+" in pair else 10) / 320 for pair in tokens}
+    assert phase.probabilities == pytest.approx(expected)
+    ways = {"de+back-en": 1.0, "en-fr+distilled": 1.0, "en-ru+back": 0.0}
+    assert phase.forward == ways
+    assert any(line.startswith("| de+back-en |") for line in made.statistics["table"])
+
+
+def test_a_phase_of_natural_pairs_alone_ignores_the_share(tmp_path: Path) -> None:
+    phases = [{}, {"from_update": 9, "pairs": ["de-en", "en-fr"]}]
+    made = mixed(tmp_path, TOKENS, synthetic_share=0.4, phases=phases)
+    first, last = read_mixture(made).phases
+    assert first.probabilities["de+back-en"] == pytest.approx(0.2)
+    assert last.probabilities == pytest.approx(
+        {"de-en": 0.5, "en-fr": 0.5, "de+back-en": 0.0, "en-fr+distilled": 0.0}
+    )
+
+
+def test_a_share_without_synthetic_pairs_or_beside_a_bound_is_refused(tmp_path: Path) -> None:
+    natural = {pair: sides for pair, sides in TOKENS.items() if "+" not in pair}
+    with pytest.raises(ConfigError, match=r"synthetic_share is 0\.5, .* Add some \(mmnmt add_tr"):
+        mixed(tmp_path, natural, synthetic_share=0.5)
+    with pytest.raises(ValidationError, match="would change the share that synthetic_share sets"):
+        MixtureConfig(synthetic_share=0.5, max_upsampling=2)
+
+
+def test_targets_that_a_synthetic_pair_is_not_trained_into_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"targets en leaves no direction of en-fr\+distilled"):
+        mixed(tmp_path, TOKENS, targets=["en"])
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@pytest.mark.slow
+def test_the_plan_distill_trains_a_student_on_the_teachers_lines_alone(tmp_path: Path) -> None:
+    model = tiny_model(byte_spec(max_positions=64))
+    numbers = [f"house {number}" for number in range(40)]
+    sides = {"de-en": ("de", "en"), "en-fr": ("en", "fr")}
+    texts: Any = {
+        split: {
+            pair: {code: [f"{line}{code}" for line in numbers[part]] for code in codes}
+            for pair, codes in sides.items()
+        }
+        for split, part in (("train", slice(30)), ("valid", slice(30, 35)), ("test", slice(35, 40)))
+    }
+    corpus = make_corpus(tmp_path / "corpus", texts)
+    tokenizer = run_stage(
+        "train_tokenizer",
+        train_tokenizer.run,
+        tmp_path / "tokenizer",
+        {"corpus": corpus},
+        tokenizer={"kind": "bytes"},
+    )
+    given = {
+        "teacher": make_checkpoint(tmp_path / "teacher", model),
+        "corpus": corpus.directory,
+        "tokenizer": tokenizer.directory,
+        "text": corpus.file("train/de-en/en.txt"),
+    }
+    into = 'targets = ["de", "fr"]\n'
+    tiny = TINY.replace("[decoding]\n", f"[decoding]\n{into}") + f"[mixture]\n{into}"
+    placed = placed_small("distill", tmp_path, thresholds=(2, 4), given=given, tiny=tiny)
+    assert run_plan(placed, launcher=as_child) == 0
+    run = tmp_path / "run"
+    shares = {}
+    for row in ("alone", "distilled"):
+        (phase,) = read_mixture(open_artifact(run / f"mixture_{row}", kind="mixture")).phases
+        shares[row] = {pair: share for pair, share in phase.probabilities.items() if share}
+    assert set(shares["alone"]) == {"de-en", "en-fr"}
+    cleaned = open_artifact(run / "clean", kind="corpus")
+    added_pairs = {pair for pair in line_counts(cleaned, "train") if "+" in pair}
+    assert set(shares["distilled"]) == added_pairs >= {"de+distilled-en"}
+    lines = read_lines(cleaned, "train", "de+distilled-en", "de+distilled")
+    translated = open_artifact(run / "translated", kind="translated_text")
+    path = translated.file("text/de/en.txt")
+    assert set(lines) <= {*path.read_text(encoding="utf-8").split("\n")}
+    scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
+    named = {"dense", "dense, distilled", "dense, distilled, int8", "teacher"}
+    assert {system["name"] for system in scores["systems"]} == named
