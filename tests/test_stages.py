@@ -149,7 +149,8 @@ BESIDE: dict[str, dict[str, set[str]]] = {
 
 
 DS_CONFIG_DECIDING = {
-    *("bf16.enabled", "data_types.grad_accum_dtype", "zero_force_ds_cpu_optimizer"),
+    *("bf16.enabled", "communication_data_type", "data_types.grad_accum_dtype"),
+    "zero_force_ds_cpu_optimizer",
     *("fp16.enabled", "fp16.hysteresis", "fp16.initial_scale_power", "fp16.loss_scale"),
     *("fp16.loss_scale_window", "fp16.min_loss_scale"),
     *("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
