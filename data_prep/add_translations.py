@@ -73,7 +73,7 @@ def run(call: StageCall) -> None:
 
 
 def refuse_synthetic(corpus: Artifact) -> None:
-    """Refuse a corpus to which translations were added before, whose files are not to grow.
+    """Refuse a corpus that has translations already.
 
     Raises:
         DataError: Names such a pair.
@@ -82,7 +82,7 @@ def refuse_synthetic(corpus: Artifact) -> None:
     if added:
         raise DataError(
             f"{corpus.directory} has translations already ({listed(added)}). Add all to the corpus "
-            "without them, in one call."
+            "without them, in one call, which has one synthetic.use."
         )
 
 
@@ -142,7 +142,7 @@ def statistics(
     kept: Mapping[str, Counter[str]],
     characters: Mapping[str, dict[str, int]],
 ) -> dict[str, Any]:
-    """Return what a corpus says of its pairs, and the new lines by pair and system."""
+    """Return the statistics of the new corpus, among them the new lines by pair and system."""
     pairs = {pair: {"train": counts.total()} for pair, counts in kept.items()}
     emptied = emptied_pairs(corpus) | {pair for pair, counts in kept.items() if not counts.total()}
     joined, of_corpus = joined_lines(corpus), corpus.statistics

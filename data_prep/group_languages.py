@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import languages, line_counts
+from pipeline.artifacts.corpus import is_synthetic, languages, line_counts
 from pipeline.artifacts.mixture import GROUPS_NAME, lines_per_language
 from pipeline.artifacts.settings import GroupsConfig
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
@@ -154,7 +154,8 @@ def by_embeddings(
         embeddings=language_embeddings(checkpoint, languages(shards)),
         families=families,
     )
-    corpus_size = sum(line_counts(shards, "train").values())
+    counts = line_counts(shards, "train")
+    corpus_size = sum(count for pair, count in counts.items() if not is_synthetic(pair))
     # Round, so that a share such as 15/56 of 56 sentences is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
     merged, reasons = merge_closest(clusters, size_limit=limit)

@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
     Direction,
+    directions_of,
     emptied_pairs,
     is_synthetic,
     language_of,
@@ -217,9 +218,15 @@ def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
     Raises:
         ConfigError: They allow none.
     """
-    ways = [way for way in directions_of(pair) if way.is_trained]
+    ways = [way for way in directions_of(pair) if way.suits_marks]
     into = config.targets
     found = [way for way in ways if not into or language_of(way.target) in into]
+    if not found and is_synthetic(pair):
+        raise ConfigError(
+            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Name "
+            f"{listed(language_of(way.target) for way in ways)}, too, or leave these translations "
+            "out (mmnmt add_translations)."
+        )
     if not found:
         raise ConfigError(
             f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Name one of "
@@ -255,12 +262,6 @@ def check_synthetic(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> Non
             "training lines that a machine wrote. Add some (mmnmt add_translations), or leave it "
             "out."
         )
-
-
-def directions_of(pair: str) -> tuple[Direction, Direction]:
-    """Return the direction from the first language to the second, and the reverse."""
-    first, second = pair.split("-")
-    return Direction(first, second), Direction(second, first)
 
 
 def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:

@@ -50,6 +50,8 @@ ZERO_IS_SENSIBLE = {
     "expert_output_masking": "none",
     "router_jitter": "none",
     "resource_thresholds": "no pair is low",
+    "synthetic_share": "natural pairs alone",
+    "min_score": "only certain translations",
     "kept_experts": "the first expert",
     "mask_ratio": "copies",
     "noise_std": "copies",
@@ -81,6 +83,7 @@ INFINITE_IS_SENSIBLE = {"sampling_temperature": "uniform"}
 ABSURD_IS_SENSIBLE = {"sampling_temperature": "as good as uniform"}
 NEGATIVE_IS_SENSIBLE = {
     "length_penalty": "favours short hypotheses",
+    "min_score": "scores are log-probabilities",
 }
 CHECKED_TOGETHER = {"language_groups": "numbered without gaps, which bounds them"}
 

@@ -108,7 +108,7 @@ def language_of(side: str) -> str:
 
 
 def is_synthetic(name: str) -> bool:
-    """Return whether a side of a pair or direction, or the side named, is written by a machine."""
+    """Return whether the name of a side, pair or direction contains a side that a machine wrote."""
     return "+" in name
 
 
@@ -128,9 +128,15 @@ class Direction:
         return pair_name(self.source, self.target)
 
     @property
-    def is_trained(self) -> bool:
+    def suits_marks(self) -> bool:
         """Return whether sides that a machine wrote, if any, are where their marks want them."""
         return not self.source.endswith(DISTILLED) and not self.target.endswith(BACK_TRANSLATED)
+
+
+def directions_of(pair: str) -> tuple[Direction, Direction]:
+    """Return the direction from the first language to the second, and the reverse."""
+    first, second = pair.split("-")
+    return Direction(first, second), Direction(second, first)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
     """Return a SentencePiece vocabulary with the pieces of another model that it lacks.
 
     New pieces score below all old ones. BPE merges them last, so that it splits a text as before
-    and then joins some neighbors; a unigram model takes one where it replaces several old pieces.
+    and then joins some neighbors; a unigram model takes one where the old pieces that it replaces
+    have a lower total score.
 
     Args:
         files: The vocabulary, one SentencePiece model.

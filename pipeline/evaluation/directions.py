@@ -15,10 +15,12 @@ from pipeline.artifacts.corpus import (
     Direction,
     Resource,
     directions,
+    directions_of,
     emptied_pairs,
     imported_lines,
     is_synthetic,
     joined_lines,
+    language_of,
     line_counts,
     resource_of,
 )
@@ -82,11 +84,18 @@ def describe_directions(
     pivot, emptied = pivot_of(training), emptied_pairs(training)
     joined = joined_lines(training)
     imported = imported_lines(training)
+    made = {
+        Direction(language_of(one.source), language_of(one.target))
+        for pair in lines
+        if is_synthetic(pair)
+        for one in directions_of(pair)
+        if one.suits_marks
+    }
 
     def family(direction: Direction) -> Family:
         if not lines:
             return "unknown"
-        if direction.pair not in lines:
+        if direction.pair not in lines and direction not in made:
             return "emptied" if direction.pair in emptied else "zero_shot"
         if direction.pair in joined:
             return "pivot_joined"

@@ -126,7 +126,7 @@ class Api:
             if fields.word("format") not in (None, "text"):
                 raise Refused(400, "Only the format 'text' is translated. Send plain text.")
             source, target = fields.required("source"), fields.required("target")
-            wanted, phrases = fields.number("alternatives"), fields.words("phrases")
+            wanted, phrases = fields.number("alternatives"), fields.short_texts("phrases")
             has_details = fields.flag("details")
             detected = await self._ranked(texts) if source == AUTO else []
             if source == AUTO and not detected:

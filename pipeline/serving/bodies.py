@@ -14,8 +14,7 @@ OTHER_BYTES = 4096
 """Bytes of a body beside its text."""
 MAX_FIELD = 200
 """Most characters of a field that is not text to translate."""
-
-MAX_WORDS = 20
+MAX_TEXTS = 20
 """Most texts of a field that lists them, beside ``q``."""
 
 
@@ -80,21 +79,21 @@ class Fields:
                 return False
         raise Refused(400, f"{name!r} is neither true nor false.")
 
-    def words(self, name: str) -> tuple[str, ...]:
-        """Return a short text or a list of up to ``MAX_WORDS`` ones; none without it.
+    def short_texts(self, name: str) -> tuple[str, ...]:
+        """Return a short text or a list of up to ``MAX_TEXTS`` ones; none without it.
 
         Raises:
             Refused: it is neither.
         """
         value = self.values.get(name, [])
         found = value if isinstance(value, list) else [value]
-        if len(found) <= MAX_WORDS and all(
+        if len(found) <= MAX_TEXTS and all(
             isinstance(one, str) and 0 < len(one) <= MAX_FIELD for one in found
         ):
             return tuple(found)
         raise Refused(
             400,
-            f"{name!r} is not a list of at most {MAX_WORDS} texts of 1 to {MAX_FIELD} characters.",
+            f"{name!r} is not a list of at most {MAX_TEXTS} texts of 1 to {MAX_FIELD} characters.",
         )
 
     def texts(self, *, most_characters: int) -> list[str]:

@@ -52,7 +52,7 @@ class System:
         system.translator.load_segmenters(system.sources)
         pairs = [(one, two) for two in system.targets for one in system.sources if one != two]
         for pair in pairs[:1]:
-            system.translator.translate([Job(Direction(*pair), 0, "a")])
+            system.with_words.translator.translate([Job(Direction(*pair), 0, "a")])
         return system
 
     @cached_property

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from data_prep import mix
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import directions_of
 from pipeline.artifacts.mixture import (
     Phase,
     capped_shares,
@@ -363,9 +364,9 @@ def test_only_directions_into_the_targets_are_drawn_by_the_sizes_of_their_pairs(
     assert found.phases[0].probabilities == plain.phases[0].probabilities
     assert found.phases[0].forward == {"de-en": 1.0, "en-fr": 0.0, "en-yi": 0.0}
     assert "into en alone" in made.manifest.summary[1:]
-    drawn = {str(way) for pair in COUNTS for way in mix.directions_of(pair) if found.draws(way)}
+    drawn = {str(way) for pair in COUNTS for way in directions_of(pair) if found.draws(way)}
     assert drawn == {"de-en", "fr-en", "yi-en"}
-    assert all(plain.draws(way) for pair in COUNTS for way in mix.directions_of(pair))
+    assert all(plain.draws(way) for pair in COUNTS for way in directions_of(pair))
 
 
 def test_targets_weigh_directions_as_the_same_directions_of_a_mixture_of_both(

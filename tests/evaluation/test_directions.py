@@ -75,6 +75,21 @@ def test_a_pair_that_lost_its_training_lines_is_no_zero_shot_pair(tmp_path: Path
     assert {one.resource for one in profiles if one.family == "emptied"} == {None}
 
 
+def test_a_direction_trained_on_translations_alone_is_not_zero_shot_and_its_reverse_is(
+    tmp_path: Path,
+) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 2},
+        "en-fr": {"train": 9, "test": 2},
+        "de+back-fr": {"train": 4},
+        "de-fr": {"test": 2},
+    }
+    profiles = describe_directions(corpus(tmp_path, pairs), thresholds=(3, 9))
+    families = {str(one.direction): one.family for one in profiles}
+    assert families["de-fr"] == "other"
+    assert families["fr-de"] == "zero_shot"
+
+
 def test_families_come_from_the_corpus_that_was_trained_on(tmp_path: Path) -> None:
     for name in ("tests", "training"):
         (tmp_path / name).mkdir()
