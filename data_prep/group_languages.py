@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import is_synthetic, languages, line_counts
-from pipeline.artifacts.mixture import GROUPS_NAME, lines_per_language
+from pipeline.artifacts.mixture import GROUPS_NAME
 from pipeline.artifacts.settings import GroupsConfig
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.checkpoints.weights import read_tensor
@@ -154,17 +154,25 @@ def by_embeddings(
         embeddings=language_embeddings(checkpoint, languages(shards)),
         families=families,
     )
-    counts = line_counts(shards, "train")
-    corpus_size = sum(count for pair, count in counts.items() if not is_synthetic(pair))
+    corpus_size = sum(natural_lines(shards).values())
     # Round, so that a share such as 15/56 of 56 sentences is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
     merged, reasons = merge_closest(clusters, size_limit=limit)
     return Grouping({cluster.name: cluster.languages for cluster in merged}, tuple(reasons))
 
 
+def natural_lines(shards: Artifact) -> dict[str, int]:
+    """Return pair → training sentences, without pairs that have a side written by a machine."""
+    counts = line_counts(shards, "train")
+    return {pair: count for pair, count in counts.items() if not is_synthetic(pair)}
+
+
 def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
     """Return language → training sentences; the pivot counts as the largest other one."""
-    sizes = lines_per_language(shards)
+    sizes = dict.fromkeys(languages(shards), 0)
+    for pair, count in natural_lines(shards).items():
+        for code in pair.split("-"):
+            sizes[code] += count
     if pivot in sizes:
         sizes[pivot] = max((size for code, size in sizes.items() if code != pivot), default=0)
     return sizes

@@ -34,10 +34,7 @@ from pipeline.artifacts.corpus import (
     line_counts,
     text_name,
 )
-from pipeline.artifacts.extended_tokenizer import (
-    with_languages,
-    with_pieces_of,
-)
+from pipeline.artifacts.extended_tokenizer import with_languages, with_pieces_of
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
 from pipeline.artifacts.segmenters import segmenter_records
 from pipeline.artifacts.settings import TokenizerConfig

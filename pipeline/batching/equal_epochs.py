@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pipeline.artifacts.shards import Shard
 from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.artifacts.vocabularies import SPACE
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import PairOffsets, Planner
 from pipeline.config.recipe import Recipe
@@ -23,8 +24,6 @@ Integers = npt.NDArray[np.int64]
 WINDOWS = 4
 """Windows planned for each vocabulary: sizes of single windows differ by a percent or two."""
 CHUNK_LINES = 2**16
-SPACE = "\u2581"
-"""Spelling of a space in pieces."""
 BYTES = re.compile("(?:<0x[0-9A-F]{2}>)+")
 """Spelling of bytes that are no text in pieces."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.artifacts.vocabularies import SPACE
 
 _BEFORE_SPACE = ".!?…‼⁇⁈⁉‽．։؟۔؝؞׃\u037e᙮᠃᠉꓿჻܀܁܂߹᱾᱿꘎꘏꛳꛷᥄᥅"
 _ANYWHERE = "。｡！？।॥෴။។៕።፧፨།༎꯫꫰꫱᭞᭟꧈꧉꩝꩞꩟꣎꣏"
@@ -30,8 +31,6 @@ _BETWEEN_CLAUSES = re.compile(r"\s+|[؛،，、；：၊፣፤፥]+")
 _ONE_LETTER = re.compile(r"(?:^|[\s(.\-])[^\W\d_]\.$")
 _ZERO_WIDTH_JOINER = "\u200d"
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""SentencePiece's spelling of a space."""
 BYTE_SPACE = "<0x20>"
 UNKNOWN = "\N{DOUBLE QUESTION MARK}"
 """Text of a word that has no character of the vocabulary."""

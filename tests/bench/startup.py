@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.005
 
 RECIPE = """\
 parent = "demo_dense"
-description = "the demo's dense source, which writes every update down"
+description = "the demo's dense model, which writes every update down"
 [logging]
 every = 1
 """

@@ -202,6 +202,22 @@ def test_groups_by_embeddings_agree_with_brute_force(
     assert len(document["reasons"]) == len(families) - len(expected) + 1
 
 
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_lines_that_a_machine_wrote_change_no_group(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint")
+    replace_embeddings(monkeypatch, checkpoint, embeddings())
+    config = GroupsConfig(max_group_share=share)
+    more = {"de+back-fr": 500, "en-fi+distilled": 500}
+    found = []
+    for name, counts in {"natural": COUNTS, "both": COUNTS | more}.items():
+        (tmp_path / name).mkdir()
+        made = group(tmp_path / name, config, counts=counts, checkpoint=checkpoint)
+        found.append(made.read_json("groups.json"))
+    assert found[0] == found[1]
+
+
 def test_a_tiny_share_leaves_the_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint")
     replace_embeddings(monkeypatch, checkpoint, embeddings())

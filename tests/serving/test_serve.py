@@ -336,6 +336,14 @@ def test_a_port_in_use_is_named_before_a_model_is_loaded(checkpoint: str) -> Non
     )
 
 
+def test_an_alignment_layer_that_a_model_lacks_is_refused_before_any_request(
+    checkpoint: str,
+) -> None:
+    done = run_command(["serve", checkpoint, "--set", "decoding.alignment_layer=9", "--port", "0"])
+    assert done.returncode == EXIT_USER_ERROR
+    assert "decoding.alignment_layer is 9, and the model has" in done.stderr
+
+
 @pytest.mark.parametrize("text", ["", " \n", "a\nb", "a" * 201])
 def test_a_key_that_no_request_can_send_is_refused(
     checkpoint: str, tmp_path: Path, text: str

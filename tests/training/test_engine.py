@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from support.fp16_on_cpu import fp16_on_cpu
 from support.parity_engine import Precision, make_engine, one_update
 from support.plain_training import (
@@ -605,6 +606,7 @@ def summed_gradients(
         total_labels=passes * sum(batch.num_labels for batch in batches),
         learning_rate=0,
     )
+    assert isinstance(engine._zero, DeepSpeedZeroOptimizer)
     recorder = engine._zero.optimizer
     assert isinstance(recorder, Recorder)
     return torch.cat(recorder.gradients)

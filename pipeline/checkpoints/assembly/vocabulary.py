@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.artifacts.vocabularies import SPACE
 
-SPACE = "▁"
-"""SentencePiece's mark of a space."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """SentencePiece's spelling of a byte."""
 OTHER_SIDE = {"piece": "target piece", "target piece": "piece"}

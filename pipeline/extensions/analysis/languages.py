@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError
 from pipeline.extensions.analysis.conciseness import most_paired, translations_of
 from pipeline.model.moe.routing_statistics import moe_layer_names
 from pipeline.model.transformer import Transformer
-from pipeline.seeds import named_generator
+from pipeline.seeds import derive_seed, named_generator
 from pipeline.terminal import track
 
 MAX_LINES = 200
@@ -35,6 +35,8 @@ MAX_POINTS = 1000
 """Most lines of all languages together that t-SNE places."""
 MIN_POINTS = 10
 """Fewest lines of all languages together that t-SNE can place."""
+SEED = derive_seed("analyze_languages", "t-SNE") % 2**32
+"""Seed of t-SNE, which takes 32 bits."""
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -263,7 +265,7 @@ def place_points(state_PD: Mapping[str, Floats]) -> dict[str, list[list[float]]]
         return {}
     # scikit-learn's default perplexity, as far as the number of points allows it.
     perplexity = min(30.0, (points - 1) / 3)
-    reduction = installed_tsne()(perplexity=perplexity, random_state=0)
+    reduction = installed_tsne()(perplexity=perplexity, random_state=SEED)
     xy_N2 = reduction.fit_transform(np.concatenate(parts))
     ends = np.cumsum([len(part) for part in parts])[:-1]
     return {
