@@ -234,7 +234,11 @@ def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> N
     assert "not decided" not in text
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in RESULTS.glob("*.json") if path.with_suffix(".md").is_file()),
+    ids=lambda path: path.stem,
+)
 def test_results_that_are_kept_show_no_verdict_where_the_baseline_does_not_translate(
     path: Path,
 ) -> None:
