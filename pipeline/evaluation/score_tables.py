@@ -566,8 +566,8 @@ def output_languages_section(evaluation: Evaluation) -> ReportSection | None:
     return ReportSection(
         "Output languages",
         "Share of lines in the target language, and the languages most often found instead. The "
-        "confusion matrices below have the rows with at least one line in another language. "
-        "scores.json has the counts of every direction.",
+        "page has confusion matrices of the rows with at least one line in another language, "
+        "scores.json the counts of every direction.",
         tables=(
             Table("By target language", titles, tuple(rows)),
             *_matrices(evaluation, column),
@@ -622,7 +622,8 @@ def _matrix(title: str, targets: Mapping[str, Mapping[str, int]]) -> Table:
         # A cell without lines stays empty, so that the others stand out.
         rows.append(row(target, *(f"{100 * one / lines:.1f}" if one else "" for one in cells)))
     more = ["others"] if others else []
-    return Table(title, headings("Target language", *shown, *more), tuple(rows))
+    titles = headings("Target language", *shown, *more)
+    return Table(title, titles, tuple(rows), is_page_only=True)
 
 
 # Words

@@ -105,6 +105,8 @@ class Table:
     rows: tuple[Row, ...]
     group_title: str = ""
     """Name for the groups of rows; Markdown shows them in a column of this title."""
+    is_page_only: bool = False
+    """Whether Markdown leaves the table out."""
 
     @property
     def heading_groups(self) -> list[list[Heading]]:

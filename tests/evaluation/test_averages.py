@@ -505,6 +505,9 @@ def test_the_matrix_shows_shares_of_the_lines_asked_for_where_any_was_missed() -
     assert titles(matrix) == ["Target language", "de", "en"]
     assert [row.texts for row in matrix.rows] == [("en", "10.0", "90.0")]
     assert not any("En → Any" in title for title in matrices), "nothing was missed there"
+    text, page = both_forms(whole)
+    assert matrix.title in page
+    assert matrix.title not in text, "one per system and type of direction: too many for a text"
 
 
 def test_languages_that_are_found_seldom_are_summed_up() -> None:
