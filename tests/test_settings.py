@@ -294,7 +294,6 @@ def test_ranges_are_told_in_words() -> None:
         ("[optimizer]\nlearning_rate = 1e-6", "final_learning_rate 1e-05 exceeds learning_rate"),
         ("[training]\nupdates = 4000", "warmup_updates 4,000 is not below training.updates 4,000"),
         ("[training]\nresource_thresholds = [5, 5]", "resource_thresholds [5, 5] do not ascend"),
-        ('[training]\ncpu_kernels = "measured"', "cpu_kernels is a setting of an earlier version"),
         ("[training]\nresource_thresholds = [5, 6, 6]", "[5, 6, 6] do not ascend"),
         ('[training]\nbest_by = "extremely_low"', "has three numbers"),
         ('[training]\nbest_by = "low"\naverage_last = 2', "best_by is low, which chooses"),

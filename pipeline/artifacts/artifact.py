@@ -47,7 +47,6 @@ from pipeline.artifacts.manifest import (
     part_of,
     read_manifest,
     to_json,
-    with_article,
 )
 from pipeline.artifacts.places import (
     discard_working,
@@ -67,6 +66,7 @@ from pipeline.config.documents import read_json
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank
 from pipeline.errors import ArtifactError, to_write
+from pipeline.terminal import with_article
 
 __all__ = [
     "FORMAT_VERSION",

@@ -186,11 +186,6 @@ class Manifest(_Frozen):
         return json_digest(identity)
 
 
-def with_article(kind: Kind) -> str:
-    """Return the kind with its article: ``a checkpoint``, ``an export``."""
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
-
-
 def to_json(value: Any) -> str:
     """Return JSON as every artifact stores it: sorted keys, indented, text unescaped."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

@@ -39,10 +39,10 @@ from pipeline.artifacts.manifest import (
     as_text,
     is_text,
     read_manifest,
-    with_article,
 )
 from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.terminal import with_article
 
 # ---------------------------------------------------------------- names
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, open_artifact, open_recorded
-from pipeline.artifacts.manifest import MANIFEST_NAME, Manifest, read_manifest, with_article
+from pipeline.artifacts.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.history import TRAINING_STAGES, checkpoint_of
 from pipeline.evaluation.repeated_runs import RUN_MARK, group_runs
+from pipeline.terminal import with_article
 
 SYSTEMS = "systems/"
 """Beginning of the names under which the manifest of an evaluation lists its systems."""

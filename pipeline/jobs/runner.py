@@ -342,13 +342,11 @@ def _digests_so_far(placed: PlacedPlan, task: Task) -> dict[str, str] | None:
         return None
 
 
-def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
-    """Print a table of the plan's stages; raw data that is not given counts as unchanged."""
-    say(text_table(["stage", "state", ""], status_rows(placed)))
-
-
 def status_rows(placed: PlacedPlan) -> list[list[str]]:
-    """Return name, state and explanation of each stage, by its artifacts alone."""
+    """Return name, state and explanation of each stage, by its artifacts alone.
+
+    Raw data that is not given counts as unchanged.
+    """
     reasons = forecast(placed)
     return [
         _status_row(

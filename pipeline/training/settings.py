@@ -142,17 +142,6 @@ class TrainingConfig(Settings):
     ``corpus.source`` than its parent does not inherit them, since they describe the parent's
     corpus."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_choice_of_kernels(cls, values: object) -> object:
-        """Refuse recipes of earlier versions that choose how CPU kernels are chosen."""
-        if isinstance(values, dict) and "cpu_kernels" in values:
-            raise ValueError(
-                "cpu_kernels is a setting of an earlier version: training now takes the kernels "
-                "that suit rank 0's processor. Remove it"
-            )
-        return values
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         thresholds = list(self.resource_thresholds)

@@ -33,8 +33,9 @@ from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
-from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, show_status, stage_arguments
+from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, stage_arguments, status_rows
 from pipeline.stages.stage import Input, Stage, stage_config
+from pipeline.terminal import text_table
 
 TABLE = {
     "read": Stage(
@@ -205,9 +206,7 @@ class Setup:
         return lines
 
     def status(self, **options: Any) -> str:
-        lines: list[str] = []
-        show_status(self.placed(**options), say=lines.append)
-        return "\n".join(lines)
+        return text_table(["stage", "state", ""], status_rows(self.placed(**options)))
 
 
 @pytest.fixture

@@ -117,12 +117,6 @@ class LowRankLinear(TokenLinear):
             found = tokens.kept_slots[key] = stack.sentence_slots(*pair, tokens)
         return found
 
-    @torch.no_grad()
-    def folded_weight(self) -> Tensor:
-        """Return W + V F of the shared slot, the weight of an equivalent plain layer."""
-        assert self.low_rank.has_shared
-        return self.weight + self.low_rank.vertical[-1] @ self.low_rank.flat[-1]
-
 
 def wrap_linear_layers(module: nn.Module, names: Sequence[str], shape: LowRankShape) -> None:
     """Replace the named linear layers of a module by :class:`LowRankLinear`."""

@@ -2,8 +2,6 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import model_validator
-
 from pipeline.config.settings import number, whole
 from pipeline.config.variants import LanguageModuleSettings, ModelShape
 
@@ -87,17 +85,6 @@ class ClsrConfig(LanguageModuleSettings):
     """Hidden width of the gate network."""
     noise: Annotated[float, number(least=0, most=1000)] = 5.0
     """Standard deviation of the noise on gate logits at the end of training. It grows from 0."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_shared_tables(cls, values: object) -> object:
-        """Reject models of earlier versions, whose sublayers shared one W_shared per table."""
-        if isinstance(values, dict) and "attention_output" in values:
-            raise ValueError(
-                "attention_output belongs to an earlier version, whose sublayers shared W_shared, "
-                "which is not CLSR: set shared_projection instead, and train the model again"
-            )
-        return values
 
 
 LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = (

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from pydantic import ValidationError
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
@@ -181,12 +180,6 @@ def test_initial_values_are_those_of_the_authors_code() -> None:
         linear = nn.init.xavier_uniform_(torch.empty(weight.shape))
         assert float(weight.abs().max()) == pytest.approx(float(linear.abs().max()), rel=0.1)
         assert not found[f"decoder.layers.0.{name}.bias"].any()
-
-
-def test_a_model_of_the_earlier_shared_tables_is_refused_with_what_to_do() -> None:
-    stored = {"kind": "clsr", "attention_output": "replaced"}
-    with pytest.raises(ValidationError, match="set shared_projection instead, and train"):
-        ClsrConfig.model_validate(stored)
 
 
 def test_the_gradient_of_the_shared_table_is_the_sum_over_its_sublayers() -> None:

@@ -208,7 +208,8 @@ def test_the_shared_route_is_that_of_the_folded_matrix() -> None:
     layer = layer_of("pair_wise", has_shared=True)
     tokens = replace(tokens_of([(0, 1), (2, 1)], [2, 3]), route="shared")
     x_ND = torch.randn(5, 5, dtype=torch.float64)
-    expected = nn.functional.linear(x_ND, layer.folded_weight(), layer.bias)
+    folded = layer.weight + layer.low_rank.vertical[-1] @ layer.low_rank.flat[-1]
+    expected = nn.functional.linear(x_ND, folded, layer.bias)
     torch.testing.assert_close(layer(x_ND, tokens), expected, rtol=0, atol=1e-12)
 
 
