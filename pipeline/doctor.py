@@ -3,7 +3,7 @@
 ``examine`` yields one finding per check, with the fix where something is wrong. It runs the
 pre-flight (``jobs/preflight.py``) with one process, and adds what is worth knowing before a job
 waits in a queue: packages, compiler, MPI, files that a node without network could not fetch, open
-files, disk space, and sizes that make GPUs slow.
+files and disk space.
 """
 
 import os
@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, util
-from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.artifacts.settings import SEGMENTERS
-from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.config.ds_config import has_compiled_regions
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import discover
@@ -42,10 +39,6 @@ MPI_PROBE = (
 MPI_SECONDS = 60.0
 FILES_OF_RANK_ZERO, FILES_PER_RANK = 64, 6
 """Files that rank 0 holds open, and how many more per rank (measured: 39 + 5.5 per rank)."""
-QUICK_MULTIPLE, LEAST_MULTIPLE = 64, 8
-"""Sizes of matrices by whose multiples GPUs use their matrix units fully, and at all."""
-ALIGNED_VALUES = 8
-"""Values of two bytes in the 16 that a GPU reads at once."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,6 @@ def examine(
         partial(_open_files, patient),
         partial(_files_to_fetch, patient),
         partial(_disk, patient),
-        partial(_sizes, patient),
     )
     for check in checks:
         try:
@@ -368,58 +360,3 @@ def _disk(patient: Patient) -> Iterator[Finding]:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"
-
-
-def _sizes(patient: Patient) -> Iterator[Finding]:
-    """Note sizes that make GPUs slow; results do not depend on them."""
-    if patient.placed is None:
-        return
-    from pipeline.estimates.disk import makers
-
-    recipes = patient.recipes()
-    tasks = makers(patient.tasks)
-    for task in patient.placed.tasks:
-        if tasks and task.stage.makes == "tokenizer" and task.is_made:
-            yield from _vocabulary(task)
-    seen: dict[str, list[str]] = {}
-    for task in tasks:
-        for text in _unaligned(recipes[task.name]):
-            seen.setdefault(text, []).append(task.name)
-    for text, names in seen.items():
-        yield Finding("note", listed(names), text)
-
-
-def _vocabulary(task: Task) -> Iterator[Finding]:
-    artifact = open_artifact(task.out_dir, kind="tokenizer")
-    size = load_tokenizer(tokenizer_folder(artifact)).size
-    excess = size % QUICK_MULTIPLE
-    if excess:
-        slow = "without matrix units" if size % LEAST_MULTIPLE else "below their full speed"
-        yield Finding(
-            "note",
-            task.name,
-            f"it has {size:,} ids, no multiple of {QUICK_MULTIPLE}, with which GPUs multiply "
-            f"{slow}. For a new model, lower tokenizer.vocabulary_size by {excess}.",
-        )
-
-
-def _unaligned(recipe: Recipe) -> Iterator[str]:
-    """Yield a note if parameters begin between the 16 bytes that GPUs read at once.
-
-    ZeRO lays all parameters one after another, so that one of an odd size shifts those behind it.
-    """
-    from pipeline.estimates.disk import sizes
-    from pipeline.model.building import shape_of_model
-    from pipeline.model.spec import placeholder_spec
-
-    spec = placeholder_spec(recipe.model, output_size=recipe.tokenizer.output_ids, **sizes(recipe))
-    values = {name: p.numel() for name, p in shape_of_model(spec).named_parameters()}
-    odd = [name for name, count in values.items() if count % ALIGNED_VALUES]
-    begins = [*accumulate(values.values(), initial=0)][:-1]
-    shifted = sum(begin % ALIGNED_VALUES != 0 for begin in begins)
-    if shifted:
-        yield (
-            f"{shifted} of {len(values)} parameters do not begin at 16 bytes in ZeRO's buffers, "
-            f"and GPUs read them more slowly, since sizes are no multiples of {ALIGNED_VALUES}: "
-            f"{listed(odd)}. Choose widths and numbers of experts that are."
-        )

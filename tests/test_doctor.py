@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.artifacts.artifact import new_artifact
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.config.ds_config import ds_config_path
 from pipeline.errors import EXIT_USER_ERROR
 
@@ -241,27 +239,3 @@ def test_sacrebleus_tokenizer_is_looked_for_where_sacrebleu_looks(
         path.parent.mkdir(exist_ok=True)
         path.touch()
         assert not [*_missing_bleu_model(option)]
-
-
-def test_sizes_that_are_slow_on_gpus_are_notes_with_a_better_size(visit: Visit) -> None:
-    with new_artifact(
-        visit.folder / "runs" / "tokenizer",
-        kind="tokenizer",
-        stage="train_tokenizer",
-        config={},
-        inputs={},
-    ) as writer:
-        description = TokenizerDescription(
-            kind="bytes", languages=("de", "en"), language_token_scheme="underscores"
-        )
-        write_tokenizer(writer.directory, description=description, model=None)
-    visit.recipe = RECIPE.format(training="").replace(
-        "[optimizer]", "[model.moe]\nnum_experts = 5\nevery = 1\n[optimizer]"
-    )
-    assert visit()[0] == 0
-    excess = 262 % 64  # 256 bytes, 4 specials, 2 languages
-    assert "tokenizer: it has 262 ids, no multiple of 64" in visit.notes()
-    assert f"lower tokenizer.vocabulary_size by {excess}." in visit.notes()
-    visit.recipe = visit.recipe.replace("width = 16", "width = 18")
-    assert visit()[0] == 0
-    assert "parameters do not begin at 16 bytes" in visit.notes()
