@@ -62,5 +62,13 @@ def test_pages_use_standard_terms(page: Path) -> None:
     assert not found
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_a_page_says_is_in_a_module_is_there(page: Path) -> None:
+    named = re.findall(r"`([\w.]+)`\s+in\s+`([\w/]+\.py)`", page.read_text(encoding="utf-8"))
+    for name, module in named:
+        words = set(re.findall(r"\w+", (ROOT / module).read_text(encoding="utf-8")))
+        assert set(name.split(".")) <= words, f"{module} has no {name}"
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
