@@ -23,17 +23,14 @@ INTERVAL_SECONDS = 15.0
 _FIX = "remove that line, or the file"
 
 
-def track(
-    items: Iterable[T], *, label: str, total: int | None = None, enabled: bool = True
-) -> Iterator[T]:
+def track(items: Iterable[T], *, label: str, total: int | None = None) -> Iterator[T]:
     """Yield the items while showing how far along they are.
 
-    ``total`` is taken from the items where they have a length. Ranks other than 0 pass
-    ``enabled=False``.
+    ``total`` is taken from the items where they have a length.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
-    with Progress(label, total=total, enabled=enabled) as progress:
+    with Progress(label, total=total) as progress:
         for item in items:
             yield item
             progress.advance()

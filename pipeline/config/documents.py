@@ -97,14 +97,14 @@ def read_json(path: Path, *, error: type[UserError] = ArtifactError, fix: str = 
     return parse_json(content, what=str(path), error=error, fix=fix)
 
 
-def read_json_lines(path: Path, *, fix: str = RESTORE) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file with one JSON object per line.
 
     Raises:
         ArtifactError: names the first line that is none.
     """
-    for number, line in enumerate(byte_lines(path, fix=fix), start=1):
-        yield json_object(line, what=f"Line {number} of {path}", fix=fix)
+    for number, line in enumerate(byte_lines(path, fix=RESTORE), start=1):
+        yield json_object(line, what=f"Line {number} of {path}")
 
 
 def json_object(content: bytes, *, what: str, fix: str = RESTORE) -> dict[str, Any]:

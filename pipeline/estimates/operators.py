@@ -324,23 +324,14 @@ class OperatorCounter(TorchDispatchMode):
         host_number: value of every integer that is copied to the host. Other numbers are 0,
             conditions are false, and Boolean indices select all.
         model: model whose module names are the places.
-        device: the device whose operators count; on another than the meta device, tensors without
-            values (``FakeTensorMode``).
     """
 
-    def __init__(
-        self,
-        *,
-        host_number: int = 0,
-        model: nn.Module | None = None,
-        device: torch.device = META,
-    ) -> None:
+    def __init__(self, *, host_number: int = 0, model: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._host_number = host_number
         self._launches: list[Launch] = []
         self._host_copies: list[HostCopy] = []
         self._node_parts = _PartsOfNodes(model)
-        self._device = device
         self._fused = _FusedAsOnCuda(self._count_upload)
 
     @classmethod
@@ -382,9 +373,9 @@ class OperatorCounter(TorchDispatchMode):
         if name == "index" and any(_is_boolean(index) for index in args[1]):
             self._host_copies.append(HostCopy(name, part))
             args = (args[0], [_all_of(index) for index in args[1]])
-        result = func(*args, **kwargs) if self._device != META else _on_meta(func, args, kwargs)
+        result = _on_meta(func, args, kwargs)
         made = _tensors(result)
-        on_device = any(tensor.device == self._device for tensor in (*given, *made))
+        on_device = any(tensor.device == META for tensor in (*given, *made))
         if on_device and not func.is_view and name not in LAUNCHES_NOTHING:
             multiply_adds = _multiply_adds(func, name, args)
             self._launches.append(
@@ -403,8 +394,8 @@ class OperatorCounter(TorchDispatchMode):
     def _from_host(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return placeholder values for a copy to the host; None for any other operator."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or first.device != self._device:
-            is_to_host = name == "copy_" and first is not None and args[1].device == self._device
+        if first is None or first.device != META:
+            is_to_host = name == "copy_" and first is not None and args[1].device == META
             return first if is_to_host else None
         match name:
             case "_local_scalar_dense":
@@ -428,12 +419,12 @@ class OperatorCounter(TorchDispatchMode):
                 is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             case _:
                 return False
-        is_to_device = target is not None and torch.device(target).type == self._device.type
+        is_to_device = target is not None and torch.device(target).type == META.type
         return is_blocking and is_to_device and source.device.type == "cpu"
 
     def _count_upload(self, name: str, made: Tensor) -> None:
         """Count the values of a list that became a tensor, for which there is no operator."""
-        if made.device == self._device:
+        if made.device == META:
             (part, _), _ = self._node_parts.part()
             self._host_copies.append(HostCopy(name, part))
 

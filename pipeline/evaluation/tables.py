@@ -144,10 +144,10 @@ class BulletList:
     title: str = ""
 
 
-def bullets(texts: Iterable[str], *, title: str = "") -> tuple[BulletList, ...]:
+def bullets(texts: Iterable[str]) -> tuple[BulletList, ...]:
     """Return a list of texts, or nothing if there are none."""
     items = tuple(Cell(text) for text in texts)
-    return (BulletList(items, title),) if items else ()
+    return (BulletList(items),) if items else ()
 
 
 @dataclass(frozen=True)

@@ -61,17 +61,11 @@ class LowRankStack(LanguageStack):
             return torch.zeros(shape)
         return torch.empty(shape).normal_(0, VERTICAL_STD, generator=generator)
 
-    def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
-        """Set initial values in place, for modules added to a finished model."""
-        nn.init.normal_(self.vertical, 0, VERTICAL_STD, generator=generator)
-        nn.init.zeros_(self.flat)
-
 
 class LowRankLinear(TokenLinear):
     """A linear layer with a low-rank module per language; weight and bias keep their names.
 
-    It takes over the parameters of the plain layer. The modules are uninitialized: call
-    ``low_rank.reset_parameters``, or load their values.
+    It takes over the parameters of the plain layer. The modules have no values yet.
     """
 
     def __init__(self, plain: nn.Linear, shape: LowRankShape) -> None:
