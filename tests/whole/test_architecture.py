@@ -51,7 +51,7 @@ TRAINING = LAYER_OF["training"]
 STAGE_MODULES = {stage.module for stage in STAGES.values()}
 
 READ_AHEAD = {"pipeline.decoding.incoming_lines"}
-"""What the command line loads of a room above it: it knows of nothing but bytes."""
+"""Module of a higher layer that the command line loads: it needs nothing but bytes."""
 SLIM_STAGES = (
     *(f"pipeline.stages.{name}" for name in ("pretrain", "finetune", "translate", "upcycle")),
     *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
