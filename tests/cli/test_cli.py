@@ -775,6 +775,7 @@ LAUNCHED = [
     [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"} for rank in (0, 1)],
 ]
 LAUNCHERS = ("torchrun", "srun", "mpirun")
+PHRASES = '[corpus]\nsource = "cldr"\n[corpus.cldr]\ntrain_pairs = { de = 20 }\n'
 
 
 def started_rank(
@@ -793,8 +794,9 @@ def test_a_stage_of_one_process_runs_on_rank_zero_and_the_others_leave_at_once(
     tmp_path: Path, environments: list[dict[str, str]]
 ) -> None:
     """Two real processes; the other does not wait for the lock that a writer holds meanwhile."""
-    out_dir = tmp_path / "corpus"
-    arguments = ["import_corpus", "--recipe", "demo_dense", "--out", str(out_dir)]
+    recipe_path, out_dir = tmp_path / "phrases.toml", tmp_path / "corpus"
+    recipe_path.write_text(PHRASES)
+    arguments = ["import_corpus", "--recipe", str(recipe_path), "--out", str(out_dir)]
     with sole_writer(out_dir), started_rank(environments[1], arguments) as other:
         assert other.end() == (0, "", "")
     assert not out_dir.exists()
@@ -816,7 +818,7 @@ def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
 ) -> None:
     """Two real processes; the other does not wait for the lock that the first would hold."""
     recipe_path, plan_path, out_dir = (tmp_path / name for name in ("r.toml", "p.toml", "out"))
-    recipe_path.write_text('[corpus]\nsource = "cldr"\n[corpus.cldr]\ntrain_pairs = { de = 20 }\n')
+    recipe_path.write_text(PHRASES)
     plan_path.write_text(
         f'[stages.corpus]\nrun = "import_corpus"\nrecipe = "{recipe_path}"\ninputs = {{}}\n'
     )
