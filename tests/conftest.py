@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+import support.unsynced  # noqa: F401 — in effect before the first test
 from support.sweep_process import Sweep
 
 if TYPE_CHECKING:  # it loads torch, and the process that hands out the tests needs none
