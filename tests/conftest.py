@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+import support.unsynced  # noqa: F401 — in effect before the first test
 from support.sweep_process import Sweep
 
 if TYPE_CHECKING:  # it loads torch, and the process that hands out the tests needs none
@@ -29,6 +30,7 @@ LONGEST_FIRST = (
     *("test_language_module_rows", "test_beam_search", "test_operators", "test_variants_model"),
     *("test_mean_of_states", "test_plan", "test_cli", "test_declared", "test_killed_plan"),
     *("test_shards", "test_unusable_checkpoints", "test_own_data_page", "test_task_stages"),
+    *("test_extensions", "test_language_modules_page"),
 )
 """Files of tests by the time they take alone, from 120 s to 15 s."""
 

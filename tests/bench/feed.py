@@ -222,8 +222,8 @@ def waiting(data: TrainingData, *, micro_batches: int) -> list[float]:
     return waits[micro_batches:]
 
 
-def measured_apart(directory: Path, micro_batches: int) -> Row:
-    """:func:`measure` in a process of its own, the second time it is done: all is warm then."""
+def measured_apart(directory: Path, micro_batches: int, *, times: int) -> Row:
+    """:func:`measure` in a process of its own, the last time it is done: all is warm then."""
     command = [
         sys.executable,
         __file__,
@@ -233,7 +233,7 @@ def measured_apart(directory: Path, micro_batches: int) -> Row:
         str(micro_batches),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for _ in range(2):
+    for _ in range(times):
         done = subprocess.run(
             command, check=True, capture_output=True, timeout=TIMEOUT_SECONDS, env=environment
         )
@@ -270,14 +270,13 @@ def main() -> None:
     if given.measure is not None:
         print(json.dumps(asdict(measure(given.folder, given.measure))))
         return
-    sentences = 100_000 if given.quick else round(given.sentences * 1e6)
+    sentences = 10_000 if given.quick else round(given.sentences * 1e6)
+    numbers, times = (MICRO_BATCHES[:1], 1) if given.quick else (MICRO_BATCHES, 2)
     with tempfile.TemporaryDirectory() as temporary:
         directory = given.folder or Path(temporary) / "shards"
         if not directory.exists():
             make_shards(directory, sentences=sentences)
-        rows = [
-            measured_apart(directory, number) for number in MICRO_BATCHES[: 1 if given.quick else 2]
-        ]
+        rows = [measured_apart(directory, number, times=times) for number in numbers]
     report(rows, sentences=sentences, json_path=given.json)
 
 

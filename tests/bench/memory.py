@@ -228,9 +228,8 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     print(f"torch {torch.__version__}; MiB per rank above the bare process; sentences of {LENGTH}")
     print(f"{'case':52} {'metric':26} {'estimate':>9} {'measured':>9} {'ratio':>6}  within 20 %")
-    rows = []
-    for case in QUICK_CASES if options.quick else CASES:
-        rows += [compare(case, keeps_freed=True), compare(case, keeps_freed=False)]
+    cases, kinds = (QUICK_CASES, (False,)) if options.quick else (CASES, (True, False))
+    rows = [compare(case, keeps_freed=keeps) for case in cases for keeps in kinds]
     write_rows(rows, options)
 
 

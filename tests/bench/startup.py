@@ -8,6 +8,8 @@ disk and cores make them: hence ratios, to loading torch in the same round.
     python tests/bench/startup.py [--quick] [--rounds N] [--json FILE]
 """
 
+import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -18,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratios import Options, Row, compare, interleaved, parse_options, report
+
+from pipeline import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
@@ -77,12 +81,17 @@ def run(arguments: Sequence[str], *, directory: Path, given: str = "") -> None:
 def make_data(directory: Path) -> None:
     """The demo's shards and mixture, and a recipe that trains on them."""
     (directory / "recipe.toml").write_text(RECIPE, encoding="utf-8")
-    for name, stage in DATA_STAGES.items():
-        run(
-            ["-m", "pipeline", *stage, "--recipe", "recipe.toml", "--out", name],
-            directory=directory,
-        )
-    run(["-m", "pipeline", "pretrain", *TRAINED, *TWO_UPDATES], directory=directory)
+    commands = [
+        *(
+            [*stage, "--recipe", "recipe.toml", "--out", name]
+            for name, stage in DATA_STAGES.items()
+        ),
+        ["pretrain", *TRAINED, *TWO_UPDATES],
+    ]
+    with contextlib.chdir(directory), contextlib.redirect_stdout(io.StringIO()):
+        for command in commands:
+            if code := cli.main(command):
+                raise SystemExit(code)
 
 
 def first_update(directory: Path) -> None:

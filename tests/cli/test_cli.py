@@ -11,12 +11,13 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.folder_listing import names_in
+from support.forked import Started, started_code
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
@@ -774,19 +775,17 @@ LAUNCHED = [
     [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"} for rank in (0, 1)],
 ]
 LAUNCHERS = ("torchrun", "srun", "mpirun")
+PHRASES = '[corpus]\nsource = "cldr"\n[corpus.cldr]\ntrain_pairs = { de = 20 }\n'
 
 
-def start_rank(environment: dict[str, str], arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """``mmnmt ARGUMENTS`` as a launcher starts it; nothing else of a launcher is there."""
+def started_rank(
+    environment: dict[str, str], arguments: Sequence[str]
+) -> AbstractContextManager[Started]:
+    """Start ``mmnmt ARGUMENTS`` as a launcher does; nothing else of a launcher is there."""
     names = ("RANK", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     cleared = {name: value for name, value in os.environ.items() if name not in names}
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipeline", *arguments],
-        env=cleared | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    code = "from pipeline.cli import command; command()"
+    return started_code(code, arguments, environment=cleared | environment)
 
 
 @pytest.mark.slow
@@ -795,17 +794,19 @@ def test_a_stage_of_one_process_runs_on_rank_zero_and_the_others_leave_at_once(
     tmp_path: Path, environments: list[dict[str, str]]
 ) -> None:
     """Two real processes; the other does not wait for the lock that a writer holds meanwhile."""
-    out_dir = tmp_path / "corpus"
-    arguments = ["import_corpus", "--recipe", "demo_dense", "--out", str(out_dir)]
-    with sole_writer(out_dir):
-        other = start_rank(environments[1], arguments)
-        assert other.communicate(timeout=60) == ("", "")
-    assert other.returncode == 0
+    recipe_path, out_dir = tmp_path / "phrases.toml", tmp_path / "corpus"
+    recipe_path.write_text(PHRASES)
+    arguments = ["import_corpus", "--recipe", str(recipe_path), "--out", str(out_dir)]
+    with sole_writer(out_dir), started_rank(environments[1], arguments) as other:
+        assert other.end() == (0, "", "")
     assert not out_dir.exists()
-    first, other = (start_rank(environment, arguments) for environment in environments)
-    said, error = first.communicate(timeout=120)
-    assert other.communicate(timeout=60) == ("", "")
-    assert (first.returncode, other.returncode, error) == (0, 0, "")
+    with (
+        started_rank(environments[0], arguments) as first,
+        started_rank(environments[1], arguments) as other,
+    ):
+        code, said, error = first.end()
+        assert other.end() == (0, "", "")
+    assert (code, error) == (0, "")
     assert "mmnmt import_corpus: " in said
     assert open_artifact(out_dir, kind="corpus").manifest.stage == "import_corpus"
 
@@ -817,18 +818,19 @@ def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
 ) -> None:
     """Two real processes; the other does not wait for the lock that the first would hold."""
     recipe_path, plan_path, out_dir = (tmp_path / name for name in ("r.toml", "p.toml", "out"))
-    recipe_path.write_text('[corpus]\nsource = "cldr"\n[corpus.cldr]\ntrain_pairs = { de = 20 }\n')
+    recipe_path.write_text(PHRASES)
     plan_path.write_text(
         f'[stages.corpus]\nrun = "import_corpus"\nrecipe = "{recipe_path}"\ninputs = {{}}\n'
     )
     arguments = ["run", str(plan_path), "--out", str(out_dir)]
-    with exclusive(plan_lock_path(out_dir), what=str(out_dir)):
-        other = start_rank(environments[1], arguments)
-        assert other.communicate(timeout=60) == ("", "")
-    assert other.returncode == 0
-    first = start_rank(environments[0], arguments)
-    said, error = first.communicate(timeout=120)
-    assert first.returncode == 0
+    with (
+        exclusive(plan_lock_path(out_dir), what=str(out_dir)),
+        started_rank(environments[1], arguments) as other,
+    ):
+        assert other.end() == (0, "", "")
+    with started_rank(environments[0], arguments) as first:
+        code, said, error = first.end()
+    assert code == 0
     assert "corpus: running import_corpus" in said
     (line,) = error.splitlines()
     assert line.startswith("mmnmt run: a launcher started 2 ranks, and rank 0 alone runs the ")

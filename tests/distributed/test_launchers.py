@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.forked import run_command
 from support.tiny_training import make_inputs, make_recipe
 
 from pipeline.artifacts.artifact import open_artifact
@@ -83,7 +84,11 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
 @pytest.fixture(scope="module")
 def expected(training: Training) -> dict[str, str]:
     """The weights of two processes that this project starts."""
-    found = training.run("processes", [sys.executable, "-m", MODULE, "--processes", "2"])
+    out = training.folder / "processes"
+    arguments = ["pretrain", *training.options, "--processes", "2", "--out", str(out)]
+    done = run_command(arguments, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    found = weights(out)
     assert found
     return found
 

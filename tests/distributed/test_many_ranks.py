@@ -48,8 +48,8 @@ def test_open_files_of_rank_zero_grow_linearly_with_a_small_constant() -> None:
 
 
 def train_and_count(world: World, inputs: Inputs, out_dir: Path, ranks: int) -> int:
-    """Train a few updates on all ranks; return the open files of this one."""
-    recipe = make_recipe(updates=3, validate_every=3, checkpoint_every=3, expert_parallel_size=4)
+    """Make two updates on all ranks; return the open files of this one."""
+    recipe = make_recipe(updates=2, validate_every=2, checkpoint_every=2, expert_parallel_size=4)
     recipe = changed(recipe, "batches", micro_batches=ranks)
     assert pretrain(world, inputs, out_dir, recipe) == "done"
     return open_files()
@@ -63,7 +63,7 @@ def test_64_ranks_train_a_tiny_model_with_the_files_that_are_reckoned_with(tmp_p
         found = pool.run(train_and_count, inputs, tmp_path / "out", MANY)
     finally:
         pool.close(kill=True)
-    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl")) >= 3
+    assert len(read_metrics(tmp_path / "out" / "metrics.jsonl")) >= 2
     assert max(found) == found[0] <= needed_by(MANY)
 
 

@@ -79,7 +79,7 @@ def fail_beside_a_stopped_rank(world: World) -> None:
 def work_for_longer_than_the_silence(world: World) -> None:
     """Rank 1 works, and advances; the others wait for it in a meeting."""
     if world.rank == 1:
-        for _ in range(30):
+        for _ in range(20):
             time.sleep(SILENCE_SECONDS / 10)
             progress.advance()
     gather_objects(world.rank)

@@ -6,9 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.forked import Started, started_code
 
 from pipeline.distributed.board import Board, merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
@@ -137,19 +141,39 @@ def test_a_rank_whose_store_is_gone_says_that_rank_0_has_ended() -> None:
 # ---------------------------------------------------------------- real processes
 
 
-def start(
+def started(
     world: World, out_dir: Path, *, node: str, change: str = "pass", patience: float = PATIENCE
-) -> subprocess.Popen[str]:
+) -> AbstractContextManager[Started]:
     """Start a rank on a node; ``change`` breaks something there."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    arguments = ["--out", str(out_dir), "--patience", str(patience)]
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(change=change), *arguments],
-        env={**kept, **world.environment(), "SLURMD_NODENAME": node, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return started_code(
+        PROGRAM.format(change=change),
+        ["--out", str(out_dir), "--patience", str(patience)],
+        environment={**kept, **world.environment(), "SLURMD_NODENAME": node},
     )
+
+
+def run_in_new_process(
+    world: World, out_dir: Path, *, change: str = "pass", patience: float = PATIENCE
+) -> tuple[int, str, str]:
+    """Run one rank on n1 in a process whose imports are its own."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", PROGRAM.format(change=change)),
+            *("--out", str(out_dir), "--patience", str(patience)),
+        ],
+        env={**os.environ, **world.environment(), "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_alone(world: World, out_dir: Path, **options: Any) -> tuple[int | None, str, str]:
+    """Start one rank; return its exit code and what it wrote to both streams."""
+    with started(world, out_dir, **options) as alone:
+        return alone.end()
 
 
 def run_nodes(
@@ -158,25 +182,23 @@ def run_nodes(
     changes: list[str] | None = None,
     ranks_per_node: int = 1,
     patience: float = PATIENCE,
-) -> tuple[list[int], list[str], list[str]]:
+) -> tuple[list[int | None], list[str], list[str]]:
     """Run a node per output directory; return exit codes and the lines of both streams."""
     port = free_port()
-    started = []
-    for number, out_dir in enumerate(out_dirs):
-        for local in range(ranks_per_node):
-            rank = number * ranks_per_node + local
-            size = ranks_per_node * len(out_dirs)
-            world = World(rank, size, local, ranks_per_node, LOOPBACK, port)
-            change = changes[number] if changes else "pass"
-            node = f"n{number + 1}"
-            started.append(start(world, out_dir, node=node, change=change, patience=patience))
-    try:
-        said = [one.communicate(timeout=120) for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    lines = ["".join(stream).splitlines() for stream in zip(*said, strict=True)]
-    return [one.returncode for one in started], lines[0], lines[1]
+    with ExitStack() as stack:
+        ranks = []
+        for number, out_dir in enumerate(out_dirs):
+            for local in range(ranks_per_node):
+                rank = number * ranks_per_node + local
+                size = ranks_per_node * len(out_dirs)
+                world = World(rank, size, local, ranks_per_node, LOOPBACK, port)
+                change = changes[number] if changes else "pass"
+                node = f"n{number + 1}"
+                one = started(world, out_dir, node=node, change=change, patience=patience)
+                ranks.append(stack.enter_context(one))
+        codes, *said = zip(*(one.end() for one in ranks), strict=True)
+    lines = ["".join(stream).splitlines() for stream in said]
+    return list(codes), lines[0], lines[1]
 
 
 @pytest.mark.slow
@@ -252,7 +274,10 @@ def test_the_node_on_which_something_is_broken_is_named(
 ) -> None:
     import torch
 
-    codes, said, errors = run_nodes([tmp_path / "out"] * 2, changes=["pass", change])
+    patience = 2.0 if "_exit" in change else PATIENCE  # the others wait it out, several times
+    codes, said, errors = run_nodes(
+        [tmp_path / "out"] * 2, changes=["pass", change], patience=patience
+    )
     assert (codes[0], said) == (EXIT_USER_ERROR, [])
     (line,) = errors
     assert line.startswith(f"mmnmt preflight: {expected.format(torch=torch.__version__)}")
@@ -279,8 +304,7 @@ def test_ranks_that_do_not_meet_may_do_so_in_another_start_of_the_job(
     (tmp_path / "reports").mkdir()
     monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
     world = World(rank, 2, 0, 1, LOOPBACK, free_port())
-    with start(world, tmp_path / "out", node=f"n{rank + 1}", patience=1) as alone:
-        alone.communicate(timeout=60)
+    run_alone(world, tmp_path / "out", node=f"n{rank + 1}", patience=1)
     (end,) = read_ends(tmp_path / "reports")
     assert end.end == ("crashed" if rank == 0 else "lost")
     assert end.cause.startswith("pre-flight: ")
@@ -298,21 +322,21 @@ def test_a_rank_that_is_told_to_end_while_it_waits_for_another_says_so(
         "from pipeline.distributed.board import Board; original = Board._judge; "
         "Board._judge = lambda *given: (print(flush=True), original(*given))[1]"
     )
-    with start(world, tmp_path / "out", node="n1", change=waiting, patience=600) as alone:
-        assert alone.stdout is not None
-        alone.stdout.readline()
-        alone.terminate()
-        assert alone.wait(timeout=60) == 128 + signal.SIGTERM
+    with started(world, tmp_path / "out", node="n1", change=waiting, patience=600) as alone:
+        while not alone.said("stdout"):
+            time.sleep(0.01)
+        alone.process.terminate()
+        assert alone.end()[0] == 128 + signal.SIGTERM
     (end,) = read_ends(tmp_path / "reports")
     assert (end.node, end.end, end.cause) == ("n1", "lost", TOLD_TO_END)
 
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    """Without the reports of torch's C++ code, which is told so before it is loaded."""
     world = World(0, 3, 0, 3, LOOPBACK, free_port())
-    alone = start(world, tmp_path / "out", node="n1", patience=1)
-    said, errors = alone.communicate(timeout=60)
-    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+    code, said, errors = run_in_new_process(world, tmp_path / "out", patience=1)
+    assert (code, said) == (EXIT_USER_ERROR, "")
     assert errors.startswith(
         f"mmnmt preflight: ranks 1, 2 of 3 did not reach {LOOPBACK}:{world.master_port} within"
     )
@@ -321,9 +345,8 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_that_cannot_reach_rank_zero_names_itself(tmp_path: Path) -> None:
     world = World(1, 2, 0, 1, LOOPBACK, free_port())
-    alone = start(world, tmp_path / "out", node="n2", patience=1)
-    said, errors = alone.communicate(timeout=60)
-    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+    code, said, errors = run_alone(world, tmp_path / "out", node="n2", patience=1)
+    assert (code, said) == (EXIT_USER_ERROR, "")
     assert errors.startswith("mmnmt preflight: n2: Rank 0 cannot be reached at 127.0.0.1:")
 
 
@@ -333,18 +356,17 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        alone = start(World(0, 1, 0, 1, LOOPBACK, port), tmp_path / "out", node="n1")
-        said, errors = alone.communicate(timeout=60)
-    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+        world = World(0, 1, 0, 1, LOOPBACK, port)
+        code, said, errors = run_alone(world, tmp_path / "out", node="n1")
+    assert (code, said) == (EXIT_USER_ERROR, "")
     assert errors.startswith(f"mmnmt preflight: n1: Port {port} is taken by another process.")
 
 
 @pytest.mark.slow
 def test_a_node_without_a_usable_torch_says_so_in_one_line(tmp_path: Path) -> None:
-    change = "sys.modules['torch.distributed'] = None"
-    alone = start(World(0, 1, 0, 1, LOOPBACK, 1), tmp_path / "out", node="n1", change=change)
-    said, errors = alone.communicate(timeout=60)
-    assert (alone.returncode, said) == (EXIT_USER_ERROR, "")
+    world, change = World(0, 1, 0, 1, LOOPBACK, 1), "sys.modules['torch.distributed'] = None"
+    code, said, errors = run_in_new_process(world, tmp_path / "out", change=change)
+    assert (code, said) == (EXIT_USER_ERROR, "")
     (line,) = errors.splitlines()
     assert line.startswith("mmnmt preflight: n1: ")
     assert line.endswith("Install the requirements of mmnmt on that node.")

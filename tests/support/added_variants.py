@@ -5,6 +5,7 @@ point. The copy is used by processes of its own, with ``PYTHONPATH`` set to it.
 """
 
 import filecmp
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("data_prep", "pipeline", "ds_configs")
+
+NEXT_COMMAND = "====\n"
+COMMANDS = f"""
+import json, sys
+from pipeline.cli import main
+for arguments in json.loads(sys.argv[1]):
+    print({NEXT_COMMAND!r}, end="", flush=True)
+    assert main(arguments) == 0
+"""
 
 
 @dataclass(frozen=True)
@@ -78,3 +88,15 @@ def run_in(
         check=check,
         timeout=240,
     )
+
+
+def commands_in(
+    copied: Path, *commands: Sequence[str], cwd: Path, stdin: str = "", first: str = ""
+) -> list[str]:
+    """Run commands of the copied ``mmnmt`` in one process; return what each printed.
+
+    The process runs the code ``first`` before.
+    """
+    arguments = ["-c", first + COMMANDS, json.dumps(commands)]
+    _, *printed = run_in(copied, arguments, cwd=cwd, stdin=stdin).stdout.split(NEXT_COMMAND)
+    return printed

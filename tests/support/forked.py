@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -38,7 +39,8 @@ def forking() -> ForkServerContext:
     """Return the context whose processes are forked; its server loads the code at first use."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.loaded"])
-    with mock.patch.dict(os.environ, PYTHONPATH=str(TESTS), OMP_NUM_THREADS="1"):
+    given = {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    with mock.patch.dict(os.environ, given):
         forkserver.ensure_running()
     return context
 
@@ -62,6 +64,39 @@ def run_script(
     return _run(_script, [str(path), *arguments], folder=folder, given="", timeout=timeout)
 
 
+@dataclass(frozen=True)
+class Started:
+    """A process that was started, and the folder of its streams."""
+
+    process: ForkServerProcess
+    streams: Path
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Wait for its end; return the exit code and what it wrote to both streams."""
+        self.process.join(timeout=120)
+        return self.process.exitcode, self.said("stdout"), self.said("stderr")
+
+    def said(self, stream: str) -> str:
+        path = self.streams / stream
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+@contextlib.contextmanager
+def started_code(
+    code: str, arguments: Sequence[str], *, environment: Mapping[str, str]
+) -> Iterator[Started]:
+    """Start ``python -c CODE ARGUMENTS`` in a forked process, killed at the end of the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = Path(folder)
+        (streams / "stdin").touch()
+        given = [code, *arguments]
+        process = _start(_code, given, folder=Path.cwd(), streams=streams, environment=environment)
+        try:
+            yield Started(process, streams)
+        finally:
+            process.kill()
+
+
 Program = Callable[[list[str]], None]
 
 
@@ -81,9 +116,14 @@ def _run(
 
 
 def _start(
-    program: Program, arguments: Sequence[str], *, folder: Path, streams: Path | None
+    program: Program,
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    streams: Path | None,
+    environment: Mapping[str, str] | None = None,
 ) -> ForkServerProcess:
-    given = (program, list(arguments), folder, streams, dict(os.environ))
+    given = (program, list(arguments), folder, streams, dict(environment or os.environ))
     process = forking().Process(target=_become, args=given)
     process.start()
     return process
@@ -117,6 +157,11 @@ def _script(arguments: list[str]) -> None:
     sys.argv[:] = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _code(arguments: list[str]) -> None:
+    sys.argv[:] = ["-c", *arguments[1:]]
+    exec(arguments[0], {"__name__": "__main__"})
 
 
 class _Launched:

@@ -5,6 +5,7 @@ from pipeline.machine import prepare_process
 
 prepare_process()
 
+import support.unsynced
 import pipeline.stages.evaluate
 import pipeline.extensions.tasks.training
 import pipeline.training.translation

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.added_variants import copy_with, run_in
+from support.added_variants import commands_in, copy_with
 
 pytestmark = pytest.mark.slow
 
 IMPORT_ALL = """
 import importlib
-import sys
+import os
 from pathlib import Path
 
+root = Path(os.environ["PYTHONPATH"])
 for package in ("pipeline", "data_prep"):
-    for path in sorted(Path(sys.argv[1], package).rglob("*.py")):
-        parts = path.relative_to(sys.argv[1]).with_suffix("").parts
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
         if parts[-1] != "__main__":
             importlib.import_module(".".join(part for part in parts if part != "__init__"))
 """
@@ -104,16 +105,16 @@ def test_the_rest_imports_trains_and_translates_without_an_extension(
             assert text.count(old) == 1
             text = text.replace(old, new)
         (copy / file).write_text(text, encoding="utf-8")
-    run_in(copy, ["-c", IMPORT_ALL, str(copy)], cwd=stored)
-
-    mmnmt, out = ["-m", "pipeline"], str(tmp_path / "new")
+    out = str(tmp_path / "new")
     given = ["--recipe", "tiny.toml", "--shards", "run/shards", "--mixture", "run/mixture"]
-    given += ["--groups", "run/groups", "--processes", "1", "--out", out]
-    run_in(copy, [*mmnmt, "pretrain", *given], cwd=stored)
-    answers = run_in(
+    given += ["--groups", "run/groups", "--out", out]
+    languages = ["--from", "en", "--to", "de"]
+    _, answers = commands_in(
         copy,
-        [*mmnmt, "translate", "--checkpoint", out, "--from", "en", "--to", "de"],
+        ["pretrain", *given],
+        ["translate", "--checkpoint", out, *languages],
         cwd=stored,
         stdin="one\ntwo\n",
+        first=IMPORT_ALL,
     )
-    assert len(answers.stdout.splitlines()) == 2
+    assert len(answers.splitlines()) == 2

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -151,14 +153,21 @@ def test_every_stage_that_loads_torch_is_an_entry_point(notes: Path, stage: str)
     assert notes.read_text() == f"{SPIN_COUNT} True\n"
 
 
+LISTED = '["'
+"""What a line with names of modules begins with."""
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets"}
 """What takes longer to load than torch, and is not needed."""
 
-COMMAND = """
-import json, sys
+COMMANDS = """
+import json, os, sys, tempfile
 from pipeline.cli import main
-assert main(sys.argv[1:]) == 0
-print("\\n" + json.dumps(list(sys.modules)))
+for arguments, given in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile() as stream:
+        stream.write(given.encode())
+        stream.seek(0)
+        os.dup2(stream.fileno(), 0)
+    assert main(arguments) == 0
+    print("\\n" + json.dumps(list(sys.modules)))
 """
 
 IMPORT = """
@@ -180,78 +189,81 @@ from pipeline.model.building import build_model
 from pipeline.training.engine import Engine, connect
 from pipeline.training.optim import make_optimizer
 
-moe = MoEConfig(num_experts=4, every=2) if sys.argv[1] == "moe" else None
-spec = tiny_spec(moe=moe)
-with distributed_world() as world:
-    connect(world)
+def update(world, *, moe, zero_stage):
+    spec = tiny_spec(moe=moe)
     model = build_model(spec)
     initialize_weights(model, seed=1)
     recipe = Recipe(name="test", model=spec.model, batches=BatchesConfig(micro_batches=1))
     engine = Engine(
         model, recipe, world=world,
-        ds_config={"zero_optimization": {"stage": int(sys.argv[2])}},
+        ds_config={"zero_optimization": {"stage": zero_stage}},
         make_optimizer=lambda groups: make_optimizer(groups, OptimizerConfig()),
     )
     batch = random_batch(spec, sentences=2, seed=1)
     engine.rehearse(batch)
     engine.train_step([batch], seeds=[1], total_labels=batch.num_labels, learning_rate=1e-3)
+
+with distributed_world() as world:
+    connect(world)
+    update(world, moe=None, zero_stage=1)
+    update(world, moe=MoEConfig(num_experts=4, every=2), zero_stage=2)
 print("\\n" + json.dumps(list(sys.modules)), flush=True)
 leave(0)
 """
 
 
-def loaded_after(program: str, *arguments: str, given: str = "") -> set[str]:
-    """Names of all modules that a process has loaded when it ends; ``given`` is its input."""
+def loaded_after(program: str, *arguments: str) -> list[set[str]]:
+    """Return the names of all modules that a process has loaded, each time that it prints them."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        input=given,
         capture_output=True,
         text=True,
         timeout=120,
         cwd=Path(__file__).resolve().parents[1],
     )
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    lines = done.stdout.splitlines()
+    return [set(json.loads(line)) for line in lines if line.startswith(LISTED)]
 
 
-@pytest.mark.parametrize("recipe", ["demo_moe", "mmnmt_opus100+smoke"])
-def test_describing_a_recipe_loads_neither_a_compiler_nor_deepspeed(recipe: str) -> None:
-    loaded = loaded_after(COMMAND, "describe", "--recipe", recipe)
-    assert "torch" in loaded
-    assert not (SLOW | {"numba", "deepspeed"}) & loaded
+def loaded_after_commands(*commands: list[str], given: Sequence[str] = ()) -> list[set[str]]:
+    """Return the names of all modules that one process has loaded after each of its commands."""
+    found = loaded_after(COMMANDS, json.dumps([*zip_longest(commands, given, fillvalue="")]))
+    assert len(found) == len(commands)
+    return found
+
+
+def test_commands_that_only_count_load_neither_a_compiler_nor_deepspeed() -> None:
+    described, estimated, needed = loaded_after_commands(
+        ["describe", "--recipe", "mmnmt_opus100+smoke"],
+        ["estimate", "--recipe", "demo_moe"],
+        ["memory", "--processes", "2", "--recipe", "demo_moe"],
+    )
+    assert "torch" in described
+    assert not (SLOW | {"numba", "deepspeed"}) & described
+    assert "pipeline.kernels.expert_products" in estimated
+    assert not {"torch._dynamo", "torch._inductor", "deepspeed"} & estimated
+    assert not {"numba", "transformers"} & needed
 
 
 def test_a_few_lines_are_translated_without_compiled_loops(tmp_path: Path) -> None:
     spec = byte_spec(moe=MoEConfig(num_experts=4, every=2), groups=2)
     checkpoint = make_checkpoint(tmp_path / "model", tiny_model(spec))
-    options = ["--checkpoint", str(checkpoint), "--from", "en", "--to", "de"]
-    few = loaded_after(COMMAND, "translate", *options, given="a line\n" * FEW_LINES)
+    command = ["translate", "--checkpoint", str(checkpoint), "--from", "en", "--to", "de"]
+    lines = ["a line\n" * number for number in (FEW_LINES, FEW_LINES + 1)]
+    few, more = loaded_after_commands(command, command, given=lines)
     assert "pipeline.kernels.expert_products" in few
     assert not (SLOW | {"numba", "deepspeed", "sacrebleu", "pandas", "scipy"}) & few
-    assert "numba" in loaded_after(
-        COMMAND, "translate", *options, given="a line\n" * (FEW_LINES + 1)
-    )
-
-
-@pytest.mark.parametrize("verb", [["memory", "--processes", "2"], ["estimate"]])
-def test_what_only_counts_loads_no_compiled_loops(verb: list[str]) -> None:
-    loaded = loaded_after(COMMAND, *verb, "--recipe", "demo_moe")
-    assert "pipeline.kernels.expert_products" in loaded
-    assert not {"numba", "transformers"} & loaded
-
-
-def test_an_estimate_loads_no_compiler() -> None:
-    loaded = loaded_after(COMMAND, "estimate", "--recipe", "demo_moe")
-    assert not {"torch._dynamo", "torch._inductor", "deepspeed"} & loaded
+    assert "numba" in more
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 def test_compiled_loops_are_loaded_before_training_starts(stage: str) -> None:
-    assert "numba" in loaded_after(IMPORT, f"pipeline.stages.{stage}")
+    (loaded,) = loaded_after(IMPORT, f"pipeline.stages.{stage}")
+    assert "numba" in loaded
 
 
-@pytest.mark.parametrize(("model", "zero_stage"), [("dense", "1"), ("moe", "2")])
-def test_a_first_update_loads_no_compiler(model: str, zero_stage: str) -> None:
-    loaded = loaded_after(TRAIN, model, zero_stage)
+def test_a_first_update_loads_no_compiler() -> None:
+    (loaded,) = loaded_after(TRAIN)
     assert "deepspeed" in loaded
     assert not SLOW & loaded

@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from support.added_variants import Variant, copy_with, run_in, touched_files
+from support.added_variants import Variant, commands_in, copy_with, run_in, touched_files
 
 pytestmark = pytest.mark.slow
 
@@ -370,34 +370,39 @@ def test_a_variant_touches_its_file_the_settings_and_one_choice(name: str, tmp_p
 def test_all_variants_together_train_over_ranks_translate_and_are_counted(
     copied: Path, stored: Path
 ) -> None:
-    mmnmt = ["-m", "pipeline"]
     given = ["--recipe", "all.toml", "--shards", "run/shards", "--mixture", "run/mixture"]
-    run_in(copied, [*mmnmt, "pretrain", *given, "--processes", "2", "--out", "new"], cwd=stored)
-    found = run_in(
-        copied, [*mmnmt, "checkpoint", "inspect", "new", "--tensors", "--json"], cwd=stored
+    train = ["-m", "pipeline", "pretrain", *given, "--processes", "2", "--out", "new"]
+    run_in(copied, train, cwd=stored)
+    languages = ["--from", "en", "--to", "de"]
+    found, answers = commands_in(
+        copied,
+        ["checkpoint", "inspect", "new", "--tensors", "--json"],
+        ["translate", "--recipe", "all.toml", "--checkpoint", "new", *languages],
+        cwd=stored,
+        stdin="one\ntwo\n",
     )
-    tensors = {tensor["name"] for tensor in json.loads(found.stdout)["tensors"]}
+    tensors = {tensor["name"] for tensor in json.loads(found)["tensors"]}
     assert {
         "front.share",
         "encoder.layers.0.feed_forward.gate.weight",
         "encoder.layers.0.feed_forward_scales.de.factor",
         "decoder.layers.1.feed_forward.router.preference",
     } <= tensors
-    filtered = [*mmnmt, "translate", "--recipe", "all.toml", "--checkpoint", "new"]
-    answers = run_in(
-        copied, [*filtered, "--from", "en", "--to", "de"], cwd=stored, stdin="one\ntwo\n"
-    )
-    assert len(answers.stdout.splitlines()) == 2
+    assert len(answers.splitlines()) == 2
 
 
 def test_memory_counts_what_a_variant_keeps(copied: Path, stored: Path) -> None:
-    bytes_of = {}
-    for recipe in ("moe_lgr.toml", "all.toml"):
-        arguments = ["memory", "--recipe", recipe, "--processes", "1", "--json"]
-        groups = ["--groups", "2"] if recipe == "moe_lgr.toml" else ["--languages", "2"]
-        done = run_in(copied, ["-m", "pipeline", *arguments, *groups], cwd=stored)
-        bytes_of[recipe] = json.loads(done.stdout)["phases"]["backward"]["activations"]
-    assert bytes_of["all.toml"] > bytes_of["moe_lgr.toml"]
+    command = ["memory", "--processes", "1", "--json", "--recipe"]
+    plain, varied = commands_in(
+        copied,
+        [*command, "moe_lgr.toml", "--groups", "2"],
+        [*command, "all.toml", "--languages", "2"],
+        cwd=stored,
+    )
+    plain_bytes, varied_bytes = (
+        json.loads(printed)["phases"]["backward"]["activations"] for printed in (plain, varied)
+    )
+    assert varied_bytes > plain_bytes
 
 
 def test_an_unknown_kind_is_one_sentence(copied: Path, stored: Path) -> None:
