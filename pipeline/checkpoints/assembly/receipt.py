@@ -259,10 +259,12 @@ def compare(before_LV: Tensor, after_LV: Tensor) -> Divergence:
 
 def shared_ids(old: Tokenizer, new: Tokenizer) -> list[tuple[int, int]]:
     """Return pairs of (old, new) ids with the same meaning, without padding, bos and unknown."""
-    known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
+    of_old = meanings(old)
+    of_new = of_old if new.fingerprint == old.fingerprint else meanings(new)
+    known = {meaning: index for index, meaning in enumerate(of_old) if meaning is not None}
     return [
         (known[meaning], index)
-        for index, meaning in enumerate(meanings(new))
+        for index, meaning in enumerate(of_new)
         if meaning in known and meaning.name not in ("pad", "bos", "unk")
     ]
 
