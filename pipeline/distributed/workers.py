@@ -1,7 +1,7 @@
 """Spread the tasks of a stage over worker processes, or over ranks of MPI on several nodes.
 
-Stages that need no process group (import, cleaning, shards, upcycling, evaluation) have tasks that
-do not depend on each other. ``open_pool`` returns whatever computes them. Their results come in the
+Stages that need no process group (import, cleaning, shards, evaluation) have tasks that do not
+depend on each other. ``open_pool`` returns whatever computes them. Their results come in the
 order of the tasks, so that a stage's output does not depend on the pool. What all tasks share is
 pickled and sent once per worker: with hundreds of pairs, a tokenizer and a manifest in each task
 would take more time than the lines.

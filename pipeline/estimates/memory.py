@@ -51,9 +51,16 @@ DEFAULT_BUCKET = 500_000_000
 CPU_RUNTIME = 160 * 2**20
 """Code and scratch memory of kernels that are first used in training (measured, torch 2.13)."""
 
-CPU_KEPT_FREE_ALONE, CPU_KEPT_FREE_AMONG_RANKS = 0.22, 0.4
-"""Share of memory that glibc keeps after it is freed. Measured: 0.05 to 0.33 on one rank, and 0.42
-to 0.49 with several ranks, which send buckets of gradients (tests/bench/memory.py, glibc 2.36)."""
+CPU_GAPS = 0.6
+"""Gaps in the heap, as a share of the activations and working memory that it held at its peak.
+
+glibc keeps the heap: in the optimizer's step, freed activations and gaps still take memory. This
+share and the next two numbers were fitted to 13 trainings (tests/bench/memory.py, glibc 2.36).
+"""
+CPU_HEAP = 80 * 2**20
+"""Heap of a process whose activations are small."""
+CPU_SENT = 0.25
+"""Additional share of all memory that a rank among several keeps for buckets it has sent."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +199,10 @@ def estimate_of(
         "step": held.step(),
     }
     if device == "cpu":
-        share = CPU_KEPT_FREE_ALONE if processes == 1 else CPU_KEPT_FREE_AMONG_RANKS
         for phase, parts in phases.items():
-            phases[phase] = {**parts, "allocator": round(share * sum(parts.values()))}
+            free = {"start": 0, "backward": CPU_GAPS}.get(phase, 1 + CPU_GAPS) * (kept + working)
+            sent = CPU_SENT * sum(parts.values()) if processes > 1 else 0
+            phases[phase] = {**parts, "allocator": round(CPU_HEAP + free + sent)}
     return MemoryEstimate(phases=phases, host=held.host(), device=device)
 
 

@@ -106,22 +106,26 @@ def model_of(
     return made.to(dtype)
 
 
-def line(generator: random.Random) -> str:
+def line(generator: random.Random, length: int) -> str:
     """Words of one to nine letters."""
-    length = generator.randint(SHORTEST, LONGEST)
     words = ""
     while len(words) < length:
         words += "".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 9))) + " "
     return words[:length].strip()
 
 
-def examples(count: int) -> list[Example]:
+def examples(count: int, *, shortest: int = SHORTEST, longest: int = LONGEST) -> list[Example]:
+    """Pairs of lines of ``shortest`` to ``longest`` letters."""
     tokenizer, generator = byte_tokenizer(), random.Random(1)
+
+    def encoded() -> list[int]:
+        return tokenizer.encode(line(generator, generator.randint(shortest, longest)))
+
     found = tags(tokenizer, "src-tgt", source="de", target="en")
     return [
         Example(
-            source=tokenizer.encode(line(generator)),
-            target=tokenizer.encode(line(generator)),
+            source=encoded(),
+            target=encoded(),
             source_prefix=found.source_prefix,
             decoder_prompt=found.decoder_prompt,
             source_language=0,

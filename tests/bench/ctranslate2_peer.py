@@ -47,8 +47,9 @@ def ctranslate2_search(
     threads: int,
     beams: int,
     new_tokens: int,
+    at_once: int,
 ) -> Callable[[], Sequences]:
-    """A search that returns the tokens after the prompt."""
+    """A search that returns the tokens after the prompt, ``at_once`` sentences at a time."""
     translator: Any = ctranslate2.Translator(
         str(directory), compute_type=compute_type, inter_threads=1, intra_threads=threads
     )
@@ -57,13 +58,17 @@ def ctranslate2_search(
     length = new_tokens + len(prefixes[0])
 
     def search() -> Sequences:
-        found = translator.translate_batch(
-            sources,
-            target_prefix=prefixes,
-            beam_size=beams,
-            min_decoding_length=length,
-            max_decoding_length=length,
-        )
+        found = [
+            one
+            for start in range(0, len(sources), at_once)
+            for one in translator.translate_batch(
+                sources[start : start + at_once],
+                target_prefix=prefixes[start : start + at_once],
+                beam_size=beams,
+                min_decoding_length=length,
+                max_decoding_length=length,
+            )
+        ]
         return [tuple(map(int, one.hypotheses[0][len(prefixes[0]) :])) for one in found]
 
     return search

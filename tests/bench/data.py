@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
 
 import sentencepiece
-from ratios import Row, Seconds, compare, processor, provenance
+from ratios import Row, Seconds, bounded, compare, processor, provenance
 from support.corpora import make_corpus
 
 from data_prep import clean, import_corpus, make_shards, train_tokenizer
@@ -64,11 +64,11 @@ SPEED_LINES, TRAINER_LINES, MEMORY_LINES = 40_000, (20_000, 80_000), (500_000, 2
 VOCABULARY = 16_000
 SHARE_TARGET = 0.85
 """Of SentencePiece's speed, for all of make_shards."""
-OPUS_PAIRS, CORES, MINUTES_TARGET = 55_000_000, 16, 12.0
+OPUS_PAIRS, CORES, MINUTES = 55_000_000, 16, 6.0
 FLAT_SHARE = 0.15
 """How much more a stage may hold at four times the lines."""
-PAIR_LANGUAGES, QUICK_LANGUAGES, MILLISECONDS_TARGET = (10, 45), (3, 5), 5.0
-TMX_LANGUAGES, TMX_UNITS, TMX_SECONDS_TARGET = 24, 3000, 4.0
+PAIR_LANGUAGES, QUICK_LANGUAGES, MILLISECONDS = (10, 45), (3, 5), 5.0
+TMX_LANGUAGES, TMX_UNITS, TMX_SECONDS = 24, 3000, 4.0
 MEBIBYTE = 2**20
 CODE: dict[str, ModuleType] = {
     "import_corpus": import_corpus,
@@ -373,24 +373,43 @@ def main() -> None:
     if not BIBLE.is_dir():
         sys.exit(f"{BIBLE} is not there: put the text beside the checkout.")
     if options.many:
-        report_many(quick=options.quick)
+        report_many(options)
         return
     report(options)
 
 
-def report_many(*, quick: bool) -> None:
-    """Measure many pairs and a file of many languages, and print."""
-    languages, units = (QUICK_LANGUAGES, 50) if quick else (PAIR_LANGUAGES, TMX_UNITS)
+def report_many(options: argparse.Namespace) -> None:
+    """Measure many pairs and a file of many languages, print, and write where asked."""
+    languages, units = (QUICK_LANGUAGES, 50) if options.quick else (PAIR_LANGUAGES, TMX_UNITS)
     with tempfile.TemporaryDirectory() as folder:
         pairs = measure_many_pairs(Path(folder), languages=languages)
         seconds = measure_tmx(Path(folder) / "tmx", languages=TMX_LANGUAGES, units=units)
+    rows = [
+        bounded(
+            f"{name}, a further pair", "milliseconds of processor time", value, most=MILLISECONDS
+        )
+        for name, value in pairs.items()
+    ]
+    tmx = f"import_corpus, TMX of {TMX_LANGUAGES} languages and {units:,} units"
+    rows.append(bounded(tmx, "seconds of processor time", seconds, most=TMX_SECONDS))
     print(processor())
-    for name, value in pairs.items():
-        print(f"{name}: {value:.1f} ms of processor time a pair, at most {MILLISECONDS_TARGET}")
-    print(
-        f"TMX of {TMX_LANGUAGES} languages x {units:,} units: {seconds:.1f} s of processor time, "
-        f"at most {TMX_SECONDS_TARGET}"
-    )
+    for row in rows:
+        print(f"{row.case} {row.peer}: {row.ours} {row.metric}")
+    write_found(options, rows)
+
+
+def write_found(options: argparse.Namespace, rows: list[Row], **figures: object) -> None:
+    """Rows, other figures, and what they were measured on, where asked."""
+    if options.json:
+        found = {
+            "processor": processor(),
+            "python": platform.python_version(),
+            **provenance(),
+            "sentencepiece": sentencepiece.__version__,
+            "rows": [asdict(row) for row in rows],
+            **figures,
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def report(options: argparse.Namespace) -> None:
@@ -419,20 +438,15 @@ def report(options: argparse.Namespace) -> None:
     for peak in peaks:
         print(f"{peak.stage}: {peak.fewer} MiB at {fewer:,} lines, {peak.more} at {more:,}")
     parts = ", ".join(f"{stage} {value}" for stage, value in minutes.items())
-    print(f"OPUS-100 on {CORES} cores, computed: {total} minutes ({parts}), aim {MINUTES_TARGET}")
-    if options.json:
-        found = {
-            "processor": processor(),
-            "python": platform.python_version(),
-            **provenance(),
-            "sentencepiece": sentencepiece.__version__,
-            "rows": [asdict(row) for row in rows],
-            "rates": rates,
-            "peak_lines": [fewer, more],
-            "peaks": [asdict(peak) | {"flat": peak.is_flat} for peak in peaks],
-            "opus_minutes": minutes | {"total": total, "cores": CORES},
-        }
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"OPUS-100 on {CORES} cores, computed: {total} minutes ({parts}), aim {MINUTES}")
+    write_found(
+        options,
+        [*rows, bounded(f"OPUS-100 on {CORES} cores", "minutes, computed", total, most=MINUTES)],
+        rates=rates,
+        peak_lines=[fewer, more],
+        peaks=[asdict(peak) | {"flat": peak.is_flat} for peak in peaks],
+        opus_minutes=minutes | {"total": total, "cores": CORES},
+    )
 
 
 if __name__ == "__main__":

