@@ -46,13 +46,13 @@ def test_rows_of_a_question_that_fails_or_hangs_are_kept() -> None:
 
     found = row("dense", "number", 2, 3, most=1.5)
     line = MARK + json.dumps(vars(found))
-    endings = {"raise SystemExit('no memory')": "failed", "time.sleep(60)": "stopped after 2 s"}
+    endings = {"raise SystemExit('no memory')": "failed", "time.sleep(60)": "stopped after 5 s"}
     for ending, status in endings.items():
         code = f"import time; print('noise'); print({line!r}, flush=True); {ending}"
-        how, rows = answer([sys.executable, "-c", code], seconds=2)
+        how, rows = answer([sys.executable, "-c", code], seconds=5)
         assert how.startswith(status)
         assert rows == [found]
-    assert answer([sys.executable, "-c", ""], seconds=60) == ("measured", [])
+    assert answer([sys.executable, "-c", ""], seconds=300) == ("measured", [])
 
 
 def test_a_measurement_that_is_no_number_does_not_hold() -> None:
@@ -76,14 +76,14 @@ def test_the_stages_of_questions_have_options_and_recipes_that_exist() -> None:
 
 def test_the_process_of_a_question_prints_its_rows(tmp_path: Path) -> None:
     arguments = ["--here", "--quick", "--only", "vocabulary"]
-    done = run_script(SCRIPT, arguments, folder=tmp_path, timeout=60)
+    done = run_script(SCRIPT, arguments, folder=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert '"case": "logits and gradients"' in done.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_the_result_says_so_for_every_question(tmp_path: Path) -> None:
-    done = run_script(SCRIPT, ["--json", "gpu.json"], folder=tmp_path, timeout=60)
+    done = run_script(SCRIPT, ["--json", "gpu.json"], folder=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {"processor", "torch", "commit", "date"} <= found.keys()
