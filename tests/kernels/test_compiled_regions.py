@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.errors import ConfigError
@@ -22,6 +24,7 @@ from pipeline.kernels.compiled_regions import (
 )
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import compile_regions
 from pipeline.model.transformer import Transformer
@@ -111,17 +114,40 @@ def traced(region: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(region, backend="eager")
 
 
-def test_any_number_of_rows_takes_one_form_per_rate(
-    forms: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    norm = nn.LayerNorm(64)
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace regions as the compiler does, and run them as they are."""
     monkeypatch.setattr(compiled_regions, "_compiled", traced)
-    for num_rows in (40, 41, 7, 300, 1024):
-        norm_of_sum(values(num_rows, seed=1), values(num_rows, seed=2), norm, rate=RATE)
-    assert forms["unique_graphs"] == 1
-    for num_rows in (40, 41):
-        norm_of_sum(values(num_rows, seed=1), values(num_rows, seed=2), norm, rate=0.1)
-    assert forms["unique_graphs"] == 2
+
+
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_any_number_of_rows_takes_one_form_per_rate(device: str, forms: dict[str, int]) -> None:
+    """On CUDA with tensors that have no values; autograd would need a CUDA build of PyTorch."""
+    is_fake = device == "cuda"
+    without_values = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else nullcontext()
+    with without_values, torch.set_grad_enabled(not is_fake):
+        norm = nn.LayerNorm(64, device=device)
+        for rate, forms_now, counts in ((RATE, 1, (40, 41, 7, 300, 1024)), (0.1, 2, (40, 41))):
+            for num_rows in counts:
+                x, y = (torch.randn(num_rows, 64, device=device) for _ in range(2))
+                assert norm_of_sum(x, y, norm, rate=rate).device.type == device
+            assert forms["unique_graphs"] == forms_now
+
+
+@pytest.mark.usefixtures("tracing")
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_all_batches_of_a_model_with_experts_take_at_most_three_forms(
+    norm: str, forms: dict[str, int]
+) -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=4), model={"norm": norm})
+    model = build_model(spec, regularization=Regularization(dropout=RATE, moe_dropout=0.1)).train()
+    initialize_weights(model, seed=1)
+    compile_regions(model)
+    for sentences in (4, 1, 9, 16):
+        batch = random_batch(spec, sentences=sentences, seed=sentences, longest=20)
+        training_loss(model, batch, LossConfig()).objective.backward()
+    assert 2 <= forms["unique_graphs"] <= 3
 
 
 @pytest.mark.usefixtures("compiler", "forms")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.forked import run_command
-from support.page_commands import PAGES, ROOT, blocks, without_launcher
+from support.page_commands import ROOT, blocks, without_launcher
 from support.raw_trees import write
 from support.small_plans import TINY, as_child, placed_small, write_tree
 from support.tiny_xlmr import write_entities, write_questions, write_xlmr
@@ -281,22 +281,3 @@ def test_every_command_of_a_page_succeeds_one_after_the_other(
             assert told.get(without_launcher(command)[0], "") in printed.out
             tried += 1
     assert tried or {at for at, _ in commands("run")} >= {page}
-
-
-INLINE = [
-    (page.name, command)
-    for page in PAGES
-    for command in re.findall(r"`mmnmt ([a-z_]+ --[^`]+)`", page.read_text(encoding="utf-8"))
-    if command.split()[0] in STAGES and "--recipe" in command
-]
-
-
-@pytest.mark.parametrize(("page", "command"), INLINE)
-def test_a_stage_command_within_a_sentence_has_options_and_recipes_that_exist(
-    page: str, command: str
-) -> None:
-    """Those of docs/how-to/gpu.md need a GPU."""
-    name, *arguments = shlex.split(command)
-    options = vars(stage_parser(STAGES[name]).parse_args(arguments))
-    recipe = options.get("recipe") or ""
-    assert recipe.endswith(".toml") or not recipe or load_recipe(recipe).name == recipe, page

@@ -3,8 +3,8 @@
 An MoE layer does one small all-to-all of counts and two of rows in the forward pass, and two of
 rows in the backward pass. It copies the counts to the host once, which also tells a rank how many
 of its routes are kept. The host needs them to allocate the rows that arrive, and the routes of a
-layer depend on the layers before it, so that without padding there is at least one wait per layer.
-The device keeps a copy of the counts: the host would wait again to send its own.
+layer depend on the layers before it, so that without padding there is at least one wait per layer
+and pass. The device keeps a copy of the counts: the host would wait again to send its own.
 
 Ranks may hold different numbers of tokens, including none, but all ranks of the group must call the
 same layers in the same order: a rank that leaves one out would deadlock the others.
