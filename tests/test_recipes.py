@@ -32,7 +32,7 @@ ONE_WAY = ("english_8k",)
 SYSTEMS = (
     *("ada_msha", "msc", "ncf", "wsf", "lobef_code", "one_hot"),
     *("byte_bpe_2k", "byte_bpe_4k", "characters"),
-    *("subwords_3k", "subwords_8k", "subwords_32k", "subwords_64k"),
+    *("subwords_3k", "subwords_32k", "subwords_64k"),
 )
 """Overlays that say what the encoder's front, the embeddings or the vocabulary are."""
 OF_LANGUAGES = ("words_lobef",)

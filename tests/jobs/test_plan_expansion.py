@@ -15,7 +15,7 @@ PLAN = """
 text = "a tree"
 
 [defaults]
-recipe = "bible24_bytes"
+recipe = "phrases_bytes"
 processes = 2
 threads = 3
 ds_config = "cpu_fp32"
@@ -68,7 +68,7 @@ def load(folder: Path, text: str) -> Plan:
     return load_plan(str(path))
 
 
-def pretrained(recipe: str = "bible24_bytes", **training: int) -> PlanStage:
+def pretrained(recipe: str = "phrases_bytes", **training: int) -> PlanStage:
     settings = {"training": {"updates": 100, **training}}
     inputs = {"shards": "shards", "mixture": "mixture"}
     return PlanStage.model_validate(
@@ -76,7 +76,7 @@ def pretrained(recipe: str = "bible24_bytes", **training: int) -> PlanStage:
     )
 
 
-def translated(checkpoint: str, recipe: str = "bible24_bytes", **more: object) -> PlanStage:
+def translated(checkpoint: str, recipe: str = "phrases_bytes", **more: object) -> PlanStage:
     inputs = {"corpus": "corpus", "checkpoint": checkpoint}
     return PlanStage.model_validate(
         {"run": "translate", "recipe": recipe, "inputs": inputs, **WIDE, **more}
@@ -84,9 +84,9 @@ def translated(checkpoint: str, recipe: str = "bible24_bytes", **more: object) -
 
 
 def test_a_plan_is_expanded_to_stages_in_full(tmp_path: Path) -> None:
-    base = {"recipe": "bible24_bytes"}
+    base = {"recipe": "phrases_bytes"}
     both = {"corpus": "corpus", "tokenizer": "tokenizer"}
-    lms = pretrained("bible24_bytes+lms")
+    lms = pretrained("phrases_bytes+lms")
     systems = {"Plain": "translate_plain", "LMS, 4": "translate_lms", "Seed 2": "seed_2_text"}
     expected = {
         "corpus": PlanStage(run="import_corpus", inputs={"raw": "$text"}, threads=3, **base),
@@ -96,7 +96,7 @@ def test_a_plan_is_expanded_to_stages_in_full(tmp_path: Path) -> None:
         "plain": pretrained(),
         "lms": lms.model_copy(update={"set": {**lms.set, **LMS}}),
         "translate_plain": translated("plain"),
-        "translate_lms": translated("lms", "bible24_bytes+lms", set=LMS),
+        "translate_lms": translated("lms", "phrases_bytes+lms", set=LMS),
         "seed_2": pretrained(seed=2),
         "seed_2_text": translated("seed_2"),
         "seed_3": pretrained(seed=3),
@@ -124,7 +124,7 @@ def test_a_stage_is_told_what_the_plan_sets(tmp_path: Path) -> None:
     assert tasks["lms"].config["training"]["updates"] == 100
     assert tasks["lms"].config["model"]["language_modules"]["rank"] == 4
     arguments = stage_arguments(placed, tasks["lms"])
-    assert "--recipe=bible24_bytes+lms" in arguments
+    assert "--recipe=phrases_bytes+lms" in arguments
     settings = [one for one in arguments if one.startswith("--set=")]
     assert settings == ["--set=training.updates=100", "--set=model.language_modules.rank=4"]
     assert not any(one.startswith("--set=") for one in stage_arguments(placed, tasks["lengths"]))
