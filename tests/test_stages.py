@@ -104,7 +104,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # How many lines at once: where evaluation_capacity_factor is set, which tokens an
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
-            *("alignment_layer", "alignments", "banned", "choose", "n_best", "required", "route"),
+            *("alignment_layer", "alignments", "banned", "choose", "comet", "n_best"),
+            *("required", "route", "utility"),
             *("router_language", "sampling_temperature", "search", "seed", "targets", "top_k"),
             "top_p",
             "word_scores",

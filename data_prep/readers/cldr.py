@@ -238,8 +238,8 @@ def check_languages(config: CldrConfig) -> CldrConfig:
 
 
 def training_clauses(config: CldrConfig, *, language: str) -> list[Clause]:
-    """Draw the clauses of one pair, all different; every language draws its own."""
-    random = Random(f"cldr {config.seed} train {language}")
+    """Draw the clauses of one pair, all different; a longer list begins as a shorter one."""
+    random = Random(f"cldr {config.seed} train {'' if config.same_phrases else language}")
     return _distinct(random, config.train_pairs[language], held_out=False)
 
 

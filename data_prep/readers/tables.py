@@ -16,7 +16,6 @@ import codecs
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -24,11 +23,12 @@ from typing import Any, NamedTuple
 from data_prep.readers.multiway import MultiwayFile, Record, is_language, pair_up
 from data_prep.readers.raw_files import RawFile, find_files
 from data_prep.readers.section import RawText
+from pipeline.artifacts.arrow_tables import table_rows
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig
-from pipeline.errors import ConfigError, DataError, Interrupted, UserError
+from pipeline.errors import DataError
 from pipeline.terminal import listed
 
 MISSING = b"__NULL__"
@@ -131,7 +131,6 @@ def _header_cells(line: bytes) -> Sequence[str]:
 ENDINGS = ("parquet", "jsonl", "json", "csv")
 TRANSLATION = "translation"
 
-_BATCH_ROWS = 1000
 """Rows of a Parquet file held in memory; their row group stays packed."""
 _JSON_BYTES = 12
 """Bytes of a JSON row per byte of a side, which may be an escape of six; a row has other
@@ -285,32 +284,5 @@ def _decoded(raw: bytes) -> str:
 
 
 def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[Row]:
-    with _told(file):
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(file.path) as table:
-            present = [name for name in table.schema_arrow.names if name in columns]
-            number = 0
-            for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=present):
-                for cells in batch.to_pylist():
-                    number += 1
-                    yield Row(number, cells)
-
-
-@contextmanager
-def _told(file: RawFile) -> Iterator[None]:
-    """Turn any error of pyarrow into a DataError, because its errors share no class."""
-    try:
-        yield
-    except (UserError, Interrupted):
-        raise
-    except ImportError as error:
-        raise ConfigError(
-            f"{file.path} is a Parquet file, which needs the package pyarrow ({error}). "
-            "Run pip install 'mmnmt[parquet]'."
-        ) from error
-    except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise DataError(
-            f"{file.path} is not a complete Parquet file ({reason}). Fetch it again."
-        ) from error
+    for number, cells in enumerate(table_rows(file.path, columns), start=1):
+        yield Row(number, dict(cells))

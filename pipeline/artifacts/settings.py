@@ -37,6 +37,9 @@ class CldrConfig(Settings):
     """Validation phrases per pair."""
     test_phrases: Annotated[int, whole(0, 10**9)] = 200
     """Test phrases per pair."""
+    same_phrases: bool = False
+    """Draw the training phrases of all languages from one list, its first ones for a language with
+    fewer, so that their lines in the pivot are equal; else each language draws its own."""
     seed: Seed = 1
     """Seed of the choice of phrases."""
 

@@ -18,14 +18,19 @@ DECIMALS = 9
 def choose(candidates: Sequence[Translation], texts: Sequence[str]) -> Translation:
     """Return the candidate of the highest expected utility.
 
-    Ties go to the higher score of the model, then to the earlier candidate.
-
     Args:
         candidates: hypotheses of one source.
         texts: their texts.
     """
-    utility = expected_utility(texts)
-    keys = [(value, one.score) for value, one in zip(utility, candidates, strict=True)]
+    return highest(candidates, expected_utility(texts))
+
+
+def highest(candidates: Sequence[Translation], values: Sequence[float]) -> Translation:
+    """Return the candidate of the highest value.
+
+    Ties go to the higher score of the model, then to the earlier candidate.
+    """
+    keys = [(value, one.score) for value, one in zip(values, candidates, strict=True)]
     return candidates[keys.index(max(keys))]
 
 

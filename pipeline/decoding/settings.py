@@ -16,11 +16,17 @@ class DecodingConfig(Settings):
     """Hypotheses per sentence in beam search."""
     n_best: Annotated[int, whole(1, 1000)] = 1
     """Hypotheses kept per sentence: the best of beam search, at most beam_size, or as many
-    independent samples, the first of which is the translation. With choose = "mbr", hypotheses to
-    choose the translation from."""
-    choose: Literal["score", "mbr"] = "score"
-    """Choice of the translation among n_best hypotheses: the first, or by minimum Bayes risk the
-    one that agrees most with the others; see ``decoding/minimum_bayes_risk.py``."""
+    independent samples, the first of which is the translation. With choose = "mbr" or "rerank",
+    hypotheses to choose the translation from."""
+    choose: Literal["score", "mbr", "rerank"] = "score"
+    """Choice of the translation among n_best hypotheses: the first; by minimum Bayes risk the one
+    that agrees most with the others (``decoding/minimum_bayes_risk.py``); ``rerank``: the one that
+    a COMET model without references scores highest."""
+    utility: Literal["chrf", "comet"] = "chrf"
+    """Agreement of two hypotheses for choose = "mbr": chrF++, or the score of a COMET model."""
+    comet: str = ""
+    """Directory of the COMET model that choose = "rerank" or utility = "comet" asks, as
+    ``mmnmt evaluate --comet`` takes it. A model that changes belongs into another directory."""
     length_penalty: Annotated[float, number(least=-10, most=10)] = 1.0
     """Exponent of the length by which scores are divided: values above 0 favor long hypotheses."""
     max_length_ratio: Annotated[float, number(least=0, most=1000)] = 2.0
@@ -71,6 +77,11 @@ class DecodingConfig(Settings):
         return self.beam_size if self.search == "beam" else self.n_best
 
     @property
+    def asks_comet(self) -> bool:
+        """Whether a COMET model chooses the translation."""
+        return self.choose == "rerank" or self.utility == "comet"
+
+    @property
     def lists_hypotheses(self) -> bool:
         """Whether all n_best hypotheses are requested."""
         return self.n_best > 1 and self.choose == "score"
@@ -97,10 +108,17 @@ class DecodingConfig(Settings):
                 f"n_best {self.n_best} exceeds beam_size {self.beam_size}, and beam search keeps "
                 "no more. Lower it, or raise beam_size"
             )
-        if self.choose == "mbr" and self.n_best == 1:
+        if self.choose != "score" and self.n_best == 1:
             raise ValueError(
-                'choose is "mbr", which compares n_best hypotheses, and n_best is 1. Raise it, or '
-                "leave choose out"
+                f'choose is "{self.choose}", which compares n_best hypotheses, and n_best is 1. '
+                "Raise it, or leave choose out"
+            )
+        if self.utility == "comet" and self.choose != "mbr":
+            raise ValueError('utility is for choose = "mbr" alone. Set both, or leave it out')
+        if self.asks_comet != bool(self.comet):
+            raise ValueError(
+                'comet names the model of choose = "rerank" or utility = "comet". Set it together '
+                "with one of them, or leave both out"
             )
         return self
 
@@ -123,4 +141,4 @@ class TextConfig(Settings):
     source: str = ""
     """Language of the text."""
     field: str = "text"
-    """Field that holds the text in the records of ``.jsonl`` files."""
+    """Field that holds the text in the records of ``.jsonl`` files and the rows of tables."""

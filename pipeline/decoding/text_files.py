@@ -1,15 +1,19 @@
 """Read files of text to translate, in chunks of bounded memory.
 
 A line ends at a line feed or at the end of its file. A byte order mark and a carriage return before
-a line feed are dropped. In a ``.jsonl`` file, a line is a JSON object and one field has the text. A
-line that cannot be read is an error, because output line n must translate input line n.
+a line feed are dropped. In a ``.jsonl`` file, a line is a JSON object and one field has the text.
+In a Parquet file, and in an Arrow file of a data set that Hugging Face's ``save_to_disk`` wrote, a
+line is a row and the field a column. A line that cannot be read is an error, because output line n
+must translate input line n.
 """
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from pipeline.artifacts.arrow_tables import ARROW, PARQUET, table_rows
 from pipeline.artifacts.manifest import describe_name, fold_name
 from pipeline.artifacts.raw_bytes import iterate_raw_lines, named_files, plain_name
 from pipeline.artifacts.raw_input import RawInput, RawPaths
@@ -25,6 +29,7 @@ CHUNK_CHARACTERS = 2**22
 """Characters to translate at which a chunk ends."""
 
 TEXT, RECORDS = ".txt", ".jsonl"
+TABLES = (PARQUET, ARROW)
 PACKED = (".gz", ".zst")
 
 
@@ -43,18 +48,32 @@ class TextFile:
         return plain_name(self.name).endswith(RECORDS)
 
     @property
+    def is_table(self) -> bool:
+        """Whether its lines are rows of a table."""
+        return self.name.endswith(TABLES)
+
+    @property
     def output(self) -> str:
         """Name of its translations: ``a/b.jsonl.gz`` → ``a/b.txt``."""
         name = plain_name(self.name)
-        return name.removesuffix(RECORDS) + TEXT if self.has_records else name
+        if self.has_records or self.is_table:
+            return name[: name.rindex(".")] + TEXT
+        return name
 
     def lines(self) -> Iterator[str]:
         """Yield the text of every line, without any character that could be taken for a line end.
 
         Raises:
-            ConfigError: The package for Zstandard is missing.
+            ConfigError: The package for Zstandard or for tables is missing.
             DataError: The file cannot be read, or a line of it is no text; names both.
         """
+        yield from map(without_line_breaks, self._rows() if self.is_table else self._raw_lines())
+
+    def _rows(self) -> Iterator[str]:
+        for number, row in enumerate(table_rows(self.path, (self.field,)), start=1):
+            yield self._text_of_record(row, what=f"{self.path}, row {number}")
+
+    def _raw_lines(self) -> Iterator[str]:
         longest = MAX_JSON_BYTES if self.has_records else MAX_LINE_BYTES
         raws = iterate_raw_lines(self.path, max_line_bytes=longest)
         for number, raw in enumerate(raws, start=1):
@@ -64,16 +83,19 @@ class TextFile:
             if number == 1:
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             raw = raw.removesuffix(b"\r")
-            text = self._text_of(raw, what=what) if self.has_records else _decoded(raw, what=what)
-            yield without_line_breaks(text)
+            yield self._text_of(raw, what=what) if self.has_records else _decoded(raw, what=what)
 
     def _text_of(self, raw: bytes, *, what: str) -> str:
-        """Return the text of a record; a blank line or null is an empty text."""
+        """Return the text of a line with a record; a blank line is an empty text."""
         if not raw.strip():
             return ""
         record = parse_json(raw, what=what, error=DataError, fix="correct that line")
         if not isinstance(record, dict):
             raise DataError(f"{what}: it is no JSON object. Correct that line.")
+        return self._text_of_record(record, what=what)
+
+    def _text_of_record(self, record: Mapping[str, Any], *, what: str) -> str:
+        """Return the text of a record; null is an empty text."""
         if self.field not in record:
             raise DataError(
                 f"{what}: text.field is {self.field!r}, and the record has no such field"
@@ -100,8 +122,9 @@ def _decoded(raw: bytes, *, what: str) -> str:
 def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]:
     """Return the files with text, by name, and the names of the files that are left out.
 
-    Within a folder, text is in ``.txt`` and ``.jsonl`` files and in packed ones. A file that is
-    named itself is read whatever its ending.
+    Within a folder, text is in ``.txt`` and ``.jsonl`` files, in packed ones and in tables, except
+    the caches that Hugging Face's library leaves beside a data set. A file that is named itself is
+    read whatever its ending.
 
     Raises:
         ConfigError: The input is a data set of the hub.
@@ -109,8 +132,8 @@ def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]
     """
     paths = raw.paths if isinstance(raw, RawPaths) else (raw.only_path(),)
     files = [TextFile(path, name, field) for name, path in named_files(paths)]
-    endings = (TEXT, RECORDS, *PACKED)
-    texts = [file for file in files if file.name.endswith(endings) or file.path in paths]
+    endings = (TEXT, RECORDS, *PACKED, *TABLES)
+    texts = [file for file in files if _has_text(file.path, endings) or file.path in paths]
     if not texts:
         raise DataError(
             f"{listed(raw.values)} holds no file that ends in {listed(endings)}. Name a folder "
@@ -128,6 +151,11 @@ def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]
             raise DataError(f"{file.path} has a name that {problem}. Rename it.")
     chosen = {file.name for file in texts}
     return texts, [file.name for file in files if file.name not in chosen]
+
+
+def _has_text(path: Path, endings: tuple[str, ...]) -> bool:
+    is_cache = path.suffix == ARROW and path.name.startswith("cache-")
+    return path.name.endswith(endings) and not is_cache
 
 
 @dataclass

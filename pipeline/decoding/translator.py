@@ -24,6 +24,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import beam_search_n_best
+from pipeline.decoding.comet_choice import Candidates, CometChoice
 from pipeline.decoding.constraints import has_sequence
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
@@ -63,6 +64,7 @@ class _Part:
     job: int
     """Index of its job."""
     direction: Direction
+    text: str
     tokens: list[int]
     truncated: bool
     prefix: tuple[int, ...] = ()
@@ -127,6 +129,11 @@ class Translator:
         self._banned = tuple(self._phrase(phrase, "banned") for phrase in config.banned)
         self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
         self._alignment_layer = self._layer_of_alignments()
+        self._comet = (
+            CometChoice(config.comet, against_others=config.choose == "mbr")
+            if config.asks_comet
+            else None
+        )
         if config.router_language:
             self.show_router(config.router_language)
 
@@ -321,6 +328,7 @@ class Translator:
             _Part(
                 index,
                 job.direction,
+                text,
                 tokens[: self.max_tokens],
                 truncated=len(tokens) > self.max_tokens,
                 prefix=() if number else prefix,
@@ -336,7 +344,14 @@ class Translator:
         for batch in self._batches([len(part.tokens) for part in parts]):
             sources = [self._source(parts[index]) for index in batch]
             hypotheses = search(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
-            if self.config.choose == "mbr":
+            if self._comet is not None:
+                texts = [parts[index].text for index in batch]
+                candidates = [
+                    Candidates(text, of, self._texts(of))
+                    for text, of in zip(texts, hypotheses, strict=True)
+                ]
+                hypotheses = [[one] for one in self._comet.choose(candidates)]
+            elif self.config.choose == "mbr":
                 hypotheses = [[choose(of, self._texts(of))] for of in hypotheses]
             best = [of_source[0] for of_source in hypotheses]
             passes = zip(batch, hypotheses, self._forced_passes(sources, best), strict=True)

@@ -5,8 +5,8 @@ COMET lays out its own models. The configuration and tokenizer of its encoder ar
 in the directory that ``pretrained_model`` names, or in the Hugging Face cache. Only weights are
 read from the checkpoint, and nothing is downloaded.
 
-The model runs in a process of its own, so that COMET's dependencies are imported nowhere else and
-one model scores all lines::
+An evaluation runs the model in a process of its own, so that one model scores all lines and its
+workers do not import COMET's dependencies::
 
     python -m pipeline.evaluation.comet MODEL_DIR WORK_DIR
 
@@ -188,7 +188,7 @@ def load_model(model_dir: Path) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"COMET cannot be imported ({error}). Run pip install 'mmnmt[comet]', or leave comet "
-            "out of evaluation.scores."
+            "out of evaluation.scores and of [decoding]."
         ) from error
     identifier = settings.get("class_identifier")
     if identifier not in str2model:

@@ -178,7 +178,9 @@ _CORE = (
         sections=("text", "decoding"),
         inputs={
             "checkpoint": Input("checkpoint", "model to translate with"),
-            "text": Input("raw", "files, or folders of .txt and .jsonl, plain, .gz or .zst"),
+            "text": Input(
+                "raw", "files, or folders of .txt, .jsonl, .gz, .zst, .parquet and .arrow files"
+            ),
         },
         parallel="ranks",
         needs_recipe=False,

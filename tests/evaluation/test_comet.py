@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.comet_models import settings, write_checkpoint, write_encoder, write_model
+from support.comet_models import (
+    settings,
+    stub_package,
+    write_checkpoint,
+    write_encoder,
+    write_model,
+    write_stub_model,
+)
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
@@ -29,62 +35,12 @@ SAMPLES = [
     for count in range(9)
 ]
 
-STUB = '''
-import torch
-
-class Stub(torch.nn.Module):
-    """Score: its one weight times the characters of the translation."""
-
-    def __init__(self, pretrained_model, load_pretrained_weights, local_files_only, scale=1.0):
-        super().__init__()
-        assert local_files_only and not load_pretrained_weights
-        if pretrained_model == "stranger/encoder":
-            raise OSError("We couldn't connect to the hub.\\nMore of it.")
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.scale, self.device = scale, "cpu"
-
-    def prepare_for_inference(self, samples):
-        return {"mt": torch.tensor([float(len(one["mt"])) for one in samples])}
-
-    def transfer_batch_to_device(self, batch, device, number):
-        return batch
-
-    def predict_step(self, batch):
-        return {"scores": self.scale * self.weight * batch["mt"]}
-
-str2model = {"stub_metric": Stub}
-'''
-
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with a package ``comet`` that knows one small model, before all others."""
-    package = tmp_path / "stub" / "comet"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("", encoding="utf-8")
-    (package / "models.py").write_text(STUB, encoding="utf-8")
-    information = tmp_path / "stub" / "unbabel_comet-9.9.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Name: unbabel-comet\nVersion: 9.9\n", encoding="utf-8")
-    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.syspath_prepend(str(package.parent))
-    hidden = {name: one for name, one in sys.modules.items() if name.split(".")[0] == "comet"}
-    for name in hidden:
-        del sys.modules[name]
-    yield
-    for name in ("comet", "comet.models"):
-        sys.modules.pop(name, None)
-    sys.modules.update(hidden)
-
-
-def write_stub_model(folder: Path, *, encoder: str = "encoder", **contents: Any) -> Path:
-    """``contents`` stand in the checkpoint beside, or instead of, the one weight."""
-    weights = {"weight": torch.tensor(0.01)}
-    write_checkpoint(folder, {"state_dict": weights, "hyper_parameters": {"scale": 2.0}} | contents)
-    told = {"class_identifier": "stub_metric", "pretrained_model": encoder, "loss": "mse"}
-    (folder / "hparams.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
-    return folder
+    with stub_package(tmp_path / "stub", monkeypatch):
+        yield
 
 
 def work_with(folder: Path, samples: list[dict[str, str]]) -> Path:

@@ -1,8 +1,13 @@
 """A tiny COMET model with random weights, laid out as COMET's own are."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
@@ -66,3 +71,74 @@ def write_checkpoint(folder: Path, contents: dict[str, Any]) -> None:
     path = folder / "checkpoints" / "model.ckpt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"pytorch-lightning_version": "2.0.0", **contents}, path)
+
+
+STUB = '''
+import torch
+
+class Stub(torch.nn.Module):
+    """Score: its weight times the characters of the translation, or how near they are to others."""
+
+    def __init__(
+        self,
+        pretrained_model,
+        load_pretrained_weights,
+        local_files_only,
+        scale=1.0,
+        near="",
+    ):
+        super().__init__()
+        assert local_files_only and not load_pretrained_weights
+        if pretrained_model == "stranger/encoder":
+            raise OSError("We couldn't connect to the hub.\\nMore of it.")
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.scale, self.near, self.device = scale, near, "cpu"
+
+    def prepare_for_inference(self, samples):
+        lengths = [len(one["mt"]) for one in samples]
+        if self.near:
+            lengths = [-abs(n - len(one[self.near])) for n, one in zip(lengths, samples)]
+        return {"mt": torch.tensor(lengths, dtype=torch.float)}
+
+    def requires_references(self):
+        return self.near == "ref"
+
+    def transfer_batch_to_device(self, batch, device, number):
+        return batch
+
+    def predict_step(self, batch):
+        return {"scores": self.scale * self.weight * batch["mt"]}
+
+str2model = {"stub_metric": Stub}
+'''
+
+
+@contextmanager
+def stub_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package ``comet`` in a folder, before all others, that knows one small model."""
+    package = folder / "comet"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "models.py").write_text(STUB, encoding="utf-8")
+    information = folder / "unbabel_comet-9.9.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: unbabel-comet\nVersion: 9.9\n", encoding="utf-8")
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(str(package.parent))
+    hidden = {name: one for name, one in sys.modules.items() if name.split(".")[0] == "comet"}
+    for name in hidden:
+        del sys.modules[name]
+    yield
+    for name in ("comet", "comet.models"):
+        sys.modules.pop(name, None)
+    sys.modules.update(hidden)
+
+
+def write_stub_model(folder: Path, *, encoder: str = "encoder", **contents: Any) -> Path:
+    """``contents`` stand in the checkpoint beside, or instead of, the one weight."""
+    weights = {"weight": torch.tensor(0.01)}
+    write_checkpoint(folder, {"state_dict": weights, "hyper_parameters": {"scale": 2.0}} | contents)
+    told = {"class_identifier": "stub_metric", "pretrained_model": encoder, "loss": "mse"}
+    (folder / "hparams.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    return folder

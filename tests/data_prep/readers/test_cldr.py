@@ -191,6 +191,14 @@ def test_each_pair_draws_its_own_training_phrases() -> None:
     assert len(german & french) < 0.2 * len(german)
 
 
+def test_pairs_of_the_same_phrases_have_equal_lines_in_the_pivot() -> None:
+    sizes = {"de": 300, "fr": 300, "uk": 40}
+    train = make_phrases(CldrConfig(train_pairs=sizes, same_phrases=True)).train
+    english = {code: [phrase["en"] for phrase in phrases] for code, phrases in train.items()}
+    assert english["fr"] == english["de"]
+    assert english["uk"] == english["de"][:40]
+
+
 def test_held_out_phrases_do_not_depend_on_the_other_languages() -> None:
     alone = make_phrases(CldrConfig(train_pairs={"tr": 10}, test_phrases=300))
     together = make_phrases(CONFIG)

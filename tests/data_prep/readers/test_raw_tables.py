@@ -402,7 +402,7 @@ def test_without_the_package_it_is_said_how_to_get_it(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     raw = write(tmp_path / "raw", {"de-en/train.parquet": "x"})
-    with pytest.raises(ConfigError, match=r"train\.parquet is a Parquet file.*'mmnmt\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"train\.parquet needs the package.*'mmnmt\[parquet\]'"):
         import_columns(tmp_path / "corpus", raw)
 
 
