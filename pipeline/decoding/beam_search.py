@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoding.cached_keys import DecoderStates
+from pipeline.decoding.cached_keys import DecoderStates, of_last_columns
 from pipeline.decoding.constraints import (
     Candidates,
     Constraints,
@@ -60,10 +60,17 @@ def beam_search_n_best(
 
 
 @dataclass
-class _Ended:
-    """Ended hypotheses of one sentence, (score, tokens) each, best first."""
+class _Sentence:
+    """A sentence that is searched for, and its ended hypotheses."""
 
+    index: int
+    """Its place among all sentences of the search."""
+    limit: int
+    """Most tokens of a hypothesis."""
+    length: int = 0
+    """Number of tokens of its beams."""
     hypotheses: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    """Score and tokens of the ended hypotheses, best first."""
     done: bool = False
 
     def add(self, score: float, tokens: tuple[int, ...], *, keep: int) -> None:
@@ -77,7 +84,11 @@ class _Ended:
 
 
 class Search:
-    """Beam search of one batch: unfinished sentences in order, their caches, ended hypotheses."""
+    """Beam search: unfinished sentences in order, their caches, ended hypotheses.
+
+    :meth:`run` searches for the given sources alone. Others :meth:`join` between two steps; the
+    tokens of every sentence then end in the last column, behind columns that it does not use.
+    """
 
     def __init__(
         self,
@@ -98,38 +109,85 @@ class Search:
         self.states = DecoderStates(model, sources, route=config.route)
         self.prompt_length = self.states.prompt_length
         positions = model.spec.model.max_positions - self.prompt_length
-        self.limits = [length_limit(source, config, positions=positions) for source in sources]
-        self.ended = [_Ended() for _ in sources]
-        self.active = list(range(len(sources)))
+        self.active = [
+            _Sentence(index, length_limit(source, config, positions=positions))
+            for index, source in enumerate(sources)
+        ]
+        self.sentences = len(sources)
+        """Number of sentences, with those that are done."""
+        self.next_R: Tensor | None = None
+        """Last token of every beam; None before the first step."""
         grid = (len(sources), 1)  # all beams begin alike
         self.tokens_BJT = torch.empty(*grid, 0, dtype=torch.int64, device=self.device)
         self.scores_BJ = torch.zeros(grid, device=self.device)
 
     def run(self) -> list[list[Translation]]:
         """Search until all sentences are done; return the best hypotheses of each."""
-        x_RD = self.states.begin()
-        for length in range(1, max(self.limits) + 1):
-            progress.advance()
-            next_R = self.advance(self.model.project(x_RD), length)
-            if next_R is None:
-                break
-            x_RD = self.states.step(next_R, self.prompt_length + length - 1)
-        return [self._best(ended) for ended in self.ended]
+        found: dict[int, list[Translation]] = {}
+        while self.active:
+            found |= self.step()
+        return [found[index] for index in range(self.sentences)]
 
-    def _best(self, ended: _Ended) -> list[Translation]:
-        if not ended.hypotheses:
+    def step(self) -> dict[int, list[Translation]]:
+        """Extend the beams by a token; return the hypotheses of each sentence that is done now."""
+        progress.advance()
+        searched = self.active
+        x_RD = self.states.begin() if self.next_R is None else self._feed(self.next_R)
+        self.next_R = self.advance(self.model.project(x_RD))
+        return {one.index: self._best(one) for one in searched if one.done}
+
+    def _feed(self, next_R: Tensor) -> Tensor:
+        """Feed the last token of every beam; return the decoder's states for the next one."""
+        lengths = [sentence.length for sentence in self.active]
+        position_B = torch.tensor(lengths, device=self.device) + (self.prompt_length - 1)
+        return self.states.step(next_R, position_B.repeat_interleave(self.beams))
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether sentences can join: constraints know those of their own batch alone."""
+        is_free = self.restrictions is None and self.constraints is None
+        return is_free and self.states.can_join
+
+    def join(self, other: "Search") -> int:
+        """Take over the sentences of another search with the same model and settings.
+
+        Both must have made a step and have unfinished sentences.
+
+        Returns:
+            Number to be added to the indices of the other's sentences.
+        """
+        assert self.next_R is not None
+        assert other.next_R is not None
+        shift = self.sentences
+        for sentence in other.active:
+            sentence.index += shift
+        self.active = [*self.active, *other.active]
+        self.sentences += other.sentences
+        longest = max(sentence.length for sentence in self.active)
+        tokens = (of_last_columns(one.tokens_BJT, longest) for one in (self, other))
+        self.tokens_BJT = torch.cat(list(tokens))
+        self.scores_BJ = torch.cat([self.scores_BJ, other.scores_BJ])
+        self.next_R = torch.cat([self.next_R, other.next_R])
+        self.states.join(other.states)
+        return shift
+
+    def _best(self, sentence: _Sentence) -> list[Translation]:
+        if not sentence.hypotheses:
             raise not_numbers() if self.constraints is None else no_room_for_phrases()
-        return [Translation(tokens, score) for score, tokens in ended.hypotheses[: self.n_best]]
+        return [Translation(tokens, score) for score, tokens in sentence.hypotheses[: self.n_best]]
 
-    def advance(self, logits_RV: Tensor, length: int) -> Tensor | None:
-        """Extend every beam by its ``length``-th token; return these, or None when all are done."""
-        score_BC, beam_BC, token_BC = self._candidates(logits_RV, length)
-        self._collect(score_BC, beam_BC, token_BC, length)
+    def advance(self, logits_RV: Tensor) -> Tensor | None:
+        """Extend every beam by a token; return these, or None when all sentences are done."""
+        for sentence in self.active:
+            sentence.length += 1
+        score_BC, beam_BC, token_BC = self._candidates(logits_RV)
+        self._collect(score_BC, beam_BC, token_BC)
         running_BC = score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
         running_BJ, choice_BJ = self._running(running_BC)
-        self._mark_done(running_BJ.amax(1).tolist(), length)
-        keep = [row for row, index in enumerate(self.active) if not self.ended[index].done]
+        self._mark_done(running_BJ.amax(1).tolist())
+        keep = [row for row, sentence in enumerate(self.active) if not sentence.done]
         if not keep:
+            self.active = []
             return None
         keep_B = torch.tensor(keep, device=self.device)
         token_BJ = token_BC.gather(1, choice_BJ)[keep_B]
@@ -150,7 +208,7 @@ class Search:
         choice_BJ = place_BC[:, : self.beams]
         return running_BC.gather(1, choice_BJ), choice_BJ
 
-    def _candidates(self, logits_RV: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _candidates(self, logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores, beams and tokens of each sentence's 2 · J best extensions, best first.
 
         With required phrases there are more, ordered by their turn to get a place.
@@ -158,13 +216,15 @@ class Search:
         logits_RV = logits_RV.float()
         normalizer_R = log_normalizer(logits_RV)
         logits_RV[:, self.model.spec.pad_id] = -torch.inf
+        active = [sentence.index for sentence in self.active]
         if self.restrictions is not None:
-            self.restrictions.apply(logits_RV, self.tokens_BJT, active=self.active, length=length)
-        at_limit = self._at_limit(length)
+            length = self.active[0].length  # of all: nothing has joined
+            self.restrictions.apply(logits_RV, self.tokens_BJT, active=active, length=length)
+        at_limit = self._at_limit()
         if self.rule.forces_end_at_limit:
             force_end(logits_RV, at_limit, eos_id=self.eos_id)
         if self.constraints is not None:
-            self.constraints.bar_ends(logits_RV, self.tokens_BJT, active=self.active)
+            self.constraints.bar_ends(logits_RV, self.tokens_BJT, active=active)
         width = min(2 * self.beams, logits_RV.shape[1])
         best_RC, token_RC = best_tokens(logits_RV, width)
         total_RC = best_RC + (self.scores_BJ.view(-1) - normalizer_R)[:, None]
@@ -183,7 +243,7 @@ class Search:
             Candidates(score_BC, beam_BC, token_BC),
             logits_RV + before_R[:, None],
             self.tokens_BJT,
-            active=self.active,
+            active=active,
             is_last=[here and not self.rule.forces_end_at_limit for here in at_limit],
         )
         return self._at_least_beams(dealt)
@@ -194,21 +254,21 @@ class Search:
         score_BC = F.pad(found.score_BC, missing, value=-torch.inf)
         return score_BC, F.pad(found.beam_BC, missing), F.pad(found.token_BC, missing)
 
-    def _at_limit(self, length: int) -> list[bool]:
-        return [length >= self.limits[index] for index in self.active]
+    def _at_limit(self) -> list[bool]:
+        return [sentence.length >= sentence.limit for sentence in self.active]
 
     def _normalized(self, score: float, length: int) -> float:
         counted = self.rule.counted_length(length, prompt_length=self.prompt_length)
         return float(score / counted**self.length_penalty)
 
-    def _collect(self, score_BC: Tensor, beam_BC: Tensor, token_BC: Tensor, length: int) -> None:
+    def _collect(self, score_BC: Tensor, beam_BC: Tensor, token_BC: Tensor) -> None:
         """Record the hypotheses that end here, out of the J best candidates.
 
         End-of-sentence ends a hypothesis, and so does the length limit if the rule forces no end.
         """
         ends_BJ = token_BC[:, : self.beams] == self.eos_id
         if not self.rule.forces_end_at_limit:
-            at_limit_B = torch.tensor(self._at_limit(length), device=self.device)
+            at_limit_B = torch.tensor(self._at_limit(), device=self.device)
             ends_BJ = ends_BJ | at_limit_B[:, None]
         ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
         row_X, column_X = ends_BJ.nonzero().unbind(1)
@@ -223,14 +283,15 @@ class Search:
             strict=True,
         )
         for row, past, last, total in ends:
-            tokens = (*past,) if last == self.eos_id else (*past, last)
-            score = self._normalized(total, length)
-            self.ended[self.active[row]].add(score, tokens, keep=self.beams)
+            sentence = self.active[row]
+            own = past[len(past) - (sentence.length - 1) :]
+            tokens = (*own,) if last == self.eos_id else (*own, last)
+            score = self._normalized(total, sentence.length)
+            sentence.add(score, tokens, keep=self.beams)
 
-    def _mark_done(self, best_running: Sequence[float], length: int) -> None:
-        for row, index in enumerate(self.active):
-            ended = self.ended[index]
-            ended.done = length >= self.limits[index]
-            if len(ended.hypotheses) >= self.beams:
-                best = self._normalized(best_running[row], length)
-                ended.done |= self.rule.is_done(worst_ended=ended.worst, best_running=best)
+    def _mark_done(self, best_running: Sequence[float]) -> None:
+        for row, sentence in enumerate(self.active):
+            sentence.done = sentence.length >= sentence.limit
+            if len(sentence.hypotheses) >= self.beams:
+                best = self._normalized(best_running[row], sentence.length)
+                sentence.done |= self.rule.is_done(worst_ended=sentence.worst, best_running=best)

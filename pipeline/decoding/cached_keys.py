@@ -70,13 +70,12 @@ class ListedKeys:
         self.past = RowEntries(start_R, start_R, 0, listed_RT)
         self.made = 0
         """Number of entries; those of the last step come last."""
-        self.layers = [
-            LayerCache(
-                past=_ListedPast(self, layer.self_attention, memory_ND),
-                memory=_ListedSource(self, layer.cross_attention, memory_ND, tokens),
-            )
-            for layer in layers
+        self.pasts = [_ListedPast(self, layer.self_attention, memory_ND) for layer in layers]
+        self.sources = [
+            _ListedSource(self, layer.cross_attention, memory_ND, tokens) for layer in layers
         ]
+        pairs = zip(self.pasts, self.sources, strict=True)
+        self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
 
     def begin_step(self) -> None:
         """Prepare every layer's past for one more entry per row."""
@@ -94,6 +93,74 @@ class ListedKeys:
         row_R = (keep_B[:, None] * before + beam_BJ).flatten()
         self.sentences = len(keep_B)
         self.past, self.source = self.past.select(row_R), self.source.select(row_R)
+
+    def join(self, other: "ListedKeys") -> None:
+        """Add the sentences of another cache, with as many rows each.
+
+        Entries and source tokens that no row reads any more are dropped from both.
+        """
+        for keys in (self, other):
+            keys._drop_unread_entries()
+            keys._drop_unread_sources()
+        self.past = _joined(self.past, other.past, shift=self.made)
+        self.source = _joined(self.source, other.source, shift=len(self.sources[0].key_ND))
+        for mine, its in zip(self.pasts, other.pasts, strict=True):
+            mine.key_PD = torch.cat([mine.key_PD, its.key_PD])
+            mine.value_PD = torch.cat([mine.value_PD, its.value_PD])
+        for ours, theirs in zip(self.sources, other.sources, strict=True):
+            ours.key_ND = torch.cat([ours.key_ND, theirs.key_ND])
+            ours.value_ND = torch.cat([ours.value_ND, theirs.value_ND])
+        self.made += other.made
+        self.sentences += other.sentences
+
+    def _drop_unread_entries(self) -> None:
+        past = self.past
+        assert past.entry_RT is not None, "the past is listed"
+        place_T = torch.arange(past.entry_RT.shape[1])
+        is_read_RT = (place_T >= past.start_R[:, None]) & (place_T < past.stop_R[:, None])
+        is_read_P = torch.zeros(self.made, dtype=torch.bool)
+        is_read_P[past.entry_RT[is_read_RT]] = True
+        entry_RT = (is_read_P.cumsum(0) - 1)[past.entry_RT]
+        most = int((past.stop_R - past.start_R).max())
+        self.past = RowEntries(past.start_R, past.stop_R, most, entry_RT)
+        for keys in self.pasts:
+            keys.key_PD = keys.key_PD[: self.made][is_read_P]
+            keys.value_PD = keys.value_PD[: self.made][is_read_P]
+        self.made = int(is_read_P.sum())
+
+    def _drop_unread_sources(self) -> None:
+        start_R, stop_R = self.source.start_R, self.source.stop_R
+        rows = len(start_R) // self.sentences
+        length_B = (stop_R - start_R)[::rows]
+        end_B = length_B.cumsum(0)
+        first_B = end_B - length_B
+        token_N = torch.arange(int(end_B[-1])) + (start_R[::rows] - first_B).repeat_interleave(
+            length_B
+        )
+        for keys in self.sources:
+            keys.key_ND, keys.value_ND = keys.key_ND[token_N], keys.value_ND[token_N]
+        first_R, end_R = (one.repeat_interleave(rows) for one in (first_B, end_B))
+        self.source = RowEntries(first_R, end_R, int(length_B.max()))
+
+
+def _joined(one: RowEntries, other: RowEntries, *, shift: int) -> RowEntries:
+    """Return the rows of both; the entries of the other are counted from ``shift``.
+
+    Rows that list their entries end in the same column.
+    """
+    most = max(one.most, other.most)
+    if one.entry_RT is None or other.entry_RT is None:
+        start_R = torch.cat([one.start_R, other.start_R + shift])
+        return RowEntries(start_R, torch.cat([one.stop_R, other.stop_R + shift]), most)
+    length_R = torch.cat([rows.stop_R - rows.start_R for rows in (one, other)])
+    tables = (one.entry_RT, other.entry_RT + shift)
+    entry_RT = torch.cat([of_last_columns(entry_RT, most) for entry_RT in tables])
+    return RowEntries(most - length_R, torch.full_like(length_R, most), most, entry_RT)
+
+
+def of_last_columns(x_XT: Tensor, length: int) -> Tensor:
+    """Return the last T columns of a tensor, behind zeros if it has fewer."""
+    return F.pad(x_XT, (length - x_XT.shape[-1], 0))
 
 
 class _ListedPast:
@@ -273,8 +340,13 @@ class DecoderStates:
             x_BD = self.step(self.prompt_BT[:, position], position)
         return x_BD
 
-    def step(self, ids_R: Tensor, position: int) -> Tensor:
-        """Feed one token per row; return the decoder's states for the next one, (R, D)."""
+    def step(self, ids_R: Tensor, position: int | Tensor) -> Tensor:
+        """Feed one token per row; return the decoder's states for the next one, (R, D).
+
+        Args:
+            ids_R: the tokens.
+            position: position of all of them, or of each, (R,).
+        """
         model, tokens = self.model, self._tokens(ids_R, position)
         self.keys.begin_step()
         embedded_RD = model.embedding(ids_R, is_target=True)
@@ -289,13 +361,27 @@ class DecoderStates:
         if len(keep_B) < len(self.languages_B2):
             self.languages_B2 = self.languages_B2[keep_B]
 
-    def _tokens(self, ids_R: Tensor, position: int) -> Tokens:
+    @property
+    def can_join(self) -> bool:
+        """Whether other sentences can join these: lists grow by rows, a grid does not."""
+        return isinstance(self.keys, ListedKeys)
+
+    def join(self, other: "DecoderStates") -> None:
+        """Add the sentences of another decoder of the same model, with as many rows each."""
+        assert isinstance(self.keys, ListedKeys)
+        assert isinstance(other.keys, ListedKeys)
+        self.keys.join(other.keys)
+        self.languages_B2 = torch.cat([self.languages_B2, other.languages_B2])
+
+    def _tokens(self, ids_R: Tensor, position: int | Tensor) -> Tokens:
         """Return the token information of one token per row."""
         source_language_B, target_language_B = self.languages_B2.unbind(1)
         rows = len(ids_R) // len(self.languages_B2)
         return Tokens(
             sentence_N=torch.arange(len(ids_R), device=self.device) // rows,
-            position_N=torch.full_like(ids_R, position),
+            position_N=position
+            if isinstance(position, Tensor)
+            else torch.full_like(ids_R, position),
             source_language_B=source_language_B,
             target_language_B=target_language_B,
             language_group_B=self.model.group_of_language[target_language_B],

@@ -7,7 +7,7 @@ and joined again (``sentences.py``); its hypothesis records the number of parts.
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import torch
@@ -23,7 +23,7 @@ from pipeline.checkpoints.checkpoint import (
     refuse_other_tokenizer,
 )
 from pipeline.config.settings import Route
-from pipeline.decoding.beam_search import beam_search_n_best
+from pipeline.decoding.beam_search import Search, beam_search_n_best
 from pipeline.decoding.comet_choice import Candidates, CometChoice
 from pipeline.decoding.constraints import has_sequence
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
@@ -34,6 +34,7 @@ from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.cpu import can_loop
 from pipeline.languages import canonical, code_of_name, find_code, nearest_codes
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
@@ -342,21 +343,29 @@ class Translator:
         """Search for all parts in batches within the token budget; return results in order."""
         found: dict[int, _Found] = {}
         for batch in self._batches([len(part.tokens) for part in parts]):
-            sources = [self._source(parts[index]) for index in batch]
+            of_batch = [parts[index] for index in batch]
+            sources = [self._source(part) for part in of_batch]
             hypotheses = search(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
-            if self._comet is not None:
-                texts = [parts[index].text for index in batch]
-                candidates = [
-                    Candidates(text, of, self._texts(of))
-                    for text, of in zip(texts, hypotheses, strict=True)
-                ]
-                hypotheses = [[one] for one in self._comet.choose(candidates)]
-            elif self.config.choose == "mbr":
-                hypotheses = [[choose(of, self._texts(of))] for of in hypotheses]
-            best = [of_source[0] for of_source in hypotheses]
-            passes = zip(batch, hypotheses, self._forced_passes(sources, best), strict=True)
-            found |= {index: _Found(parts[index], of, forced) for index, of, forced in passes}
+            found |= zip(batch, self._chosen(of_batch, sources, hypotheses), strict=True)
         return [found[index] for index in range(len(parts))]
+
+    def _chosen(
+        self,
+        parts: Sequence[_Part],
+        sources: Sequence[Source],
+        hypotheses: Sequence[list[Translation]],
+    ) -> list[_Found]:
+        """Choose among the hypotheses of parts, and run the forced pass over the chosen ones."""
+        if self._comet is not None:
+            candidates = [
+                Candidates(part.text, of, self._texts(of))
+                for part, of in zip(parts, hypotheses, strict=True)
+            ]
+            hypotheses = [[one] for one in self._comet.choose(candidates)]
+        elif self.config.choose == "mbr":
+            hypotheses = [[choose(of, self._texts(of))] for of in hypotheses]
+        forced = self._forced_passes(sources, [of_source[0] for of_source in hypotheses])
+        return [_Found(*one) for one in zip(parts, hypotheses, forced, strict=True)]
 
     def _forced_passes(
         self, sources: Sequence[Source], best: Sequence[Translation]
@@ -470,6 +479,149 @@ class Translator:
             banned=self._banned,
             required=part.required,
         )
+
+
+@dataclass
+class _Line:
+    """A line of a stream, and those of its parts that are found, by number."""
+
+    job: Job
+    parts: int = 0
+    found: dict[int, _Found] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Searched:
+    """A part that a stream searches for: the ``number``-th of its line."""
+
+    part: _Part
+    source: Source
+    line: _Line
+    number: int
+
+
+class Stream:
+    """A search that lines join while it runs; each is returned as soon as it is found.
+
+    Translations are those of :meth:`Translator.translate`. Lines join between two steps of a beam
+    search on CPU. On other devices, with sampling, and with forced or banned tokens, lines are
+    translated in batches of similar length, one after the other.
+    """
+
+    def __init__(self, translator: Translator) -> None:
+        config = translator.config
+        self._translator = translator
+        self._is_joined = (
+            config.search == "beam"
+            and not (config.banned or config.required)
+            and can_loop(translator.model.positions_TD)
+        )
+        self._search: Search | None = None
+        self._searched: dict[int, _Searched] = {}
+        """Sentence of the search → the part that it is."""
+        self._ready: list[tuple[Job, Hypothesis]] = []
+        """Lines that are found, and not yet returned."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether lines were added that :meth:`step` has not returned."""
+        return bool(self._searched or self._ready)
+
+    def choose(self, jobs: Sequence[Job], lengths: Sequence[int]) -> list[int]:
+        """Return indices of the lines to add now, among them the first if any can be added.
+
+        Args:
+            jobs: lines that wait, in order.
+            lengths: their :meth:`Translator.lengths`.
+        """
+        if not self._joins(jobs):
+            batches = [] if self.is_busy else self._translator._batches(lengths)
+            return next((batch for batch in batches if 0 in batch), [])
+        taken = sum(len(one.source.tokens) for one in self._searched.values())
+        chosen: list[int] = []
+        for index, length in enumerate(lengths):
+            taken += length + TAG_TOKENS
+            if self._is_too_much(taken) and (chosen or self.is_busy):
+                break
+            chosen.append(index)
+        return chosen
+
+    @torch.inference_mode()
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Add lines that were chosen; nothing changes if one of them is refused.
+
+        Raises:
+            ConfigError: see :meth:`Translator.translate`.
+        """
+        translator = self._translator
+        if not self._joins(jobs):
+            self._ready += zip(jobs, translator.translate(jobs), strict=True)
+            return
+        searched, empty = [], []
+        for job in jobs:
+            line = _Line(job)
+            for part in translator._parts(0, job):
+                searched.append(_Searched(part, translator._source(part), line, line.parts))
+                line.parts += 1
+            if not line.parts:
+                empty.append(job)
+        if len(jobs) == 1 and self._is_too_much(sum(len(one.source.tokens) for one in searched)):
+            self._ready += zip(jobs, translator.translate(jobs), strict=True)  # in several batches
+            return
+        if searched:
+            self._begin(searched)
+        self._ready += [(job, translator._joined(job, [])) for job in empty]
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Job, Hypothesis]]:
+        """Make a step of the search unless lines are ready; return those, in no particular order.
+
+        Raises:
+            CheckpointError: the model's scores are not numbers.
+        """
+        if not self._ready and self._search is not None and self._searched:
+            self._collect(self._search.step(), self._searched)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _is_too_much(self, source_tokens: int) -> bool:
+        config = self._translator.config
+        return source_tokens * config.rows > config.tokens
+
+    def _joins(self, jobs: Sequence[Job]) -> bool:
+        return self._is_joined and not any(job.prefix or job.required for job in jobs)
+
+    def _begin(self, parts: Sequence[_Searched]) -> None:
+        """Search for parts: make their first step, then let them join."""
+        model, config = self._translator.model.eval(), self._translator.config
+        eos_id = self._translator.tokenizer.eos_id
+        begun = Search(model, [one.source for one in parts], config, eos_id=eos_id)
+        searched = dict(enumerate(parts))
+        self._collect(begun.step(), searched)
+        if not begun.active:
+            return
+        shift = 0
+        if self._search is not None and self._search.active:
+            shift = self._search.join(begun)
+        else:
+            self._search = begun
+        self._searched |= {shift + index: one for index, one in searched.items()}
+
+    def _collect(
+        self, found: Mapping[int, list[Translation]], searched: dict[int, _Searched]
+    ) -> None:
+        """Move what is found from ``searched`` to its lines, and complete lines to the ready."""
+        if not found:
+            return
+        done = [searched.pop(index) for index in found]
+        parts, sources = [one.part for one in done], [one.source for one in done]
+        chosen = self._translator._chosen(parts, sources, list(found.values()))
+        for one, result in zip(done, chosen, strict=True):
+            line = one.line
+            line.found[one.number] = result
+            if len(line.found) == line.parts:
+                in_order = [line.found[number] for number in range(line.parts)]
+                self._ready.append((line.job, self._translator._joined(line.job, in_order)))
 
 
 def refuse_route(checkpoint: Artifact, spec: ModelSpec, route: Route) -> None:

@@ -263,11 +263,11 @@ def count_decoding_step(
     with torch.no_grad():  # inference mode would record composite operators, not their parts
         with OperatorCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
-            first_R = search.advance(model.project(search.states.begin()), 1)
+            first_R = search.advance(model.project(search.states.begin()))
             assert first_R is not None, "no sentence ends"
             x_RD = search.states.step(first_R, len(prompt))
         with OperatorCounter(host_number=even, model=model) as mode:
-            next_R = search.advance(model.project(x_RD), 2)
+            next_R = search.advance(model.project(x_RD))
             assert next_R is not None, "no sentence ends"
             search.states.step(next_R, len(prompt) + 1)
     return mode.counted

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -137,7 +138,10 @@ class Api:
                 raise Refused(400, f"'phrases' asks for a translation that {problem}. Change it.")
             system = system.with_words if has_details else system
             pieces = [_Text(text, system, direction) for text in texts]
-            results = [result for piece in pieces for result in piece.submit(self.worker, phrases)]
+            places = count()
+            results = [
+                result for piece in pieces for result in piece.submit(self.worker, phrases, places)
+            ]
             await self._finish(request, results)
             answer: dict[str, list[Any]] = {"translatedText": [one.variant(0) for one in pieces]}
             if detected:
@@ -249,18 +253,25 @@ class _Text:
         self._system, self._direction = system, direction
         self._results: dict[int, Future[Hypothesis]] = {}
 
-    def submit(self, worker: Worker, phrases: tuple[str, ...]) -> list[Future[Hypothesis]]:
+    def submit(
+        self, worker: Worker, phrases: tuple[str, ...], places: Iterator[int]
+    ) -> list[Future[Hypothesis]]:
         """Let the lines wait that have to be translated; return what they wait for.
 
         Args:
             worker: translates them.
             phrases: what the translation of every line must contain.
+            places: numbers of the lines in their request.
         """
         if self._direction.source == self._direction.target:
             return []
         self._results = {
             number: worker.submit(
-                self._system, self._direction, without_line_breaks(line), phrases=phrases
+                self._system,
+                self._direction,
+                without_line_breaks(line),
+                phrases=phrases,
+                place=next(places),
             )
             for number, line in enumerate(self._lines)
             if line.strip()
@@ -329,7 +340,7 @@ class _Metrics:
         )
         self._lines = Counter("mmnmt_lines", "Translated lines.", ["system"], registry=registry)
         self._batches = Counter(
-            "mmnmt_batches", "Translated batches.", ["system"], registry=registry
+            "mmnmt_batches", "Groups of lines that joined together.", ["system"], registry=registry
         )
         waiting = Gauge("mmnmt_open_requests", "Requests that have a place.", registry=registry)
         waiting.set_function(open_requests)

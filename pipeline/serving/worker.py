@@ -1,21 +1,32 @@
 """Translate the waiting lines of all requests, on one thread.
 
-The thread takes the oldest line and those of similar length that wait for the same system, as many
-as fit a batch, so that a line waits for at most the batch that is running and for older lines. One
-thread serves all systems: their kernels already use all cores, and they set the number of threads
-of the process.
+Lines join the running search every few steps, as many as fit, and each is answered as soon as it is
+found. Where lines cannot join (:class:`~pipeline.decoding.translator.Stream`), the next batch has
+the first line and those of similar length. Requests take turns: the lines of a long one do not keep
+those of others waiting.
+
+One thread serves all systems: their kernels already use all cores, and they set the number of
+threads of the process. While the first line waits for another system, or has phrases and the
+running lines do not, nothing joins, so that its turn comes.
 """
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count, islice
+from heapq import heappop, heappush
+from itertools import count
 
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.decoding.line_filter import BATCH_LINES
-from pipeline.decoding.translator import Job
+from pipeline.decoding.translator import Job, Stream
 from pipeline.serving.systems import System
+
+STEPS = 4
+"""Steps of a search before further lines join: lines that join together share their first step."""
+TURN_LINES = 64
+"""Lines of a request that are translated before other requests have their turn. Requests that are
+translated to the end one after the other let their clients ask again earlier."""
 
 
 @dataclass(eq=False)
@@ -28,25 +39,39 @@ class _Line:
     length: int | None = None
     """Number of its tokens, once the worker has counted them."""
 
+    def is_like(self, other: "_Line") -> bool:
+        """Return whether the line can be translated together with another."""
+        has_phrases, others = bool(self.job.required), bool(other.job.required)
+        return self.system is other.system and has_phrases == others
+
 
 class Worker:
     """The thread that translates; :meth:`submit` may be called from any other.
 
     Args:
-        on_batch: receives the system and the number of lines of every translated batch.
+        on_batch: receives the system and the number of lines that are translated from one step on.
     """
 
     def __init__(self, on_batch: Callable[[System, int], None]) -> None:
         self._on_batch = on_batch
         self._numbers = count()
-        self._waiting: list[_Line] = []
+        self._waiting: list[tuple[int, int, _Line]] = []
+        """A heap of lines by turn, then by number."""
+        self._turn = 0
+        """Largest turn of a line that was translated."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="translate", daemon=True)
         self._thread.start()
 
     def submit(
-        self, system: System, direction: Direction, text: str, *, phrases: tuple[str, ...] = ()
+        self,
+        system: System,
+        direction: Direction,
+        text: str,
+        *,
+        phrases: tuple[str, ...] = (),
+        place: int = 0,
     ) -> Future[Hypothesis]:
         """Let a line wait for its translation; a line that is cancelled meanwhile is dropped.
 
@@ -55,10 +80,12 @@ class Worker:
             direction: its direction.
             text: the line.
             phrases: what the translation must contain.
+            place: number of the line in its request; a long request takes turns with others.
         """
         with self._changed:
-            line = _Line(system, Job(direction, next(self._numbers), text, required=phrases))
-            self._waiting.append(line)
+            number = next(self._numbers)
+            line = _Line(system, Job(direction, number, text, required=phrases))
+            heappush(self._waiting, (self._turn + 1 + place // TURN_LINES, number, line))
             self._changed.notify()
         return line.result
 
@@ -68,63 +95,92 @@ class Worker:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread after the batch that is running; lines that still wait are cancelled."""
+        """End the thread after the lines that are running; those that still wait are cancelled."""
         with self._changed:
             self._closed = True
-            for line in self._waiting:
+            for *_, line in self._waiting:
                 line.result.cancel()
             self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        while candidates := self._candidates():
-            try:
-                batch = self._cut(candidates)
-            except Exception:  # a line has no tokens: alone, it fails when it is translated
-                batch = candidates[:1]
-            with self._changed:
-                taken = set(map(id, batch))
-                self._waiting = [line for line in self._waiting if id(line) not in taken]
-            batch = [line for line in batch if line.result.set_running_or_notify_cancel()]
-            self._translate(batch)
+        while first := self._first():
+            self._serve(first)
 
-    def _candidates(self) -> list[_Line]:
-        """Wait for a line; return the oldest lines of the system of the first, [] at the end."""
+    def _first(self) -> _Line | None:
+        """Wait for a line; return the first one, None at the end."""
         with self._changed:
             while True:
-                self._waiting = [line for line in self._waiting if not line.result.cancelled()]
+                while self._waiting and self._waiting[0][-1].result.cancelled():
+                    heappop(self._waiting)
                 if self._waiting or self._closed:
-                    break
+                    return self._waiting[0][-1] if self._waiting else None
                 self._changed.wait()
-            same = (line for line in self._waiting if line.system is self._waiting[0].system)
-            return list(islice(same, BATCH_LINES))
 
-    def _cut(self, lines: list[_Line]) -> list[_Line]:
-        """Return the batch of the first line: the lines of similar length beside it."""
-        translator = lines[0].system.translator
-        new = [line for line in lines if line.length is None]
-        lengths = translator.lengths([line.job for line in new])
-        for line, length in zip(new, lengths, strict=True):
-            line.length = length
-        by_number = {line.job.line: line for line in lines}
-        batches = translator.cut([line.job for line in lines], [line.length or 0 for line in lines])
-        batch = next(batch for batch in batches if lines[0].job in batch)
-        return [by_number[job.line] for job in batch]
-
-    def _translate(self, batch: list[_Line]) -> None:
-        """Translate lines; if they fail together, translate each alone, so that one fails."""
-        if not batch:
-            return
-        system = batch[0].system
-        try:
-            found = system.translator.translate([line.job for line in batch])
-        except Exception as error:
-            if len(batch) == 1:
-                batch[0].result.set_exception(error)
+    def _serve(self, first: _Line) -> None:
+        """Translate the first line and those like it that join, until none is left."""
+        stream = Stream(first.system.translator)
+        running: dict[int, _Line] = {}
+        while True:
+            running |= {line.job.line: line for line in self._join(stream, first)}
+            if not running:
                 return
-            for line in batch:
-                self._translate([line])
+            try:
+                for _ in range(STEPS):
+                    for job, hypothesis in stream.step():
+                        running.pop(job.line).result.set_result(hypothesis)
+            except Exception:
+                for line in running.values():
+                    self._translate_alone(line)
+                return
+
+    def _join(self, stream: Stream, first: _Line) -> list[_Line]:
+        """Let waiting lines join; if they are refused together, translate each alone."""
+        taken = self._take(stream, first)
+        lines = [line for line in taken if line.result.set_running_or_notify_cancel()]
+        if not lines:
+            return []
+        try:
+            stream.add([line.job for line in lines])
+        except Exception:
+            for line in lines:
+                self._translate_alone(line)
+            return []
+        self._on_batch(first.system, len(lines))
+        return lines
+
+    def _take(self, stream: Stream, first: _Line) -> list[_Line]:
+        """Remove from the waiting lines those that may join now, and return them."""
+        with self._changed:
+            waiting: list[tuple[int, int, _Line]] = []
+            while self._waiting and len(waiting) < BATCH_LINES:
+                if not self._waiting[0][-1].is_like(first):
+                    break
+                waiting.append(heappop(self._waiting))
+        waiting = [entry for entry in waiting if not entry[-1].result.cancelled()]
+        lengths = [self._length(line) for *_, line in waiting]
+        chosen = stream.choose([line.job for *_, line in waiting], lengths) if waiting else []
+        with self._changed:
+            for index in {*range(len(waiting))}.difference(chosen):
+                heappush(self._waiting, waiting[index])
+                if self._closed:
+                    waiting[index][-1].result.cancel()
+            self._turn = max([self._turn, *(waiting[index][0] for index in chosen)])
+        return [waiting[index][-1] for index in chosen]
+
+    def _length(self, line: _Line) -> int:
+        if line.length is None:
+            try:
+                (line.length,) = line.system.translator.lengths([line.job])
+            except Exception:  # alone, the line fails when it is translated
+                line.length = 0
+        return line.length
+
+    def _translate_alone(self, line: _Line) -> None:
+        try:
+            (found,) = line.system.translator.translate([line.job])
+        except Exception as error:
+            line.result.set_exception(error)
             return
-        self._on_batch(system, len(batch))
-        for line, hypothesis in zip(batch, found, strict=True):
-            line.result.set_result(hypothesis)
+        self._on_batch(line.system, 1)
+        line.result.set_result(found)

@@ -1,9 +1,10 @@
-"""``mmnmt serve`` under eight clients: latency beside limits, throughput beside offline search.
+"""``mmnmt serve`` under eight clients: latency beside limits, throughput and memory.
 
 The model has the shape of the demo's mixture of experts, over bytes, with initial weights: a
 translation ends at its length limit, as many tokens as its source. Each of the clients sends a
 sentence when it has the translation of its last one; for the throughput, each sends lists of
 sentences. Offline search translates the same sentences in this process with the same threads.
+Memory is that of a server of a tiny model, after a tenth of its requests and after all.
 
     python tests/bench/serve.py [--quick] [--rounds N] [--json FILE]
 """
@@ -48,6 +49,9 @@ SENTENCES, QUICK_SENTENCES = 2048, 64
 LIMITS = {"p50": 150.0, "p95": 400.0}
 """Largest latencies of a sentence, in milliseconds."""
 THROUGHPUT_TARGET = 0.85
+REQUESTS, QUICK_REQUESTS = 100_000, 100
+"""Requests after which a server's memory is measured; the peer is its memory after a tenth."""
+MEMORY_TARGET = 0.95
 SEARCH = {"beam_size": 4, "tokens": 6000, "max_length_ratio": 1.0, "max_extra_length": 0}
 WORDS = "in zwei Tagen vor drei Tagen am Montag um acht und heute".split()
 
@@ -59,6 +63,7 @@ def sentences(number: int) -> list[str]:
 
 
 def write_model(directory: Path) -> Path:
+    """The shape of the demo's mixture of experts."""
     spec = byte_spec(
         moe=MoEConfig(num_experts=8, top_k=2, every=2),
         width=128,
@@ -70,8 +75,8 @@ def write_model(directory: Path) -> Path:
 
 
 @contextmanager
-def server(checkpoint: Path, options: Options) -> Iterator[int]:
-    """Run the command; yield its port once it listens and its model is loaded."""
+def server(checkpoint: Path, options: Options) -> Iterator[tuple[int, int]]:
+    """Run the command; yield its port and its process once it listens and its model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     settings = [
@@ -90,7 +95,7 @@ def server(checkpoint: Path, options: Options) -> Iterator[int]:
             except ConnectionRefusedError:
                 assert process.poll() is None, "The server has ended."
                 time.sleep(0.05)
-        yield port
+        yield port, process.pid
     finally:
         process.terminate()
         process.wait()
@@ -153,14 +158,37 @@ def throughput_rows(port: int, checkpoint: Path, lines: list[str], options: Opti
     return compare(seconds, case=case, target=THROUGHPUT_TARGET)
 
 
+def memory_row(port: int, process: int, requests: int) -> Row:
+    texts = sentences(requests)
+    mebibytes = []
+    for part in (texts[: requests // 10], texts[requests // 10 :]):
+        by_clients(port, part)
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+        resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+        mebibytes.append(int(resident.split()[1]) / 1024)
+    before, after = mebibytes
+    return Row(
+        case=f"memory after {requests:,} requests, against after a tenth of them",
+        metric="MiB",
+        ours=round(after, 1),
+        peer=round(before, 1),
+        ratio=round(before / after, 3),
+        target=MEMORY_TARGET,
+        holds=before / after >= MEMORY_TARGET,
+    )
+
+
 def main() -> None:
     options = parse_options("A server under load, against offline search.", rounds=5)
     lines = sentences(QUICK_SENTENCES if options.quick else SENTENCES)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_model(Path(folder) / "model")
-        with server(checkpoint, options) as port:
+        with server(checkpoint, options) as (port, _):
             rows = latency_rows(port, lines)
             rows += throughput_rows(port, checkpoint, lines, options)
+        tiny = make_checkpoint(Path(folder) / "tiny", tiny_model(byte_spec()))
+        with server(tiny, options) as (port, process):
+            rows.append(memory_row(port, process, QUICK_REQUESTS if options.quick else REQUESTS))
     report(rows, options, shapes=f"{CLIENTS} clients; the demo's mixture of experts, over bytes")
 
 

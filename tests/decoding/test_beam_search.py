@@ -25,7 +25,8 @@ from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
-from pipeline.decoding.beam_search import beam_search_n_best
+from pipeline.decoding.beam_search import Search, beam_search_n_best
+from pipeline.decoding.cached_keys import ListedKeys
 from pipeline.decoding.hypotheses import Translation, max_target_length
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
@@ -134,6 +135,38 @@ def test_a_sentence_alone_is_translated_as_in_a_batch(stopping: str, kind: Kind)
         (alone,) = translate(model, [example], stopping=stopping)
         assert alone.tokens == found.tokens
         assert alone.score == rounded(found.score)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe-lgr", "moe-capacity"])
+@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
+def test_sentences_that_join_a_running_search_are_translated_as_in_a_batch(
+    stopping: str, kind: Kind
+) -> None:
+    model = model_of(kind)
+    examples = random_examples(model.spec, sentences=24, seed=4, shortest=1, longest=20)
+    config = DecodingConfig.model_validate({"beam_size": 4, "n_best": 2, "stopping": stopping})
+    sources = [source_of(one) for one in examples]
+    together = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
+    found: dict[int, list[Translation]] = {}
+    entries: list[int] = []
+    with torch.inference_mode():
+        search = Search(model, sources[:6], config, eos_id=EOS_ID)
+        found |= search.step()
+        for first in range(6, 24, 2):
+            late = Search(model, sources[first : first + 2], config, eos_id=EOS_ID)
+            done = late.step()
+            assert search.can_be_joined
+            shift = search.join(late)
+            found |= {shift + index: of for index, of in done.items()} | search.step()
+            assert isinstance(search.states.keys, ListedKeys)
+            entries.append(search.states.keys.made)
+        while search.active:
+            found |= search.step()
+    assert max(len(of[0].tokens) for of in together) > 9
+    for index, expected in enumerate(together):
+        assert [one.tokens for one in found[index]] == [one.tokens for one in expected]
+        assert [one.score for one in found[index]] == [rounded(one.score) for one in expected]
+    assert entries[-1] < 24 * 4 * 9 / 2  # those that nothing reads any more are dropped
 
 
 @pytest.mark.slow

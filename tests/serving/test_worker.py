@@ -1,8 +1,9 @@
-"""Tests of pipeline/serving/worker.py: failures, cancelled lines, its end, and who asks for it."""
+"""Tests of pipeline/serving/worker.py: order, failures, cancelled lines, its end, who asks it."""
 
 import asyncio
 import gc
 import json
+import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.decoding.translator import Job, Translator
+from pipeline.decoding.translator import Job, Stream, Translator
 from pipeline.errors import ConfigError
 from pipeline.serving.api import Api, Limits
 from pipeline.serving.systems import System, Systems
@@ -89,6 +90,52 @@ def test_the_end_of_a_worker_cancels_what_waits(system: System) -> None:
     worker.close()
     assert all(result.done() for result in results)
     assert results[-1].cancelled()
+
+
+def test_lines_that_join_a_running_search_are_translated_as_alone(system: System) -> None:
+    directions = Direction("de", "en"), Direction("en", "fr")
+    words = "Haus Baum Wald ja".split()
+    texts = [" ".join(words[: 1 + n % 4]) * (1 + n % 3) for n in range(25)]
+    texts[5] = "Ein Satz, der zu lang ist. " * 4
+    texts[24] = texts[5] * 20
+    jobs = [Job(directions[n % 2], n, text) for n, text in enumerate(texts)]
+    stream, found, joined = Stream(system.translator), dict[int, Hypothesis](), 0
+    for start in range(0, 24, 3):
+        joined += stream.is_busy
+        stream.add(jobs[start : start + 3])
+        found |= {job.line: hypothesis for job, hypothesis in stream.step()}
+    assert joined == 7
+    assert stream.choose(jobs[:1], [DECODING.tokens]) == []
+    while stream.is_busy:
+        found |= {job.line: hypothesis for job, hypothesis in stream.step()}
+    stream.add(jobs[24:])  # too long for the budget of a search
+    found |= {job.line: hypothesis for job, hypothesis in stream.step()}
+    for job in jobs:
+        (alone,) = system.translator.translate([job])
+        assert found[job.line].text == alone.text
+        assert found[job.line].split == alone.split
+    assert found[5].split > 1
+    assert found[24].split > 20
+
+
+def test_a_long_request_takes_turns_with_others(system: System) -> None:
+    gate, ended = threading.Event(), list[int]()
+
+    def wait(*_: object) -> None:
+        gate.wait(SECONDS)
+
+    worker = Worker(wait)
+    direction = Direction("de", "en")
+    first = worker.submit(system, direction, "Haus")
+    results = [worker.submit(system, direction, "Haus", place=place) for place in range(400)]
+    results.append(worker.submit(system, direction, "ja"))
+    for result in results:
+        result.add_done_callback(lambda done: ended.append(results.index(done)))
+    gate.set()
+    first.result(SECONDS)
+    results[399].result(SECONDS)
+    worker.close()
+    assert ended.index(400) < 300
 
 
 def test_no_system_is_made_of_a_name_that_is_misspelled(system: System) -> None:
