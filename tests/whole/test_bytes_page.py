@@ -115,4 +115,4 @@ def test_every_overlay_and_plan_that_the_page_names_ships() -> None:
     plans = re.findall(r"^\| `(\w+)` \| (?:MoCE|LOBEF|\|)", PAGE, re.MULTILINE)
     plans += re.findall(r"mmnmt run (\w+)", PAGE)
     assert set(plans) <= set(plan_names())
-    assert len(set(plans)) == 8
+    assert len(set(plans)) == 7
