@@ -65,6 +65,15 @@ def test_the_readmes_results_are_those_of_the_result_files() -> None:
             assert number in ratios, f"{case}, {kind}: {number} is not in {name}"
 
 
+@pytest.mark.parametrize("goal", ["use a model", "make more data", "add a language"])
+def test_the_readme_leads_to_one_page_for_each_use(goal: str) -> None:
+    (row,) = re.findall(rf"^\| {goal} \| (.+) \|$", README, re.MULTILINE)
+    (page,) = re.findall(r"\]\((docs/[\w/-]+\.md)\)", row)
+    if goal == "use a model":
+        introduction = (ROOT / page).read_text(encoding="utf-8").partition("\n## ")[0]
+        assert all(f"({other}.md)" in introduction for other in ("serve", "import_and_export"))
+
+
 # Commands of all pages
 
 
