@@ -33,11 +33,12 @@ ELSEWHERE = {
     ("docs/tutorials/your_own_data.md", "walk"): "test_own_data_page",
     ("docs/tutorials/add_a_language.md", "walk"): "test_add_a_language_page",
     ("docs/tutorials/module_per_language.md", "demo"): "test_language_modules_page",
+    ("docs/how-to/serve.md", "demo"): "test_serve_page",
     ("docs/tutorials/experts_in_your_checkpoint.md", "demo"): "test_upcycling_example",
 }
 """Page and tag of blocks whose commands another test runs, in order → that test."""
-PARSED_ALONE = ("logs", "cancel", "serve")
-"""Commands that need jobs of a cluster or do not end: their options are looked at alone."""
+PARSED_ALONE = ("logs", "cancel")
+"""Commands that need jobs of a cluster: their options are looked at alone."""
 FROM_THE_NETWORK = ("hub:",)
 """What a command reads that no test does: its options and its recipe are looked at alone."""
 DEMO = """
