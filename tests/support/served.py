@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +117,12 @@ def serving(*arguments: str) -> Iterator[tuple[Served, Any]]:
         process.kill()
 
 
-def make_model(folder: Path, **settings: Any) -> str:
-    model = tiny_model(byte_spec(max_positions=40, **settings))
+def make_model(folder: Path, *, codes: Sequence[str] = (), **settings: Any) -> str:
+    """Make a checkpoint; ``codes`` are its languages instead of the usual ones."""
+    if codes:
+        settings["languages"] = len(codes)
+    spec = byte_spec(max_positions=40, **settings)
+    model = tiny_model(spec.model_copy(update={"languages": tuple(codes) or spec.languages}))
     for layer in model.decoder_layers():  # so that translations differ with their sources
         for name, parameter in layer.cross_attention.named_parameters():
             parameter.data *= 6 if name.endswith("weight") else 1
