@@ -19,7 +19,8 @@ from pipeline.evaluation.scores import (
     Scores,
     SystemScores,
 )
-from pipeline.evaluation.significance import LEVEL, MOST_RESAMPLES, SETTLED, needed_resamples
+from pipeline.evaluation.seed_errors import LEVEL, can_find, needed_errors
+from pipeline.evaluation.significance import MOST_RESAMPLES, SETTLED, needed_resamples
 from pipeline.evaluation.tables import (
     Cell,
     Heading,
@@ -360,6 +361,14 @@ def _description_of_tests(evaluation: Evaluation) -> str:
     tested, drawn = evaluation.baseline_tests, evaluation.significance
     if tested is None or drawn is None:
         return ""
+    if tested.runs is not None and not can_find(tested.tests, runs=tested.runs):
+        return (
+            f" Directions are not tested one by one: with {tested.runs} seeds, a difference would "
+            f"have to be {needed_errors(tested.tests, runs=tested.runs):.0f} standard errors over "
+            f"seeds to reach the p-value of {LEVEL / tested.tests:.2g} that Holm's correction asks "
+            f"for, for {tested.tests:,} tests (directions × systems). The differences of averages "
+            "are what so few seeds can decide."
+        )
     needed = needed_resamples(tested.tests)
     if tested.resamples < needed:
         return (
@@ -460,6 +469,8 @@ def _test_tables(evaluation: Evaluation) -> Iterator[Table]:
     """Count directions by their verdict; nothing if no difference could have been significant."""
     tests = evaluation.baseline_tests
     if tests is None or tests.resamples < needed_resamples(tests.tests):
+        return
+    if not can_find(tests.tests, runs=tests.runs):
         return
     others = [one.name for one in evaluation.systems if one.name != tests.baseline]
     for column in evaluation.main_columns:

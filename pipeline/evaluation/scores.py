@@ -164,6 +164,9 @@ class BaselineTests:
     """Number of resamples of the tests that the first resamples did not settle."""
     undecided: tuple[str, ...] = ()
     """Directions that are not tested because the baseline does not translate in them."""
+    runs: int | None = None
+    """Fewest runs of a system that has several; None: no system has. Of too few runs to find
+    anything (``seed_errors``), no direction is tested."""
 
 
 @dataclass(frozen=True)

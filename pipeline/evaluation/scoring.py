@@ -54,13 +54,13 @@ from pipeline.evaluation.scores import (
     Verdicts,
     WordAccuracy,
 )
+from pipeline.evaluation.seed_errors import SeedErrors, can_find
 from pipeline.evaluation.significance import (
     MIN_LINES,
     BootstrapTask,
     PairedBootstrapTask,
     PValues,
     RandomisationTask,
-    SeedErrors,
     bootstrap_p_values,
     compare_all,
     compare_with_baseline,
@@ -404,10 +404,12 @@ def _significance(
     )
     draws = _by_key(resampled_scores, tasks, pool=pool, label="resample")
     columns = [score.column for score in scores]
+    runs = [run for one in systems for run in one.runs or (one,)]
     values = {
-        direction: _by_column(systems, direction, columns)
+        direction: _by_column(runs, direction, columns)
         for direction in (str(profile.direction) for profile in profiles)
     }
+    seeds = _seed_errors(systems, seed=call.recipe.evaluation.seed)
     compared = compare_all(
         values,
         draws,
@@ -417,6 +419,7 @@ def _significance(
         verdicts=verdicts,
         resamples=call.recipe.evaluation.resamples,
         shared_lines=[SharedLines(one.pairs, one.sentences) for one in line_sets],
+        seeds=seeds,
     )
     if len(systems) == 1 or not large:
         return compared, None
@@ -424,10 +427,12 @@ def _significance(
     return compared, _baseline_tests(
         {name: tasks[name] for name in tested},
         values,
+        {name: _by_column(systems, name, columns) for name in tested},
         draws,
         systems=names,
         baseline=names.index(verdicts.baseline),
         undecided=[name for name in tasks if name not in tested],
+        seeds=seeds,
         call=call,
         pool=pool,
     )
@@ -446,7 +451,6 @@ def _bootstrap_tasks(
     settings = call.recipe.evaluation
     set_of = {pair: one for one in line_sets for pair in one.pairs}
     runs = [run for one in systems for run in one.run_names]
-    seeds = _seed_errors(systems, seed=settings.seed)
     found = {}
     for direction in directions:
         lines = set_of.get(direction.pair)
@@ -457,7 +461,6 @@ def _bootstrap_tasks(
             seed=derive_seed("bootstrap", settings.seed, drawn),
             resamples=settings.resamples,
             sentences=lines.of_pair(direction.pair) if lines else None,
-            seeds=seeds,
         )
     return found
 
@@ -476,30 +479,40 @@ def _seed_errors(systems: Sequence[SystemScores], *, seed: int) -> SeedErrors | 
 
 def _baseline_tests(
     tasks: Mapping[str, BootstrapTask],
-    values: Mapping[str, Mapping[str, Sequence[float]]],
+    of_runs: Mapping[str, Mapping[str, Sequence[float]]],
+    of_systems: Mapping[str, Mapping[str, Sequence[float]]],
     draws: Mapping[str, Mapping[str, Floats]],
     *,
     systems: Sequence[str],
     baseline: int,
     undecided: Sequence[str],
+    seeds: SeedErrors | None,
     call: StageCall,
     pool: Pool | None,
 ) -> BaselineTests:
     """Test every system against the baseline, with as many resamples as the tests need.
 
+    No direction is tested if systems have too few runs to find anything.
+
     Args:
         tasks: direction → first round of resamples.
-        values: direction → name of a column → one score per system.
+        of_runs: direction → name of a column → one score per run.
+        of_systems: the same with one score per system.
         draws: results of the tasks.
         systems: names.
         baseline: index of the baseline among them.
         undecided: directions that are not tested.
+        seeds: runs of the systems; None: every system has one.
         call: of the stage.
         pool: workers, if there are any.
     """
     seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
+    tests = (len(systems) - 1) * (len(tasks) + len(undecided))
+    runs = None if seeds is None else seeds.fewest_runs
+    if not can_find(tests, runs=runs):
+        return BaselineTests(systems[baseline], {}, tests, resamples, tuple(undecided), runs)
     bootstrap = {
-        name: PairedBootstrapTask(task, baseline, _differences(values[name], baseline))
+        name: PairedBootstrapTask(task, baseline, of_runs[name], seeds)
         for name, task in tasks.items()
     }
     tosses = {
@@ -511,21 +524,16 @@ def _baseline_tests(
             trials=resamples,
         )
         for name, task in tasks.items()
-        if task.seeds is None
+        if seeds is None
     }
     of_draws: Mapping[str, PValues] = {
-        name: p_values_of_draws(
-            draws[name],
-            baseline=baseline,
-            differences=task.differences,
-            seeds=task.draws.seeds,
-        )
+        name: p_values_of_draws(draws[name], baseline=baseline, scores=task.scores, seeds=seeds)
         for name, task in bootstrap.items()
     }
     of_tosses: Mapping[str, PValues] = _by_key(
         randomisation_p_values, tosses, label="randomise", pool=pool
     )
-    more = second_round((len(systems) - 1) * (len(tasks) + len(undecided)), resamples=resamples)
+    more = second_round(tests, resamples=resamples)
     if more is not None:
         of_draws = in_two_rounds(
             of_draws,
@@ -548,26 +556,21 @@ def _baseline_tests(
             resamples=resamples,
         )
     return compare_with_baseline(
-        values,
+        of_systems,
         of_draws,
-        None if any(task.seeds for task in tasks.values()) else of_tosses,
+        None if seeds else of_tosses,
         systems=systems,
         baseline=baseline,
         resamples=more or resamples,
         undecided=undecided,
+        runs=runs,
     )
-
-
-def _differences(values: Mapping[str, Sequence[float]], baseline: int) -> dict[str, list[float]]:
-    return {
-        column: [score - of_all[baseline] for score in of_all] for column, of_all in values.items()
-    }
 
 
 def _by_column(
     systems: Sequence[SystemScores], direction: str, columns: Sequence[Column]
 ) -> dict[str, list[float]]:
-    """Return one value per system of every score that all of them have in a direction."""
+    """Return one value per system or run of every score that all of them have in a direction."""
     found = [one.directions[direction].scores for one in systems]
     return {
         column.name: [scores[column.name] for scores in found]

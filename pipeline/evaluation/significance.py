@@ -12,15 +12,8 @@ Confidence intervals and the best system (bold in reports) come from the paired 
 - A draw is a row of counts, how often it holds each line: the sums of all draws are then one
   matrix product, in blocks that bound memory.
 
-A system with several runs, trained with different seeds, has the mean score of its runs:
-
-- Its draws are the means of the runs' scores on the drawn lines, plus the standard error of the
-  measured mean over seeds times a value of Student's t distribution. Their interval is nearly that
-  of the t test if runs differ much, and that of the bootstrap if they agree.
-- Seeds are not drawn with replacement: of three runs, the middle 95 % of such draws lie between
-  the worst and the best run, which the expected score is outside of in one case of four.
-- Systems with the same seeds are paired by seed (``SeedErrors``). The value is the same for all
-  directions, since each run has one model for all of them.
+A system with several runs, trained with different seeds, has the mean score of its runs, and draws
+with the errors over seeds (``seed_errors``).
 
 Every system is tested against the baseline in every direction by two tests:
 
@@ -75,61 +68,13 @@ from pipeline.evaluation.scores import (
     Significance,
     Verdicts,
 )
-from pipeline.seeds import derive_seed
+from pipeline.evaluation.seed_errors import LEVEL, SeedErrors
 
 RESAMPLES = 1000
 MIN_LINES = 20
 """Test sets with fewer lines have neither intervals nor a best system."""
 BLOCK_ELEMENTS = 4_000_000
 """Draws times lines that are counted at a time: 32 MB each of positions and of counts."""
-
-
-@dataclass(frozen=True)
-class SeedErrors:
-    """Runs of every system, and their share in the error of its mean over seeds."""
-
-    runs: tuple[tuple[int, ...], ...]
-    """Places of the runs of every system among all runs."""
-    labels: tuple[tuple[str, ...], ...]
-    """Seeds of these runs; systems with the same seeds are paired by seed."""
-    seed: int
-    """Seed of the draws, the same for all directions."""
-
-    @property
-    def repeated(self) -> tuple[int, ...]:
-        """Return the places of the systems that have several runs."""
-        return tuple(place for place, runs in enumerate(self.runs) if len(runs) > 1)
-
-    def of_systems(self, draws: Floats, measured: Floats) -> Floats:
-        """Return the draws of systems from those of runs, (systems, resamples).
-
-        Args:
-            draws: scores of resampled lines, (runs, resamples).
-            measured: scores of the test set itself, (runs,).
-        """
-        found = []
-        for places, labels in zip(self.runs, self.labels, strict=True):
-            mean = draws[list(places)].mean(axis=0)
-            if len(places) > 1:
-                mean += self.weights(labels, resamples=draws.shape[1]) @ measured[list(places)]
-            found.append(mean)
-        return np.stack(found)
-
-    def weights(self, labels: Sequence[str], *, resamples: int) -> Floats:
-        """Return a weight of every run in every draw, (resamples, runs).
-
-        The sum over runs of weight times score is the standard error of the mean score times a
-        value of Student's t distribution with runs - 1 degrees of freedom: normal deviates, whose
-        mean is taken off, weigh the runs, and a chi-square deviate divides them.
-        """
-        order = sorted(labels)
-        generator = np.random.default_rng(derive_seed("seeds", self.seed, *order))
-        normal = generator.standard_normal((resamples, len(order)))
-        freedom = len(order) - 1
-        scale = np.sqrt(generator.chisquare(freedom, size=(resamples, 1)) / freedom)
-        weights: Floats = (normal - normal.mean(axis=1, keepdims=True)) / scale
-        weights /= math.sqrt(len(order) * freedom)
-        return np.take(weights, [order.index(label) for label in labels], axis=1)
 
 
 @dataclass(frozen=True)
@@ -144,17 +89,15 @@ class BootstrapTask:
     resamples: int = RESAMPLES
     sentences: Sentences | None = None
     """Sentences to draw, of which the lines are some; None: the lines themselves."""
-    seeds: SeedErrors | None = None
-    """Runs of the systems; None: every system has one."""
 
 
 def resampled_scores(task: BootstrapTask) -> dict[str, Floats]:
-    """Return the scores of all resamples, name of a column → (systems, resamples)."""
+    """Return the scores of all resamples, name of a column → (runs, resamples)."""
     return resample([read_statistics(path, task.scores) for path in task.paths], task)
 
 
 def resample(statistics: Sequence[Mapping[str, Floats]], task: BootstrapTask) -> dict[str, Floats]:
-    """Return the scores of all resamples, name of a column → (systems, resamples).
+    """Return the scores of all resamples, name of a column → (runs, resamples).
 
     Args:
         statistics: name of a column → (lines, statistics), for every run of a system.
@@ -166,19 +109,13 @@ def resample(statistics: Sequence[Mapping[str, Floats]], task: BootstrapTask) ->
     blocks = [found[one.column.name] for one in measured for found in statistics]
     columns = np.concatenate(blocks, axis=1)
     sums, drawn = _drawn_sums(columns, task)
-    splits = np.cumsum([block.shape[1] for block in blocks])
-    parts = iter(np.split(sums, splits, axis=1))
-    wholes = iter(np.split(columns.sum(axis=0, keepdims=True), splits, axis=1))
-    found = {}
-    for one in measured:
-        draws = np.stack(
+    parts = iter(np.split(sums, np.cumsum([block.shape[1] for block in blocks]), axis=1))
+    return {
+        one.column.name: np.stack(
             [one.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
         )
-        whole = [one.of_sums(part, lines=len(columns)) for part in islice(wholes, len(statistics))]
-        if task.seeds is not None:
-            draws = task.seeds.of_systems(draws, np.concatenate(whole))
-        found[one.column.name] = draws
-    return found
+        for one in measured
+    }
 
 
 def _drawn_sums(columns: Floats, task: BootstrapTask) -> tuple[Floats, LineCount]:
@@ -235,30 +172,41 @@ def compare(
     *,
     larger_is_better: bool | None = True,
     baseline: str | None = None,
+    seeds: SeedErrors | None = None,
+    of_runs: Sequence[float] | None = None,
 ) -> Comparison:
     """Return the intervals of all systems, and the one that is better than all others, if any.
 
     Args:
         systems: names.
         scores: of the systems on the test set itself.
-        draws: scores of resamples, (systems, resamples).
+        draws: scores of resamples, (runs, resamples).
         larger_is_better: which end of the scale is better; None: neither.
         baseline: system whose difference to the others has an interval, too; None: the first.
+        seeds: runs of the systems; None: every system has one.
+        of_runs: scores of the runs on the test set itself; None: those of the systems.
     """
     base = 0 if baseline is None else systems.index(baseline)
     sign = 1.0 if larger_is_better else -1.0
+    errors = seeds or SeedErrors.of_single_runs(len(systems))
+    measured = np.asarray(scores if of_runs is None else of_runs)
+
+    def difference(place: int, other: int) -> Floats:
+        return errors.of_difference(place, other, draws, measured)
+
     leader = int(np.argmax(sign * np.asarray(scores)))
     others = [place for place in range(len(systems)) if place != leader]
-    leads = [middle_95(sign * (draws[leader] - draws[place]))[0] > 0.0 for place in others]
+    leads = [middle_95(sign * difference(leader, place))[0] > 0.0 for place in others]
     return Comparison(
         intervals={
-            name: Interval(*middle_95(row)) for name, row in zip(systems, draws, strict=True)
+            name: Interval(*middle_95(errors.of_system(place, draws, measured)))
+            for place, name in enumerate(systems)
         },
         best=systems[leader] if larger_is_better is not None and leads and all(leads) else None,
         differences={
-            name: Interval(*middle_95(row - draws[base]))
-            for name, row in zip(systems, draws, strict=True)
-            if name != systems[base]
+            name: Interval(*middle_95(difference(place, base)))
+            for place, name in enumerate(systems)
+            if place != base
         },
     )
 
@@ -273,19 +221,22 @@ def compare_all(
     verdicts: Verdicts,
     resamples: int = RESAMPLES,
     shared_lines: Sequence[SharedLines] = (),
+    seeds: SeedErrors | None = None,
 ) -> Significance:
     """Compare the systems in every direction, and in every average whose directions all have draws.
 
     Args:
-        scores: direction → name of a column → one score per system, for all directions.
-        draws: direction → name of a column → (systems, resamples), if there are enough lines.
+        scores: direction → name of a column → one score per run, for all directions.
+        draws: direction → name of a column → (runs, resamples), if there are enough lines.
         columns: of the scores.
         systems: names.
         profiles: directions.
         verdicts: which systems translate in every direction and average.
         resamples: number of draws.
         shared_lines: pairs whose lines are drawn together.
+        seeds: runs of the systems; None: every system has one.
     """
+    runs_of = (seeds or SeedErrors.of_single_runs(len(systems))).runs
 
     def joined(
         directions: Sequence[str], qualities: Mapping[str, Quality]
@@ -294,12 +245,15 @@ def compare_all(
         for column in columns:
             measured = [name for name in directions if column.name in scores[name]]
             if measured and all(name in draws for name in measured):
+                of_runs = np.mean([scores[name][column.name] for name in measured], axis=0)
                 compared = compare(
                     systems,
-                    np.mean([scores[name][column.name] for name in measured], axis=0).tolist(),
+                    [float(of_runs[list(places)].mean()) for places in runs_of],
                     np.mean([draws[name][column.name] for name in measured], axis=0),
                     larger_is_better=column.larger_is_better,
                     baseline=verdicts.baseline,
+                    seeds=seeds,
+                    of_runs=of_runs.tolist(),
                 )
                 best = compared.best
                 sound = best and all(qualities[one].translates for one in (best, verdicts.baseline))
@@ -321,7 +275,6 @@ def compare_all(
     )
 
 
-LEVEL = 0.05
 SETTLED = 10
 """Number of trials at least as far apart as the systems that settles a p-value: the p-value is then
 large, and its relative standard error is about a third."""
@@ -394,8 +347,10 @@ class PairedBootstrapTask:
 
     draws: BootstrapTask
     baseline: int
-    differences: Mapping[str, Sequence[float]]
-    """Name of a column → score of every system minus that of the baseline."""
+    scores: Mapping[str, Sequence[float]]
+    """Name of a column → score of every run."""
+    seeds: SeedErrors | None = None
+    """Runs of the systems; None: every system has one."""
 
     def again(self, columns: Collection[str], *, resamples: int) -> Self:
         """Return the task for some columns, with more resamples."""
@@ -406,10 +361,7 @@ class PairedBootstrapTask:
 def bootstrap_p_values(task: PairedBootstrapTask) -> dict[str, list[float]]:
     """Return p-values by column and system, 1 for the baseline, of scores that all systems have."""
     return p_values_of_draws(
-        resampled_scores(task.draws),
-        baseline=task.baseline,
-        differences=task.differences,
-        seeds=task.draws.seeds,
+        resampled_scores(task.draws), baseline=task.baseline, scores=task.scores, seeds=task.seeds
     )
 
 
@@ -417,38 +369,48 @@ def p_values_of_draws(
     draws: Mapping[str, Floats],
     *,
     baseline: int,
-    differences: Mapping[str, Sequence[float]],
+    scores: Mapping[str, Sequence[float]],
     seeds: SeedErrors | None = None,
 ) -> dict[str, list[float]]:
-    """Return p-values by column and system from draws, name of a column → (systems, resamples)."""
-    repeated: Collection[int] = () if seeds is None else seeds.repeated
+    """Return p-values by column and system from draws, name of a column → (runs, resamples).
 
-    def p_value(column: str, place: int) -> float:
+    Args:
+        draws: scores of resamples.
+        baseline: index of the baseline among the systems.
+        scores: name of a column → one score per run.
+        seeds: runs of the systems; None: every system has one.
+    """
+
+    def p_value(column: str, place: int, errors: SeedErrors) -> float:
         if place == baseline:
             return 1.0
-        of_draws = p_value_over_seeds if {place, baseline} & {*repeated} else bootstrap_p_value
-        rows, difference = draws[column], differences[column][place]
-        return of_draws(rows[place], rows[baseline], difference=difference)
+        measured = np.asarray(scores[column])
+        ours, theirs = (measured[list(errors.runs[one])].mean() for one in (place, baseline))
+        gaps = errors.of_difference(place, baseline, draws[column], measured)
+        is_over_seeds = bool({place, baseline} & {*errors.repeated})
+        of_gaps = p_value_over_seeds if is_over_seeds else bootstrap_p_value
+        return of_gaps(gaps, difference=float(ours - theirs))
 
-    return {
-        column: [p_value(column, place) for place in range(len(rows))]
-        for column, rows in draws.items()
-    }
-
-
-def bootstrap_p_value(ours: Floats, baseline: Floats, *, difference: float) -> float:
-    """Return the p-value of a system from its draws and the baseline's, (resamples,) each."""
-    gaps = np.abs(ours - baseline)
-    return _share_beyond(gaps - gaps.mean(), abs(difference))
+    found = {}
+    for column, rows in draws.items():
+        errors = seeds or SeedErrors.of_single_runs(len(rows))
+        found[column] = [p_value(column, place, errors) for place in range(len(errors.runs))]
+    return found
 
 
-def p_value_over_seeds(ours: Floats, baseline: Floats, *, difference: float) -> float:
+def bootstrap_p_value(gaps: Floats, *, difference: float) -> float:
+    """Return the p-value of a system from the draws of its difference to the baseline."""
+    distances = np.abs(gaps)
+    return _share_beyond(distances - distances.mean(), abs(difference))
+
+
+def p_value_over_seeds(gaps: Floats, *, difference: float) -> float:
     """Return the p-value of a system if it or the baseline has several runs.
 
     The mean of the gaps, which :func:`bootstrap_p_value` takes off, is dominated by single draws of
     the t distribution of two or three runs; their distance from the difference is not.
     """
-    return _share_beyond(np.abs(ours - baseline - difference), abs(difference))
+    return _share_beyond(np.abs(gaps - difference), abs(difference))
 
 
 def _share_beyond(gaps: Floats, measured: float) -> float:
@@ -542,6 +504,7 @@ def compare_with_baseline(
     baseline: int,
     resamples: int,
     undecided: Sequence[str] = (),
+    runs: int | None = None,
 ) -> BaselineTests:
     """Compare every system with the baseline in every direction that was tested.
 
@@ -554,6 +517,7 @@ def compare_with_baseline(
         resamples: of the second round.
         undecided: directions that were not tested but are corrected for: the baseline does not
             translate in them, which was not known before its translations were seen.
+        runs: fewest runs of a system that has several; None: no system has.
     """
     found: dict[str, dict[str, dict[str, PairedTest]]] = {name: {} for name in bootstrap}
     others = [place for place in range(len(systems)) if place != baseline]
@@ -578,4 +542,5 @@ def compare_with_baseline(
         tests=tests,
         resamples=resamples,
         undecided=tuple(undecided),
+        runs=runs,
     )

@@ -47,7 +47,8 @@ from pipeline.evaluation.scores import (
     scores_document,
 )
 from pipeline.evaluation.scoring import baseline_place
-from pipeline.evaluation.significance import LEVEL, holm
+from pipeline.evaluation.seed_errors import LEVEL
+from pipeline.evaluation.significance import holm
 from pipeline.evaluation.tables import Table
 
 MANY = {f"l{number:02}": 1 for number in range(MATRIX_LANGUAGES + 4)}
@@ -389,6 +390,22 @@ def test_a_table_of_differences_is_shown_only_where_one_could_be_significant(
     assert section is not None
     assert any("significant" in table.title for table in section.tables) == shown
     assert ("8 tests need 160 resamples" in section.lead) == (not shown)
+
+
+@pytest.mark.parametrize(("runs", "shown"), [(3, False), (5, True), (None, True)])
+def test_too_few_seeds_give_a_sentence_instead_of_a_table(runs: int | None, shown: bool) -> None:
+    """Of t with two degrees of freedom, 0.05 / 8 is beyond 12.6: 1 - t / sqrt(2 + t²)."""
+    found = whole_evaluation()
+    assert found.baseline_tests is not None
+    tests = replace(found.baseline_tests, runs=runs)
+    section = baseline_section(replace(found, baseline_tests=tests))
+    assert section is not None
+    assert any("significant" in table.title for table in section.tables) == shown
+    said = (
+        "with 3 seeds, a difference would have to be 13 standard errors over seeds to reach the "
+        "p-value of 0.0063 that Holm's correction asks for, for 8 tests (directions × systems)"
+    )
+    assert (said in section.lead) == (not shown)
 
 
 def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:

@@ -32,15 +32,14 @@ from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED, LanguageAcc
 from pipeline.evaluation.line_sets import Sentences
 from pipeline.evaluation.score_slot import Floats, Score
 from pipeline.evaluation.scores import Quality, Significance, Verdicts
+from pipeline.evaluation.seed_errors import LEVEL
 from pipeline.evaluation.significance import (
-    LEVEL,
     MOST_RESAMPLES,
     SETTLED,
     BootstrapTask,
     PairedBootstrapTask,
     PValues,
     RandomisationTask,
-    SeedErrors,
     bootstrap_p_value,
     bootstrap_p_values,
     compare,
@@ -239,115 +238,6 @@ def test_a_draw_without_any_line_of_a_direction_scores_nothing() -> None:
     assert set(draws.tolist()) == {0.0, 100.0}
 
 
-# Runs with different seeds
-
-
-def hits_of_runs(
-    generator: np.random.Generator, *, runs: int, spread: float
-) -> list[dict[str, Floats]]:
-    """Hits of the runs of a system, which are better or worse by chance; half of all are hits."""
-    ease = generator.beta(2.0, 2.0, size=LINES)
-    of_runs = np.clip(ease + spread * generator.standard_normal((runs, 1)), 0.0, 1.0)
-    drawn = generator.random((runs, LINES)) < of_runs
-    return [{"language": row.astype(np.float64)[:, None]} for row in drawn]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", [0.02, 0.2])
-@pytest.mark.parametrize("runs", [2, 3])
-def test_intervals_over_seeds_cover_what_they_say(runs: int, spread: float) -> None:
-    """Drawing the seeds with replacement does not, if runs differ by more than their lines do.
-
-    If they hardly differ, intervals are too wide: the lines on which they differ count twice.
-    """
-    generator = np.random.default_rng(2)
-    labels = tuple(map(str, range(runs)))
-    places = tuple(range(runs))
-    covered, drawn = 0, 0
-    for trial in range(TRIALS_OF_COVERAGE):
-        found = hits_of_runs(generator, runs=runs, spread=spread)
-        seeds = SeedErrors((places,), (labels,), seed=trial)
-        task = BootstrapTask([], (HITS,), seed=trial, resamples=200, seeds=seeds)
-        low, high = middle_95(resample(found, task)["language"][0])
-        covered += low <= 50.0 <= high
-        of_runs = resample(found, replace(task, seeds=None))["language"]
-        chosen = generator.integers(runs, size=(runs, 200))
-        low, high = middle_95(np.take_along_axis(of_runs, chosen, axis=0).mean(axis=0))
-        drawn += low <= 50.0 <= high
-    assert covered / TRIALS_OF_COVERAGE >= 0.93
-    if spread > 0.1:
-        assert covered / TRIALS_OF_COVERAGE <= 0.97
-        assert drawn / TRIALS_OF_COVERAGE < 0.85
-
-
-def constant(score: float) -> dict[str, Floats]:
-    """A run whose every line has one score, so that lines add nothing to its error."""
-    return {"language": np.full((30, 1), score / 100.0)}
-
-
-@pytest.mark.parametrize("paired", [True, False])
-def test_p_values_of_runs_are_those_of_the_t_test(paired: bool) -> None:
-    """Paired by seed, the differences 1, 2 and 3; |t| with 2 degrees of freedom is in closed form.
-
-    Unpaired, both systems vary by themselves, and the same difference may be chance.
-    """
-    base, ours = (40.0, 45.0, 50.0), (41.0, 47.0, 53.0)
-    labels = ("1", "2", "3")
-    seeds = SeedErrors(
-        ((0, 1, 2), (3, 4, 5)), (labels, labels if paired else ("4", "5", "6")), seed=3
-    )
-    task = BootstrapTask([], (HITS,), seed=1, resamples=20_000, seeds=seeds)
-    draws = resample([constant(one) for one in (*base, *ours)], task)
-    found = p_values_of_draws(draws, baseline=0, differences={"language": [0.0, 2.0]}, seeds=seeds)[
-        "language"
-    ]
-    t = 2.0 / (1.0 / math.sqrt(3))
-    expected = 1.0 - t / math.sqrt(2.0 + t**2)
-    assert found[0] == 1.0
-    if paired:
-        assert found[1] == pytest.approx(expected, abs=0.01)
-    else:
-        assert found[1] > 0.5
-    low, high = middle_95(draws["language"][0])
-    half = 4.303 * 5.0 / math.sqrt(3)
-    assert (low, high) == pytest.approx((45.0 - half, 45.0 + half), rel=0.05)
-
-
-def test_an_average_over_directions_is_as_uncertain_as_its_runs() -> None:
-    """A run has one model for all directions, so that their errors over seeds do not cancel."""
-    runs = [constant(one) for one in (40.0, 45.0, 50.0)]
-    seeds = SeedErrors(((0, 1, 2),), (("1", "2", "3"),), seed=3)
-    draws = [
-        resample(runs, BootstrapTask([], (HITS,), seed=direction, seeds=seeds))["language"][0]
-        for direction in range(4)
-    ]
-    assert middle_95(np.mean(draws, axis=0)) == pytest.approx(middle_95(draws[0]))
-
-
-def test_seeds_are_paired_by_name_in_any_order() -> None:
-    seeds = SeedErrors((), (), seed=1)
-    forth = seeds.weights(("1", "2", "3"), resamples=50)
-    back = seeds.weights(("3", "2", "1"), resamples=50)
-    np.testing.assert_array_equal(forth, back[:, ::-1])
-    np.testing.assert_allclose(forth.sum(axis=1), 0.0, atol=1e-9)
-
-
-def test_a_system_with_one_run_has_the_draws_it_has_without_seeds(tmp_path: Path) -> None:
-    references = sentences(40, seed=9)
-    paths = [
-        stored(
-            tmp_path / str(seed),
-            line_statistics(damaged(references, share=0.3, seed=seed), references),
-        )
-        for seed in range(3)
-    ]
-    task = BootstrapTask(paths, (BLEU_INTO,), seed=5, resamples=100)
-    seeds = SeedErrors(((0,), (1, 2)), (("",), ("1", "2")), seed=1)
-    alone, found = (resampled_scores(one)["bleu"] for one in (task, replace(task, seeds=seeds)))
-    assert found.shape == (2, 100)
-    np.testing.assert_array_equal(found[0], alone[0])
-
-
 def profile(source: str, target: str) -> DirectionProfile:
     return DirectionProfile(Direction(source, target), "zero_shot", None, 0, 30)
 
@@ -470,7 +360,7 @@ def test_p_values_are_those_of_sacrebleus_paired_tests(
         for place in (1, 2):
             found = (
                 bootstrap_p_value(
-                    draws[name][place], draws[name][0], difference=values[place] - values[0]
+                    draws[name][place] - draws[name][0], difference=values[place] - values[0]
                 )
                 if test_type == "bs"
                 else swapped[name][place]
@@ -519,7 +409,7 @@ def test_of_many_directions_alike_hardly_any_is_significant_once_corrected() -> 
         of_draws[name] = p_values_of_draws(
             {"bleu": noise + np.array([[30.0], [30.0 + difference]])},
             baseline=0,
-            differences={"bleu": [0.0, difference]},
+            scores={"bleu": scores[name]["bleu"]},
         )
         swapped[name] = {"bleu": [1.0, 0.5]}
     found = compare_with_baseline(
@@ -627,9 +517,8 @@ def test_a_second_round_finds_what_the_first_could_not(tmp_path: Path) -> None:
     }
     paths = [stored(tmp_path / name, one) for name, one in rows.items()]
     points = [BLEU_INTO.of_corpus(one["bleu"]) for one in rows.values()]
-    differences = {"bleu": [one - points[0] for one in points]}
     draws = BootstrapTask(paths, (BLEU_INTO, CHRF_PLUS), seed=7, resamples=1000)
-    bootstrap = PairedBootstrapTask(draws, 0, differences)
+    bootstrap = PairedBootstrapTask(draws, 0, {"bleu": points})
     tosses = RandomisationTask(paths, 0, (BLEU_INTO, CHRF_PLUS), seed=7, trials=1000)
     more = second_round(140, resamples=1000)
     assert more is not None
