@@ -2,9 +2,9 @@
 
 The style sheet of the page (``report.css``) sets colors, dashes and type. Every element has a class
 for it (``grid``, ``axis``, ``tick``, ``label``, ``line``, ``band``, ``lead``, ``begin``,
-``marker``, ``dot``, ``upright``, ``fill``, ``cell``); elements of a series also have the class of
-its color. Series differ in color, dashes and markers, so that readers can follow them where they
-overlap or print in gray.
+``marker``, ``dot``, ``upright``, ``fill``, ``cell``, ``outline``); elements of a series also have
+the class of its color. Series differ in color, dashes and markers, so that readers can follow them
+where they overlap or print in gray.
 """
 
 import math
@@ -83,6 +83,8 @@ class Series:
     low: tuple[Point, ...] = ()
     high: tuple[Point, ...] = ()
     """Edges of a band around the line, such as the range over runs; empty: none."""
+    outline: tuple[tuple[Point, Point], ...] = ()
+    """Segments of lines around the points of a scatter chart, such as those of equal density."""
 
     @property
     def style(self) -> str:
@@ -154,13 +156,20 @@ def line_chart(
 
 
 def scatter_chart(series: Sequence[Series], *, title: str) -> str:
-    """Return an SVG chart of the points of series without axes; :func:`legend` is separate.
+    """Return an SVG chart of the points of series, and of their outlines, without axes.
+
+    :func:`legend` is separate.
 
     Args:
         series: at least one point among them.
         title: text for screen readers.
     """
-    xs, ys = zip(*(point for one in series for point in one.points), strict=True)
+    drawn = [
+        point
+        for one in series
+        for point in (*one.points, *(end for segment in one.outline for end in segment))
+    ]
+    xs, ys = zip(*drawn, strict=True)
     middle = (min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2
     width, height = RIGHT - LEFT, FLOOR - TOP
     # One unit is as long on both axes, since distances are what the chart shows.
@@ -172,10 +181,19 @@ def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     markers = "".join(
         _marker(one, x=frame.x(x), y=frame.y(y)) for one in series for x, y in one.points
     )
+    outlines = "".join(_outline(frame, one) for one in series if one.outline)
     return (
         f'<svg viewBox="0 0 {WIDTH} {FLOOR + TOP:.0f}" role="img" '
-        f'aria-label="{escape_html(title)}">{markers}</svg>'
+        f'aria-label="{escape_html(title)}">{markers}{outlines}</svg>'
     )
+
+
+def _outline(frame: Frame, series: Series) -> str:
+    path = "".join(
+        f"M{frame.x(x):.1f} {frame.y(y):.1f}L{frame.x(to_x):.1f} {frame.y(to_y):.1f}"
+        for (x, y), (to_x, to_y) in series.outline
+    )
+    return f'<path class="outline {series.style}" d="{path}"/>'
 
 
 def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0) -> str:

@@ -187,6 +187,9 @@ def test_the_report_sets_zero_shot_directions_against_those_into_english(
         "en": 4,
         "fr": 4,
     }
+    outlined = {code for code, shares in document["outlines"].items() if all(shares)}
+    assert outlined == {"de", "en", "fr"}
+    assert 'class="outline s2"' in made.file("states.svg").read_text(encoding="utf-8")
     [section] = analysis_sections({"mine": made})
     assert [one.title for one in section.figures][:3] == ["Any → En", "En → Any", "Zero-shot"]
     states, overlaps = section.tables

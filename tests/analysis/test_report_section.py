@@ -59,6 +59,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
             "de-fr": {"same": 0.75, "different": None, "retrieved": 0.5},
         },
         "points": {"de": [[0.0, 1.0], [2.0, 3.0]], "en": [[4.0, 5.0]]},
+        "outlines": {"de": [[[[0.0, 1.0], [2.0, 1.0]], [[2.0, 1.0], [0.0, 1.0]]], []], "en": []},
     },
 }
 FIGURES_OF = {"languages": 4}

@@ -24,6 +24,7 @@ from pipeline.decoding.hypotheses import Source, not_numbers, source_begins
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.extensions.analysis.conciseness import most_paired, translations_of
+from pipeline.extensions.analysis.densities import outlines
 from pipeline.model.moe.routing_statistics import moe_layer_names
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed, named_generator
@@ -282,6 +283,7 @@ def languages_document(
     layers: Sequence[str],
 ) -> dict[str, Any]:
     """Return the content of ``languages.json``."""
+    points = place_points(states.state_PD)
     return {
         "analysis": "languages",
         "pivot": states.pivot,
@@ -301,5 +303,6 @@ def languages_document(
             for one, other in combinations(states.state_PD, 2)
             if states.lines
         },
-        "points": place_points(states.state_PD),
+        "points": points,
+        "outlines": {code: outlines(of_language) for code, of_language in points.items()},
     }

@@ -140,8 +140,18 @@ def expert_charts(document: JsonObject) -> dict[Family, str]:
 
 def states_series(document: JsonObject) -> list[Series]:
     """Return the encoder states of every language in two dimensions; none if they are too few."""
+    outlines = document.get("outlines", {})  # earlier versions made none
     return [
-        Series(code, tuple((float(x), float(y)) for x, y in points), place)
+        Series(
+            code,
+            tuple((float(x), float(y)) for x, y in points),
+            place,
+            outline=tuple(
+                ((float(x), float(y)), (float(to_x), float(to_y)))
+                for segments in outlines.get(code, [])
+                for (x, y), (to_x, to_y) in segments
+            ),
+        )
         for place, (code, points) in enumerate(document["points"].items())
     ]
 
@@ -353,7 +363,10 @@ def _languages(name: str, document: JsonObject) -> ReportSection:
     ]
     if document["points"]:
         chart = states_chart(document) + legend(states_series(document))
-        figures.append(Figure(chart, title="Encoder states of the same lines, t-SNE"))
+        note = "Outlines hold 50 and 90 % of the kernel density of a language's points."
+        notes = (note,) if any(one.outline for one in states_series(document)) else ()
+        title = "Encoder states of the same lines, t-SNE"
+        figures.append(Figure(chart, title=title, notes=notes))
     tables = (
         Table(
             "Encoder states of translations",
