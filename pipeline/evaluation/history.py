@@ -29,6 +29,7 @@ from pipeline.artifacts.artifact import (
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError
+from pipeline.evaluation.validation_tiers import PairTiers, read_tiers
 from pipeline.model.parameters import (
     OPERATIONS_PER_PARAMETER,
     PerToken,
@@ -378,6 +379,9 @@ class CurvePoint:
     """Tokens up to the update, interpolated between two lines of training metrics."""
     operations: float | None = None
     """Estimated floating-point operations up to the update, by its tokens."""
+    sides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Family of directions, into or out of the pivot → resource group → mean validation loss over
+    directions."""
 
 
 @dataclass(frozen=True)
@@ -389,6 +393,8 @@ class Curve:
     validation: tuple[CurvePoint, ...]
     before: Spent | None = field(default_factory=Spent)
     """Cost of the earlier runs; None if some of them can no longer be found."""
+    pivot: str | None = None
+    """Language of the sides of its points; None: they have none."""
 
 
 @dataclass(frozen=True)
@@ -472,33 +478,45 @@ def read_curve(training: SystemTraining, checkpoint: Artifact) -> Curve:
     """Return the losses of a run; a loss that was not finite is null and leaves a gap."""
     metrics = read_metrics(checkpoint)
     source, target = (tokens_by_update(metrics, side=side) for side in SIDES)
-    per_token = _read_per_token(checkpoint)
+    per_token, tiers = _read_per_token(checkpoint), read_tiers(checkpoint)
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
     for entry in metrics:
         if entry.get("kind") in ("train", "validation") and is_number(entry.get("loss")):
             at = entry["update"]
             tokens = {"source": _tokens_at(at, source), "target": _tokens_at(at, target)}
             operations = _operations_of(per_token, **tokens)
-            points[entry["kind"]].append(_point(entry, tokens["target"], operations))
+            points[entry["kind"]].append(_point(entry, tokens["target"], operations, tiers))
     return Curve(
         system=training.system,
         training=tuple(points["train"]),
         validation=tuple(points["validation"]),
         before=training.spent_before if training.complete else None,
+        pivot=None if tiers is None else tiers.pivot,
     )
 
 
-def _point(entry: Mapping[str, Any], tokens: int | None, operations: float | None) -> CurvePoint:
-    resources = entry.get("resources")
-    found = resources.items() if isinstance(resources, dict) else ()
+def _point(
+    entry: Mapping[str, Any],
+    tokens: int | None,
+    operations: float | None,
+    tiers: PairTiers | None,
+) -> CurvePoint:
+    resources = _losses(entry.get("resources"))
     return CurvePoint(
         update=entry["update"],
         seconds=entry["seconds"],
         loss=entry["loss"],
-        resources={group: loss for group, loss in found if is_number(loss)},
+        resources={group: loss for group, loss in resources.items() if loss is not None},
+        sides={} if tiers is None else tiers.mean_losses(_losses(entry.get("directions"))),
         target_tokens=tokens,
         operations=operations,
     )
+
+
+def _losses(found: object) -> dict[str, float | None]:
+    """Return the losses of an object of a line of metrics; None for those that are not finite."""
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: loss if is_number(loss) else None for name, loss in items}
 
 
 def _tokens_at(update: int, tokens: Sequence[tuple[int, int]]) -> int | None:

@@ -21,6 +21,7 @@ from pipeline.evaluation.history import (
     SystemTraining,
 )
 from pipeline.evaluation.repeated_runs import group_runs
+from pipeline.evaluation.score_tables import title_of_family
 from pipeline.evaluation.tables import (
     NO_VALUE,
     BulletList,
@@ -36,6 +37,7 @@ from pipeline.evaluation.tables import (
     joined,
     row,
 )
+from pipeline.evaluation.validation_tiers import SIDES
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER
 from pipeline.terminal import counted
 
@@ -334,7 +336,8 @@ def curves_section(history: History, places: Mapping[str, int]) -> ReportSection
     return ReportSection(
         "Loss curves",
         "Losses of the last training of each system. Its axis begins with the trainings before "
-        "it. A ring marks the lowest validation loss.",
+        "it. A ring marks the lowest validation loss. Losses into and out of a pivot are means "
+        "over directions, all others over tokens.",
         figures=tuple(figures),
     )
 
@@ -347,6 +350,8 @@ def curve_figures(history: History, *, places: Mapping[str, int]) -> list[Figure
         places: run → number of the color of its system.
     """
     curves = history.curves
+    pivots = {curve.pivot for curve in curves if curve.pivot is not None}
+    pivot = pivots.pop() if len(pivots) == 1 else None
     figures = [
         *(
             _figure("Validation, all directions", curves, places, axis, lambda one: one.loss)
@@ -367,6 +372,17 @@ def curve_figures(history: History, *, places: Mapping[str, int]) -> list[Figure
             )
             for group in get_args(Resource)
         ),
+        *(
+            _figure(
+                f"Validation, {_tier(group)} resource, {title_of_family(side, pivot=pivot)}",
+                curves,
+                places,
+                UPDATES,
+                _loss_of_side(side, group),
+            )
+            for group in get_args(Resource)
+            for side in SIDES
+        ),
         _figure("Training", curves, places, UPDATES, lambda one: one.loss, training=True),
     ]
     return [figure for figure in figures if figure is not None]
@@ -378,6 +394,10 @@ def _tier(group: str) -> str:
 
 def _loss_of_resource(group: str) -> Loss:
     return lambda point: point.resources.get(group)
+
+
+def _loss_of_side(side: str, group: str) -> Loss:
+    return lambda point: point.sides.get(side, {}).get(group)
 
 
 def _figure(
