@@ -13,10 +13,13 @@ def _report(options: argparse.Namespace) -> int:
     from pipeline.evaluation.rendering import render_html
     from pipeline.evaluation.report import Imprint
     from pipeline.evaluation.runs_report import runs_report
+    from pipeline.extensions.installed import INSTALLED
 
     refuse_to_replace_another(options.out, generator="report")
     compared = open_runs(options.runs)
-    write_page(options.out, render_html(runs_report(compared, imprint=Imprint.now())))
+    analyses = [section for one in INSTALLED for section in one.report_sections(compared.analyses)]
+    page = render_html(runs_report(compared, imprint=Imprint.now(), analyses=analyses))
+    write_page(options.out, page)
     runs, systems = counted(len(compared.runs), "run"), counted(len(compared.systems), "system")
     print(f"{options.out}: {runs} of {systems}")
     return 0
@@ -28,7 +31,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         help="DIR, NAME=DIR or, for each of several runs of a system, NAME@SEED=DIR; a checkpoint, "
-        "translations, an evaluation, or the folder of a plan",
+        "translations, an evaluation, an analysis, or the folder of a plan",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="HTML page to write"

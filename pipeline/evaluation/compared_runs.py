@@ -1,8 +1,8 @@
 """The runs that ``mmnmt report`` compares, opened from what the command line names.
 
-An argument is a checkpoint, translations, an evaluation, or a folder of such artifacts, such as
-that of a plan. A run has the name that the argument or the evaluation gives it, else that of its
-folder; ``moe@1`` is a run of ``moe``.
+An argument is a checkpoint, translations, an evaluation, an analysis, or a folder of such
+artifacts, such as that of a plan. A run has the name that the argument or the evaluation gives it,
+else that of its folder; ``moe@1`` is a run of ``moe``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,14 @@ class Translated:
 
 @dataclass
 class ComparedRuns:
-    """Runs, evaluations and translations that a report shows."""
+    """Runs, evaluations, analyses and translations that a report shows."""
 
     runs: dict[str, Artifact] = field(default_factory=dict)
     """Run → checkpoint or translations."""
     evaluations: dict[str, Artifact] = field(default_factory=dict)
     """Name → evaluation."""
+    analyses: dict[str, Artifact] = field(default_factory=dict)
+    """Name → analysis."""
     translated: dict[str, Translated] = field(default_factory=dict)
     """Digest of a corpus → its translations."""
     missing: list[str] = field(default_factory=list)
@@ -64,10 +66,12 @@ class ComparedRuns:
                 self._add_run(name or path.name, artifact)
             case "evaluation":
                 self._add_evaluation(name, path)
+            case "analysis":
+                self._add_analysis(name or path.name, path)
             case _:
                 raise ArtifactError(
                     f"{path} is {with_article(manifest.kind)}, which report does not show. Name a "
-                    "checkpoint, translations, an evaluation or the folder of a plan."
+                    "checkpoint, translations, an evaluation, an analysis or the folder of a plan."
                 )
 
     def _add_run(
@@ -100,6 +104,10 @@ class ComparedRuns:
             found = self.translated.setdefault(record.digest, Translated(record, training))
             found.runs.setdefault(name, artifact)
 
+    def _add_analysis(self, name: str, path: Path) -> None:
+        title = str(path) if name in self.analyses else name
+        self.analyses[title] = open_artifact(path, kind="analysis")
+
     def _add_evaluation(self, name: str, path: Path) -> None:
         evaluation = open_artifact(path, kind="evaluation")
         inputs = evaluation.manifest.inputs
@@ -122,12 +130,15 @@ class ComparedRuns:
                     )
 
     def _add_folder(self, name: str, path: Path) -> None:
-        """Add a folder: its evaluations, further trained checkpoints, and translations by these."""
+        """Add a folder: evaluations, analyses, further checkpoints, and translations by these."""
         found, prefix = self._manifests_in(path), f"{name}/" if name else ""
         of_others = {run.partition(RUN_MARK)[0] for run in self.runs}
         evaluations = [one for one, manifest in found.items() if manifest.kind == "evaluation"]
         for directory in evaluations:
             self._add_evaluation(name, directory)
+        analyses = [one for one, manifest in found.items() if manifest.kind == "analysis"]
+        for directory in analyses:
+            self._add_analysis(f"{prefix}{directory.name}", directory)
         trained = [one for one, manifest in found.items() if manifest.stage in TRAINING_STAGES]
         known = {_origin(run) for run in self.runs.values()}
         stems = {directory.name for directory in trained}
@@ -141,7 +152,7 @@ class ComparedRuns:
         names: dict[str, list[str]] = {}
         for run, artifact in self.runs.items():
             names.setdefault(_origin(artifact), []).append(run)
-        shown = [*evaluations, *trained]
+        shown = [*evaluations, *analyses, *trained]
         for directory, manifest in found.items():
             if manifest.kind == "translations":
                 translations = open_artifact(directory, kind="translations")
@@ -152,8 +163,8 @@ class ComparedRuns:
         if not shown:
             raise ArtifactError(
                 f"{path} holds no run: it has no {MANIFEST_NAME}, and no folder in it is a trained "
-                "checkpoint or an evaluation. Name the folder of a plan that has finished one, or "
-                "a run as NAME=DIR."
+                "checkpoint, an evaluation or an analysis. Name the folder of a plan that has "
+                "finished one, or a run as NAME=DIR."
             )
 
     def _manifests_in(self, path: Path) -> Mapping[Path, Manifest]:

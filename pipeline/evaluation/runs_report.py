@@ -1,106 +1,57 @@
-"""The page of ``mmnmt report``: scores, losses, budgets, experts and translations of any runs."""
+"""The page of ``mmnmt report``: scores, losses, budgets, experts, analyses and translations."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.artifacts.artifact import Artifact, open_recorded
 from pipeline.artifacts.corpus import hypotheses_name
 from pipeline.errors import UserError
-from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.comet import Comet
 from pipeline.evaluation.compared_runs import ComparedRuns, Translated
-from pipeline.evaluation.directions import FAMILIES, describe_directions, pivot_of
-from pipeline.evaluation.history import History, checkpoint_of, is_number, trace_history
+from pipeline.evaluation.compared_scores import scores_section
+from pipeline.evaluation.directions import describe_directions, pivot_of
+from pipeline.evaluation.history import History, checkpoint_of, trace_history
 from pipeline.evaluation.history_tables import budgets_section, curves_section, losses_section
 from pipeline.evaluation.report import MARKED, Imprint, choose_samples, text_sample
 from pipeline.evaluation.routing_tables import languages_section, loads_section
-from pipeline.evaluation.score_tables import title_of_family
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.evaluation.tables import (
-    Heading,
-    Report,
-    ReportSection,
-    Table,
-    bullets,
-    headings,
-    row,
-    score_cell,
-)
+from pipeline.evaluation.tables import Report, ReportSection, bullets
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
 from pipeline.terminal import counted
 from pipeline.training.settings import TrainingConfig
 
-COLUMNS = {one.column.name: one.column for one in (Bleu, Chrf, Comet)}
 
+def runs_report(
+    compared: ComparedRuns, *, imprint: Imprint, analyses: Sequence[ReportSection] = ()
+) -> Report:
+    """Return the report of any number of runs.
 
-def runs_report(compared: ComparedRuns, *, imprint: Imprint) -> Report:
-    """Return the report of any number of runs."""
+    Args:
+        compared: runs and what was made from them.
+        imprint: date and version.
+        analyses: sections about the analyses.
+    """
     history = trace_history(compared.runs)
     places = {run: place for place, runs in enumerate(compared.systems.values()) for run in runs}
     routing, damaged = _read_routing(compared.runs)
     first = {runs[0]: routing[runs[0]] for runs in compared.systems.values() if runs[0] in routing}
     sections = (
-        *(_scores_section(name, one) for name, one in compared.evaluations.items()),
+        *(scores_section(name, one) for name, one in compared.evaluations.items()),
         losses_section(history),
         curves_section(history, places),
         budgets_section(history),
         loads_section(routing),
         languages_section(first),
+        *analyses,
         *(_samples_section(one, compared.systems) for one in compared.translated.values()),
         _notes_section(compared, history, damaged),
     )
     return Report(
-        f"Comparison of {counted(len(compared.systems), 'system')}",
+        f"Comparison of {counted(len(compared.systems), 'system')}" if places else "Analyses",
         f"Report on runs, {imprint.text}",
         (counted(len(compared.systems), "system"), counted(len(compared.runs), "run")),
         tuple(section for section in sections if section is not None),
         generator="report",
         sortable=True,
     )
-
-
-def _scores_section(name: str, evaluation: Artifact) -> ReportSection | None:
-    """Return the main scores of an evaluation, averaged over the directions of each family."""
-    systems = evaluation.statistics.get("systems")
-    if not isinstance(systems, dict):
-        return None
-    pivot = _pivot(evaluation)
-    shown = [
-        (family, column)
-        for family in FAMILIES
-        for column in dict.fromkeys(key for one in systems.values() for key in one.get(family, {}))
-    ]
-    titles = (
-        Heading(
-            COLUMNS[column].heading if column in COLUMNS else column,
-            group=title_of_family(family, pivot=pivot),
-        )
-        for family, column in shown
-    )
-    rows = (
-        row(
-            system,
-            *(
-                score_cell(value if is_number(value) else None, decimals=1)
-                for family, column in shown
-                for value in [scores.get(family, {}).get(column)]
-            ),
-        )
-        for system, scores in systems.items()
-    )
-    return ReportSection(
-        f"Scores of {name}",
-        "Means over the directions of each type. The report of the evaluation has confidence "
-        "intervals, tests and all other scores.",
-        tables=(Table("", (*headings("System"), *titles), tuple(rows)),),
-    )
-
-
-def _pivot(evaluation: Artifact) -> str | None:
-    inputs = evaluation.manifest.inputs
-    record = inputs.get("training") or inputs.get("corpus")
-    corpus = None if record is None else open_recorded(record)
-    return None if corpus is None else pivot_of(corpus)
 
 
 def _read_routing(
