@@ -1,10 +1,8 @@
 """``mmnmt report``: losses, experts and translations of any runs, on a page that is sound."""
 
-import html
 import json
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.browser import CHROMIUM, browser
 from support.corpora import make_corpus
 from support.recorded_runs import artifact, training_run
 
@@ -27,7 +26,6 @@ from pipeline.evaluation.report import differences
 from pipeline.evaluation.routing_tables import DEAD, OVERLOADED, similarity
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def report(tmp_path: Path, *runs: str) -> str:
@@ -402,6 +400,130 @@ def test_an_evaluation_brings_its_scores_and_systems_and_names_those_that_are_go
     assert "or have changed: gone." in " ".join(section(page, "Notes").itertext())
 
 
+def scored(
+    path: Path,
+    inputs: Mapping[str, Artifact],
+    scores: Mapping[str, Mapping[str, tuple[float, float]]],
+) -> Artifact:
+    """An evaluation: system → family → mean BLEU and half of its interval, and of that of its
+    difference to the first system."""
+
+    def intervals(family: str, *, base: str | None = None) -> dict[str, object]:
+        return {
+            name: {"low": mean - less - half, "high": mean - less + half}
+            for name, families in scores.items()
+            for mean, half in [families[family]]
+            for less in [0.0 if base is None else scores[base][family][0]]
+            if name != base
+        }
+
+    first, *_ = scores
+    compared = {
+        family: {
+            "all": {
+                "bleu": {
+                    "intervals": intervals(family),
+                    "differences": intervals(family, base=first),
+                }
+            }
+        }
+        for family in scores[first]
+    }
+    document = {"verdicts": {"baseline": first}, "significance": {"averages": compared}}
+    means = {
+        name: {family: {"bleu": mean} for family, (mean, _) in families.items()}
+        for name, families in scores.items()
+    }
+    return artifact(
+        path,
+        "evaluation",
+        "evaluate",
+        inputs,
+        files={"scores.json": json.dumps(document)},
+        statistics={"systems": means},
+    )
+
+
+def test_scores_and_differences_have_the_intervals_of_the_evaluation(tmp_path: Path) -> None:
+    means = {
+        "dense": {"into_pivot": (30.0, 1.5), "zero_shot": (8.0, 0.5)},
+        "moe": {"into_pivot": (28.5, 2.0), "zero_shot": (9.25, 1.0)},
+    }
+    made = scored(tmp_path / "scores", {}, means)
+    part = section(report(tmp_path, str(made.directory)), "Scores of scores")
+    assert rows(part) == [
+        ["dense", "30.0 28.5–31.5", "8.0 7.5–8.5"],
+        ["moe", "28.5 26.5–30.5", "9.2 8.2–10.2"],
+        ["moe", "-1.5 -3.5 to +0.5", "+1.2 +0.2 to +2.2"],
+    ]
+    assert [one.text for one in part.iter("h3")] == ["Difference to dense"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"significance": {"averages": {"into_pivot": 3}}}'])
+def test_damaged_scores_cost_the_intervals_alone(tmp_path: Path, text: str) -> None:
+    made = artifact(
+        tmp_path / "scores",
+        "evaluation",
+        "evaluate",
+        files={"scores.json": text},
+        statistics={"systems": {"dense": {"into_pivot": {"bleu": 30.0}}}},
+    )
+    part = section(report(tmp_path, str(made.directory)), "Scores of scores")
+    assert rows(part) == [["dense", "30.0"]]
+
+
+# Analyses
+
+
+LANGUAGES = {
+    "analysis": "languages",
+    "pivot": "en",
+    "layers": ["decoder.layers.1"],
+    "directions": {
+        "de-en": {"family": "into_pivot", "lines": 2, "routed": [[3, 1]]},
+        "de-fr": {"family": "zero_shot", "lines": 2, "routed": [[1, 9]]},
+    },
+    "parallel_lines": 2,
+    "encoded": {},
+    "pairs": {},
+    "points": {"de": [[0.0, 0.0], [1.0, 3.0]], "fr": [[2.0, 2.0]]},
+    "outlines": {"de": [[[[0.0, 1.0], [4.0, 1.0]]], []], "fr": []},
+}
+
+
+def analysis(path: Path, document: Mapping[str, object]) -> Artifact:
+    with new_artifact(
+        path, kind="analysis", stage="analyze_languages", config={}, inputs={}
+    ) as writer:
+        writer.write_json("languages.json", document)
+        writer.statistics["analysis"] = "languages"
+    return open_artifact(path, kind="analysis")
+
+
+def test_an_analysis_shows_experts_of_zero_shot_and_of_english_and_the_map_of_states(
+    tmp_path: Path,
+) -> None:
+    """By itself, by name, and in the folder of a plan beside a checkpoint."""
+    made = analysis(tmp_path / "plan" / "inside", LANGUAGES)
+    for named, title in [
+        (str(made.directory), "Languages inside inside"),
+        (f"moe={made.directory}", "Languages inside moe"),
+        (str(tmp_path / "plan"), "Languages inside inside"),
+    ]:
+        part = section(report(tmp_path, named), title)
+        into, zero, states = part.iter("figure")
+        captions = ["".join(one[0].itertext()).strip() for one in (into, zero, states)]
+        assert captions == ["Any → En", "Zero-shot", "Encoder states of the same lines, t-SNE"]
+        assert [one.text for one in into.iter("title")] == ["de, 0: 0.75", "de, 1: 0.25"]
+        assert [one.text for one in zero.iter("title")] == ["fr, 0: 0.1", "fr, 1: 0.9"]
+        classes = [one.attrib.get("class") for one in states[1]]
+        assert classes == ["marker s0", "marker s0", "marker s1", "outline s0"]
+        assert "50 and 90 %" in "".join(states.itertext())
+    training_run(tmp_path / "plan" / "dense", [3.0])
+    page = report(tmp_path, str(tmp_path / "plan"))
+    assert {"Languages inside inside", "Validation losses"} <= {*titles(page)}
+
+
 def test_equal_names_in_two_evaluations_of_a_plan_are_told_apart(tmp_path: Path) -> None:
     """A baseline without a model has other translations of every corpus."""
     plan = tmp_path / "plan"
@@ -508,11 +630,27 @@ def test_translations_that_may_be_of_two_systems_are_of_neither(tmp_path: Path) 
 
 
 def all_parts(tmp_path: Path) -> str:
-    """A page with tables, charts and heat maps; one name is hostile."""
+    """A page with tables, scores, charts, heat maps and translations; one name is hostile."""
     experts = with_experts(tmp_path / "moe", [3.0, 2.0], ROUTED)
     dense = [training_run(tmp_path / f"d{n}", [4.0 + n, 3.0 + n]) for n in (1, 2)]
-    named = [f"dense@{n}={run.directory}" for n, run in enumerate(dense)]
-    return report(tmp_path, f"{HOSTILE}={experts.directory}", *named)
+    models = {HOSTILE: experts, **{f"dense@{n}": run for n, run in enumerate(dense, start=1)}}
+    text = {"de": ["Das Haus " * 20, "W" * 300], "en": ["The house " * 20, "w" * 300]}
+    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": text}, "test": {"de-en": text}})
+    lines = {
+        name: translated(
+            tmp_path / f"lines-{place}",
+            corpus,
+            {"de-en": [f"A {name} " * 9, "w" * 299], "en-de": ["Ein Haus", "W" * 280]},
+            {"checkpoint": model},
+        )
+        for place, (name, model) in enumerate(models.items())
+    }
+    evaluation = scored(
+        tmp_path / "scores",
+        {"corpus": corpus, **{f"systems/{name}": one for name, one in lines.items()}},
+        {name: {"into_pivot": (30.0 + n, 1.5)} for n, name in enumerate((HOSTILE, "dense"))},
+    )
+    return report(tmp_path, str(evaluation.directory))
 
 
 def test_the_page_loads_nothing_and_runs_one_script(tmp_path: Path) -> None:
@@ -525,8 +663,24 @@ def test_the_page_loads_nothing_and_runs_one_script(tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in page
 
 
+def browse(
+    tmp_path: Path, page: str, script: str, *, width: int = 1280, theme: str = "light"
+) -> Any:
+    """What the body of a function in JavaScript returns of a page."""
+    file = tmp_path / "tested.html"
+    file.write_text(page, encoding="utf-8")
+    with browser(tmp_path / "profile") as tab:
+        tab.open()
+        screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        tab.tell("Emulation.setDeviceMetricsOverride", **screen)
+        scheme = {"name": "prefers-color-scheme", "value": theme}
+        tab.tell("Emulation.setEmulatedMedia", features=[scheme])
+        tab.tell("Page.navigate", url=file.as_uri())
+        tab.wait_for("document.readyState === 'complete'")
+        return tab.run(f"(() => {{{script}}})()")
+
+
 CLICKS = """
-<script>
 const found = {};
 for (const [title, column] of WANTED) {
   const part = [...document.querySelectorAll("section")]
@@ -540,36 +694,9 @@ for (const [title, column] of WANTED) {
     return [heading.getAttribute("aria-sort"), ...names()];
   });
 }
-const sizes = [innerWidth, document.documentElement.scrollWidth];
-parent.document.body.textContent = "FOUND" + JSON.stringify([found, sizes]) + "END";
-</script>
-</body>"""
-"""Clicks twice on the last heading of a title, and writes the names of the rows in their order."""
-
-
-def browse(tmp_path: Path, page: str, *wanted: tuple[str, str], width: int) -> Any:
-    """What a browser shows of a page after clicks on headings: titles of section and column.
-
-    The page is in a frame, since windows of Chromium have 500 pixels at least.
-    """
-    file = tmp_path / "tested.html"
-    script = CLICKS.replace("WANTED", json.dumps(wanted))
-    framed = html.escape(page.replace("</body>", script))
-    frame = f'<iframe style="border:0" width="{width}" srcdoc="{framed}"></iframe>'
-    file.write_text(f'<!doctype html><meta charset="utf-8"><body>{frame}', encoding="utf-8")
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [
-            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    (found,) = re.findall(r"FOUND(.*)END", done.stdout)
-    return json.loads(found)
+return found;
+"""
+"""Clicks twice on the last heading of a title, and returns the names of the rows in their order."""
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -582,15 +709,13 @@ def test_a_click_on_a_heading_sorts_by_the_number_that_is_meant(tmp_path: Path) 
         "none": artifact(tmp_path / "d", "checkpoint", "pretrain", statistics={"updates": 12}),
     }
     page = report(tmp_path, *(f"{name}={run.directory}" for name, run in runs.items()))
-    found, _ = browse(
-        tmp_path,
-        page,
+    wanted = (
         ("Training budgets", "System"),
         ("Training budgets", "updates"),
         ("Training budgets", "wall time"),
         ("Validation losses", "lowest"),
-        width=1280,
     )
+    found = browse(tmp_path, page, CLICKS.replace("WANTED", json.dumps(wanted)))
     up, down = "ascending", "descending"
     assert found == {
         "System": [
@@ -609,7 +734,54 @@ def test_a_click_on_a_heading_sorts_by_the_number_that_is_meant(tmp_path: Path) 
     }
 
 
+OVERFLOW = "return [innerWidth, document.documentElement.scrollWidth]"
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_the_page_fits_the_screen_of_a_phone(tmp_path: Path) -> None:
-    _, (screen, page) = browse(tmp_path, all_parts(tmp_path), width=360)
+    screen, page = browse(tmp_path, all_parts(tmp_path), OVERFLOW, width=360)
     assert page <= screen == 360
+
+
+CONTRASTS = """
+const channels = (text) => {
+  const [red, green, blue, alpha = 1] = text.match(/[\\d.]+/g).map(Number);
+  return [[red, green, blue], alpha];
+};
+const mix = (above, alpha, below) => above.map((one, at) => alpha * one + (1 - alpha) * below[at]);
+const luminance = (color) => color
+  .map((one) => one / 255)
+  .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, one, at) => sum + [0.2126, 0.7152, 0.0722][at] * one, 0);
+const background = (element) => {
+  const layers = [];
+  for (let one = element; one; one = one.parentElement) {
+    layers.unshift(channels(getComputedStyle(one).backgroundColor));
+  }
+  return layers.reduce((below, [color, alpha]) => mix(color, alpha, below), [255, 255, 255]);
+};
+const found = {};
+for (const element of document.body.querySelectorAll("*")) {
+  const texts = [...element.childNodes].filter((one) => one.nodeType === 3 && one.data.trim());
+  if (!texts.length || !element.getClientRects().length) continue;
+  const style = getComputedStyle(element);
+  const paint = element.closest("svg") ? style.fill : style.color;
+  const [color, alpha] = channels(paint), below = background(element);
+  const both = [luminance(mix(color, alpha * style.opacity, below)), luminance(below)];
+  const ratio = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+  const name = `${element.parentElement.tagName} ${element.tagName} ${element.className}`;
+  found[name] = Math.min(found[name] ?? 99, ratio);
+}
+return [matchMedia("(prefers-color-scheme: dark)").matches, found];
+"""
+"""Returns the least contrast of the texts of every kind of element (WCAG 2.2, 1.4.3)."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_has_the_contrast_that_readers_need(tmp_path: Path, theme: str) -> None:
+    is_dark, found = browse(tmp_path, all_parts(tmp_path), CONTRASTS, theme=theme)
+    assert is_dark == (theme == "dark")
+    kinds = " ".join(found)
+    assert all(tag in kinds for tag in ("DD", "DT", "TD", "SMALL", "text", "H1", "LI", "BUTTON"))
+    assert {name: ratio for name, ratio in found.items() if ratio < 4.5} == {}
