@@ -210,12 +210,13 @@ def _estimate_time(options: argparse.Namespace) -> int:
         print(text_table(["part", *head], time.table()) + "\n")
     if exchanged.layers:
         print(
-            f"Experts on {exchanged.size} ranks: each sends {exchanged.sent_bytes / 1e9:.2f} GB to "
-            f"the others per micro-batch, and waits {exchanged.host_copies} times for numbers of "
-            f"rows, in {exchanged.layers} layers. Both come on top of the table.\n"
+            f"Experts on {exchanged.size} ranks, of which the tables count one: it sends "
+            f"{exchanged.sent_bytes / 1e9:.2f} GB to the others per micro-batch, on top of the "
+            f"table, and {exchanged.host_copies} of its copies to the host are numbers of rows, in "
+            f"{exchanged.layers} layers.\n"
         )
     print(
-        "Counted on the meta device, not measured. Training in bfloat16 on one rank, decoding in "
+        "Counted on the meta device, not measured. Training of one rank in bfloat16, decoding in "
         f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
         f"{1e6 * step_time.LAUNCH_SECONDS:.3g} µs per launch, assumed; memory and arithmetic as "
         f"in: {device.source}. Residual, dropout and norm are operators of their own, as without "

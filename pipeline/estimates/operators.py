@@ -6,7 +6,8 @@ values, and every operator is recorded. Our kernels take the same branches there
 A *launch* is one call of an operator, as PyTorch dispatches it below autograd, that has work on the
 device: all operators except views and :data:`LAUNCHES_NOTHING`. Operators that CUDA fuses
 (attention, dropout, norms, grouped products) count as one launch, even if they run several kernels.
-Collectives, and the work of DeepSpeed and the optimizer on gradients, are not counted.
+Collectives, and the work of DeepSpeed and the optimizer on gradients, are not counted. With expert
+parallelism, the work is that of one rank (:func:`count_training`).
 """
 
 import importlib
@@ -15,11 +16,11 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +35,13 @@ from pipeline.batching.batch import Batch, Packing
 from pipeline.config.recipe import Recipe
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.hypotheses import Source
+from pipeline.kernels.slot_products import copied_to
 from pipeline.model.attention import Attention
 from pipeline.model.building import build_model
 from pipeline.model.embedding import Embedding
 from pipeline.model.extension import extensions
 from pipeline.model.feed_forward import FeedForward
+from pipeline.model.moe.expert_parallel import ExpertParallel, RankExperts, RowCounts
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter
@@ -94,6 +97,8 @@ KINDS = {
 }
 """Kinds of operators; all others are elementwise."""
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""Operators whose indices may be Boolean or on the host."""
 READ_BY_INDEX = {"index_select", "index", "embedding", "gather"}
 """Operators that read only as much of their first tensor as they write."""
 
@@ -215,27 +220,55 @@ def count_training(
 ) -> Counted:
     """Count the forward pass, loss and backward pass of a full micro-batch.
 
-    All experts are on one rank. Half of the sentences are one token shorter than the others, so
-    that there is padding. If the recipe spreads the experts over ranks, the host knows the rows of
-    each from the exchange (:func:`~pipeline.estimates.step_time.expert_exchanges`), and does not
-    wait for their number here.
+    Half of the sentences are one token shorter than the others, so that there is padding. If the
+    recipe spreads the experts over ranks, the work is that of one of them, which holds its share of
+    the experts and gets as many rows as it sends (:class:`_EvenExchange`).
     """
+    size, no_group = recipe.training.expert_parallel_size, cast(Any, None)
     model = _model(
         recipe,
         vocabulary_size=vocabulary_size,
         num_groups=num_groups,
         num_languages=num_languages,
+        expert_parallel=_EvenExchange(no_group, 0, size) if size > 1 else None,
     )
     model.to(dtype).train()
     batch = micro_batch(recipe.batches.tokens).to(META)
     even = _routes_per_expert(recipe.model, len(batch.target_N))
     with OperatorCounter(host_number=even, model=model) as mode:
         training_loss(model, batch, recipe.loss).objective.backward()
-    counted = mode.counted
-    if recipe.training.expert_parallel_size > 1:
-        others = tuple(copy for copy in counted.host_copies if copy.part != "experts")
-        counted = replace(counted, host_copies=others)
-    return counted
+    return mode.counted
+
+
+EVERY_ROW = 2**62
+"""More rows than there are."""
+
+
+class _EvenExchange(ExpertParallel):
+    """Expert parallelism of one rank without the others: every expert gets equally many rows.
+
+    On the meta device, received rows have a shape and no values, so that nothing is sent.
+    """
+
+    def exchange_counts(self, count_E: Tensor) -> RowCounts:
+        """Wait for the numbers of rows, as every rank does; no row is left out as dropped."""
+        return self._even(EVERY_ROW, super().exchange_counts(count_E).count_E)
+
+    def run(self, experts: RankExperts, x_RD: Tensor, counts: RowCounts) -> Tensor:
+        """Apply the experts of this rank to as many rows as there are in ``x_RD``."""
+        return super().run(experts, x_RD, self._even(len(x_RD), counts.count_E))
+
+    def _even(self, rows: int, count_E: Tensor) -> RowCounts:
+        held = len(count_E)
+        each, more = divmod(rows, self.size * held)
+        even_SE = [
+            [each + (rank * held + expert < more) for expert in range(held)]
+            for rank in range(self.size)
+        ]
+        return RowCounts(even_SE, even_SE, count_E)
+
+    def all_to_all(self, out: Tensor, given: Tensor, /, *_splits: list[int] | None) -> None:
+        """Leave ``out`` as it is."""
 
 
 @_without_compiler()
@@ -274,7 +307,12 @@ def count_decoding_step(
 
 
 def _model(
-    recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int
+    recipe: Recipe,
+    *,
+    vocabulary_size: int,
+    num_groups: int,
+    num_languages: int,
+    expert_parallel: ExpertParallel | None = None,
 ) -> Transformer:
     return build_model(
         placeholder_spec(
@@ -285,6 +323,7 @@ def _model(
             output_size=recipe.tokenizer.output_ids,
         ),
         regularization=Regularization.of(recipe.training),
+        expert_parallel=expert_parallel,
         device=META,
     )
 
@@ -322,7 +361,7 @@ class OperatorCounter(TorchDispatchMode):
 
     Args:
         host_number: value of every integer that is copied to the host. Other numbers are 0,
-            conditions are false, and Boolean indices select all.
+            conditions are false, and Boolean indices select all, for which the host waits as well.
         model: model whose module names are the places.
     """
 
@@ -370,9 +409,9 @@ class OperatorCounter(TorchDispatchMode):
             return answer
         if self._is_upload(name, args, kwargs):
             self._host_copies.append(HostCopy(name, part))
-        if name == "index" and any(_is_boolean(index) for index in args[1]):
-            self._host_copies.append(HostCopy(name, part))
-            args = (args[0], [_all_of(index) for index in args[1]])
+        if name in INDEXED and args[0].is_meta:
+            self._host_copies += [HostCopy(name, part)] * _waits_of_indices(*args[1:])
+            args = (args[0], [one for index in args[1] for one in _on_device(index)], *args[2:])
         result = _on_meta(func, args, kwargs)
         made = _tensors(result)
         on_device = any(tensor.device == META for tensor in (*given, *made))
@@ -409,18 +448,25 @@ class OperatorCounter(TorchDispatchMode):
         return None
 
     def _is_upload(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether an operator copies from the host, which waits for the end of the copy."""
+        """Return whether an operator copies from the host, which waits for the end of the copy.
+
+        It does not wait for :func:`copied_to`, which pins the memory. CUDA copies from other memory
+        as if the copy were blocking, and nothing can be pinned on a machine without a GPU.
+        """
         match name:
             case "_to_copy":
                 source, target = args[0], kwargs.get("device")
-                is_blocking = not kwargs.get("non_blocking")
             case "copy_":
                 source, target = args[1], args[0].device
-                is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             case _:
                 return False
         is_to_device = target is not None and torch.device(target).type == META.type
-        return is_blocking and is_to_device and source.device.type == "cpu"
+        if not is_to_device or source.device.type != "cpu":
+            return False
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not copied_to.__code__:
+            frame = frame.f_back
+        return frame is None
 
     def _count_upload(self, name: str, made: Tensor) -> None:
         """Count the values of a list that became a tensor, for which there is no operator."""
@@ -436,6 +482,8 @@ class OperatorCounter(TorchDispatchMode):
 
 MADE_OF_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 """Functions that make a tensor of numbers or lists on the host."""
+INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+"""Functions that make a tensor of every list among the indices."""
 
 
 class _FusedAsOnCuda(TorchFunctionMode):
@@ -465,6 +513,10 @@ class _FusedAsOnCuda(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in MADE_OF_VALUES and not isinstance(args[-1], Tensor):
             self._count_upload(func.__name__, result)
+        if func in INDEXING:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for _ in filter(lambda index: isinstance(index, list), indices):
+                self._count_upload("index", args[0])
         return result
 
 
@@ -619,11 +671,33 @@ def _is_boolean(index: Tensor | None) -> bool:
     return index is not None and index.dtype == torch.bool
 
 
-def _all_of(index: Tensor | None) -> Tensor | None:
-    """Replace a Boolean index, whose length depends on values, by one that selects all."""
+def _waits_of_indices(
+    given: Sequence[Tensor | None],
+    value: Tensor | None = None,
+    accumulates: bool = False,
+    *_: Any,
+) -> int:
+    """Return how many indices of an operator of :data:`INDEXED` the host waits for.
+
+    It waits for the number of true values of a Boolean index, and for the copy of an index that it
+    has. CUDA fills in a single number of the host by ``masked_fill``, without a wait.
+    """
+    indices = [index for index in given if index is not None]
+    if value is not None and value.numel() == 1 and not value.is_meta and not accumulates:
+        match indices:
+            case [mask] if _is_boolean(mask) and mask.is_meta:
+                return 0
+    return sum(_is_boolean(index) or not index.is_meta for index in indices)
+
+
+def _on_device(index: Tensor | None) -> list[Tensor | None]:
+    """Return an index on the device, and for a Boolean one, which selects all, one per dimension.
+
+    The length of its result depends on values.
+    """
     if index is None or not _is_boolean(index):
-        return index
-    return torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
+        return [index if index is None else index.to(META)]
+    return [torch.zeros(index.numel(), dtype=torch.int64, device=META)] * index.dim()
 
 
 def _size(tensor: Tensor) -> int:

@@ -293,7 +293,7 @@ class Simulator:
         if per_pass not in self._steps:
             with meta_stands_for(self.cluster.device.capability):
                 counted = count_training(
-                    with_micro_batches_joined(self.recipe, per_pass),
+                    with_micro_batches_joined(self._recipe_for(1), per_pass),
                     **self._sizes,
                     dtype=torch.float32 if self._value == FLOAT32 else torch.bfloat16,
                 )

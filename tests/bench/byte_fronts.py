@@ -64,6 +64,12 @@ TARGETS = {"MSC": 0.95, "Ada-MSHA": 0.93, "nCF": 0.95, "WSF": 0.97}
 PEER_TARGET = 1.05
 BODY = {"encoder_layers": 6, "decoder_layers": 6, "width": 512, "feed_forward_width": 2048}
 QUICK_BODY = {"encoder_layers": 4, "decoder_layers": 1, "width": 64, "feed_forward_width": 128}
+CASES = {
+    r"(MSC|Ada-MSHA|nCF|WSF), (step|beam search), (float32|bfloat16), against plain": (
+        "milliseconds"
+    ),
+    r"plain, step, (float32|bfloat16)(, 2 lines)?, against M2M100 sdpa": "milliseconds",
+}
 LINES, SHORTEST, LONGEST = 8, 60, 90
 BEAMS, NEW_BYTES = 4, 24
 SLOW_PART = 4
@@ -210,6 +216,9 @@ def against_peer(dtype: torch.dtype, options: Options) -> list[Row]:
 def main() -> None:
     options = parse_options("Byte-level fronts, against the plain byte Transformer.")
     rows: list[Row] = []
+    shape = shape_text(model_of(FRONTS[PLAIN], torch.float32, quick=options.quick))
+    lengths = f"{LINES} lines of {SHORTEST} to {LONGEST} letters, beam {BEAMS}, {NEW_BYTES} bytes"
+    shapes = f"{shape}, {lengths}"
     for dtype in (torch.float32, torch.bfloat16):
         what = str(dtype).removeprefix("torch.")
         models = {
@@ -217,13 +226,12 @@ def main() -> None:
         }
         for measure in (steps_by_plain, searches_by_plain):
             rows += measure(models, what, options)
-            write_rows(rows, options)  # what is measured stays, if the rest is not waited for
+            # What is measured stays, if the rest is not waited for.
+            write_rows(rows, options, shapes=shapes)
         models.clear()
         rows += against_peer(dtype, options)
-        write_rows(rows, options)
-    model = model_of(FRONTS[PLAIN], torch.float32, quick=options.quick)
-    lengths = f"{LINES} lines of {SHORTEST} to {LONGEST} letters, beam {BEAMS}, {NEW_BYTES} bytes"
-    report(rows, options, shapes=f"{shape_text(model)}, {lengths}")
+        write_rows(rows, options, shapes=shapes)
+    report(rows, options, shapes=shapes)
 
 
 if __name__ == "__main__":

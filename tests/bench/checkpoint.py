@@ -54,6 +54,14 @@ RESUME_TARGET = 0.6
 PEAK_TARGET = 4.0
 """The state is this many times the memory that saving it takes."""
 
+CASES = {
+    r"save a state of \d+\.\d GB, against writing and syncing": "milliseconds",
+    r"wait for a save of \d+\.\d GB in the background, against writing and syncing": (
+        "milliseconds"
+    ),
+    r"resume from a state of \d+\.\d GB, against reading": "milliseconds",
+    r"peak memory of (saving|resuming) a state of \d+\.\d GB, against its size": "mebibytes",
+}
 DEFAULT_MILLIONS = 100
 WIDTH = 1024
 LAYER_MILLIONS = 29
@@ -133,6 +141,11 @@ class Saved:
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.files())
 
+    @property
+    def gigabytes(self) -> str:
+        """The size, which the name of every case has: a run measures one."""
+        return f"{self.size / 1e9:.1f} GB"
+
 
 RANDOM = memoryview(os.urandom(BUFFER_BYTES))
 
@@ -179,8 +192,12 @@ def compare_saving(saved: Saved, options: Options) -> list[Row]:
     stalls = [saved.stall() for _ in range(options.rounds)]
     stalled = {"ours": stalls, "writing and syncing": seconds["writing and syncing"]}
     return [
-        *compare(seconds, case="save a state", target=SAVE_TARGET),
-        *compare(stalled, case="wait for a save in the background", target=STALL_TARGET),
+        *compare(seconds, case=f"save a state of {saved.gigabytes}", target=SAVE_TARGET),
+        *compare(
+            stalled,
+            case=f"wait for a save of {saved.gigabytes} in the background",
+            target=STALL_TARGET,
+        ),
     ]
 
 
@@ -188,10 +205,11 @@ def compare_resuming(saved: Saved, options: Options) -> list[Row]:
     seconds = interleaved(
         {"ours": saved.resume, "reading": saved.read}, rounds=options.rounds, warm_up=1
     )
-    return compare(seconds, case="resume from a state", target=RESUME_TARGET)
+    case = f"resume from a state of {saved.gigabytes}"
+    return compare(seconds, case=case, target=RESUME_TARGET)
 
 
-def peak_row(action: Callable[[], None], saved: Saved, *, case: str) -> Row:
+def peak_row(action: Callable[[], None], saved: Saved, *, verb: str) -> Row:
     """The memory that an action takes, and the state's size by it."""
     before = own_memory()
     with watching_memory() as peak:
@@ -199,7 +217,7 @@ def peak_row(action: Callable[[], None], saved: Saved, *, case: str) -> Row:
     taken = max(1, (peak.bytes - before) // MEBIBYTE)
     size = saved.size // MEBIBYTE
     return Row(
-        case=f"{case}: MiB, of the state's {size:,}",
+        case=f"peak memory of {verb} a state of {saved.gigabytes}, against its size",
         metric="mebibytes",
         ours=taken,
         peer=size,
@@ -218,8 +236,8 @@ def main() -> None:
         saved = make_saved(world, Path(folder), millions=1 if options.quick else given.parameters)
         parameters = sum(value.numel() for value in saved.engine.model.parameters())
         rows = [
-            peak_row(saved.save, saved, case="peak memory of saving"),
-            peak_row(saved.resume, saved, case="peak memory of resuming"),
+            peak_row(saved.save, saved, verb="saving"),
+            peak_row(saved.resume, saved, verb="resuming"),
             *compare_saving(saved, options),
             *compare_resuming(saved, options),
         ]

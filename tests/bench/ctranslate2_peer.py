@@ -1,8 +1,9 @@
 """A model of ours in CTranslate2, and the search of ``decode.py`` by it.
 
-Which of its two libraries multiplies matrices of float32 its environment says: CT2_USE_MKL=1 or 0.
+The environment chooses one of its two libraries for matrix products: CT2_USE_MKL=1 or 0.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,12 @@ from pipeline.checkpoints.sources import ModelSource
 from pipeline.model.transformer import Transformer
 
 Sequences = list[tuple[int, ...]]
+LIBRARIES = {"1": "with MKL", "0": "without MKL"}
+
+
+def library() -> str:
+    """Return which library multiplies matrices; without a choice, the processor decides."""
+    return LIBRARIES.get(os.environ.get("CT2_USE_MKL", ""), "as it chooses")
 
 
 def write_model(directory: Path, model: Transformer) -> None:

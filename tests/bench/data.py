@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
 
 import sentencepiece
-from ratios import Row, Seconds, bounded, compare, processor, provenance
+from ratios import Row, Seconds, bounded, check_cases, compare, processor, provenance
 from support.corpora import make_corpus
 
 from data_prep import clean, import_corpus, make_shards, train_tokenizer
@@ -67,6 +67,12 @@ SHARE_TARGET = 0.85
 OPUS_PAIRS, CORES, MINUTES = 55_000_000, 16, 6.0
 FLAT_SHARE = 0.15
 """How much more a stage may hold at four times the lines."""
+CASES = {
+    r"make_shards, against SentencePiece": "milliseconds",
+    r"(import_corpus|clean|make_shards), a further pair, at most": "milliseconds of processor time",
+    r"import_corpus, TMX of 24 languages and 3,000 units, at most": "seconds of processor time",
+    r"OPUS-100 on 16 cores, at most": "minutes, computed",
+}
 PAIR_LANGUAGES, QUICK_LANGUAGES, MILLISECONDS = (10, 45), (3, 5), 5.0
 TMX_LANGUAGES, TMX_UNITS, TMX_SECONDS = 24, 3000, 4.0
 MEBIBYTE = 2**20
@@ -395,17 +401,22 @@ def report_many(options: argparse.Namespace) -> None:
     print(processor())
     for row in rows:
         print(f"{row.case} {row.peer}: {row.ours} {row.metric}")
-    write_found(options, rows)
+    fewer, more = languages
+    write_found(options, rows, shapes=f"all pairs of {fewer} and of {more} languages")
 
 
-def write_found(options: argparse.Namespace, rows: list[Row], **figures: object) -> None:
+def write_found(
+    options: argparse.Namespace, rows: list[Row], *, shapes: str, **figures: object
+) -> None:
     """Rows, other figures, and what they were measured on, where asked."""
+    check_cases(rows, quick=options.quick)
     if options.json:
         found = {
             "processor": processor(),
             "python": platform.python_version(),
             **provenance(),
             "sentencepiece": sentencepiece.__version__,
+            "shapes": shapes,
             "rows": [asdict(row) for row in rows],
             **figures,
         }
@@ -442,6 +453,7 @@ def report(options: argparse.Namespace) -> None:
     write_found(
         options,
         [*rows, bounded(f"OPUS-100 on {CORES} cores", "minutes, computed", total, most=MINUTES)],
+        shapes=f"{lines:,} pairs of lines",
         rates=rates,
         peak_lines=[fewer, more],
         peaks=[asdict(peak) | {"flat": peak.is_flat} for peak in peaks],

@@ -46,6 +46,12 @@ CTRANSLATE2_TARGETS = {"float32": (1.15, 1.15), "int8": (1.1, 1.05)}
 EXPERTS_TARGET = 1.3
 SENTENCES, ALONE, BEAMS, NEW_TOKENS = 32, 8, 5, 40
 PEERS = ("generate", "ctranslate2", "experts")
+CASES = {
+    r"beam search, (float32|bfloat16), against generate": "milliseconds",
+    r"(beam 5, (float32|int8)|(beam 5|greedy), (float32|int8), one sentence at a time), against "
+    r"CTranslate2 (with MKL|without MKL|as it chooses)": "milliseconds",
+    r"beam 5, 8 experts, int8, against float32": "milliseconds",
+}
 
 Sequences = list[tuple[int, ...]]
 
@@ -101,7 +107,7 @@ def peer_search(peer: Any, examples: list[Example]) -> Callable[[], Sequences]:
 
 def ctranslate2_rows(options: Options) -> list[Row]:
     """Ours in float32 and in 8 bits beside CTranslate2's."""
-    from ctranslate2_peer import ctranslate2_search, write_model
+    from ctranslate2_peer import ctranslate2_search, library, write_model
 
     model, examples = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
     small = copy.deepcopy(model.eval())
@@ -134,7 +140,9 @@ def ctranslate2_rows(options: Options) -> list[Row]:
                 print(f"{kind}: {same} of {sentences} translations are CTranslate2's")
                 assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
                 seconds = interleaved(
-                    {"ours": ours, "CTranslate2": peer}, rounds=options.rounds, warm_up=1
+                    {"ours": ours, f"CTranslate2 {library()}": peer},
+                    rounds=options.rounds,
+                    warm_up=1,
                 )
                 search = f"beam {beams}" if beams > 1 else "greedy"
                 case = f"{search}, {kind}" + ("" if at_once > 1 else ", one sentence at a time")

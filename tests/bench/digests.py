@@ -28,6 +28,12 @@ from pipeline.artifacts.places import verified_path
 from pipeline.distributed.world import World
 
 MEBIBYTE = 2**20
+CASES = {
+    r"hash 512 MiB in memory, against reading": "milliseconds",
+    r"hash 512 MiB from disk, against (reading|writing and syncing)": "milliseconds",
+    r"open what is remembered, against hashing it": "milliseconds",
+    r"two ranks, a share each, against one rank": "milliseconds",
+}
 READING_TARGET = 0.10
 """Of the speed of copying from memory: there is no disk that fast."""
 DISK_TARGET = 0.5

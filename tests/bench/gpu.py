@@ -299,11 +299,17 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return relative if relative == relative else float("inf")
 
 
+def on_one_rank(recipe: Recipe) -> Recipe:
+    """Return a recipe whose experts are not spread, as in the models that are measured here."""
+    training = recipe.training.model_copy(update={"expert_parallel_size": 1})
+    return recipe.model_copy(update={"training": training})
+
+
 def launches(asked: Asked) -> Iterator[Row]:
     """Count kernels and waits of a micro-batch, beside the operators of the estimate."""
     for recipe in asked.recipes:
         model, batch = random_model(recipe, asked, dtype=torch.bfloat16), full_batch(recipe, asked)
-        counted = count(count_training, recipe, asked)
+        counted = count(count_training, on_one_rank(recipe), asked)
 
         def work(model: Transformer = model, batch: Batch = batch, recipe: Recipe = recipe) -> None:
             forward_backward(model, batch, recipe.loss)
@@ -319,7 +325,7 @@ def duration(asked: Asked) -> Iterator[Row]:
     """Time the forward and backward pass beside the least time of the estimate."""
     for recipe in asked.recipes:
         model, batch = random_model(recipe, asked, dtype=torch.bfloat16), full_batch(recipe, asked)
-        counted = count(count_training, recipe, asked)
+        counted = count(count_training, on_one_rank(recipe), asked)
         least = 1000 * least_time(counted, sheet()).seconds
         loss = recipe.loss
         found = milliseconds(asked, ours=lambda: forward_backward(model, batch, loss))  # noqa: B023

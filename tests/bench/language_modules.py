@@ -34,6 +34,12 @@ from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
 from pipeline.training.settings import LossConfig
 
+CASES = {
+    r"step of LMS, one direction, (float32|bfloat16), against plain": "milliseconds",
+    r"step of LMS, 16 directions, (float32|bfloat16), against LMS": "milliseconds",
+    r"step of LMS \+ FD, (float32|bfloat16), against plain": "milliseconds",
+    r"decoding by LMS, (one direction|8 directions), against plain": "milliseconds",
+}
 DIRECTIONS = 16
 LANGUAGES = tuple(f"l{index:02}" for index in range(DIRECTIONS + 1))
 LOW_RANK: dict[str, object] = {"kind": "low_rank", "rank": 32}

@@ -1,14 +1,12 @@
 """The estimate of memory beside the peak resident memory of processes that really train.
 
-Every case builds a model of more than 100 M parameters in fresh processes and runs two updates of
-two micro-batches under the engine. Measured is the largest resident memory after imports and
-process group, less what the process had then: as the C library manages memory by itself, and with
-its threshold for returning memory fixed (``MALLOC_MMAP_THRESHOLD_``), which leaves what tensors
-take, and is slow: there the estimate goes without the C library's share.
+Every case builds a model of 44 M to 141 M parameters in fresh processes and runs two updates of two
+micro-batches per rank under the engine. Measured is the largest resident memory of a rank, less
+what the process had after imports and the set-up of the process group.
 
-    python tests/bench/memory.py [--quick] [--json FILE]
+    python tests/bench/memory.py [--quick] [--only FAMILY] [--json FILE]
 
-``--quick`` runs one small case.
+``--quick`` runs one small case; ``--only`` the cases of one family of models.
 """
 
 import json
@@ -46,6 +44,11 @@ from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
 from pipeline.training.settings import TrainingConfig
 
+CASES = {
+    r"(dense|deep|moe|bytes (plain|MSC|Ada-MSHA|nCF|WSF)|moe (with capacity|by group)|"
+    r"modules (LMS|CLSR|language experts)|small) (fp32|bf16) zero[12], \d+ tokens"
+    r"(, 2 ranks(, experts over 2)?)?": "MiB",
+}
 UPDATES = 2
 LENGTH, LENGTH_IN_BYTES = 32, 128
 """Tokens of a sentence, of subwords and of bytes."""
@@ -56,14 +59,13 @@ MEBIBYTE = 2**20
 MEASURE = "--measure"
 TIMEOUT_SECONDS = 600
 
+BODY_OF_EXPERTS: dict[str, Any] = {**BODY, "encoder_layers": 2, "decoder_layers": 2}
 MODELS = {
     "dense": ModelConfig(encoder_layers=2, decoder_layers=2),
     "deep": ModelConfig(
         encoder_layers=6, decoder_layers=6, width=768, feed_forward_width=3072, num_heads=12
     ),
-    "moe": ModelConfig(
-        encoder_layers=2, decoder_layers=2, width=512, feed_forward_width=2048
-    ).model_copy(update={"moe": MoEConfig(num_experts=24)}),
+    "moe": ModelConfig.model_validate({**BODY_OF_EXPERTS, "moe": {"num_experts": 24}}),
     "small": ModelConfig(
         encoder_layers=2, decoder_layers=2, width=64, feed_forward_width=128
     ).model_copy(update={"moe": MoEConfig(num_experts=4)}),
@@ -73,9 +75,33 @@ OF_BYTES = {
     for name, front in FRONTS.items()
 }
 """Byte-level models of 44 M parameters and more."""
-MODELS |= OF_BYTES
-VOCABULARY = {"dense": 48_000, "deep": 32_000, "moe": 16_000, "small": 500}
-"""108 M parameters, 124 M, 123 M of which 101 M are experts', and those of ``--quick``."""
+BY_GROUP = "moe by group"
+EXPERTS: dict[str, dict[str, Any]] = {
+    "moe with capacity": {"dispatch": "capacity", "capacity_factor": 0.5},
+    BY_GROUP: {"decoder_router": "language_group"},
+}
+OF_EXPERTS = {
+    name: ModelConfig.model_validate({**BODY_OF_EXPERTS, "moe": {"num_experts": 24, **settings}})
+    for name, settings in EXPERTS.items()
+}
+LANGUAGE_MODULES: dict[str, dict[str, Any]] = {
+    "modules LMS": {"kind": "low_rank", "rank": 32, "within": "both"},
+    "modules CLSR": {"kind": "clsr"},
+    "modules language experts": {"kind": "language_experts", "every": 2},
+}
+OF_LANGUAGES = {
+    name: ModelConfig.model_validate({**BODY, "num_heads": 8, "language_modules": settings})
+    for name, settings in LANGUAGE_MODULES.items()
+}
+MODELS |= OF_BYTES | OF_EXPERTS | OF_LANGUAGES
+FAMILIES = ("dense", "deep", "moe", "bytes", "modules")
+"""First words of the models' names."""
+VOCABULARY = {"dense": 48_000, "deep": 32_000, "small": 500}
+"""108 M parameters, 124 M, and those of ``--quick``."""
+OTHER_VOCABULARY = 16_000
+LANGUAGES = ("de", "en", "fr", "ru", "ja", "el", "cs", "da")
+NUM_GROUPS = 4
+"""Of the languages, in models whose decoder routes by group."""
 DS_CONFIGS: dict[str, dict[str, Any]] = {
     "fp32 zero1": {},
     "bf16 zero1": {"bf16": {"enabled": True}},
@@ -108,11 +134,13 @@ class Case:
     def spec(self) -> ModelSpec:
         config = MODELS[self.model]
         if self.model not in OF_BYTES:
+            groups = tuple(index % NUM_GROUPS for index in range(len(LANGUAGES)))
             return ModelSpec(
                 model=config,
-                vocabulary_size=VOCABULARY[self.model],
+                vocabulary_size=VOCABULARY.get(self.model, OTHER_VOCABULARY),
                 pad_id=1,
-                languages=("de", "en"),
+                languages=LANGUAGES,
+                language_groups=groups if self.model == BY_GROUP else None,
             )
         tokenizer = byte_tokenizer()
         return make_spec(
@@ -151,7 +179,8 @@ class Case:
         found = estimate(
             self.recipe,
             vocabulary_size=self.spec.vocabulary_size,
-            num_groups=0,
+            num_groups=NUM_GROUPS if self.spec.language_groups else 0,
+            num_languages=len(self.spec.languages),
             processes=self.processes,
             ds_config=self.ds_config,
             device="cpu",
@@ -160,8 +189,8 @@ class Case:
         return found.total_bytes
 
 
-QUICK_CASES = [Case("small", "bf16 zero2", 128)]
-CASES = [
+QUICK_RUNS = [Case("small", "bf16 zero2", 128)]
+RUNS = [
     *[Case("dense", kind, n) for kind in ("fp32 zero1", "bf16 zero1") for n in (128, 768)],
     *[Case("deep", "fp32 zero1", n) for n in (512, 2048)],
     *[Case("moe", kind, n) for kind in ("fp32 zero1", "bf16 zero2") for n in (128, 1536)],
@@ -169,6 +198,7 @@ CASES = [
     Case("moe", "fp32 zero2", 512, processes=2, parallel_size=1),
     *[Case(model, "fp32 zero1", 1024) for model in OF_BYTES],
     Case("bytes nCF", "bf16 zero1", 1024),
+    *[Case(model, "fp32 zero1", 1024) for model in (*OF_EXPERTS, *OF_LANGUAGES)],
 ]
 
 
@@ -252,10 +282,15 @@ def compare(case: Case) -> Row:
 
 
 def main() -> None:
-    options = parse_options(__doc__ or "")
+    options = parse_options(__doc__ or "", peers=FAMILIES)
     print(f"torch {torch.__version__}; MiB per rank above the bare process")
     print(f"{'case':52} {'estimate':>9} {'measured':>9} {'ratio':>6}  {LEAST} to {MOST}")
-    write_rows([compare(case) for case in (QUICK_CASES if options.quick else CASES)], options)
+    chosen = [
+        case
+        for case in (QUICK_RUNS if options.quick else RUNS)
+        if options.quick or options.only in (None, case.model.partition(" ")[0])
+    ]
+    write_rows([compare(case) for case in chosen], options, shapes="in the names of the cases")
 
 
 if __name__ == "__main__":

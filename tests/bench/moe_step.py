@@ -49,6 +49,13 @@ DS_CONFIGS = {torch.float32: "cpu_fp32", torch.bfloat16: "cpu_bf16"}
 """Without overlap, on any device; in bfloat16 gradients are accumulated in float32."""
 FORWARD_BACKWARD_TARGET = 0.769
 UPDATE_TARGET = 0.85
+CASES = {
+    r"d (256|1024), (float32|bfloat16), (forward and backward|update), experts, against dense": (
+        "milliseconds"
+    ),
+    r"d (256|1024), (float32|bfloat16), forward and backward, dense, against "
+    r"Hugging Face (eager|sdpa)": "milliseconds",
+}
 PEER_TARGET = 1.05
 
 
@@ -198,7 +205,7 @@ def experts_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row
         timed[name] = forward_backward(model, our_loss(model), shape.batches(options.rounds + 1))
     return compare(
         interleaved(timed, rounds=options.rounds),
-        case=f"{dtype_text(dtype)}, forward and backward, experts",
+        case=f"d {shape.width}, {dtype_text(dtype)}, forward and backward, experts",
         target=0.0 if options.quick else FORWARD_BACKWARD_TARGET,
         ours="experts",
     )
@@ -216,7 +223,7 @@ def peer_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
         timed[f"Hugging Face {kernel}"] = forward_backward(peer, peer_loss(peer), batches)
     return compare(
         interleaved(timed, rounds=options.rounds),
-        case=f"{dtype_text(dtype)}, forward and backward, dense",
+        case=f"d {shape.width}, {dtype_text(dtype)}, forward and backward, dense",
         target=0.0 if options.quick else PEER_TARGET,
         ours="dense",
     )
@@ -234,7 +241,7 @@ def update_rows(shape: Shape, dtype: torch.dtype, options: Options, world: World
     seconds = interleaved(timed, rounds=options.rounds)
     return compare(
         seconds,
-        case=f"{dtype_text(dtype)}, update, experts",
+        case=f"d {shape.width}, {dtype_text(dtype)}, update, experts",
         target=0.0 if options.quick else UPDATE_TARGET,
         ours="experts",
     )

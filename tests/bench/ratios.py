@@ -9,6 +9,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from cases import declared_cases, is_declared
 
 WARM_UP = 8
 """Rounds not counted: kernels are generated, and the process comes to own the memory it needs."""
@@ -183,12 +185,26 @@ def report(rows: Sequence[Row], options: Options, *, shapes: str) -> None:
     for row in rows:
         figures = f"{row.ours:9.1f} {row.peer:9.1f} {row.ratio:6.2f} {row.target:6.2f}"
         print(f"{row.case:{width}} {figures}  {'yes' if row.holds else 'NO'}")
-    write_rows(rows, options)
+    write_rows(rows, options, shapes=shapes)
 
 
-def write_rows(rows: Sequence[Row], options: Options) -> None:
-    """The rows and what they were measured on, where asked."""
+def check_cases(rows: Sequence[Row], *, quick: bool) -> None:
+    """Refuse rows whose cases the running script does not declare (``CASES``)."""
+    script = Path(sys.argv[0])
+    cases = declared_cases(script)
+    for row in rows:
+        if not is_declared(row.case, row.metric, cases, any_size=quick):
+            raise SystemExit(f"{script.name}: CASES has no {row.case!r} in {row.metric}. Add it.")
+
+
+def write_rows(rows: Sequence[Row], options: Options, *, shapes: str) -> None:
+    """The rows, what they were measured on and with which shapes, where asked."""
+    check_cases(rows, quick=options.quick)
     if options.json_path is not None:
-        found = {**environment(options), "rows": [asdict(row) for row in rows]}
+        found = {
+            **environment(options),
+            "shapes": shapes,
+            "rows": [asdict(row) for row in rows],
+        }
         text = json.dumps(found, indent=1)
         options.json_path.write_text(text + "\n", encoding="utf-8")

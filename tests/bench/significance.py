@@ -35,6 +35,9 @@ from pipeline.evaluation.significance import (
     second_round,
 )
 
+CASES = {
+    r"4 systems, 2000 lines, 1000 resamples, against sacreBLEU's bootstrap": "milliseconds",
+}
 LINES, SYSTEMS, RESAMPLES, DIRECTIONS = 2000, 4, 1000, 188
 
 Statistics = npt.NDArray[np.int32]

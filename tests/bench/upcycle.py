@@ -41,6 +41,12 @@ from pipeline.model.spec import ModelSpec
 MEBIBYTE = 2**20
 SPEED_TARGET = 0.5
 MOST_MEBIBYTES = 2384
+CASES = {
+    r"assemble 32 experts, \d+ \+ \d+ layers, \d+ processes, against copying the result": (
+        "milliseconds"
+    ),
+    r"peak memory, \d+ \+ \d+ layers, \d+ processes, at most": "mebibytes",
+}
 LANGUAGES = ("de", "en")
 VOCABULARY = 64_000
 ASSEMBLY = """
@@ -203,10 +209,11 @@ def main() -> None:
             rounds=options.rounds,
             warm_up=0,
         )
+        run = f"{given.layers} + {given.layers} layers, {given.processes} processes"
         rows = [
-            *compare(seconds, case="assemble 32 experts", target=SPEED_TARGET),
+            *compare(seconds, case=f"assemble 32 experts, {run}", target=SPEED_TARGET),
             bounded(
-                "peak memory",
+                f"peak memory, {run}",
                 "mebibytes",
                 upcycling.peak_bytes // MEBIBYTE,
                 most=MOST_MEBIBYTES,
@@ -214,8 +221,7 @@ def main() -> None:
         ]
         shapes = (
             f"{upcycling.dense_parameters / 1e6:,.0f} M parameters in float32 to "
-            f"{upcycling.parameters / 1e6:,.0f} M in bfloat16 ({upcycling.size / 1e9:.2f} GB), "
-            f"{given.layers}+{given.layers} layers, {given.processes} processes"
+            f"{upcycling.parameters / 1e6:,.0f} M in bfloat16, {upcycling.size / 1e9:.2f} GB, {run}"
         )
     report(rows, options, shapes=shapes)
 

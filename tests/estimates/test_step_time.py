@@ -1,11 +1,12 @@
 """The least time of a step, and the exchanges of expert parallelism against recorded ones."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline.batching.joining import join
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import META, OperatorCounter, count_training, micro_batch
 from pipeline.estimates.step_time import (
@@ -128,18 +129,36 @@ def test_the_host_waits_once_per_moe_layer_and_once_per_side_with_language_exper
 @pytest.mark.parametrize(
     ("moe", "modules", "waits"), [(DROPLESS, None, 3), (None, BY_LANGUAGE, 2)], ids=["MoE", "lang"]
 )
-def test_products_without_groups_wait_for_numbers_of_rows_unless_an_exchange_has_told_them(
+def test_products_without_groups_wait_for_numbers_of_rows_once_even_if_they_are_exchanged(
     moe: dict[str, Any] | None,
     modules: dict[str, Any] | None,
     waits: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slot_products, "WORTH_A_WAIT", 0)
-    for size, expected in ((1, waits), (2, 0)):
+    for size in (1, 2):
         recipe = recipe_of(moe, size=size, modules=modules)
         with meta_stands_for((8, 0)):
             found = count_training(recipe, vocabulary_size=40, num_groups=0, num_languages=2)
-        assert len(found.host_copies) == expected
+        assert len(found.host_copies) == waits
+
+
+def test_micro_batches_that_share_a_pass_share_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *_, **__: None)
+    recipe, group = recipe_of(DROPLESS, size=2), cast(Any, None)
+    model = build_model(
+        placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0),
+        device=META,
+        expert_parallel=ExpertParallel(group, rank=0, size=2),
+    )
+    model.to(torch.bfloat16)
+    batch = micro_batch(recipe.batches.tokens).to(META)
+    for per_pass in (1, 2):
+        even = per_pass * len(batch.source_N) // 2  # of two routes to four experts
+        with OperatorCounter(host_number=even, model=model) as mode:
+            joined = join([batch] * per_pass) if per_pass > 1 else batch
+            training_loss(model, joined, recipe.loss).objective.backward()
+        assert len(mode.counted.host_copies) == 3
 
 
 @pytest.mark.parametrize(("moe", "size"), [(None, 1), (DROPLESS, 1)])

@@ -27,7 +27,7 @@ from pipeline.artifacts.artifact import (
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.artifacts.run_folders import announce_removal
-from pipeline.config.ds_config import load_ds_config
+from pipeline.config.ds_config import AUTO, load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.freshness import reason_to_run
@@ -232,6 +232,13 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
     assert order[-1] == "evaluation"
     assert set(plan.stages["evaluation"].sources().values()) >= {"translate_mmnmt", "nearest"}
     assert name in plan_names()
+
+
+def test_the_plans_that_ship_name_no_ds_config_for_gpus_of_one_kind() -> None:
+    """V100 and T4 do not compute in bf16: ``auto`` takes fp16 there. A study may ask for a CPU."""
+    chosen = {stage.ds_config for name in plan_names() for stage in load_plan(name).stages.values()}
+    assert AUTO in chosen
+    assert chosen <= {AUTO, "cpu_bf16"}
 
 
 def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_model(

@@ -630,6 +630,33 @@ def test_gradients_in_bf16_of_ranks_and_micro_batches_are_summed_in_float32(
         torch.testing.assert_close(repeated, both, rtol=1e-6, atol=1e-30)
 
 
+def bytes_reduced(world: World, name: str, *, passes: int) -> list[int]:
+    """Return the bytes of each sum of gradients over ranks, in the order of an update's sums."""
+    sizes, all_reduce = [], torch.distributed.all_reduce
+
+    def recorded(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.is_floating_point() and tensor.numel() > 1:  # not norms
+            sizes.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **options)
+
+    with mock.patch.object(torch.distributed, "all_reduce", recorded):
+        summed_gradients(world, SPECS["dense"], name, passes=passes)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "of_each_pass"), [("zero1_bf16", False), ("zero2_bf16", True), ("zero2_fp32", True)]
+)
+def test_zero_1_reduces_gradients_once_per_update_and_zero_2_each_pass_in_float32(
+    pool2: ProcessPool, name: str, of_each_pass: bool
+) -> None:
+    passes, float32 = 3, 4
+    values = sum(parameter.numel() for parameter in build_model(SPECS["dense"]).parameters())
+    for sizes in pool2.run(bytes_reduced, name, passes=passes):
+        assert len(sizes) == (passes if of_each_pass else 1)
+        assert sizes == pytest.approx([float32 * values] * len(sizes), rel=0.01)
+
+
 def test_both_stages_of_zero_sum_the_gradients_of_spread_experts(pool2: ProcessPool) -> None:
     first, second = (
         pool2.run(summed_gradients, SPECS["moe"], name, passes=2, parallel_size=2)

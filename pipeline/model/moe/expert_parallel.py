@@ -75,16 +75,30 @@ class ExpertParallel:
         sent = count_E.view(self.size, -1)
         received = torch.empty_like(sent)
         with OWN_TIME.left_out():
-            dist.all_to_all_single(received, sent, group=self.group)
+            self.all_to_all(received, sent)
         on_host: list[list[list[int]]] = torch.stack([sent, received]).tolist()
         return RowCounts(on_host[0], on_host[1], received.sum(0))
 
     def run(self, experts: RankExperts, x_RD: Tensor, counts: RowCounts) -> Tensor:
         """Send every row to the rank of its expert, apply the experts, and return the results."""
         send_splits, receive_splits = counts.send_splits, counts.receive_splits
-        arrived_QD = _exchange(x_RD, send_splits, receive_splits, self.group)
+        arrived_QD = _exchange(x_RD, send_splits, receive_splits, self)
         y_QD = _apply(experts, arrived_QD, counts)
-        return _exchange(y_QD, receive_splits, send_splits, self.group)
+        return _exchange(y_QD, receive_splits, send_splits, self)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        given: Tensor,
+        receive_splits: list[int] | None = None,
+        send_splits: list[int] | None = None,
+        /,
+    ) -> None:
+        """Send a slice of ``given`` to each rank, and fill ``out``; the slices are equal if unset.
+
+        Overridden where operators are counted, without other ranks.
+        """
+        dist.all_to_all_single(out, given, receive_splits, send_splits, group=self.group)
 
 
 def _apply(experts: RankExperts, x_QD: Tensor, counts: RowCounts) -> Tensor:
@@ -100,22 +114,24 @@ def _apply(experts: RankExperts, x_QD: Tensor, counts: RowCounts) -> Tensor:
 
     from_source = iter(x_QD.split([count for row in count_SE for count in row]))
     chunk_SE = [[next(from_source) for _ in row] for row in count_SE]
-    padding = x_QD.new_zeros(max(spare_E), x_QD.shape[1])
-    columns = zip(*chunk_SE, strict=True)
-    by_expert = [[*column, padding[:n]] for column, n in zip(columns, spare_E, strict=True)]
+    by_expert = [list(column) for column in zip(*chunk_SE, strict=True)]
+    if any(spare_E):  # never on a GPU, where each slice of padding would have a gradient of zeros
+        padding = x_QD.new_zeros(max(spare_E), x_QD.shape[1])
+        for column, spare in zip(by_expert, spare_E, strict=True):
+            column.append(padding[:spare])
     sorted_QD = torch.cat([chunk for column in by_expert for chunk in column])
     y_QD = experts(sorted_QD, rows_E, counts.count_E)
 
     from_expert = iter(y_QD.split([len(chunk) for column in by_expert for chunk in column]))
-    result_ES = [[next(from_expert) for _ in column][:-1] for column in by_expert]
+    result_ES = [[next(from_expert) for _ in column][: len(count_SE)] for column in by_expert]
     return torch.cat([chunk for row in zip(*result_ES, strict=True) for chunk in row])
 
 
 def _exchange(
-    x: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup
+    x: Tensor, send_splits: list[int], receive_splits: list[int], parallel: ExpertParallel
 ) -> Tensor:
     exchanged: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        x, send_splits, receive_splits, group
+        x, send_splits, receive_splits, parallel
     )
     return exchanged
 
@@ -129,13 +145,13 @@ class _AllToAll(torch.autograd.Function):
         x: Tensor,
         send_splits: list[int],
         receive_splits: list[int],
-        group: dist.ProcessGroup,
+        parallel: ExpertParallel,
     ) -> Tensor:
-        ctx.splits, ctx.group = (send_splits, receive_splits), group
+        ctx.splits, ctx.parallel = (send_splits, receive_splits), parallel
         out = x.new_empty(sum(receive_splits), *x.shape[1:])
         given = x.contiguous()
         with OWN_TIME.left_out():
-            dist.all_to_all_single(out, given, receive_splits, send_splits, group=group)
+            parallel.all_to_all(out, given, receive_splits, send_splits)
         return out
 
     @staticmethod
@@ -143,7 +159,5 @@ class _AllToAll(torch.autograd.Function):
         (gradient,) = gradients
         send_splits, receive_splits = ctx.splits
         out = gradient.new_empty(sum(send_splits), *gradient.shape[1:])
-        dist.all_to_all_single(
-            out, gradient.contiguous(), send_splits, receive_splits, group=ctx.group
-        )
+        ctx.parallel.all_to_all(out, gradient.contiguous(), send_splits, receive_splits)
         return out, None, None, None
