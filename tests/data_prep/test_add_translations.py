@@ -12,9 +12,6 @@ import pytest
 from pydantic import ValidationError
 from sacrebleu.metrics.chrf import CHRF
 from support.corpora import Texts, make_corpus
-from support.small_plans import TINY, as_child, placed_small
-from support.stored_checkpoints import byte_spec, make_checkpoint
-from support.tiny_models import tiny_model
 
 from data_prep import add_translations, clean, make_shards, mix, train_tokenizer
 from data_prep.clean_pair import BLOCK_LINES
@@ -39,7 +36,6 @@ from pipeline.batching.settings import TagScheme
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, DataError
 from pipeline.evaluation.directions import pivot_of
-from pipeline.jobs.runner import run_plan
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall
 from pipeline.survey.survey import survey_corpus
@@ -726,54 +722,3 @@ def test_targets_that_a_synthetic_pair_is_not_trained_into_are_refused(tmp_path:
     said = r"targets en leaves no direction of en-fr\+distilled\. Name fr, too, or leave"
     with pytest.raises(ConfigError, match=said):
         mixed(tmp_path, TOKENS, targets=["en"])
-
-
-# ---------------------------------------------------------------- the plan
-
-
-@pytest.mark.slow
-def test_the_plan_distill_trains_a_student_on_the_teachers_lines_alone(tmp_path: Path) -> None:
-    model = tiny_model(byte_spec(max_positions=64))
-    numbers = [f"house {number}" for number in range(40)]
-    sides = {"de-en": ("de", "en"), "en-fr": ("en", "fr")}
-    texts: Any = {
-        split: {
-            pair: {code: [f"{line}{code}" for line in numbers[part]] for code in codes}
-            for pair, codes in sides.items()
-        }
-        for split, part in (("train", slice(30)), ("valid", slice(30, 35)), ("test", slice(35, 40)))
-    }
-    corpus = make_corpus(tmp_path / "corpus", texts)
-    tokenizer = run_stage(
-        "train_tokenizer",
-        train_tokenizer.run,
-        tmp_path / "tokenizer",
-        {"corpus": corpus},
-        tokenizer={"kind": "bytes"},
-    )
-    given = {
-        "teacher": make_checkpoint(tmp_path / "teacher", model),
-        "corpus": corpus.directory,
-        "tokenizer": tokenizer.directory,
-        "text": corpus.file("train/de-en/en.txt"),
-    }
-    into = 'targets = ["de", "fr"]\n'
-    tiny = TINY.replace("[decoding]\n", f"[decoding]\n{into}") + f"[mixture]\n{into}"
-    placed = placed_small("distill", tmp_path, thresholds=(2, 4), given=given, tiny=tiny)
-    assert run_plan(placed, launcher=as_child) == 0
-    run = tmp_path / "run"
-    shares = {}
-    for row in ("alone", "distilled"):
-        (phase,) = read_mixture(open_artifact(run / f"mixture_{row}", kind="mixture")).phases
-        shares[row] = {pair: share for pair, share in phase.probabilities.items() if share}
-    assert set(shares["alone"]) == {"de-en", "en-fr"}
-    cleaned = open_artifact(run / "clean", kind="corpus")
-    added_pairs = {pair for pair in line_counts(cleaned, "train") if "+" in pair}
-    assert set(shares["distilled"]) == added_pairs >= {"de+distilled-en"}
-    lines = read_lines(cleaned, "train", "de+distilled-en", "de+distilled")
-    translated = open_artifact(run / "translated", kind="translated_text")
-    path = translated.file("text/de/en.txt")
-    assert set(lines) <= {*path.read_text(encoding="utf-8").split("\n")}
-    scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
-    named = {"dense", "dense, distilled", "dense, distilled, int8", "teacher"}
-    assert {system["name"] for system in scores["systems"]} == named

@@ -162,10 +162,10 @@ def test_machine_translations_have_a_column_where_a_direction_is_trained_on_them
     titles = [one.title for one in section.tables[0].headings]
     assert titles[:2] == ["Direction", "Training lines"]
     assert "Synthetic" not in " ".join([section.lead, *titles])
-    profiles = [
+    profiles = tuple(
         replace(one, synthetic_lines=500 if str(one.direction) == "en-fr" else 0)
         for one in found.directions
-    ]
+    )
     section = directions_section(replace(found, directions=profiles))
     assert section is not None
     (table,) = section.tables
