@@ -106,7 +106,7 @@ class SystemTraining:
     new: Spent | None = None
     """Cost beyond the given checkpoints; None if none is given."""
     translation: Translation | None = None
-    """What was translated with the weights; None for a checkpoint by itself."""
+    """Lines translated with the weights; None for a checkpoint by itself."""
 
     @property
     def is_trained(self) -> bool:

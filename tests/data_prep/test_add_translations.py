@@ -188,7 +188,9 @@ def test_lines_and_translations_are_paired_as_a_loop_over_them_does(
             others = of_system["nl"][name]
             both = zip(lines, others, strict=True)
             of_system["nl"][name] = [(line, about) for (line, _), (_, about) in both]
-    systems = {name: translated_text(tmp_path / name, of) for name, of in given.items()}
+    systems: dict[str, Any] = {
+        name: translated_text(tmp_path / name, of) for name, of in given.items()
+    }
     made = added(corpus, tmp_path / "out", use=use, min_score=min_score, **systems)
     mark = {"back_translation": "+back", "distillation": "+distilled"}[use]
     for target in ("de", "nl"):
