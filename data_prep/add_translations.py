@@ -6,14 +6,20 @@ translation is the source of a back-translated pair (Sennrich and others, 2016; 
 ``pair_shards.py``), and the target of a distilled one (sequence-level distillation, Kim and Rush,
 2016, arXiv 1606.07947).
 
-Empty, truncated and invalid translations are left out, and those below ``synthetic.min_score``.
-``clean`` judges the other lines as those of any pair, and drops held-out ones. The statistics name
-the lines of every system and pair, and the checkpoint of every system.
+Empty, truncated and invalid translations are left out, and those below ``synthetic.min_score``. If
+the translations are given translated back into the language of the lines, a line is also left out
+where the chrF++ of its round trip with itself is below ``synthetic.min_round_trip``. ``clean``
+judges the other lines as those of any pair, and drops held-out ones. ``provenance/`` has the origin
+of every line; the statistics name the lines of every system and pair, and the checkpoint of every
+system.
 """
 
+import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
@@ -28,22 +34,27 @@ from pipeline.artifacts.corpus import (
     joined_lines,
     pair_counts,
     pair_name,
+    provenance_name,
     text_name,
 )
 from pipeline.artifacts.settings import SyntheticConfig
 from pipeline.artifacts.translated_text import translated_directions, translated_lines
 from pipeline.errors import DataError
+from pipeline.evaluation.chrf import line_chrf
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
 Use = Literal["back_translation", "distillation"]
+BLOCK_LINES = 2048
+"""Lines whose round trips are scored together."""
 
 
 def run(call: StageCall) -> None:
     """Link the corpus's text and write the new pairs."""
     corpus, config = call.artifacts["corpus"], call.recipe.synthetic
-    systems = call.many("translations")
+    systems, back = call.many("translations"), call.many("back")
     refuse_synthetic(corpus)
+    translations = with_round_trips(systems, back, config=config)
     kept: dict[str, Counter[str]] = {}
     characters: dict[str, dict[str, int]] = {}
     left_out = Counter[str]()
@@ -51,25 +62,29 @@ def run(call: StageCall) -> None:
         for name in corpus.names():
             if name.startswith(("train/", "valid/", "test/")):
                 writer.take_over(name, corpus)
-        for name, translated in systems.items():
-            for direction in translated_directions(translated):
-                pair, sides = marked_sides(direction, config.use)
-                found = add_lines(writer, translated, direction, config=config, left_out=left_out)
-                kept.setdefault(pair, Counter())[name] += found[0]
-                of_pair = characters.setdefault(pair, dict.fromkeys(sides, 0))
-                for side, number in zip(sides, found[1:], strict=True):
-                    of_pair[side] += number
+        for one in translations:
+            pair, sides = marked_sides(one.direction, config.use)
+            found = add_lines(writer, one, config=config, left_out=left_out)
+            kept.setdefault(pair, Counter())[one.system] += found[0]
+            of_pair = characters.setdefault(pair, dict.fromkeys(sides, 0))
+            for side, number in zip(sides, found[1:], strict=True):
+                of_pair[side] += number
         if not any(counts.total() for counts in kept.values()):
             raise DataError(
                 f"No translation of {listed(systems)} is kept (left out: {tallied(left_out)}). "
-                "Lower synthetic.min_score, or translate with another model."
+                "Lower synthetic.min_score or synthetic.min_round_trip, or translate with another "
+                "model."
             )
         writer.statistics |= statistics(corpus, kept, characters)
-        writer.statistics["systems"] = {
-            name: translated.manifest.inputs["checkpoint"].digest
-            for name, translated in systems.items()
-        }
+        writer.statistics["systems"] = checkpoints_of(systems)
+        if back:
+            writer.statistics["back"] = checkpoints_of(back)
         writer.summary += summary(kept, left_out)
+
+
+def checkpoints_of(translated: Mapping[str, Artifact]) -> dict[str, str]:
+    """Return the digest of the checkpoint behind each translated text."""
+    return {name: one.manifest.inputs["checkpoint"].digest for name, one in translated.items()}
 
 
 def refuse_synthetic(corpus: Artifact) -> None:
@@ -93,40 +108,125 @@ def marked_sides(direction: Direction, use: Use) -> tuple[str, tuple[str, str]]:
     return pair_name(*sides), sides
 
 
+@dataclass(frozen=True)
+class Translations:
+    """Translations of a system in one direction."""
+
+    system: str
+    direction: Direction
+    translated: Artifact
+    back: Artifact | None
+    """The same translations, translated back."""
+
+    def lines(self) -> Iterator[tuple[str, Hypothesis, float | None]]:
+        """Yield every line with its translation and the chrF++ of its round trip, if any.
+
+        Raises:
+            DataError: What was translated back are not these translations.
+        """
+        found = translated_lines(self.translated, self.direction)
+        if self.back is None:
+            yield from ((text, hypothesis, None) for text, hypothesis in found)
+            return
+        both = zip_longest(found, translated_lines(self.back, reverse_of(self.direction)))
+        while block := list(islice(both, BLOCK_LINES)):
+            for one, other in block:
+                if one is None or other is None or one[1].text != other[0]:
+                    raise DataError(
+                        f"{self.back.directory} does not translate the lines that "
+                        f"{self.translated.directory} has in {self.direction.target}. Run "
+                        f"translate_text on its text/{self.direction.target}."
+                    )
+            scores = line_chrf(
+                [back.text for _, (_, back) in block], [text for (text, _), _ in block]
+            )
+            for ((text, hypothesis), _), score in zip(block, scores.tolist(), strict=True):
+                yield text, hypothesis, score
+
+
+def reverse_of(direction: Direction) -> Direction:
+    """Return the direction from the target to the source."""
+    return Direction(direction.target, direction.source)
+
+
+def with_round_trips(
+    systems: Mapping[str, Artifact], given: Mapping[str, Artifact], *, config: SyntheticConfig
+) -> list[Translations]:
+    """Return the translations of all systems and directions, each with its round trip.
+
+    Args:
+        systems: System → its translations.
+        given: ``NAME`` or ``NAME@LANGUAGE`` → translations of system ``NAME``, translated back.
+        config: Settings of the stage.
+
+    Raises:
+        DataError: A round trip is of no translations or not the only one, or one is missing.
+    """
+    found, unused = [], dict(given)
+    for system, translated in systems.items():
+        for direction in translated_directions(translated):
+            names = [
+                name
+                for name, back in given.items()
+                if (name == system or name.startswith(f"{system}@"))
+                and reverse_of(direction) in translated_directions(back)
+            ]
+            if len(names) > 1 or (not names and config.min_round_trip is not None):
+                problem = f"several ({listed(names)})" if names else "none"
+                raise DataError(
+                    f"The translations {direction} of {system} need one round trip, and "
+                    f"--back names {problem}. Name what translate_text makes of their "
+                    f"{direction.target} side, as {system}@{direction.target}=DIR."
+                )
+            back = unused.pop(names[0], None) if names else None
+            found.append(Translations(system, direction, translated, back))
+    if unused:
+        raise DataError(
+            f"--back names {listed(unused)}, and no system of that name has translations "
+            f"in the reverse direction. The systems are {listed(systems)}."
+        )
+    return found
+
+
 def add_lines(
     writer: ArtifactWriter,
-    translated: Artifact,
-    direction: Direction,
+    translations: Translations,
     *,
     config: SyntheticConfig,
     left_out: Counter[str],
 ) -> tuple[int, int, int]:
-    """Append the lines of a direction that are good enough.
+    """Append the lines of a direction that are good enough, and their provenance.
 
     Returns:
         Lines kept, and the characters of both sides.
     """
-    pair, sides = marked_sides(direction, config.use)
+    pair, sides = marked_sides(translations.direction, config.use)
     lines, characters = 0, [0, 0]
-    first, second = (
-        writer.path(text_name("train", pair, side)).open("a", encoding="utf-8", newline="\n")
-        for side in sides
+    names = [*(text_name("train", pair, side) for side in sides), provenance_name(pair)]
+    first, second, provenance = (
+        writer.path(name).open("a", encoding="utf-8", newline="\n") for name in names
     )
-    with first, second:
-        found = translated_lines(translated, direction)
-        for text, hypothesis in track(found, label=str(direction)):
-            if reason := why_not(text, hypothesis, min_score=config.min_score):
+    origin = {"system": translations.system, "direction": str(translations.direction)}
+    with first, second, provenance:
+        found = track(translations.lines(), label=str(translations.direction))
+        for text, hypothesis, round_trip in found:
+            if reason := why_not(text, hypothesis, round_trip, config=config):
                 left_out[reason] += 1
                 continue
             first.write(text + "\n")
             second.write(hypothesis.text + "\n")
+            record = {**origin, "score": hypothesis.score}
+            record |= {} if round_trip is None else {"round_trip": round_trip}
+            provenance.write(json.dumps(record, ensure_ascii=False) + "\n")
             lines += 1
             characters[0] += len(text)
             characters[1] += len(hypothesis.text)
     return lines, characters[0], characters[1]
 
 
-def why_not(text: str, hypothesis: Hypothesis, *, min_score: float | None) -> str:
+def why_not(
+    text: str, hypothesis: Hypothesis, round_trip: float | None, *, config: SyntheticConfig
+) -> str:
     """Return why a translation is left out; empty if it is kept."""
     if not text.strip() or not hypothesis.text.strip():
         return "empty"
@@ -134,7 +234,11 @@ def why_not(text: str, hypothesis: Hypothesis, *, min_score: float | None) -> st
         return "truncated"
     if hypothesis.invalid:
         return "not UTF-8"
-    return "below min_score" if min_score is not None and hypothesis.score < min_score else ""
+    if config.min_score is not None and hypothesis.score < config.min_score:
+        return "below min_score"
+    least = config.min_round_trip
+    is_below = least is not None and round_trip is not None and round_trip < least
+    return "below min_round_trip" if is_below else ""
 
 
 def statistics(

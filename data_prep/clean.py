@@ -3,7 +3,7 @@
 Reads a corpus, and further ones whose held-out lines must not be trained on. Makes the same corpus
 with fewer training lines; validation and test text is copied unchanged. ``dropped_samples.jsonl``
 holds ten lines that each rule dropped, ``held_out_leaks.json`` the number of training lines of each
-pair found in each held-out set.
+pair found in each held-out set. ``provenance/`` keeps the origins of the machine translations kept.
 
 Each pair listed in ``clean.joined_pairs`` gets the lines of two cleaned pairs whose pivot lines are
 equal (``pivot_join.py``), cleaned by the same rules. Cleaned pairs have no held-out line on either
@@ -15,8 +15,8 @@ independent, and joined after all others are clean, so the number of workers doe
 result.
 
 Memory: 250 bytes per held-out line, of which a worker holds those of eight languages; for each pair
-in work 1 byte per training line, 16 bytes per repeated line, and a block of lines, whose length
-import has limited.
+in work 1 byte per training line (2 where it has a provenance), 16 bytes per repeated line, and a
+block of lines, whose length import has limited.
 """
 
 import hashlib
@@ -57,6 +57,7 @@ from pipeline.artifacts.corpus import (
     line_counts,
     pair_counts,
     pair_name,
+    provenance_name,
     text_name,
 )
 from pipeline.artifacts.settings import CleanConfig
@@ -76,7 +77,7 @@ def run(call: StageCall) -> None:
     held_out = held_out_sets(languages(corpus), corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
-        corpus.check(corpus.names("train/"))
+        corpus.check([*corpus.names("train/"), *corpus.names("provenance/")])
         pairs = list(line_counts(corpus, "train"))
         joined = joined_pairs(corpus, config)
         cleaning = Cleaning(
@@ -164,9 +165,13 @@ class Cleaning:
         """Return the task of a pair, whose files were checked before."""
         first, second = pair.split("-")
         names = text_name("train", pair, first), text_name("train", pair, second)
-        return self._task(
+        task = self._task(
             pair, (self.corpus.unchecked_file(names[0]), self.corpus.unchecked_file(names[1]))
         )
+        name = provenance_name(pair)
+        if not self.corpus.has(name):
+            return task
+        return replace(task, provenance=(self.corpus.unchecked_file(name), self.writer.path(name)))
 
     @contextmanager
     def joined_task(self, pair: str) -> Iterator[PairTask]:

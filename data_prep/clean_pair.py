@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,6 +54,8 @@ class PairTask:
     outputs: tuple[Path, Path]
     facts: PairFacts
     config: CleanConfig
+    provenance: tuple[Path, Path] | None = None
+    """Origins of the lines of a synthetic pair, as read and as written."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class PairResult:
 
 def clean_pair(task: PairTask) -> PairResult:
     """Write the training lines of a pair that break no rule; there may be none."""
-    result = PairResult(task.pair)
+    result, is_kept = PairResult(task.pair), bytearray()
     with ExitStack() as stack:
         judge = _judge(task, stack)
         first, second = (
@@ -149,8 +151,10 @@ def clean_pair(task: PairTask) -> PairResult:
         )
         number = 0
         for block in _blocks(task):
-            kept = []
-            for lines, broken in zip(block, judge.judge(block), strict=True):
+            kept, judged = [], judge.judge(block)
+            if task.provenance is not None:
+                is_kept.extend(broken is None for broken in judged)
+            for lines, broken in zip(block, judged, strict=True):
                 number += 1
                 if broken is None:
                     kept.append(lines)
@@ -164,10 +168,19 @@ def clean_pair(task: PairTask) -> PairResult:
                 stream.write(text)
                 result.characters[side] += len(text) - len(kept)
             result.lines += len(kept)
+    if task.provenance is not None:
+        _write_provenance(task.sources[0], *task.provenance, is_kept=is_kept)
     result.leaks = judge.leaks
     if judge.language_rule is not None:
         result.language_not_known = judge.language_rule.not_known
     return result
+
+
+def _write_provenance(text: Path, source: Path, output: Path, *, is_kept: bytearray) -> None:
+    """Write the origins of the lines of a text that are kept."""
+    origins = (origin for _, origin in aligned_lines(text, source))
+    with output.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.writelines(f"{origin}\n" for origin in compress(origins, is_kept))
 
 
 def _judge(task: PairTask, stack: ExitStack) -> Judge:

@@ -52,6 +52,7 @@ ZERO_IS_SENSIBLE = {
     "resource_thresholds": "no pair is low",
     "synthetic_share": "natural pairs alone",
     "min_score": "only certain translations",
+    "min_round_trip": "every round trip is kept",
     "kept_experts": "the first expert",
     "mask_ratio": "copies",
     "noise_std": "copies",

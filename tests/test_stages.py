@@ -57,7 +57,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
-    "add_translations": {"synthetic": {"min_score", "use"}},
+    "add_translations": {"synthetic": {"min_round_trip", "min_score", "use"}},
     "clean": {
         "clean": {
             *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),

@@ -7,6 +7,9 @@ that never had training lines is a zero-shot pair.
 A side that a machine wrote has a mark after its language. It makes the pair a pair of its own, that
 has training lines only and is trained in one direction: ``de+back-en`` from back-translated German
 into English, ``de+distilled-en`` from English into German that a teacher wrote.
+``provenance/{pair}.jsonl`` has one JSON object per line of such a pair, in the same order: the
+``system`` that translated it, the ``direction`` of the translation, its ``score`` and, if it was
+translated back, ``round_trip``, the chrF++ of the result with the line.
 
 The statistics of a corpus hold
 
@@ -303,6 +306,11 @@ def directions(artifact: Artifact, split: Split) -> list[Direction]:
 def text_name(split: Split, pair: str, language: str) -> str:
     """Return the name of a text file of a corpus."""
     return f"{split}/{pair}/{language}.txt"
+
+
+def provenance_name(pair: str) -> str:
+    """Return the name of the origins of a pair's machine translations, line by line."""
+    return f"provenance/{pair}.jsonl"
 
 
 def iterate_lines(path: Path) -> Iterator[str]:

@@ -57,6 +57,7 @@ FORMAT_VERSION: dict[Kind, int] = dict.fromkeys(get_args(Kind), 1)
 FILES: dict[Kind, dict[str, str]] = {
     "corpus": {
         "SPLIT/PAIR/LANGUAGE.txt": "one sentence per line, UTF-8; SPLIT is train, valid or test",
+        "provenance/PAIR.jsonl": "system, direction and score of every machine translation",
         "quarantine.jsonl": "lines that could not be imported",
         "dropped_samples.jsonl": "at most ten lines that each rule of `clean` dropped",
         "held_out_leaks.json": "number of training lines that repeat held-out lines, by pair",

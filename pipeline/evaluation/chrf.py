@@ -91,16 +91,10 @@ class Chrf(Score):
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return (lines, 24): n-grams of hypothesis, reference and both; characters, then words."""
-        chrf, sides = _chrf(), (lines.hypotheses, lines.references)
-        hypotheses, references = (["".join(text.split()) for text in side] for side in sides)
-        characters = shared_characters(hypotheses, references, orders=CHARACTER_ORDERS)
-        hypothesis_words, reference_words = (map(words, side) for side in sides)
-        of_words = shared_words(hypothesis_words, reference_words, orders=WORD_ORDERS)
-        counts = np.concatenate([characters, of_words], axis=1)
-        # Orders without any n-gram in the reference do not count against the hypothesis.
-        counts[:, :, 0] *= counts[:, :, 1] > 0
+        chrf = _chrf()
         chrf.num_refs = 1
-        return LineStatistics(counts.reshape(len(counts), -1), str(chrf.get_signature()))
+        rows = _shared_ngrams(lines.hypotheses, lines.references)
+        return LineStatistics(rows, str(chrf.get_signature()))
 
     def of_corpus(self, rows: Rows) -> float:
         """Return sacreBLEU's score, to the last digit."""
@@ -115,6 +109,23 @@ class Chrf(Score):
         precision = _sum_where(known, matches / np.maximum(hypothesis, 1.0)) / orders
         recall = _sum_where(known, matches / np.maximum(reference, 1.0)) / orders
         return _f_score(precision, recall)
+
+
+def line_chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
+    """Return chrF++ of every line by itself, (lines,), as sacreBLEU's ``sentence_score`` does."""
+    sums = _shared_ngrams(hypotheses, references).astype(np.float64)
+    return Chrf().of_sums(sums, lines=1)
+
+
+def _shared_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> npt.NDArray[np.int32]:
+    sides = hypotheses, references
+    without_spaces = (["".join(text.split()) for text in side] for side in sides)
+    characters = shared_characters(*without_spaces, orders=CHARACTER_ORDERS)
+    of_words = shared_words(*(map(words, side) for side in sides), orders=WORD_ORDERS)
+    counts = np.concatenate([characters, of_words], axis=1)
+    # Orders without any n-gram in the reference do not count against the hypothesis.
+    counts[:, :, 0] *= counts[:, :, 1] > 0
+    return counts.reshape(len(counts), -1)
 
 
 def pairwise_chrf(texts: Sequence[str]) -> Floats:

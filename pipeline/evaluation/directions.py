@@ -47,7 +47,10 @@ class DirectionProfile:
     resource: Resource | None
     """Resource group by the imported training lines of the pair; None if none are left."""
     training_lines: int
+    """Natural lines of the pair."""
     test_lines: int
+    synthetic_lines: int = 0
+    """Lines with a side that a machine wrote, which train this direction."""
 
 
 def find_pivot(training_pairs: Iterable[str]) -> str | None:
@@ -84,13 +87,11 @@ def describe_directions(
     pivot, emptied = pivot_of(training), emptied_pairs(training)
     joined = joined_lines(training)
     imported = imported_lines(training)
-    made = {
-        Direction(language_of(one.source), language_of(one.target))
-        for pair in lines
-        if is_synthetic(pair)
-        for one in directions_of(pair)
-        if one.suits_marks
-    }
+    made = Counter[Direction]()
+    for pair in filter(is_synthetic, lines):
+        for one in directions_of(pair):
+            if one.suits_marks:
+                made[Direction(language_of(one.source), language_of(one.target))] += lines[pair]
 
     def family(direction: Direction) -> Family:
         if not lines:
@@ -114,6 +115,7 @@ def describe_directions(
             ),
             training_lines=lines.get(direction.pair, 0),
             test_lines=test[direction.pair],
+            synthetic_lines=made[direction],
         )
         for direction in directions(corpus, "test")
     ]

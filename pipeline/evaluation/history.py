@@ -77,6 +77,19 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class Translation:
+    """Lines that a system translated, and the wall time of that stage."""
+
+    lines: int
+    seconds: float
+
+    @property
+    def lines_per_second(self) -> float:
+        """Return the speed, with the time of starting and of loading the model."""
+        return self.lines / self.seconds
+
+
+@dataclass(frozen=True)
 class SystemTraining:
     """Training runs that a system's weights come from."""
 
@@ -92,6 +105,8 @@ class SystemTraining:
     """Directories of trainings that gave the language groups alone; not counted."""
     new: Spent | None = None
     """Cost beyond the given checkpoints; None if none is given."""
+    translation: Translation | None = None
+    """Lines translated with the weights; None for a checkpoint by itself."""
 
     @property
     def is_trained(self) -> bool:
@@ -162,10 +177,13 @@ def trace_training(
         system: its translations or checkpoint.
         given: checkpoints that existed already; empty: the new cost is not asked for.
     """
-    checkpoint = checkpoint_of(system)
+    checkpoint, translation = checkpoint_of(system), _translation_of(system)
     if checkpoint is None:
         is_baseline = "checkpoint" not in system.manifest.inputs
-        return SystemTraining(name, None, None, (), complete=is_baseline), None
+        nothing = SystemTraining(
+            name, None, None, (), complete=is_baseline, translation=translation
+        )
+        return nothing, None
     lineage, runs = _trace_runs([checkpoint])
     own = _last_run(checkpoint)
     described = {identity: describe_run(members) for identity, members in runs.items()}
@@ -177,7 +195,15 @@ def trace_training(
         complete=not lineage.missing,
         groups_from=_groups_from(lineage, {run.folder for run in described.values()}),
         new=_new_cost(described, given) if given else None,
+        translation=translation,
     ), _with_metrics(runs.get(own or "", []))
+
+
+def _translation_of(system: Artifact) -> Translation | None:
+    lines, seconds = system.statistics.get("lines"), system.manifest.run.wall_seconds
+    if system.manifest.kind != "translations" or not _is_count(lines) or not lines or seconds <= 0:
+        return None
+    return Translation(lines, seconds)
 
 
 def _trace_runs(

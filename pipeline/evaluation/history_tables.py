@@ -86,6 +86,10 @@ def budgets_section(history: History) -> ReportSection | None:
             )
             for title in SPENT_COLUMNS
         ),
+        *(
+            Heading(title, group="Translation")
+            for title in (("lines", "lines per second") if _has_translations(history) else ())
+        ),
     )
     rows = (
         row(
@@ -94,6 +98,7 @@ def budgets_section(history: History) -> ReportSection | None:
             *_spent(None if training.own is None else training.own.spent),
             *_sums(training, training.total),
             *(_sums(training, training.new) if history.given else ()),
+            *(_translation(training) if _has_translations(history) else ()),
         )
         for training in history.trainings
     )
@@ -103,6 +108,17 @@ def budgets_section(history: History) -> ReportSection | None:
         tables=(Table("", (*headings("System"), *columns), tuple(rows)),),
         lists=bullets(_budget_notes(history)),
     )
+
+
+def _has_translations(history: History) -> bool:
+    return any(one.translation is not None for one in history.trainings)
+
+
+def _translation(training: SystemTraining) -> tuple[Cell, Cell]:
+    found = training.translation
+    if found is None:
+        return Cell(None), Cell(None)
+    return Cell(found.lines), Cell(found.lines_per_second, ",.1f")
 
 
 def _parameters(training: SystemTraining) -> tuple[Cell, Cell]:
@@ -143,6 +159,11 @@ def _sums(training: SystemTraining, spent: Spent | None) -> tuple[Cell, ...]:
 
 def _budget_notes(history: History) -> Iterator[str]:
     """Yield how budgets are counted, and which runs each of them includes."""
+    if _has_translations(history):
+        yield (
+            "Lines per second are the translated test lines by the wall time of their stage, on "
+            "any number of processes, with the time of starting it and of loading the model."
+        )
     if not any(one.is_trained for one in history.trainings):
         return
     yield (

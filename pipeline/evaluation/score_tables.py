@@ -263,13 +263,20 @@ def directions_section(evaluation: Evaluation) -> ReportSection | None:
         for profiles in directions_by_family(evaluation).values()
         for profile in profiles
     ]
-    first = headings("Direction", "Training lines")
+    synthetic = ["Synthetic lines"] if has_synthetic_lines(evaluation) else []
+    first = headings("Direction", "Training lines", *synthetic)
+    also = " Synthetic lines have a machine translation, and train the direction alone."
     return ReportSection(
         "Scores by direction",
-        "Training lines are those of the language pair. Bold print and confidence intervals are "
-        "as in the averages.",
+        f"Training lines are those of the language pair.{also if synthetic else ''} Bold print and "
+        "confidence intervals are as in the averages.",
         tables=(Table("", (*first, *titles), tuple(rows), group_title="Direction type"),),
     )
+
+
+def has_synthetic_lines(evaluation: Evaluation) -> bool:
+    """Return whether machine translations train a direction."""
+    return any(profile.synthetic_lines for profile in evaluation.directions)
 
 
 def direction_row(evaluation: Evaluation, profile: DirectionProfile) -> Row:
@@ -282,6 +289,7 @@ def direction_row(evaluation: Evaluation, profile: DirectionProfile) -> Row:
     return row(
         Cell(f"{direction.source} → {direction.target}", note=f"{long_name}{undecided}"),
         profile.training_lines,
+        *([profile.synthetic_lines] if has_synthetic_lines(evaluation) else []),
         *(
             _system_cell(system.name, scores.get(column.name), column, compared.get(column.name))
             for system in evaluation.systems

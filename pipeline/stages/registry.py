@@ -51,6 +51,13 @@ _CORE = (
             "translations": Input(
                 "translated_text", "NAME=DIR, output of translate_text", many=True
             ),
+            "back": Input(
+                "translated_text",
+                "NAME=DIR, its translations translated back; NAME@LANGUAGE=DIR for each of several "
+                "languages",
+                required=False,
+                many=True,
+            ),
         },
         needs_recipe=False,
     ),

@@ -1,13 +1,15 @@
 """The survey of a corpus as one self-contained HTML page, in the form of an evaluation's report."""
 
+from collections import Counter
 from collections.abc import Mapping
 
-from pipeline.artifacts.corpus import language_of
+from pipeline.artifacts.corpus import Split, language_of
 from pipeline.evaluation.charts import SERIES_COLORS, Series, legend, line_chart
 from pipeline.evaluation.rendering import render_html
 from pipeline.evaluation.tables import (
     Cell,
     Figure,
+    Heading,
     Report,
     ReportSection,
     Row,
@@ -26,6 +28,7 @@ SHOWN_SHARE = 0.995
 """Histograms end at the length that this share of the lines of all languages does not exceed."""
 SHOWN_LEAKS = 100
 """Number of rows in the table of leaks; the largest are shown."""
+SPLITS: dict[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
 
 
 def survey_page(survey: Survey) -> str:
@@ -55,17 +58,21 @@ def _facts(survey: Survey) -> tuple[str, ...]:
         for pair, sizes in survey.sizes.items()
         if not sizes.get("train") and pair not in survey.emptied
     ]
+    synthetic = survey.pairs(synthetic=True)
     facts = [
-        counted(len(survey.sizes), "pair"),
+        counted(len(survey.sizes) - len(synthetic), "natural pair" if synthetic else "pair"),
         counted(
             len({language_of(side) for pair in survey.sizes for side in pair.split("-")}),
             "language",
         ),
         *(
-            counted(sum(sizes.get(split, 0) for sizes in survey.sizes.values()), f"{name} line")
-            for split, name in (("train", "training"), ("valid", "validation"), ("test", "test"))
+            counted(survey.lines(split, synthetic=False), f"{name} line")
+            for split, name in SPLITS.items()
         ),
     ]
+    if synthetic:
+        lines = counted(survey.lines("train", synthetic=True), "synthetic training line")
+        facts.append(f"{lines} of {counted(len(synthetic), 'pair')}")
     if zero_shot:
         facts.append(f"{counted(len(zero_shot), 'pair')} without training text")
     if survey.emptied:
@@ -205,19 +212,37 @@ def _language_row(survey: Survey, code: str, counts: LanguageCounts) -> Row:
 
 
 def _dropped(survey: Survey) -> ReportSection | None:
-    found = {rule: lines for rule, lines in survey.dropped.items() if lines}
-    if not found:
+    """Return the lines that each rule dropped, of synthetic pairs apart from the others."""
+    kinds = {"Natural": False, "Synthetic": True} if survey.pairs(synthetic=True) else {"": False}
+    dropped = {kind: Counter[str]() for kind in kinds}
+    for kind, synthetic in kinds.items():
+        for pair in survey.pairs(synthetic=synthetic):
+            dropped[kind].update(survey.dropped.get(pair, {}))
+    total = sum(dropped.values(), Counter[str]())
+    if not total:
         return None
-    kept = sum(sizes.get("train", 0) for sizes in survey.sizes.values())
-    read = sum(found.values()) + kept
-    rows = tuple(
-        row(rule, lines, Cell(lines / read, ".2%"))
-        for rule, lines in sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    read = {
+        kind: max(dropped[kind].total() + survey.lines("train", synthetic=synthetic), 1)
+        for kind, synthetic in kinds.items()
+    }
+    columns = [
+        Heading(title, group=kind) for kind in kinds for title in ("lines", "share of lines read")
+    ]
+    rows = (
+        row(
+            rule,
+            *(
+                cell
+                for kind, lines in dropped.items()
+                for cell in (Cell(lines[rule]), Cell(lines[rule] / read[kind], ".2%"))
+            ),
+        )
+        for rule in sorted(total, key=lambda rule: (-total[rule], rule))
     )
     return ReportSection(
         "Lines dropped by cleaning",
         "A line counts under the first rule that it violates.",
-        tables=(Table("", headings("Rule", "lines", "share of lines read"), rows),),
+        tables=(Table("", (*headings("Rule"), *columns), tuple(rows)),),
     )
 
 

@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
+    Split,
     aligned_lines,
     emptied_pairs,
     imported_lines,
+    is_synthetic,
     joined_lines,
     line_counts,
     pair_counts,
@@ -59,8 +61,8 @@ class Survey:
     """Pairs of which cleaning left no training line."""
     counts: Mapping[str, PairCounts]
     """Pair → counts of its training lines."""
-    dropped: Mapping[str, int]
-    """Rule → number of training lines that it dropped."""
+    dropped: Mapping[str, Mapping[str, int]]
+    """Pair → rule → number of training lines that it dropped."""
     samples: tuple[Mapping[str, Any], ...]
     """Some dropped lines: rule, pair, line, text."""
     leaks: Mapping[str, Mapping[str, int]]
@@ -71,6 +73,14 @@ class Survey:
     """Pair → expected number of times that training sees each line; empty without a mixture."""
     sampling_temperature: float | None
     updates: int | None
+
+    def pairs(self, *, synthetic: bool) -> list[str]:
+        """Return the pairs with a side that a machine wrote, or those without."""
+        return [pair for pair in self.sizes if is_synthetic(pair) == synthetic]
+
+    def lines(self, split: Split, *, synthetic: bool) -> int:
+        """Return the lines that a split has of synthetic or of natural pairs."""
+        return sum(self.sizes[pair].get(split, 0) for pair in self.pairs(synthetic=synthetic))
 
     @property
     def languages(self) -> Mapping[str, LanguageCounts]:
@@ -96,11 +106,7 @@ def survey_corpus(corpus: Artifact, *, shards: Artifact | None, mixture: Artifac
         )
         for pair in track(line_counts(corpus, "train"), label="pairs")
     }
-    dropped: dict[str, int] = {}
     table = corpus.statistics.get("dropped")
-    for rules in pair_counts(corpus, "dropped").values() if isinstance(table, dict) else ():
-        for rule, number in rules.items():
-            dropped[rule] = dropped.get(rule, 0) + number
     joined = {pair: counts.get("matched", 0) for pair, counts in joined_lines(corpus).items()}
     return Survey(
         origin=corpus.directory.name,
@@ -109,7 +115,7 @@ def survey_corpus(corpus: Artifact, *, shards: Artifact | None, mixture: Artifac
         joined=tuple(joined),
         emptied=frozenset(emptied_pairs(corpus)),
         counts=counts,
-        dropped=dropped,
+        dropped=pair_counts(corpus, "dropped") if isinstance(table, dict) else {},
         samples=_samples(corpus),
         leaks=_leaks(corpus),
         fertility={} if shards is None else _fertility(shards, counts),

@@ -143,7 +143,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
     frozen = {
         "import_corpus": "--mpi --out --overwrite --processes --raw --recipe --set",
         "import_tests": "--out --overwrite --raw --recipe --set",
-        "add_translations": "--corpus --out --overwrite --recipe --set --translations",
+        "add_translations": "--back --corpus --out --overwrite --recipe --set --translations",
         "clean": "--corpus --mpi --out --overwrite --processes --recipe --set --tests",
         "train_tokenizer": "--base --corpus --out --overwrite --recipe --set",
         "make_shards": "--corpus --mpi --out --overwrite --processes --recipe --set --tokenizer",

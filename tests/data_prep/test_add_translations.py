@@ -10,18 +10,24 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from sacrebleu.metrics.chrf import CHRF
 from support.corpora import Texts, make_corpus
-from support.small_plans import TINY, as_child, placed_small
-from support.stored_checkpoints import byte_spec, make_checkpoint
-from support.tiny_models import tiny_model
 
 from data_prep import add_translations, clean, make_shards, mix, train_tokenizer
+from data_prep.clean_pair import BLOCK_LINES
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, InputRecord, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Direction, emptied_pairs, languages, line_counts, read_lines
+from pipeline.artifacts.corpus import (
+    Direction,
+    emptied_pairs,
+    languages,
+    line_counts,
+    provenance_name,
+    read_lines,
+)
 from pipeline.artifacts.mixture import lines_per_language, read_mixture
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.settings import MixtureConfig
+from pipeline.artifacts.settings import MixtureConfig, SyntheticConfig
 from pipeline.artifacts.shards import open_shard
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.artifacts.translated_text import scores_name, text_name
@@ -30,7 +36,6 @@ from pipeline.batching.settings import TagScheme
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, DataError
 from pipeline.evaluation.directions import pivot_of
-from pipeline.jobs.runner import run_plan
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall
 from pipeline.survey.survey import survey_corpus
@@ -92,7 +97,12 @@ def translated_text(
 
 
 def run_stage(
-    name: str, run: Any, out_dir: Path, artifacts: Mapping[str, Artifact], **sections: Any
+    name: str,
+    run: Any,
+    out_dir: Path,
+    artifacts: Mapping[str, Artifact],
+    processes: int = 1,
+    **sections: Any,
 ) -> Artifact:
     stage = STAGES[name]
     recipe = Recipe.model_validate({"name": "test", **sections})
@@ -105,24 +115,36 @@ def run_stage(
             out_dir=out_dir,
             records={},
             config=recipe.sections(stage.sections),
+            processes=processes,
         )
     )
     return open_artifact(out_dir, kind=stage.makes)
 
 
 def added(
-    corpus: Artifact, out_dir: Path, *, use: str = "back_translation", **more: Any
+    corpus: Artifact,
+    out_dir: Path,
+    *,
+    use: str = "back_translation",
+    back: Mapping[str, Artifact] = {},
+    **more: Any,
 ) -> Artifact:
     """The corpus with translations, given by name, or as settings."""
-    systems = {f"translations/{key}": one for key, one in more.items() if key != "min_score"}
-    settings = {key: value for key, value in more.items() if key == "min_score"}
+    settings = {key: value for key, value in more.items() if key.startswith("min_")}
+    systems = {f"translations/{key}": one for key, one in more.items() if key not in settings}
+    backs = {f"back/{key}": one for key, one in back.items()}
     return run_stage(
         "add_translations",
         add_translations.run,
         out_dir,
-        {"corpus": corpus, **systems},
+        {"corpus": corpus, **systems, **backs},
         synthetic={"use": use, **settings},
     )
+
+
+def provenance(corpus: Artifact, pair: str) -> list[dict[str, Any]]:
+    text = corpus.file(provenance_name(pair)).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture
@@ -166,11 +188,13 @@ def test_lines_and_translations_are_paired_as_a_loop_over_them_does(
             others = of_system["nl"][name]
             both = zip(lines, others, strict=True)
             of_system["nl"][name] = [(line, about) for (line, _), (_, about) in both]
-    systems = {name: translated_text(tmp_path / name, of) for name, of in given.items()}
+    systems: dict[str, Any] = {
+        name: translated_text(tmp_path / name, of) for name, of in given.items()
+    }
     made = added(corpus, tmp_path / "out", use=use, min_score=min_score, **systems)
     mark = {"back_translation": "+back", "distillation": "+distilled"}[use]
     for target in ("de", "nl"):
-        expected = []
+        expected, origins = [], []
         for system in ("one", "two"):
             for name in names[system]:
                 for line, about in given[system][target][name]:
@@ -178,10 +202,13 @@ def test_lines_and_translations_are_paired_as_a_loop_over_them_does(
                     is_good = min_score is None or about["score"] >= min_score
                     if line.strip() and about["text"].strip() and is_whole and is_good:
                         expected.append((line, about["text"]))
+                        origin = {"system": system, "direction": f"en-{target}"}
+                        origins.append({**origin, "score": about["score"]})
         machine = f"{target}{mark}"
         pair = "-".join(sorted(("en", machine)))
         found = [read_lines(made, "train", pair, side) for side in ("en", machine)]
         assert list(zip(*found, strict=True)) == expected
+        assert provenance(made, pair) == origins
         assert sum(made.statistics["synthetic"][pair].values()) == len(expected) > 20
         assert made.statistics["characters"][pair]["train"] == {
             "en": sum(len(line) for line, _ in expected),
@@ -231,6 +258,212 @@ def test_no_line_of_a_held_out_set_is_left_after_cleaning_on_either_side(
     assert survey.sizes["de-en"]["train"] == 4
     assert survey.sizes["de+back-en"]["train"] == 2
     assert pivot_of(cleaned) == "en"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_cleaning_keeps_the_origin_of_every_line_that_it_keeps(
+    corpus: Artifact, tmp_path: Path, processes: int
+) -> None:
+    generator = random.Random(5)
+    lines = [f"line {number}" for number in range(3 * BLOCK_LINES)]
+    given = {
+        target: {
+            "a.txt": [
+                (line, translation(generator.choice([line, f"{target} {line}"]), score=-number))
+                for number, line in enumerate(lines)
+            ]
+        }
+        for target in ("de", "nl")
+    }
+    made = added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", given))
+    cleaned = run_stage(
+        "clean", clean.run, tmp_path / "clean", {"corpus": made}, processes=processes, clean={}
+    )
+    for target, pair in (("de", "de+back-en"), ("nl", "en-nl+back")):
+        kept = read_lines(cleaned, "train", pair, "en")
+        expected = [line for line, about in given[target]["a.txt"] if about["text"] != line]
+        assert len(lines) > len(kept) > BLOCK_LINES
+        assert kept == expected
+        assert provenance(cleaned, pair) == [
+            {"system": "moe", "direction": f"en-{target}", "score": -lines.index(line)}
+            for line in kept
+        ]
+    assert not [name for name in cleaned.names("provenance/") if "back" not in name]
+    cleaned.verify()
+
+
+def with_provenance(corpus: Artifact, directory: Path, texts: Mapping[str, str]) -> Artifact:
+    """A corpus with other origins: pair → text of their file."""
+    with new_artifact(
+        directory, kind="corpus", stage="add_translations", config={}, inputs={}
+    ) as writer:
+        for name in corpus.names():
+            if not name.startswith("provenance/"):
+                writer.take_over(name, corpus)
+        for pair, text in texts.items():
+            writer.path(provenance_name(pair)).write_text(text, encoding="utf-8")
+        writer.statistics |= corpus.statistics
+    return open_artifact(directory, kind="corpus")
+
+
+def test_text_without_origins_is_cleaned_as_before(corpus: Artifact, tmp_path: Path) -> None:
+    """Natural pairs, and pairs that an earlier version made."""
+    made = added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", TRANSLATED))
+    old = with_provenance(made, tmp_path / "old", {})
+    cleaned = [
+        run_stage("clean", clean.run, tmp_path / f"clean-{one.directory.name}", {"corpus": one})
+        for one in (made, old, corpus)
+    ]
+    files = [
+        {name: record for name, record in one.manifest.files.items() if "provenance" not in name}
+        for one in cleaned
+    ]
+    assert files[0] == files[1] == cleaned[1].manifest.files
+    assert cleaned[0].statistics == cleaned[1].statistics
+    assert cleaned[0].has("provenance/de+back-en.jsonl")
+    assert cleaned[2].names("provenance/") == []
+
+
+def test_origins_of_another_number_of_lines_are_refused(corpus: Artifact, tmp_path: Path) -> None:
+    made = added(corpus, tmp_path / "out", moe=translated_text(tmp_path / "text", TRANSLATED))
+    cut = with_provenance(made, tmp_path / "cut", {"de+back-en": "{}\n"})
+    with pytest.raises(ArtifactError, match=r"de\+back-en\.jsonl differ in their number of lines"):
+        run_stage("clean", clean.run, tmp_path / "clean", {"corpus": cut})
+
+
+ENGLISH = "The ministers of both countries met in the capital to talk about the new border."
+GERMAN = "Die Minister beider Länder trafen sich in der Hauptstadt, um über die Grenze zu reden."
+
+
+@pytest.mark.parametrize("use", ["back_translation", "distillation"])
+def test_a_side_that_a_machine_wrote_in_another_language_is_dropped(
+    corpus: Artifact, tmp_path: Path, use: str
+) -> None:
+    """The side counts as its language, whatever its mark."""
+    lines = [
+        (ENGLISH, translation(GERMAN)),
+        (ENGLISH[4:], translation("They discussed roads, bridges and the price of electricity.")),
+        (GERMAN[4:], translation(GERMAN[4:].replace("Minister", "Könige"))),
+        ("Short one", translation("He has it")),
+    ]
+    text = translated_text(tmp_path / "text", {"de": {"a.txt": lines}})
+    made = added(corpus, tmp_path / "out", use=use, moe=text)
+    cleaned = run_stage(
+        "clean",
+        clean.run,
+        tmp_path / "clean",
+        {"corpus": made},
+        clean={"identify_languages": "langdetect"},
+    )
+    (pair,) = (name for name in line_counts(cleaned, "train") if "+" in name)
+    machine = next(side for side in pair.split("-") if "+" in side)
+    assert read_lines(cleaned, "train", pair, "en") == [ENGLISH, "Short one"]
+    assert read_lines(cleaned, "train", pair, machine) == [GERMAN, "He has it"]
+    assert cleaned.statistics["dropped"][pair]["wrong_language"] == 2
+    sides = cleaned.statistics["dropped_sides"][pair]["wrong_language"]
+    assert sides == {machine: 1, "en": 1}
+    assert len(provenance(cleaned, pair)) == 2
+
+
+# ---------------------------------------------------------------- round trips
+
+
+def with_backs(
+    folder: Path, texts: Mapping[str, Mapping[str, Sequence[Line]]], seed: int
+) -> dict[str, Artifact]:
+    """A translation back of every target's text, with words lost and exchanged."""
+    generator = random.Random(seed)
+
+    def worn(line: str) -> str:
+        words = [generator.choice([word, word, word, "xyz", ""]) for word in line.split()]
+        return " ".join(words)
+
+    return {
+        target: translated_text(
+            folder / f"back-{target}",
+            {
+                "en": {
+                    name: [(about["text"], translation(worn(line))) for line, about in lines]
+                    for name, lines in files.items()
+                }
+            },
+            source=target,
+        )
+        for target, files in texts.items()
+    }
+
+
+@pytest.mark.parametrize("least", [None, 40.0])
+def test_lines_that_do_not_survive_the_round_trip_are_left_out_by_sacrebleus_score(
+    corpus: Artifact, tmp_path: Path, least: float | None
+) -> None:
+    lines = [f"the {size} house, by lake (no. {n})" for n in range(9) for size in ("big", "old")]
+    texts = {
+        target: {
+            name: [(line, translation(f"{target} {line}")) for line in lines]
+            for name in ("a.txt", "deep/b.txt")
+        }
+        for target in ("de", "nl")
+    }
+    backs = with_backs(tmp_path, texts, seed=3)
+    made = added(
+        corpus,
+        tmp_path / "out",
+        moe=translated_text(tmp_path / "text", texts),
+        back={f"moe@{target}": back for target, back in backs.items()},
+        min_round_trip=least,
+    )
+    scorer = CHRF(word_order=2)
+    for target, pair in (("de", "de+back-en"), ("nl", "en-nl+back")):
+        worn = [
+            line
+            for name in ("a.txt", "deep/b.txt")
+            for line in backs[target].file(text_name("en", name)).read_text().splitlines()
+        ]
+        scores = [
+            scorer.sentence_score(back, [line]).score
+            for back, line in zip(worn, lines * 2, strict=True)
+        ]
+        kept = [place for place, score in enumerate(scores) if least is None or score >= least]
+        assert read_lines(made, "train", pair, "en") == [(lines * 2)[place] for place in kept]
+        assert [one["round_trip"] for one in provenance(made, pair)] == pytest.approx(
+            [scores[place] for place in kept], abs=1e-9
+        )
+        assert (len(kept) == 36) == (least is None)
+        assert len(kept) > 9
+    left_out = 72 - sum(map(sum, (of.values() for of in made.statistics["synthetic"].values())))
+    assert (f"below min_round_trip {left_out}" in made.manifest.summary[-1]) == (least is not None)
+    assert set(made.statistics["back"]) == {"moe@de", "moe@nl"}
+
+
+def test_a_round_trip_that_is_not_that_of_the_translations_is_refused(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    text = translated_text(tmp_path / "text", TRANSLATED)
+    back = with_backs(tmp_path, TRANSLATED, seed=1)["de"]
+    changed = {"de": {"a.txt": [*TRANSLATED["de"]["a.txt"][1:], ("x", translation("y"))]}}
+    shorter = {"de": {"a.txt": TRANSLATED["de"]["a.txt"][1:]}}
+    refused: list[tuple[dict[str, Artifact], str]] = [
+        (
+            {},
+            r"en-de of moe need one round trip, and --back names none\..*moe@de",
+        ),
+        ({"moe": back, "moe@2": back}, r"names several \(moe, moe@2\)"),
+        ({"moe": back, "web": back}, r"names web, and no system of that name has tr.* are moe\."),
+        *(
+            (
+                {"moe": with_backs(tmp_path / name, texts, seed=1)["de"]},
+                r"back-de does not translate the lines that .*text has in de\. Run .* text/de\.",
+            )
+            for name, texts in (("changed", changed), ("shorter", shorter))
+        ),
+    ]
+    for given, said in refused:
+        with pytest.raises(DataError, match=said):
+            added(corpus, tmp_path / "out", moe=text, back=given, min_round_trip=1)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValidationError, match="min_round_trip"):
+        SyntheticConfig(min_round_trip=101)
 
 
 # ---------------------------------------------------------------- refusals
@@ -491,54 +724,3 @@ def test_targets_that_a_synthetic_pair_is_not_trained_into_are_refused(tmp_path:
     said = r"targets en leaves no direction of en-fr\+distilled\. Name fr, too, or leave"
     with pytest.raises(ConfigError, match=said):
         mixed(tmp_path, TOKENS, targets=["en"])
-
-
-# ---------------------------------------------------------------- the plan
-
-
-@pytest.mark.slow
-def test_the_plan_distill_trains_a_student_on_the_teachers_lines_alone(tmp_path: Path) -> None:
-    model = tiny_model(byte_spec(max_positions=64))
-    numbers = [f"house {number}" for number in range(40)]
-    sides = {"de-en": ("de", "en"), "en-fr": ("en", "fr")}
-    texts: Any = {
-        split: {
-            pair: {code: [f"{line}{code}" for line in numbers[part]] for code in codes}
-            for pair, codes in sides.items()
-        }
-        for split, part in (("train", slice(30)), ("valid", slice(30, 35)), ("test", slice(35, 40)))
-    }
-    corpus = make_corpus(tmp_path / "corpus", texts)
-    tokenizer = run_stage(
-        "train_tokenizer",
-        train_tokenizer.run,
-        tmp_path / "tokenizer",
-        {"corpus": corpus},
-        tokenizer={"kind": "bytes"},
-    )
-    given = {
-        "teacher": make_checkpoint(tmp_path / "teacher", model),
-        "corpus": corpus.directory,
-        "tokenizer": tokenizer.directory,
-        "text": corpus.file("train/de-en/en.txt"),
-    }
-    into = 'targets = ["de", "fr"]\n'
-    tiny = TINY.replace("[decoding]\n", f"[decoding]\n{into}") + f"[mixture]\n{into}"
-    placed = placed_small("distill", tmp_path, thresholds=(2, 4), given=given, tiny=tiny)
-    assert run_plan(placed, launcher=as_child) == 0
-    run = tmp_path / "run"
-    shares = {}
-    for row in ("alone", "distilled"):
-        (phase,) = read_mixture(open_artifact(run / f"mixture_{row}", kind="mixture")).phases
-        shares[row] = {pair: share for pair, share in phase.probabilities.items() if share}
-    assert set(shares["alone"]) == {"de-en", "en-fr"}
-    cleaned = open_artifact(run / "clean", kind="corpus")
-    added_pairs = {pair for pair in line_counts(cleaned, "train") if "+" in pair}
-    assert set(shares["distilled"]) == added_pairs >= {"de+distilled-en"}
-    lines = read_lines(cleaned, "train", "de+distilled-en", "de+distilled")
-    translated = open_artifact(run / "translated", kind="translated_text")
-    path = translated.file("text/de/en.txt")
-    assert set(lines) <= {*path.read_text(encoding="utf-8").split("\n")}
-    scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
-    named = {"dense", "dense, distilled", "dense, distilled, int8", "teacher"}
-    assert {system["name"] for system in scores["systems"]} == named

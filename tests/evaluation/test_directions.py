@@ -104,3 +104,20 @@ def test_families_come_from_the_corpus_that_was_trained_on(tmp_path: Path) -> No
         ("fr-de", "zero_shot", None, 2),
     ]
     assert {one.family for one in describe_directions(tests, thresholds=(3, 9))} == {"unknown"}
+
+
+def test_machine_translations_count_apart_for_the_direction_that_they_train(tmp_path: Path) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 2},
+        "de-fr": {"test": 1},
+        "de+back-en": {"train": 50},
+        "de-fr+distilled": {"train": 7},
+        "de-fr+back": {"train": 30},
+    }
+    profiles = describe_directions(corpus(tmp_path, pairs), thresholds=(3, 9))
+    assert {str(one.direction): (one.training_lines, one.synthetic_lines) for one in profiles} == {
+        "de-en": (9, 50),
+        "en-de": (9, 0),
+        "de-fr": (0, 7),
+        "fr-de": (0, 30),
+    }

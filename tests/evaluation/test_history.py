@@ -182,6 +182,38 @@ def test_a_history_is_json(tmp_path: Path) -> None:
 # Budgets
 
 
+def test_the_speed_of_translation_stands_beside_the_training(tmp_path: Path) -> None:
+    dense = training_run(tmp_path / "dense", [3.0])
+    systems: dict[str, Artifact] = {"checkpoint": dense}
+    for name, (lines, seconds) in {"fast": (3000, 2.0), "slow": (3000, 40.0)}.items():
+        systems[name] = artifact(
+            tmp_path / name,
+            "translations",
+            "translate",
+            {"checkpoint": dense},
+            statistics={"lines": lines},
+            wall_seconds=seconds,
+        )
+    section = budgets_section(trace_history(systems))
+    assert section is not None
+    (table,) = section.tables
+    assert [heading.full_title for heading in table.headings[-2:]] == [
+        "Translation lines",
+        "Translation lines per second",
+    ]
+    assert [(one.cells[0].text, *one.texts[-2:]) for one in table.rows] == [
+        ("checkpoint", "–", "–"),
+        ("fast", "3,000", "1,500.0"),
+        ("slow", "3,000", "75.0"),
+    ]
+    assert "with the time of starting it and of loading the model" in notes_of(
+        trace_history(systems)
+    )
+    section = budgets_section(trace_history({"checkpoint": dense}))
+    assert section is not None
+    assert "Translation" not in {heading.group for heading in section.tables[0].headings}
+
+
 def notes_of(history: History) -> str:
     section = budgets_section(history)
     assert section is not None

@@ -36,6 +36,7 @@ from pipeline.evaluation.report import evaluation_report, summary_tables
 from pipeline.evaluation.score_tables import (
     average_columns,
     direction_row,
+    directions_section,
     main_tables,
     separate_sections,
 )
@@ -152,6 +153,27 @@ def test_a_direction_is_bold_where_the_bootstrap_separates_it() -> None:
     assert bold["de-en"] == [False, False, True, True, False, False], "both of the second system"
     assert not any(bold["en-fr"])
     assert [cell.value for cell in rows["en-fr"].cells[2:6]] == [11.0, 22.0, 11.04, 22.08]
+
+
+def test_machine_translations_have_a_column_where_a_direction_is_trained_on_them() -> None:
+    found = evaluation()
+    section = directions_section(found)
+    assert section is not None
+    titles = [one.title for one in section.tables[0].headings]
+    assert titles[:2] == ["Direction", "Training lines"]
+    assert "Synthetic" not in " ".join([section.lead, *titles])
+    profiles = tuple(
+        replace(one, synthetic_lines=500 if str(one.direction) == "en-fr" else 0)
+        for one in found.directions
+    )
+    section = directions_section(replace(found, directions=profiles))
+    assert section is not None
+    (table,) = section.tables
+    assert table.headings[2].title == "Synthetic lines"
+    assert {one.cells[0].text: one.texts[2] for one in table.rows}["en → fr"] == "500"
+    assert sorted(one.texts[2] for one in table.rows)[:-1] == ["0"] * (len(table.rows) - 1)
+    assert all(len(one.cells) == len(table.headings) for one in table.rows)
+    assert "Synthetic lines have a machine translation" in section.lead
 
 
 def test_without_enough_lines_there_is_neither_interval_nor_bold() -> None:

@@ -126,6 +126,36 @@ def test_the_page_shows_every_pair_with_its_sizes_and_the_epochs_of_the_mixture(
     assert "1 pair without training text" in text
 
 
+def test_machine_translations_are_counted_apart(tmp_path: Path) -> None:
+    lines = {"de-en": 40, "de+back-en": 700}
+    with new_artifact(
+        tmp_path / "both", kind="corpus", stage="clean", config={}, inputs={}
+    ) as writer:
+        for pair, count in lines.items():
+            for code in pair.split("-"):
+                text = "".join(f"{code} {number}\n" for number in range(count))
+                writer.path(text_name("train", pair, code)).write_text(text, "utf-8")
+        writer.statistics["pairs"] = {pair: {"train": count} for pair, count in lines.items()}
+        writer.statistics["dropped"] = {
+            "de-en": {"copy": 10, "empty": 0},
+            "de+back-en": {"copy": 0, "empty": 300},
+        }
+    corpus = open_artifact(tmp_path / "both", kind="corpus")
+    root = body(survey_page(survey_corpus(corpus, shards=None, mixture=None)))
+    text = " ".join(root.itertext())
+    assert "1 natural pair" in text
+    assert "40 training lines" in text
+    assert "700 synthetic training lines of 1 pair" in text
+    assert "740 training lines" not in text
+    rows = {
+        row[0].text: ["".join(cell.itertext()) for cell in row[1:]]
+        for row in root.iter("tr")
+        if len(row) == 5
+    }
+    assert rows["copy"] == ["10", "20.00%", "0", "0.00%"]
+    assert rows["empty"] == ["0", "0.00%", "300", "30.00%"]
+
+
 def test_the_page_is_self_contained_and_text_from_outside_stays_text(
     made_of: dict[str, Artifact],
 ) -> None:

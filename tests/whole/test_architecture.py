@@ -140,8 +140,8 @@ def key_of(name: str) -> str:
     return below if below in LAYER_OF else below.split(".")[0]
 
 
-LANGUAGE_DETECTOR = {"pipeline.evaluation.language_detector"}
-"""Who says which language a text is in, of translations and of raw text alike."""
+JUDGES_OF_LINES = {"pipeline.evaluation.language_detector", "pipeline.evaluation.chrf"}
+"""The language of a line and its chrF++, of translations and of training text alike."""
 PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
 COMMAND = [name for name in PIPELINE if name.split(".")[1] == "cli"]
 TEXT_ALONE = {
@@ -182,7 +182,7 @@ def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     assert used or name in TEXT_ALONE | SUBPACKAGES, (
         "data_prep reads or writes what is the pipeline's"
     )
-    assert not {target for target in used if layer(target) >= TRAINING} - LANGUAGE_DETECTOR
+    assert not {target for target in used if layer(target) >= TRAINING} - JUDGES_OF_LINES
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 HERE = ("run", "demo", "needs-data", "cluster")
 """Tags of blocks whose commands are run here."""
 ELSEWHERE = {
+    ("docs/how-to/make_more_data.md", "demo"): "test_make_more_data_page",
     ("docs/tutorials/from_bytes.md", "bytes"): "test_bytes_page",
     ("docs/tutorials/your_own_data.md", "walk"): "test_own_data_page",
     ("docs/tutorials/add_a_language.md", "walk"): "test_add_a_language_page",
