@@ -209,7 +209,10 @@ async def ask(api: Api, path: str, *messages: Message) -> tuple[int, bytes]:
     given, sent = iter(messages), list[Message]()
 
     async def receive() -> Message:
-        return next(given, None) or await asyncio.Future()
+        for message in given:
+            return message
+        forever: asyncio.Future[Message] = asyncio.Future()
+        return await forever
 
     async def send(message: Message) -> None:
         sent.append(message)
