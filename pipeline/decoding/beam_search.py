@@ -11,7 +11,7 @@ Legend: B unfinished sentences, J beams, R = B · J rows, C candidates, V vocabu
 far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -86,8 +86,9 @@ class _Sentence:
 class Search:
     """Beam search: unfinished sentences in order, their caches, ended hypotheses.
 
-    :meth:`run` searches for the given sources alone. Others :meth:`join` between two steps; the
-    tokens of every sentence then end in the last column, behind columns that it does not use.
+    :meth:`run` searches for the given sources alone. Between two steps, others :meth:`join`, and
+    :meth:`drop` removes some. The tokens of every sentence end in the last column, behind columns
+    that it does not use.
     """
 
     def __init__(
@@ -171,6 +172,17 @@ class Search:
         self.states.join(other.states)
         return shift
 
+    def drop(self, indices: Container[int]) -> None:
+        """End the search for these sentences without a result; the search must have made a step."""
+        keep = [row for row, sentence in enumerate(self.active) if sentence.index not in indices]
+        if not keep:
+            self.active, self.next_R = [], None
+        elif len(keep) < len(self.active):
+            assert self.next_R is not None
+            next_BJ = self.next_R.view(-1, self.beams)
+            same_BJ = torch.arange(self.beams, device=self.device).expand_as(next_BJ)
+            self.next_R = self._keep(keep, same_BJ, next_BJ).flatten()
+
     def _best(self, sentence: _Sentence) -> list[Translation]:
         if not sentence.hypotheses:
             raise not_numbers() if self.constraints is None else no_room_for_phrases()
@@ -189,15 +201,20 @@ class Search:
         if not keep:
             self.active = []
             return None
-        keep_B = torch.tensor(keep, device=self.device)
-        token_BJ = token_BC.gather(1, choice_BJ)[keep_B]
-        self.scores_BJ = running_BJ[keep_B]
-        beam_BJ = beam_BC.gather(1, choice_BJ)[keep_B]
-        self.states.keep(keep_B, beam_BJ)
-        self.active = [self.active[row] for row in keep]
-        self.tokens_BJT = self.tokens_BJT[keep_B[:, None], beam_BJ]
+        self.scores_BJ = running_BJ
+        token_BJ = self._keep(keep, beam_BC.gather(1, choice_BJ), token_BC.gather(1, choice_BJ))
         self.tokens_BJT = torch.cat([self.tokens_BJT, token_BJ[:, :, None]], dim=2)
         return token_BJ.flatten()
+
+    def _keep(self, keep: list[int], beam_BJ: Tensor, next_BJ: Tensor) -> Tensor:
+        """Keep only some sentences with the beams ``beam_BJ``; return their next tokens."""
+        keep_B = torch.tensor(keep, device=self.device)
+        beam_BJ = beam_BJ[keep_B]
+        self.states.keep(keep_B, beam_BJ)
+        self.active = [self.active[row] for row in keep]
+        self.scores_BJ = self.scores_BJ[keep_B]
+        self.tokens_BJT = self.tokens_BJT[keep_B[:, None], beam_BJ]
+        return next_BJ[keep_B]
 
     def _running(self, running_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the J candidates that go on: the best, or with phrases the first by turn."""

@@ -4,7 +4,7 @@ A line that is longer than the model's positions is split at sentence ends, tran
 and joined again (``sentences.py``); its hypothesis records the number of parts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -501,11 +501,12 @@ class _Searched:
 
 
 class Stream:
-    """A search that lines join while it runs; each is returned as soon as it is found.
+    """A search that lines join and leave while it runs; each is returned as soon as it is found.
 
     Translations are those of :meth:`Translator.translate`. Lines join between two steps of a beam
-    search on CPU. On other devices, with sampling, and with forced or banned tokens, lines are
-    translated in batches of similar length, one after the other.
+    search on CPU. On other devices, and with forced or banned tokens, lines are searched for in
+    batches of similar length, one after the other. :meth:`add` translates at once what is sampled
+    or does not fit into one search.
     """
 
     def __init__(self, translator: Translator) -> None:
@@ -554,9 +555,6 @@ class Stream:
             ConfigError: see :meth:`Translator.translate`.
         """
         translator = self._translator
-        if not self._joins(jobs):
-            self._ready += zip(jobs, translator.translate(jobs), strict=True)
-            return
         searched, empty = [], []
         for job in jobs:
             line = _Line(job)
@@ -565,8 +563,8 @@ class Stream:
                 line.parts += 1
             if not line.parts:
                 empty.append(job)
-        if len(jobs) == 1 and self._is_too_much(sum(len(one.source.tokens) for one in searched)):
-            self._ready += zip(jobs, translator.translate(jobs), strict=True)  # in several batches
+        if not self._is_one_search(jobs, searched):
+            self._ready += zip(jobs, translator.translate(jobs), strict=True)
             return
         if searched:
             self._begin(searched)
@@ -584,12 +582,38 @@ class Stream:
         ready, self._ready = self._ready, []
         return ready
 
+    @torch.inference_mode()
+    def drop(self, lines: Container[int]) -> None:
+        """Forget the lines of these numbers, found or not; their rows leave the search.
+
+        Args:
+            lines: numbers of jobs, which differ between all lines of the stream.
+        """
+        self._ready = [entry for entry in self._ready if entry[0].line not in lines]
+        dropped = [index for index, one in self._searched.items() if one.line.job.line in lines]
+        if self._search is not None and dropped:
+            self._search.drop(dropped)
+        for index in dropped:
+            del self._searched[index]
+
+    def _is_one_search(self, jobs: Sequence[Job], searched: Sequence[_Searched]) -> bool:
+        """Return whether chosen lines are found by one search, within the token budget."""
+        config = self._translator.config
+        if self._joins(jobs):
+            tokens = sum(len(one.source.tokens) for one in searched)
+            return len(jobs) > 1 or not self._is_too_much(tokens)
+        batches = self._translator._batches([len(one.part.tokens) for one in searched])
+        return config.search == "beam" and not self._searched and len(batches) <= 1
+
     def _is_too_much(self, source_tokens: int) -> bool:
         config = self._translator.config
         return source_tokens * config.rows > config.tokens
 
     def _joins(self, jobs: Sequence[Job]) -> bool:
-        return self._is_joined and not any(job.prefix or job.required for job in jobs)
+        """Return whether lines can join what is searched for now."""
+        is_free = self._is_joined and not any(job.prefix or job.required for job in jobs)
+        search = self._search if self._searched else None
+        return is_free and (search is None or search.can_be_joined)
 
     def _begin(self, parts: Sequence[_Searched]) -> None:
         """Search for parts: make their first step, then let them join."""

@@ -214,7 +214,7 @@ class Api:
             self._open -= 1
 
     async def _finish(self, request: Request, results: Sequence[Future[Hypothesis]]) -> None:
-        """Wait for translations; cancel those that still wait if the client does not."""
+        """Wait for translations; cancel those that are missing if the client does not wait."""
         finished = asyncio.ensure_future(_all(results))
         hung_up = asyncio.ensure_future(_hang_up(request))
         try:
@@ -338,7 +338,9 @@ class _Metrics:
         self._seconds = Histogram(
             "mmnmt_answer_seconds", "Time to answer.", ["path"], registry=registry
         )
-        self._lines = Counter("mmnmt_lines", "Translated lines.", ["system"], registry=registry)
+        self._lines = Counter(
+            "mmnmt_lines", "Lines whose search has begun.", ["system"], registry=registry
+        )
         self._batches = Counter(
             "mmnmt_batches", "Groups of lines that joined together.", ["system"], registry=registry
         )

@@ -1,11 +1,14 @@
 """Listen on a port, and serve until asked to stop."""
 
 import asyncio
+import json
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from signal import SIGTERM
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -17,27 +20,89 @@ from pipeline.terminal import listed
 
 IDLE_SECONDS = 5
 """Longest time from a connection's begin, or its last answer, to the head of the next request."""
+SLOW_CONNECTIONS = 128
+"""Connections that may wait for their clients, beside those whose requests have a place."""
 
 
 class _Protocol(H11Protocol):
-    """HTTP that closes a connection whose client does not end the head of a request in time.
+    """HTTP whose connections cannot wait for their clients at the cost of others.
 
-    uvicorn's own starts the clock after the first answer, and any byte stops it.
+    A connection is closed if the head of a request takes too long; uvicorn's own clock starts after
+    the first answer, and any byte stops it. If there are too many connections, the one that has
+    waited longest for its client gives way; uvicorn would refuse the newest, whoever stalls.
     """
+
+    since: float
+    """When the connection began, or answered its last request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.limit_concurrency = None  # uvicorn's own
+        self.since = self.loop.time()
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
+        self._make_room()
 
     def data_received(self, data: bytes) -> None:
         self.conn.receive_data(data)
         self.handle_events()
 
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+
     def timeout_keep_alive_handler(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if self._is_idle:
             super().timeout_keep_alive_handler()
+
+    def send_400_response(self, _: str) -> None:
+        self._refuse(400, "This is not HTTP/1.1, or the head is too long. Send another request.")
+        self._close()
+
+    def _make_room(self) -> None:
+        """If there are too many connections, close the one that has waited longest."""
+        most = self.config.limit_concurrency
+        if most is None or len(self.connections) <= most:
+            return
+        others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
+        open_ones = [one for one in others if not one._is_closed]
+        waiting = [one for one in open_ones if one._waits_for_client]
+        if len(open_ones) >= most and waiting:
+            longest = min(waiting, key=lambda one: one.since)
+            if not longest._is_idle:
+                longest._refuse(503, "Too many clients are slow. Send this request again later.")
+            longest._close()
+
+    @property
+    def _is_closed(self) -> bool:
+        return self.transport.is_closing() and not self.transport.get_write_buffer_size()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _waits_for_client(self) -> bool:
+        return self._is_idle or self.cycle.more_body or self.flow.write_paused
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        """Answer in place of the application, unless its answer has begun."""
+        if not self._is_idle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        headers = [("Content-Type", "application/json"), ("Connection", "close")]
+        body = json.dumps({"error": sentence}).encode()
+        response = h11.Response(status_code=status, headers=headers)
+        with suppress(h11.LocalProtocolError):  # an answer has begun, or has no body
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+
+    def _close(self) -> None:
+        if self.transport.get_write_buffer_size():  # the client does not read
+            self.transport.abort()
+        else:
+            self.transport.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -84,6 +149,7 @@ def serve(
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            limit_concurrency=limits.requests + SLOW_CONNECTIONS,
             timeout_keep_alive=min(IDLE_SECONDS, limits.seconds),
             timeout_graceful_shutdown=limits.seconds,
         )

@@ -1,9 +1,9 @@
 """Translate the waiting lines of all requests, on one thread.
 
 Lines join the running search every few steps, as many as fit, and each is answered as soon as it is
-found. Where lines cannot join (:class:`~pipeline.decoding.translator.Stream`), the next batch has
-the first line and those of similar length. Requests take turns: the lines of a long one do not keep
-those of others waiting.
+found; cancelled lines leave the search. Where lines cannot join
+(:class:`~pipeline.decoding.translator.Stream`), the next batch has the first line and those of
+similar length. Requests take turns: the lines of a long one do not keep those of others waiting.
 
 One thread serves all systems: their kernels already use all cores, and they set the number of
 threads of the process. While the first line waits for another system, or has phrases and the
@@ -39,6 +39,15 @@ class _Line:
     length: int | None = None
     """Number of its tokens, once the worker has counted them."""
 
+    def finish(self, found: Hypothesis | Exception) -> None:
+        """Give the translation, or why there is none, to whoever waits, unless it is cancelled."""
+        if not self.result.set_running_or_notify_cancel():  # from here on, it cannot be
+            return
+        if isinstance(found, Exception):
+            self.result.set_exception(found)
+        else:
+            self.result.set_result(found)
+
     def is_like(self, other: "_Line") -> bool:
         """Return whether the line can be translated together with another."""
         has_phrases, others = bool(self.job.required), bool(other.job.required)
@@ -73,7 +82,7 @@ class Worker:
         phrases: tuple[str, ...] = (),
         place: int = 0,
     ) -> Future[Hypothesis]:
-        """Let a line wait for its translation; a line that is cancelled meanwhile is dropped.
+        """Let a line wait for its translation; once cancelled, it is searched for no longer.
 
         Args:
             system: the model.
@@ -122,13 +131,17 @@ class Worker:
         stream = Stream(first.system.translator)
         running: dict[int, _Line] = {}
         while True:
+            dropped = {number for number, line in running.items() if line.result.cancelled()}
+            stream.drop(dropped)
+            for number in dropped:
+                del running[number]
             running |= {line.job.line: line for line in self._join(stream, first)}
             if not running:
                 return
             try:
                 for _ in range(STEPS):
                     for job, hypothesis in stream.step():
-                        running.pop(job.line).result.set_result(hypothesis)
+                        running.pop(job.line).finish(hypothesis)
             except Exception:
                 for line in running.values():
                     self._translate_alone(line)
@@ -136,8 +149,7 @@ class Worker:
 
     def _join(self, stream: Stream, first: _Line) -> list[_Line]:
         """Let waiting lines join; if they are refused together, translate each alone."""
-        taken = self._take(stream, first)
-        lines = [line for line in taken if line.result.set_running_or_notify_cancel()]
+        lines = self._take(stream, first)
         if not lines:
             return []
         try:
@@ -177,10 +189,12 @@ class Worker:
         return line.length
 
     def _translate_alone(self, line: _Line) -> None:
+        if line.result.cancelled():
+            return
         try:
             (found,) = line.system.translator.translate([line.job])
         except Exception as error:
-            line.result.set_exception(error)
+            line.finish(error)
             return
         self._on_batch(line.system, 1)
-        line.result.set_result(found)
+        line.finish(found)

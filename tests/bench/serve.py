@@ -3,8 +3,10 @@
 The model has the shape of the demo's mixture of experts, over bytes, with initial weights: a
 translation ends at its length limit, as many tokens as its source. Each of the clients sends a
 sentence when it has the translation of its last one; for the throughput, each sends lists of
-sentences. Offline search translates the same sentences in this process with the same threads.
-Memory is that of a server of a tiny model, after a tenth of its requests and after all.
+sentences. Offline search translates the same sentences in this process with the same threads. A
+second server, whose lines join at the next batch and not in the next steps, answers the same
+clients in turn with the first. Memory is that of a server of a tiny model, after a tenth of its
+requests and after all.
 
     python tests/bench/serve.py [--quick] [--rounds N] [--json FILE]
 """
@@ -57,6 +59,15 @@ THROUGHPUT_TARGET = 0.85
 REQUESTS, QUICK_REQUESTS = 100_000, 100
 """Requests after which a server's memory is measured; the peer is its memory after a tenth."""
 MEMORY_TARGET = 0.95
+AT_NEXT_BATCH = """
+from pipeline.machine import prepare_process
+prepare_process()  # before torch is loaded
+from pipeline.cli import command
+from pipeline.decoding.translator import Stream
+Stream._joins = lambda *_: False
+command()
+"""
+"""The program, in which no line joins a running search."""
 SEARCH = {"beam_size": 4, "tokens": 6000, "max_length_ratio": 1.0, "max_extra_length": 0}
 WORDS = "in zwei Tagen vor drei Tagen am Montag um acht und heute".split()
 
@@ -80,7 +91,9 @@ def write_model(directory: Path) -> Path:
 
 
 @contextmanager
-def server(checkpoint: Path, options: Options) -> Iterator[tuple[int, int]]:
+def server(
+    checkpoint: Path, options: Options, *, program: Sequence[str] = ("-m", "pipeline")
+) -> Iterator[tuple[int, int]]:
     """Run the command; yield its port and its process once it listens and its model is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
@@ -88,7 +101,7 @@ def server(checkpoint: Path, options: Options) -> Iterator[tuple[int, int]]:
         word for name, value in SEARCH.items() for word in ("--set", f"decoding.{name}={value}")
     ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "serve", checkpoint, *settings, "--port", str(port)],
+        [sys.executable, *program, "serve", checkpoint, *settings, "--port", str(port)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(options.threads)},
         stdout=subprocess.DEVNULL,
     )
@@ -129,21 +142,30 @@ def by_clients(port: int, texts: Sequence[str | list[str]]) -> list[float]:
         return [second for share in shares for second in share]
 
 
-def latency_rows(port: int, lines: list[str]) -> list[Row]:
-    milliseconds = [1000 * second for second in by_clients(port, lines)]
-    found = statistics.quantiles(milliseconds, n=20)
+def latency_rows(port: int, port_at_next_batch: int, lines: list[str], rounds: int) -> list[Row]:
+    """Return latencies beside their limits, and beside those with the next batch."""
+    ports = {"next steps": port, "next batch": port_at_next_batch}
+    milliseconds: dict[str, list[float]] = {name: [] for name in ports}
+    for turn in range(rounds):
+        for name, used in ports.items():
+            seconds = by_clients(used, lines[turn::rounds])
+            milliseconds[name] += [1000 * second for second in seconds]
+    found = {name: statistics.quantiles(of, n=20) for name, of in milliseconds.items()}
     rows = []
-    for name, value in (("p50", found[9]), ("p95", found[18])):
-        ratio = LIMITS[name] / value
+    for name, place in (("p50", 9), ("p95", 18)):
         case = f"{name} of a sentence, {CLIENTS} clients"
-        row = Row(
-            case, "milliseconds", round(value, 1), LIMITS[name], round(ratio, 3), 1.0, ratio >= 1
-        )
-        rows.append(row)
+        ours, theirs = (found[joining][place] for joining in ports)
+        for what, peer in (("", LIMITS[name]), (", against joining at the next batch", theirs)):
+            ratio, figures = peer / ours, (round(ours, 1), round(peer, 1))
+            rows.append(
+                Row(case + what, "milliseconds", *figures, round(ratio, 3), 1.0, ratio >= 1)
+            )
     return rows
 
 
-def throughput_rows(port: int, checkpoint: Path, lines: list[str], options: Options) -> list[Row]:
+def throughput_rows(
+    port: int, port_at_next_batch: int, checkpoint: Path, lines: list[str], options: Options
+) -> list[Row]:
     translator = Translator(
         open_artifact(checkpoint, kind="checkpoint"), DecodingConfig.model_validate(SEARCH)
     )
@@ -155,12 +177,17 @@ def throughput_rows(port: int, checkpoint: Path, lines: list[str], options: Opti
             "offline search": lambda: [
                 translator.translate(batch) for batch in translator.cut(jobs)
             ],
+            "joining at the next batch": lambda: by_clients(port_at_next_batch, lists),
         },
         rounds=options.rounds,
         warm_up=1,
     )
     case = f"{len(lines)} sentences at saturation"
-    return compare(seconds, case=case, target=THROUGHPUT_TARGET)
+    rows = []
+    for peer, target in (("offline search", THROUGHPUT_TARGET), ("joining at the next batch", 1.0)):
+        both = {name: seconds[name] for name in ("ours", peer)}
+        rows += compare(both, case=case, target=target)
+    return rows
 
 
 def memory_row(port: int, process: int, requests: int) -> Row:
@@ -188,9 +215,13 @@ def main() -> None:
     lines = sentences(QUICK_SENTENCES if options.quick else SENTENCES)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_model(Path(folder) / "model")
-        with server(checkpoint, options) as (port, _):
-            rows = latency_rows(port, lines)
-            rows += throughput_rows(port, checkpoint, lines, options)
+        with (
+            server(checkpoint, options) as (port, _),
+            server(checkpoint, options, program=("-c", AT_NEXT_BATCH)) as (port_at_next_batch, _),
+        ):
+            ports = port, port_at_next_batch
+            rows = latency_rows(*ports, lines, options.rounds)
+            rows += throughput_rows(*ports, checkpoint, lines, options)
         tiny = make_checkpoint(Path(folder) / "tiny", tiny_model(byte_spec()))
         with server(tiny, options) as (port, process):
             rows.append(memory_row(port, process, QUICK_REQUESTS if options.quick else REQUESTS))

@@ -25,6 +25,7 @@ from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
+from pipeline.decoding import cached_keys
 from pipeline.decoding.beam_search import Search, beam_search_n_best
 from pipeline.decoding.cached_keys import ListedKeys
 from pipeline.decoding.hypotheses import Translation, max_target_length
@@ -167,6 +168,47 @@ def test_sentences_that_join_a_running_search_are_translated_as_in_a_batch(
         assert [one.tokens for one in found[index]] == [one.tokens for one in expected]
         assert [one.score for one in found[index]] == [rounded(one.score) for one in expected]
     assert entries[-1] < 24 * 4 * 9 / 2  # those that nothing reads any more are dropped
+
+
+@pytest.mark.parametrize("grid", [False, True], ids=["lists", "grid"])
+@pytest.mark.parametrize("kind", ["dense", "moe-lgr"])
+def test_sentences_that_are_dropped_leave_the_caches_and_the_others_as_they_are(
+    kind: Kind, grid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if grid:
+        monkeypatch.setattr(cached_keys, "can_loop", lambda _: False)
+    model = model_of(kind)
+    examples = random_examples(model.spec, sentences=12, seed=4, shortest=1, longest=20)
+    config = DecodingConfig(beam_size=4, n_best=2)
+    sources = [source_of(one) for one in examples]
+    together = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
+    with torch.inference_mode():
+        search = Search(model, sources, config, eos_id=EOS_ID)
+        found = {**search.step(), **search.step()}
+        dropped = {one.index for one in search.active if one.index % 3}
+        assert len(dropped) > 3
+        search.drop({*dropped, 99})
+        left = len(search.active)
+        assert len(search.states.languages_B2) == left == 12 - len(dropped) - len(found)
+        assert search.next_R is not None
+        assert len(search.next_R) == 4 * left
+        while search.active:
+            found |= search.step()
+    assert {*found} == {*range(12)} - dropped
+    for index, of in found.items():
+        assert [one.tokens for one in of] == [one.tokens for one in together[index]]
+        assert [one.score for one in of] == [rounded(one.score) for one in together[index]]
+
+
+def test_a_search_whose_sentences_are_all_dropped_is_over() -> None:
+    model = model_of("dense")
+    sources = [source_of(one) for one in random_examples(model.spec, sentences=3, seed=4)]
+    with torch.inference_mode():
+        search = Search(model, sources, DecodingConfig(), eos_id=EOS_ID)
+        search.step()
+        search.drop(range(3))
+    assert search.active == []
+    assert search.next_R is None
 
 
 @pytest.mark.slow

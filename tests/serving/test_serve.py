@@ -1,6 +1,5 @@
 """Tests of ``mmnmt serve`` from the outside: clients, load, hostility, its end, its page."""
 
-import http.client
 import json
 import random
 import re
@@ -8,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -15,11 +15,22 @@ from urllib.parse import urlencode
 import pytest
 from libretranslatepy import LibreTranslateAPI
 from support.forked import run_command
-from support.served import JSON, SECONDS, SET, Served, make_model, serving
+from support.searched_models import TOKEN_MOE
+from support.served import (
+    JSON,
+    SECONDS,
+    SET,
+    Served,
+    answer_to,
+    body_of,
+    make_model,
+    serving,
+)
 
 from pipeline import cli
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.errors import EXIT_USER_ERROR
+from pipeline.serving.server import SLOW_CONNECTIONS, listen
 
 pytestmark = pytest.mark.slow
 
@@ -33,18 +44,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("model") / "checkpoint")
 
 
+def translated(checkpoint: str, lines: Sequence[str], *settings: str) -> list[str]:
+    """Translate lines from German into English by ``mmnmt translate``."""
+    command = ["translate", "--checkpoint", checkpoint, *SET, "--from", "de", "--to", "en"]
+    command += [f"--set=decoding.{setting}" for setting in settings]
+    done = run_command(command, given="".join(f"{line}\n" for line in lines))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
 @pytest.fixture(scope="module")
 def offline(checkpoint: str) -> Callable[..., list[str]]:
-    """Translate lines from German into English by ``mmnmt translate``."""
-
-    def translate(lines: Sequence[str], *settings: str) -> list[str]:
-        command = ["translate", "--checkpoint", checkpoint, *SET, "--from", "de", "--to", "en"]
-        command += [f"--set=decoding.{setting}" for setting in settings]
-        done = run_command(command, given="".join(f"{line}\n" for line in lines))
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split("\n")[:-1]
-
-    return translate
+    return partial(translated, checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +81,16 @@ def test_the_client_of_libretranslate_works_unchanged(
     assert "en" in languages["de"]["targets"]
 
 
-def test_translations_are_those_of_the_command_whatever_the_load(
-    served: Served, offline: Callable[[Sequence[str]], list[str]]
-) -> None:
+def random_lines(number: int) -> list[str]:
+    """Short lines, some of which are too long for the model."""
     dice = random.Random(1)
     words = "Haus Baum, über die Straße. Ein 12 sehr schöner Tag! x 你好".split()
-    lines = [" ".join(dice.choices(words, k=dice.randint(1, 12))) for _ in range(400)]
+    lengths = [dice.choice([1, 1, 2, 2, 3, 4, 12]) for _ in range(number)]
+    return [" ".join(dice.choices(words, k=length)) for length in lengths]
+
+
+def by_clients(served: Served, lines: Sequence[str]) -> list[str]:
+    """Return translations of lines that eight clients ask for at random times."""
     found: dict[int, str] = {}
 
     def client(number: int) -> None:
@@ -89,9 +104,41 @@ def test_translations_are_those_of_the_command_whatever_the_load(
         thread.start()
     for thread in threads:
         thread.join()
-    assert [found[number] for number in range(len(lines))] == offline(lines)
-    metrics = served.metrics()
-    assert metrics["mmnmt_lines_total"] > metrics["mmnmt_batches_total"]
+    return [found[number] for number in range(len(lines))]
+
+
+def test_translations_are_those_of_the_command_whatever_the_load(
+    served: Served, offline: Callable[[Sequence[str]], list[str]]
+) -> None:
+    lines, before = random_lines(1000), served.metrics()
+    assert by_clients(served, lines) == offline(lines)
+    after = served.metrics()
+    lines_per_batch = [
+        after[name] - before.get(name, 0) for name in ("mmnmt_lines_total", "mmnmt_batches_total")
+    ]
+    assert lines_per_batch[0] > lines_per_batch[1]
+
+
+MODULES = {"kind": "low_rank", "rank": 3, "within": "both"}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        ({"moe": TOKEN_MOE}, "float32"),
+        ({"moe": TOKEN_MOE}, "bfloat16"),
+        ({"moe": TOKEN_MOE}, "int8"),
+        ({"model": {"language_modules": MODULES}}, "float32"),
+    ],
+    ids=["experts", "experts-bfloat16", "experts-int8", "language-modules"],
+)
+def test_translations_of_other_models_are_those_of_the_command(
+    tmp_path: Path, model: dict[str, Any], precision: str
+) -> None:
+    checkpoint, lines = make_model(tmp_path / "model", **model), random_lines(100)
+    setting = f"precision={precision}"
+    with serving(checkpoint, "--set", f"decoding.{setting}") as (served, _):
+        assert by_clients(served, lines) == translated(checkpoint, lines, setting)
 
 
 def test_a_text_keeps_its_lines_and_a_list_its_texts(
@@ -240,19 +287,81 @@ def test_another_endpoint_is_refused_in_one_sentence(
     assert answer.refusal()
 
 
-def test_a_full_server_refuses_until_a_client_hangs_up(checkpoint: str) -> None:
+def test_a_body_in_chunks_is_read_up_to_its_limit(served: Served) -> None:
+    answer = served.ask("/translate", iter([b" " * 50_000] * 4))
+    assert answer.status == 413
+    assert answer.refusal()
+    body = body_of(q="ja")
+    chunks = iter([body[:9], body[9:]])
+    assert served.ask("/translate", chunks).json() == served.post(q="ja").json()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"ja\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /detect HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nja\r\n",
+    ],
+    ids=["words", "header", "path", "chunk"],
+)
+def test_malformed_http_is_answered_in_one_sentence(served: Served, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as client:
+        client.sendall(sent)
+        answer = answer_to(client)
+    assert answer.status == 400
+    assert answer.refusal()
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: str) -> Iterator[Served]:
+    """A server that takes one request."""
     limits = ["--max-requests", "1", "--max-characters", "9000"]
-    with serving(checkpoint, *limits) as (served, _):
-        client = served.begin(MANY_LINES)
-        served.wait_for_open_requests(1)
-        answer = served.post(q="ja")
-        assert answer.status == 429
-        assert answer.headers["Retry-After"] == "1"
+    with serving(checkpoint, *limits) as (running, _):
+        yield running
+
+
+def test_a_full_server_refuses_until_a_client_hangs_up(small: Served) -> None:
+    client = small.begin(MANY_LINES)
+    small.wait_for_open_requests(1)
+    answer = small.post(q="ja")
+    assert answer.status == 429
+    assert answer.headers["Retry-After"] == "1"
+    assert answer.refusal()
+    client.close()
+    small.wait_for_open_requests(0)
+    assert small.post(q="ja").status == 200
+    assert small.metrics()["mmnmt_lines_total"] < MANY_LINES.count("\n")
+
+
+def test_clients_that_stall_give_way_to_others(small: Served) -> None:
+    body = body_of(q="ja")
+    clients = [small.stall(len(body)) for _ in range(1 + SLOW_CONNECTIONS + 20)]
+    for _ in range(3):
+        assert small.post(q="ja").status == 200
+    for client in clients[:20]:
+        answer = answer_to(client)
+        assert answer.status == 503
         assert answer.refusal()
+    clients[-1].sendall(body)
+    assert answer_to(clients[-1]).status == 200
+    for client in clients:
         client.close()
-        served.wait_for_open_requests(0)
-        assert served.post(q="ja").status == 200
-        assert served.metrics()["mmnmt_lines_total"] < MANY_LINES.count("\n")
+
+
+def test_a_client_that_does_not_read_its_answer_keeps_no_place(small: Served) -> None:
+    lines = 300
+    before = small.metrics().get("mmnmt_lines_total", 0)
+    client = small.begin("ja\n" * lines, details=True, receives=4096)
+    while small.metrics().get("mmnmt_lines_total", 0) < before + lines:
+        threading.Event().wait(0.01)
+    small.wait_for_open_requests(0)
+    honest = small.post(q="ja").json()["translatedText"]
+    found = answer_to(client).json()
+    assert found["translatedText"] == f"{honest}\n" * lines
+    assert len(found["details"]) == lines + 1
+    client.close()
 
 
 @pytest.fixture(scope="module")
@@ -311,18 +420,33 @@ def test_only_requests_with_the_key_are_translated(checkpoint: str, tmp_path: Pa
 # ---------------------------------------------------------------- its end
 
 
-def test_sigterm_ends_the_server_after_the_open_requests(checkpoint: str) -> None:
+def test_sigterm_ends_the_server_after_the_open_requests_and_refuses_others(
+    checkpoint: str,
+) -> None:
     with serving(checkpoint, "--max-characters", "9000") as (served, process):
-        client = served.begin(MANY_LINES)
+        body = body_of(q="ja")
+        long, late = served.begin(MANY_LINES), served.stall(len(body))
         served.wait_for_open_requests(1)
         process.terminate()
-        response = http.client.HTTPResponse(client)
-        response.begin()
-        assert response.status == 200
-        translated = json.loads(response.read())["translatedText"]
+        with pytest.raises(ConnectionRefusedError):
+            while True:
+                socket.create_connection(("127.0.0.1", served.port)).close()
+        late.sendall(body)
+        assert answer_to(late).status == 200
+        answer = answer_to(long)
+        assert answer.status == 200
+        translated = answer.json()["translatedText"]
         assert translated.count("\n") == MANY_LINES.count("\n")
         process.join(SECONDS)
         assert process.exitcode == 0
+
+
+def test_only_this_machine_can_ask_unless_the_command_says_otherwise(served: Served) -> None:
+    other = "127.0.0.2"  # leads to whatever listens on all addresses
+    with listen("0.0.0.0", 0) as open_to_all:
+        socket.create_connection((other, open_to_all.getsockname()[1])).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((other, served.port))
 
 
 def test_a_port_in_use_is_named_before_a_model_is_loaded(checkpoint: str) -> None:

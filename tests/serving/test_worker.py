@@ -5,6 +5,7 @@ import gc
 import json
 import threading
 from collections.abc import MutableMapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from support.tiny_models import tiny_model
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.decoding.beam_search import Search
+from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Stream, Translator
 from pipeline.errors import ConfigError
 from pipeline.serving.api import Api, Limits
 from pipeline.serving.systems import System, Systems
-from pipeline.serving.worker import Worker
+from pipeline.serving.worker import STEPS, Worker
 
 DECODING = DecodingConfig(beam_size=2, max_length_ratio=0.3, max_extra_length=6)
 
@@ -74,14 +77,66 @@ def test_a_line_that_cannot_be_tokenized_leaves_the_others(system: System) -> No
 
 def test_lines_that_were_cancelled_are_not_translated(system: System) -> None:
     sizes: list[int] = []
-    worker = Worker(lambda _, lines: sizes.append(lines))
+    joined, cancelled = threading.Event(), threading.Event()
+
+    def on_batch(_: object, lines: int) -> None:
+        sizes.append(lines)
+        joined.set()
+        cancelled.wait(SECONDS)
+
+    worker = Worker(on_batch)
     direction = Direction("de", "en")
-    results = [worker.submit(system, direction, "Haus " * 50) for _ in range(500)]
-    dropped = [result for result in results[1:] if result.cancel()]
-    assert worker.submit(system, direction, "Ja").result().text
+    first = worker.submit(system, direction, "Haus")
+    joined.wait(SECONDS)
+    assert all(worker.submit(system, direction, "Haus").cancel() for _ in range(500))
+    cancelled.set()
+    assert worker.submit(system, direction, "Ja").result(SECONDS).text
+    assert first.result(SECONDS).text
     worker.close()
-    assert dropped
-    assert sum(sizes) == 501 - len(dropped)
+    assert sum(sizes) == 2
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of sentences of every step of a search."""
+    counts: list[int] = []
+    step = Search.step
+
+    def counted(search: Search) -> dict[int, list[Translation]]:
+        counts.append(len(search.active))
+        return step(search)
+
+    monkeypatch.setattr(Search, "step", counted)
+    return counts
+
+
+@pytest.mark.parametrize("phrases", [(), ("qx",)], ids=["joining", "in batches"])
+def test_lines_that_are_cancelled_while_they_run_leave_the_search(
+    system: System, searched: list[int], phrases: tuple[str, ...]
+) -> None:
+    direction, text = Direction("de", "en"), "Ja " * 12
+    (alone,) = system.translator.translate([Job(direction, 0, text, required=phrases)])
+    searched.clear()
+    joined, submitted = threading.Event(), threading.Event()
+    results: list[Future[Hypothesis]] = []
+
+    def on_batch(_: object, lines: int) -> None:
+        joined.set()
+        submitted.wait(SECONDS)
+        for result in results[:-1] if lines == 7 else ():
+            assert result.cancel()
+
+    worker = Worker(on_batch)
+    first = worker.submit(system, direction, "Haus", phrases=phrases)
+    joined.wait(SECONDS)
+    results += [worker.submit(system, direction, text, phrases=phrases) for _ in range(7)]
+    submitted.set()
+    assert first.result(SECONDS).text
+    assert results[-1].result(SECONDS).text == alone.text
+    worker.close()
+    assert max(searched) >= 7
+    assert sum(count > 2 for count in searched) <= 1 + STEPS
+    assert searched[-1] == 1
 
 
 def test_the_end_of_a_worker_cancels_what_waits(system: System) -> None:
@@ -146,12 +201,18 @@ def test_no_system_is_made_of_a_name_that_is_misspelled(system: System) -> None:
 Message = MutableMapping[str, Any]
 
 
-async def ask(api: Api, path: str, *messages: Message) -> int:
-    """Ask for an endpoint; return the status of its answer."""
+async def ask(api: Api, path: str, *messages: Message) -> tuple[int, bytes]:
+    """Ask for an endpoint; return the status of its answer, and its body.
+
+    The client waits once the messages are sent.
+    """
     given, sent = iter(messages), list[Message]()
 
     async def receive() -> Message:
-        return next(given)
+        for message in given:
+            return message
+        forever: asyncio.Future[Message] = asyncio.Future()
+        return await forever
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -161,7 +222,12 @@ async def ask(api: Api, path: str, *messages: Message) -> int:
     await api.app(
         {"type": "http", "method": method, "path": path, "headers": headers}, receive, send
     )
-    return int(sent[0]["status"])
+    return int(sent[0]["status"]), sent[1]["body"]
+
+
+def request_to_translate(text: str) -> Message:
+    body = json.dumps({"q": text, "source": "de", "target": "en"}).encode()
+    return {"type": "http.request", "body": body}
 
 
 def test_a_client_that_hangs_up_leaves_nothing_in_the_log(system: System) -> None:
@@ -172,10 +238,8 @@ def test_a_client_that_hangs_up_leaves_nothing_in_the_log(system: System) -> Non
         asyncio.get_running_loop().set_exception_handler(
             lambda _, found: noise.append(found["message"])
         )
-        body = json.dumps({"q": "Haus\n" * 900, "source": "de", "target": "en"}).encode()
-        status = await ask(
-            api, "/translate", {"type": "http.request", "body": body}, {"type": "http.disconnect"}
-        )
+        messages = request_to_translate("Haus\n" * 900), {"type": "http.disconnect"}
+        status, _ = await ask(api, "/translate", *messages)
         await asyncio.sleep(0)
         gc.collect()
         return status
@@ -188,7 +252,46 @@ def test_a_client_that_hangs_up_leaves_nothing_in_the_log(system: System) -> Non
 
 def test_a_server_whose_thread_has_ended_is_not_healthy(system: System) -> None:
     api = Api(Systems([system]), limits=Limits(9, 9, 60))
-    assert asyncio.run(ask(api, "/health")) == 200
+    assert asyncio.run(ask(api, "/health"))[0] == 200
     api.worker.close()
-    assert asyncio.run(ask(api, "/health")) == 503
+    assert asyncio.run(ask(api, "/health"))[0] == 503
+    api.close()
+
+
+def test_a_request_whose_time_ends_during_its_translation_leaves_the_search(
+    system: System, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, step = threading.Event(), Search.step
+
+    def wait(search: Search) -> dict[int, list[Translation]]:
+        answered.wait(SECONDS)
+        return step(search)
+
+    monkeypatch.setattr(Search, "step", wait)
+    api = Api(Systems([system]), limits=Limits(9000, 9, 1))
+    text = "Ja " * 12
+    status, body = asyncio.run(ask(api, "/translate", request_to_translate(f"{text}\n" * 9)))
+    assert status == 504
+    assert json.loads(body) == {"error": "The request took more than 1 seconds. Send less text."}
+    other = api.worker.submit(system, Direction("de", "en"), text)
+    answered.set()
+    assert other.result(SECONDS).text
+    api.close()
+    assert set(searched[1 + STEPS :]) == {1}
+
+
+def test_an_exception_during_a_translation_is_one_sentence_and_a_traceback_of_the_log(
+    system: System, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a secret of the server")
+
+    api = Api(Systems([system]), limits=Limits(9000, 9, 60))
+    with monkeypatch.context() as patched:
+        patched.setattr(Search, "step", fail)
+        status, body = asyncio.run(ask(api, "/translate", request_to_translate("Haus\nJa")))
+    assert status == 500
+    assert json.loads(body) == {"error": "The server has failed. Its log says why."}
+    assert "RuntimeError: a secret of the server" in capfd.readouterr().err
+    assert asyncio.run(ask(api, "/translate", request_to_translate("Haus")))[0] == 200
     api.close()

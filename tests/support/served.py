@@ -20,6 +20,7 @@ from support.tiny_models import tiny_model
 JSON = "application/json"
 SETTINGS = ["decoding.beam_size=3", "decoding.max_length_ratio=0.3", "decoding.max_extra_length=6"]
 SET = [word for setting in SETTINGS for word in ("--set", setting)]
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SECONDS = 120.0
 """Time limit of a test's connection."""
 
@@ -54,7 +55,12 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(
-        self, path: str, body: bytes | None = None, *, kind: str = JSON, method: str = ""
+        self,
+        path: str,
+        body: bytes | Iterator[bytes] | None = None,
+        *,
+        kind: str = JSON,
+        method: str = "",
     ) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         chosen = method or ("GET" if body is None else "POST")
@@ -65,7 +71,7 @@ class Served:
         return answer
 
     def post(self, path: str = "/translate", **fields: Any) -> Answer:
-        return self.ask(path, json.dumps({"source": "de", "target": "en"} | fields).encode())
+        return self.ask(path, body_of(**fields))
 
     def metrics(self) -> dict[str, float]:
         """Value of every sample, summed over labels."""
@@ -79,16 +85,41 @@ class Served:
         while self.metrics()["mmnmt_open_requests"] != number:
             threading.Event().wait(0.01)
 
-    def begin(self, text: str) -> socket.socket:
-        """Send a request and read nothing."""
-        body = json.dumps({"q": text, "source": "de", "target": "en"}).encode()
-        head = (
-            f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
-        client.sendall(head.encode() + body)
+    def begin(self, text: str, *, receives: int | None = None, **fields: Any) -> socket.socket:
+        """Send a request and do not read its answer."""
+        body = body_of(q=text, **fields)
+        client = self.stall(len(body), receives=receives)
+        client.sendall(body)
         return client
+
+    def stall(self, length: int, *, receives: int | None = None) -> socket.socket:
+        """Send the head of a request; return when the server has read it, and waits for the body.
+
+        Args:
+            length: length of the body, in bytes.
+            receives: size of the client's buffer, in bytes.
+        """
+        client = socket.socket()
+        client.settimeout(SECONDS)
+        if receives is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+        client.connect(("127.0.0.1", self.port))
+        head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
+        client.sendall(f"{head}Expect: 100-continue\r\nContent-Length: {length}\r\n\r\n".encode())
+        assert client.recv(len(CONTINUE), socket.MSG_WAITALL) == CONTINUE
+        return client
+
+
+def body_of(**fields: Any) -> bytes:
+    """Body of a request, from German into English unless the fields say otherwise."""
+    return json.dumps({"source": "de", "target": "en"} | fields).encode()
+
+
+def answer_to(client: socket.socket) -> Answer:
+    """Read the answer to the request that a client has sent."""
+    response = http.client.HTTPResponse(client)
+    response.begin()
+    return Answer(response.status, response.headers, response.read())
 
 
 def free_port() -> int:
