@@ -23,7 +23,6 @@ from pydantic import TypeAdapter
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import BACK_TRANSLATED, iterate_lines, language_of, text_name
 from pipeline.artifacts.digests import file_records
-from pipeline.artifacts.places import files_below, sync
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.settings import ShardsConfig
@@ -163,25 +162,22 @@ def shard_pair(sharding: Sharding, job: PairJob) -> FinishedPair:
         unknown=dict.fromkeys(codes, 0),
         too_long_sides=dict.fromkeys(codes, 0),
     )
-    for split in job.lines:
-        shard_split(sharding, job, split, counts)
-    paths = sorted(files_below(job.out_dir))
-    records = file_records(paths)
-    for path in paths:
-        sync(path)
-    finished = FinishedPair(
-        counts, {path.relative_to(job.out_dir).as_posix(): records[path] for path in paths}
-    )
+    names = [name for split in job.lines for name in shard_split(sharding, job, split, counts)]
+    paths = {name: job.out_dir / name for name in sorted(names)}
+    records = file_records(list(paths.values()))
+    finished = FinishedPair(counts, {name: records[path] for name, path in paths.items()})
     document = unfinished_path(job.out_dir / FINISHED_FILE)
     document.write_bytes(_FINISHED.dump_json(finished))
     document.replace(job.out_dir / FINISHED_FILE)
     return finished
 
 
-def shard_split(sharding: Sharding, job: PairJob, split: ShardSplit, counts: PairCounts) -> None:
-    """Encode one split, both sides in step, and add to the pair's counts.
+def shard_split(
+    sharding: Sharding, job: PairJob, split: ShardSplit, counts: PairCounts
+) -> list[str]:
+    """Encode one split, both sides in step, and add to the pair's counts; return names of files.
 
-    Training lines are encoded once per segmentation.
+    Training lines are encoded once per segmentation. The files are on disk.
 
     Raises:
         DataError: The sides differ in their number of lines.
@@ -199,6 +195,7 @@ def shard_split(sharding: Sharding, job: PairJob, split: ShardSplit, counts: Pai
                 seeds = _seeds(sharding.config, job.pair, number, lines) if passes > 1 else None
                 _add_chunk(sharding, split, chunk, writers=writers, seeds=seeds, counts=counts)
                 first_line = lines.stop
+    return [name for writer in writers for name in writer.names]
 
 
 def _add_chunk(

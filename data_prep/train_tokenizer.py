@@ -56,6 +56,20 @@ from pipeline.terminal import counted, listed, track
 MAX_LINE_BYTES = 2**20
 """Longest line for SentencePiece; its own limit would lose letters of long Indic lines."""
 
+THREADS = 16
+"""Threads of SentencePiece. The unigram trainer sums what each has found in an order that their
+number decides, so that a constant makes the pieces the same on every machine."""
+
+SEEDS_PER_PIECE, LEAST_SEEDS, MOST_SEEDS = 4, 32_000, 1_000_000
+"""Pieces that the unigram trainer begins with, for each piece wanted, at least, and at most.
+
+SentencePiece would begin with a million, whatever the vocabulary. Four for each of 16,000 or 64,000
+pieces of 24 languages take 40 % less processor time, and held-out text has about 1 % fewer tokens.
+
+Lines are not counted as words first (``input_format="tsv"``): SentencePiece counts words itself
+before the costly part, so that the time is the same, and 64,000 pieces of counted words spell
+held-out text with 0.4 % more tokens."""
+
 MEMORY_PER_BYTE, MEMORY_PER_LINE, MEMORY_AT_LEAST = 22, 200, 2**23
 """Bytes of memory that SentencePiece 0.2.3 takes per byte of text, per line, and at least."""
 
@@ -359,8 +373,8 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             bos_id=SPECIALS["bos"],
             eos_id=SPECIALS["eos"],
             unk_id=SPECIALS["unk"],
-            # With more threads the unigram trainer sums in another order and learns other pieces.
-            num_threads=1,
+            num_threads=THREADS,
+            seed_sentencepiece_size=seeds_for(side.size),
             minloglevel=2,
             **_options_of_kind(config),
         )
@@ -369,6 +383,11 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             raise failures[0] from None
         raise explain_failure(error, side=side) from error
     return model.getvalue()
+
+
+def seeds_for(pieces: int) -> int:
+    """Return the number of pieces that the unigram trainer begins with for so many wanted ones."""
+    return min(max(SEEDS_PER_PIECE * pieces, LEAST_SEEDS), MOST_SEEDS)
 
 
 def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:

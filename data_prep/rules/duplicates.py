@@ -268,11 +268,14 @@ class LineSketches:
 
     def add(self, lines: Sequence[tuple[str, str]]) -> None:
         """Add the next lines."""
-        found = sketches(lines)
+        self.add_sketches(sketches(lines))
+
+    def add_sketches(self, found: Sketches) -> None:
+        """Add the sketches of the next lines."""
         for stream, band_L in zip(self._bands, found.bands.T, strict=True):
             stream.write(band_L.tobytes())
         self._traits.write(found.traits.tobytes())
-        self._lines += len(lines)
+        self._lines += len(found.traits)
 
     def near_duplicates(
         self, *, threshold: float, line_at: Callable[[int], tuple[str, str]]

@@ -249,8 +249,9 @@ class ArtifactWriter:
                 "names in the input it is made from."
             )
         path = self.directory / name
-        for parent in reversed([*PurePath(name).parents][:-1]):
-            (self.directory / parent).mkdir(exist_ok=True)
+        if not path.parent.is_dir():
+            for parent in reversed([*PurePath(name).parents][:-1]):
+                (self.directory / parent).mkdir(exist_ok=True)
         return path
 
     def write_json(self, name: str, value: Any) -> None:

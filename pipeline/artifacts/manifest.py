@@ -8,6 +8,7 @@ digests, and the size and SHA-256 of every 64 MiB chunk of every file. File name
 import hashlib
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -235,6 +236,10 @@ def read_manifest(directory: Path) -> Manifest | None:
 # ---------------------------------------------------------------- names of files
 
 
+_UNPRINTABLE = re.compile("[\\\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Backslash, and the characters of the Unicode categories Cc and Cs."""
+
+
 def is_text(name: str) -> bool:
     """Return whether a name is UTF-8; Python represents other bytes as lone surrogates."""
     return not any(unicodedata.category(character) == "Cs" for character in name)
@@ -268,9 +273,9 @@ def describe_name(name: str) -> str | None:
         return "leads out of the folder with '..'"
     if "" in parts or "." in parts:
         return "has an empty part or '.'"
-    if "\\" in name or any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+    if _UNPRINTABLE.search(name):
         return "has a backslash or a control character"
-    if max(len(part.encode()) for part in parts) > LONGEST_PART:
+    if len(name.encode()) > LONGEST_PART < max(len(part.encode()) for part in parts):
         return f"has a part of more than {LONGEST_PART} bytes"
     if fold_name(name) in (MANIFEST_NAME, MARKER_NAME):
         return "is a name that no file of a stage has"
@@ -279,6 +284,8 @@ def describe_name(name: str) -> str | None:
 
 def fold_name(name: str) -> str:
     """Return a key that names share if some file system takes them for one file."""
+    if name.isascii():  # as all names of most artifacts, of which there are tens of thousands
+        return name.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 

@@ -87,7 +87,6 @@ def _longest_addition() -> int:
 
 def link_or_copy(source: Path, target: Path) -> bool:
     """Make a hard link, or a copy where links are not possible; return whether it is a link."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
     except OSError:
@@ -353,9 +352,11 @@ def make_working(directory: Path) -> None:
 
 def files_below(directory: Path) -> Iterator[Path]:
     """Yield all files of a working folder except the marker."""
-    for path in directory.rglob("*"):
-        if path.is_file() and path.name != MARKER_NAME:
-            yield path
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(folder, name)  # noqa: PTH118 (thousands of files: Path is slow)
+            if name != MARKER_NAME and os.path.isfile(path):  # noqa: PTH113
+                yield Path(path)
 
 
 def restore(out_dir: Path) -> None:

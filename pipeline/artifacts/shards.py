@@ -7,10 +7,11 @@ language with a segmenter (``segmenters.py``) also has ``{language}.begins``, on
 where a word begins. The folder ``tokenizer/`` is a copy of the tokenizer's files.
 """
 
+import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -192,6 +193,8 @@ def _map_begins(path: Path, *, num_tokens: int) -> Flags:
 class ShardWriter:
     """Writer of one side of a pair, batch by batch, which keeps nothing in memory.
 
+    ``names`` are those of its files in the artifact.
+
     Args:
         directory: Folder of the artifact.
         split: Split of the side.
@@ -214,13 +217,18 @@ class ShardWriter:
         tokens_name, offsets_name = shard_names(split, pair, language)
         self._type = token_type(size)
         self._sentences, self._end = 0, 0
-        (directory / tokens_name).parent.mkdir(parents=True, exist_ok=True)
-        self._stream = (directory / tokens_name).open("wb")
+        self.names = [tokens_name, offsets_name]
+        tokens_path = directory / tokens_name
+        if not tokens_path.parent.is_dir():
+            tokens_path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = tokens_path.open("wb")
         self._offsets = (directory / offsets_name).open("wb")
         self._offsets.write(_offsets_header(0))
         self._offsets.write(np.zeros(1, "<i8").data)
-        path = directory / begins_name(split, pair, language)
-        self._begins = path.open("wb") if has_begins else None
+        self._begins: BinaryIO | None = None
+        if has_begins:
+            self.names.append(begins_name(split, pair, language))
+            self._begins = (directory / self.names[-1]).open("wb")
 
     def append(self, sentences: Sequence[Sequence[int]]) -> Tokens:
         """Write sentences and return their tokens in a row."""
@@ -240,13 +248,13 @@ class ShardWriter:
         return int(begins_N.sum())
 
     def close(self) -> None:
-        """Finish the files."""
-        self._stream.close()
-        if self._begins is not None:
-            self._begins.close()
-        with self._offsets:
-            self._offsets.seek(0)
-            self._offsets.write(_offsets_header(self._sentences + 1))
+        """Finish the files, which are then on disk."""
+        self._offsets.seek(0)
+        self._offsets.write(_offsets_header(self._sentences + 1))
+        for stream in filter(None, (self._stream, self._offsets, self._begins)):
+            with stream:
+                stream.flush()
+                os.fsync(stream.fileno())
 
 
 def _offsets_header(number: int) -> bytes:

@@ -7,8 +7,12 @@ what else the machine does counts little,
 - make_shards, all of the stage, against SentencePiece's own encoding of the same lines;
 - import of the same text as a tree, and clean, in pairs of lines per second.
 
+Then the trainer of the vocabulary against itself with a million seed pieces, SentencePiece's
+default: its time, and the tokens per line of held-out text of all languages.
+
 From these, from how long the trainer takes for two sizes of a sample, and from how fast lines are
-drawn, follow the minutes that OPUS-100 takes on 16 cores, were the spread over them even. With
+drawn, follow the minutes that OPUS-100 takes on 16 cores, were the spread over them even. What the
+trainer's main thread does counts in full, the rest by the cores. With
 --memory each stage runs in a fresh process at two sizes of a corpus, and its peak is compared.
 
     python tests/bench/data.py [--lines N] [--memory [N N]] [--quick] [--rounds N] [--json FILE]
@@ -17,7 +21,8 @@ With --many, what a pair costs beyond the work on its lines, and a file of many 
 
 - import, clean and make_shards with two workers, for all pairs of few and of many languages with
   two lines a split: processor time of all processes, by which a further pair adds to it;
-- import of a TMX of 24 languages and 3,000 units, which has 276 pairs.
+- import of a TMX of 24 languages and 3,000 units, which has 276 pairs, and of the same text as TSV
+  with a column per language.
 """
 
 import argparse
@@ -37,6 +42,7 @@ from itertools import chain, combinations, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
@@ -62,6 +68,8 @@ PAIR = ("de", "en")
 """What the made pair is called; its text is of all languages."""
 SPEED_LINES, TRAINER_LINES, MEMORY_LINES = 40_000, (20_000, 80_000), (500_000, 2_000_000)
 VOCABULARY = 16_000
+TOKENS_TARGET = 0.998
+"""Of the tokens per held-out line with a million seed pieces, by those with ours."""
 SHARE_TARGET = 0.85
 """Of SentencePiece's speed, for all of make_shards."""
 OPUS_PAIRS, CORES, MINUTES = 55_000_000, 16, 6.0
@@ -74,7 +82,8 @@ CASES = {
     r"OPUS-100 on 16 cores, at most": "minutes, computed",
 }
 PAIR_LANGUAGES, QUICK_LANGUAGES, MILLISECONDS = (10, 45), (3, 5), 5.0
-TMX_LANGUAGES, TMX_UNITS, TMX_SECONDS = 24, 3000, 4.0
+FILE_LANGUAGES, FILE_UNITS, FILE_SECONDS = 24, 3000, 4.0
+FORMS = ("tmx", "tsv")
 MEBIBYTE = 2**20
 CODE: dict[str, ModuleType] = {
     "import_corpus": import_corpus,
@@ -183,29 +192,40 @@ def _all_seconds() -> float:
     return time.process_time() + workers.ru_utime + workers.ru_stime
 
 
-def measure_tmx(folder: Path, *, languages: int, units: int) -> float:
-    """Processor time of importing a TMX with all pairs of its languages, in seconds."""
+def measure_file(folder: Path, form: str, *, languages: int, units: int) -> float:
+    """Processor time of importing a file with all pairs of its languages, in seconds."""
     codes = sorted(chain.from_iterable(FAMILIES.values()))[:languages]
     lines = [side for pair in text_pairs(units) for side in pair]
+    rows = [
+        [lines[(unit + place) % len(lines)] for place in range(languages)] for unit in range(units)
+    ]
     folder.mkdir()
-    with (folder / "all.tmx").open("w", encoding="utf-8") as stream:
-        stream.write('<tmx version="1.4"><header/><body>\n')
-        for unit in range(units):
-            texts = (escape(lines[(unit + place) % len(lines)]) for place in range(languages))
-            sides = (
-                f'<tuv xml:lang="{code}"><seg>{text}</seg></tuv>'
-                for code, text in zip(codes, texts, strict=True)
-            )
-            stream.write(f"<tu>{''.join(sides)}</tu>\n")
-        stream.write("</body></tmx>\n")
+    path = folder / f"all.{form}"
+    path.write_text(_as_tmx(codes, rows) if form == "tmx" else _as_tsv(codes, rows), "utf-8")
     recipe = Recipe.model_validate(
-        {"name": "bench", "corpus": {"source": "tmx", "swapped_sides": "accept"}}
+        {"name": "bench", "corpus": {"source": form, "swapped_sides": "accept"}}
     )
     begin = time.process_time()
-    made = run_stage("import_corpus", folder / "corpus", recipe, raw=folder / "all.tmx")
+    made = run_stage("import_corpus", folder / "corpus", recipe, raw=path)
     seconds = time.process_time() - begin
     assert len(made.statistics["pairs"]) == languages * (languages - 1) // 2
     return seconds
+
+
+def _as_tmx(codes: list[str], rows: list[list[str]]) -> str:
+    units = (
+        "".join(
+            f'<tuv xml:lang="{code}"><seg>{escape(text)}</seg></tuv>'
+            for code, text in zip(codes, row, strict=True)
+        )
+        for row in rows
+    )
+    body = "".join(f"<tu>{unit}</tu>\n" for unit in units)
+    return f'<tmx version="1.4"><header/><body>\n{body}</body></tmx>\n'
+
+
+def _as_tsv(codes: list[str], rows: list[list[str]]) -> str:
+    return "".join("\t".join(row) + "\n" for row in [codes, *rows])
 
 
 def recipe_of(**settings: object) -> Recipe:
@@ -282,26 +302,76 @@ def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int)
     return {name: values[1:] for name, values in seconds.items()}
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A vocabulary, and what its trainer took."""
+
+    megabytes: float
+    """Text of the sample."""
+    seconds: float
+    """Processor time."""
+    main_seconds: float
+    """Processor time of the main thread."""
+    tokens: float
+    """Tokens per line of held-out text, over all languages alike."""
+
+
+def train_on(prepared: Prepared, folder: Path, *, lines: int) -> Trained:
+    """Train a vocabulary on so many lines."""
+    recipe = recipe_of(sample_lines=lines)
+    text = sum(len(line.encode()) for line in _sample(prepared.corpus, recipe.tokenizer))
+    begin, begin_main = time.process_time(), time.thread_time()
+    made = run_stage("train_tokenizer", folder / "trained", recipe, corpus=prepared.corpus)
+    seconds, main_seconds = time.process_time() - begin, time.thread_time() - begin_main
+    assert made.statistics["pieces"] == VOCABULARY
+    trained = sentencepiece.SentencePieceProcessor(
+        model_proto=made.file("sentencepiece.model").read_bytes()
+    )
+    tokens = [
+        statistics.mean(map(len, trained.encode(lines, num_threads=1)))
+        for lines in held_out_lines().values()
+    ]
+    return Trained(text / 1e6, seconds, main_seconds, statistics.mean(tokens))
+
+
+def held_out_lines() -> dict[str, list[str]]:
+    """Language → its lines of validation text."""
+    paths = {path.name.split(".")[1]: path for path in sorted(BIBLE.glob("en-*/valid.*.gz"))}
+    return {
+        code: gzip.open(path, "rt", "utf-8").read().splitlines() for code, path in paths.items()
+    }
+
+
 def measure_tokenizer(
     prepared: Prepared, folder: Path, *, sizes: tuple[int, int]
-) -> dict[str, float]:
-    """Seconds per MB of a sample in the trainer, from two sizes, and lines drawn per second."""
-    found: list[tuple[float, float]] = []
-    for size in sizes:
-        recipe = recipe_of(sample_lines=size)
-        started = time.process_time()
-        made = run_stage("train_tokenizer", folder / "trained", recipe, corpus=prepared.corpus)
-        text = sum(len(line.encode()) for line in _sample(prepared.corpus, recipe.tokenizer))
-        assert made.statistics["pieces"] == VOCABULARY
-        found.append((text / 1e6, time.process_time() - started))
-    (fewer, less), (more, longer) = found
+) -> tuple[list[Row], dict[str, float]]:
+    """The trainer against a million seed pieces; its seconds per MB, and lines drawn per second."""
+    fewer, more = (train_on(prepared, folder, lines=size) for size in sizes)
+    with mock.patch.object(train_tokenizer, "LEAST_SEEDS", train_tokenizer.MOST_SEEDS):
+        peer = train_on(prepared, folder, lines=sizes[1])
+    both = {"ours": [more.seconds], "a million seed pieces": [peer.seconds]}
+    rows = compare(both, case=f"train_tokenizer, {VOCABULARY:,} pieces", target=1.0)
+    ratio = peer.tokens / more.tokens
+    rows.append(
+        Row(
+            case=f"held-out text, {VOCABULARY:,} pieces, against a million seed pieces",
+            metric="tokens per line",
+            ours=round(more.tokens, 3),
+            peer=round(peer.tokens, 3),
+            ratio=round(ratio, 4),
+            target=TOKENS_TARGET,
+            holds=ratio >= TOKENS_TARGET,
+        )
+    )
     few = recipe_of(sample_lines=100).tokenizer
     started = time.process_time()
     drawn = sum(1 for _ in _sample(prepared.corpus, few))
     assert drawn
     read = sum(prepared.corpus.statistics["pairs"]["-".join(PAIR)].values()) * 2
-    return {
-        "trainer_seconds_per_megabyte": (longer - less) / (more - fewer),
+    megabytes = more.megabytes - fewer.megabytes
+    return rows, {
+        "trainer_seconds_per_megabyte": (more.seconds - fewer.seconds) / megabytes,
+        "trainer_main_seconds_per_megabyte": (more.main_seconds - fewer.main_seconds) / megabytes,
         "lines_drawn_from_per_second": read / (time.process_time() - started),
     }
 
@@ -314,10 +384,12 @@ def opus_minutes(rates: dict[str, float]) -> dict[str, float]:
     """Minutes per stage of OPUS-100: over all cores where a stage has workers, else on one."""
     megabytes = TokenizerConfig().memory_bytes / train_tokenizer.MEMORY_PER_BYTE / 1e6
     drawing = 2 * OPUS_PAIRS / rates["lines_drawn_from_per_second"]
+    main = rates["trainer_main_seconds_per_megabyte"]
+    others = rates["trainer_seconds_per_megabyte"] - main
     spread = {name: OPUS_PAIRS / rates[name] / CORES for name in ("import_corpus", "clean")}
     seconds = {
         **spread,
-        "train_tokenizer": drawing + megabytes * rates["trainer_seconds_per_megabyte"],
+        "train_tokenizer": drawing + megabytes * (main + others / CORES),
         "make_shards": OPUS_PAIRS / rates["make_shards"] / CORES,
     }
     return {name: round(value / 60, 2) for name, value in seconds.items()}
@@ -386,18 +458,28 @@ def main() -> None:
 
 def report_many(options: argparse.Namespace) -> None:
     """Measure many pairs and a file of many languages, print, and write where asked."""
-    languages, units = (QUICK_LANGUAGES, 50) if options.quick else (PAIR_LANGUAGES, TMX_UNITS)
+    languages, units = (QUICK_LANGUAGES, 50) if options.quick else (PAIR_LANGUAGES, FILE_UNITS)
     with tempfile.TemporaryDirectory() as folder:
         pairs = measure_many_pairs(Path(folder), languages=languages)
-        seconds = measure_tmx(Path(folder) / "tmx", languages=TMX_LANGUAGES, units=units)
+        files = {
+            form: measure_file(Path(folder) / form, form, languages=FILE_LANGUAGES, units=units)
+            for form in FORMS
+        }
     rows = [
         bounded(
             f"{name}, a further pair", "milliseconds of processor time", value, most=MILLISECONDS
         )
         for name, value in pairs.items()
     ]
-    tmx = f"import_corpus, TMX of {TMX_LANGUAGES} languages and {units:,} units"
-    rows.append(bounded(tmx, "seconds of processor time", seconds, most=TMX_SECONDS))
+    rows += [
+        bounded(
+            f"import_corpus, {form} of {FILE_LANGUAGES} languages and {units:,} units",
+            "seconds of processor time",
+            seconds,
+            most=FILE_SECONDS,
+        )
+        for form, seconds in files.items()
+    ]
     print(processor())
     for row in rows:
         print(f"{row.case} {row.peer}: {row.ours} {row.metric}")
@@ -432,7 +514,8 @@ def report(options: argparse.Namespace) -> None:
         folder = Path(name)
         prepared = prepare(folder, lines)
         rows, rates = measure_stages(prepared, folder, lines=lines, rounds=rounds)
-        rates |= measure_tokenizer(prepared, folder, sizes=sizes)
+        rows_of_trainer, rates_of_trainer = measure_tokenizer(prepared, folder, sizes=sizes)
+        rows, rates = rows + rows_of_trainer, rates | rates_of_trainer
         fewer, more = options.memory or MEMORY_LINES
         peaks = (
             measure_peaks(folder, prepared.tokenizer, sizes=(fewer, more))
@@ -443,7 +526,7 @@ def report(options: argparse.Namespace) -> None:
     total = round(sum(minutes.values()), 2)
     print(processor())
     for row in rows:
-        print(f"{row.case}: {row.ratio:.2f} of its speed, target {row.target}")
+        print(f"{row.case}: {row.ours} and {row.peer} {row.metric}, ratio {row.ratio}")
     for name, rate in rates.items():
         print(f"{name}: {rate:,.2f}" + " pairs of lines/s" * (name in CODE))
     for peak in peaks:

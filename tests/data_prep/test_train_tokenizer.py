@@ -1,6 +1,7 @@
 """The kinds of vocabularies that the stage trains, and the memory that its sample may take."""
 
 import io
+import os
 import random
 from pathlib import Path
 
@@ -153,6 +154,26 @@ def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path:
     assert memory["allowed"] == TokenizerConfig().memory_bytes
     assert 0 < memory["predicted"] < 2**25
     assert made.manifest.summary[2].startswith("training was to take ")
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_pieces_are_the_same_again_and_on_a_machine_with_fewer_cores(
+    model_type: str, tmp_path: Path
+) -> None:
+    """For words of which the unigram trainer learns other pieces with 1, 2 and 16 threads."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdeäöü", k=draw.randint(3, 9))) for _ in range(1500)]
+    lines = [" ".join(draw.choices(words, k=6)) for _ in range(3000)]
+    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": {"de": lines, "en": lines}}})
+    config = TokenizerConfig.model_validate({"vocabulary_size": 400, "model_type": model_type})
+    cores = os.sched_getaffinity(0)
+    digests = [train(corpus, tmp_path / "all cores", config).digest]
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        digests += [train(corpus, tmp_path / f"one core, {again}", config).digest for again in "ab"]
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert len(set(digests)) == 1
 
 
 SPLIT = TokenizerConfig(

@@ -17,6 +17,7 @@ from data_prep.rules.duplicates import (
     LineDigests,
     LineSketches,
     NearDuplicates,
+    Sketches,
     key_of,
     ngrams,
     similarity,
@@ -264,6 +265,31 @@ def test_a_line_that_none_repeats_nearly_takes_few_bytes(
     finally:
         tracemalloc.stop()
     assert peak < 50 * lines, "far below the 232 bytes in files"
+
+
+def test_the_search_holds_at_most_a_byte_for_each_line_beside_one_part_of_a_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART", 4000)
+    monkeypatch.setattr(module, "BAND_PART", 4000)
+    generator = np.random.default_rng(1)
+
+    def peak_of(lines: int) -> int:
+        bands = generator.integers(lines // 4, size=(lines, module.BANDS), dtype=np.uint64)
+        traits = np.zeros((lines, 1 + module.TRAIT_BITS // 64), dtype=np.uint64)
+        with LineSketches(tmp_path / str(lines)) as sketched:
+            sketched.add_sketches(Sketches(bands, traits))
+            tracemalloc.start()
+            try:
+                sketched.near_duplicates(threshold=0.8, line_at=lambda _: ("", ""))
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+    peak_of(1000)  # imports what is compiled
+    fewer, more = 20_000, 100_000
+    per_line = (peak_of(more) - peak_of(fewer)) / (more - fewer)
+    assert per_line < 1.5
 
 
 def test_lines_that_share_phrases_are_told_apart_without_reading_them() -> None:
