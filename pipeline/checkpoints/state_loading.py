@@ -140,7 +140,7 @@ class _Loading:
 
     def hash(self, chunks: Sequence[_Place]) -> Iterable[str]:
         """Return the digests of chunks, in their order, and load these and all other chunks."""
-        others = [chunk for chunk in self._parts if chunk not in set(chunks)]
+        others = sorted(self._parts.keys() - set(chunks))
         is_hashed = [True] * len(chunks) + [False] * len(others)
         threads = max(1, digests.hashing_threads(len(is_hashed)))
         with ThreadPoolExecutor(
