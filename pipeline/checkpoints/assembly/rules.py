@@ -51,13 +51,15 @@ Rule = Literal[
     "language of dense",
     "fresh",
 ]
+EXPERT_RULES = ("expert of dense", "expert of expert")
 EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEPS = 2**16
 """Number of steps of a mask's ratio: each entry is compared with 16 random bits of its own."""
-WORTH_COMPILING = 2**17
-"""Entries of a tensor from which the compiled loop makes a mask. Smaller ones take no time, and
-compiling, once per installation, takes as long as operators need for 2**27 entries."""
+WORTH_COMPILING = 2**28
+"""Masked entries of an assembly from which a compiled loop makes them. Loading it takes half a
+second of processor time, which it saves on 2**27.5 entries, and compiling it, once per
+installation, somewhat more."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +389,7 @@ class Blueprint:
 
         A copy differs by 0. Without a source of the same shape, the norm is that of the tensor.
         """
-        if self._is_worth_compiling(entry):
+        if entry.rule in EXPERT_RULES and self._is_worth_compiling:
             return masked_with_norm(self._read(entry), entry.target, self.config)
         value = self.value(entry)
         match entry.rule:
@@ -397,15 +399,16 @@ class Blueprint:
                 return value, _norm(value - self._read(entry))
         return value, _norm(value)
 
-    def _is_worth_compiling(self, entry: Assignment) -> bool:
-        """Return whether a tensor is made by the compiled loop: a mask of many entries."""
-        config = self.config
-        return (
-            entry.rule in ("expert of dense", "expert of expert")
-            and config.method == "elementwise"
-            and config.mask_ratio > 0
-            and self.targets[entry.target].value.numel() >= WORTH_COMPILING
+    @cached_property
+    def _is_worth_compiling(self) -> bool:
+        """Return whether experts are masked, and enough of their entries for a compiled loop."""
+        is_masked = self.config.method == "elementwise" and self.config.mask_ratio > 0
+        sizes = (
+            self.targets[entry.target].value.numel()
+            for entry in self.plan
+            if entry.rule in EXPERT_RULES
         )
+        return is_masked and sum(sizes) >= WORTH_COMPILING
 
     def _made(self, entry: Assignment) -> Tensor:
         match entry.rule:
