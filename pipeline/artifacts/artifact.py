@@ -21,8 +21,10 @@ from typing import Any
 from pipeline.artifacts.digests import (
     Check,
     Chunk,
+    Hashing,
     Stamp,
     changed_files,
+    chunk_digests,
     compare_files,
     file_records,
     raw_digest,
@@ -507,12 +509,15 @@ def open_recorded(record: InputRecord) -> Artifact | None:
     return Artifact(directory=path, manifest=manifest)
 
 
-def check_together(artifact: Artifact, names: Iterable[str]) -> None:
+def check_together(
+    artifact: Artifact, names: Iterable[str], *, hashing: Hashing = chunk_digests
+) -> None:
     """Check files like :meth:`Artifact.check`, sharing the work among all ranks.
 
     Every rank of the open process group must call it. Rank 0 deals out the chunks that it does not
     know yet. A rank that sees other files than rank 0 (a copy on a disk of its own) checks all of
-    its own chunks. Rank 0 remembers the result on disk for later processes.
+    its own chunks. Rank 0 remembers the result on disk for later processes. Each rank calls
+    ``hashing`` once, even for no chunks.
 
     Raises:
         ArtifactError: A file is missing or damaged; the same error on all ranks.
@@ -531,7 +536,7 @@ def check_together(artifact: Artifact, names: Iterable[str]) -> None:
     together = [number for number, (_, stamps) in enumerate(found) if stamps == found[0][1]]
     if rank() in together:
         unknown = dealt[together.index(rank()) :: len(together)]
-    _raise_first(gather_objects(check.problem(unknown)))
+    _raise_first(gather_objects(check.problem(unknown, hashing=hashing)))
     artifact.remember(check.stamps, on_disk=rank() == 0)
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
     chunks = [(path, index) for path in paths for index in range(number_of_chunks(sizes[path]))]
     found: dict[Path, list[str]] = {path: [] for path in paths}
     few = sum(sizes.values()) <= READ_BYTES  # starting threads would take longer than hashing
-    digests = map(_chunk_digest, chunks) if few else _chunk_digests(chunks)
+    digests = map(_chunk_digest, chunks) if few else chunk_digests(chunks)
     for (path, _), digest in zip(chunks, digests, strict=True):
         found[path].append(digest)
     return {path: FileRecord(size=sizes[path], chunks=tuple(found[path])) for path in paths}
@@ -87,13 +87,22 @@ def number_of_chunks(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def _chunk_digests(chunks: Sequence[tuple[Path, int]]) -> Iterable[str]:
+Hashing = Callable[[Sequence[tuple[Path, int]]], Iterable[str]]
+"""Function that returns the digests of chunks, each a path and a number, in their order."""
+
+
+def chunk_digests(chunks: Sequence[tuple[Path, int]]) -> Iterable[str]:
     """Return the digests of chunks, in their order, computed by several threads."""
-    threads = min(MAX_THREADS, os.cpu_count() or 1, len(chunks))
+    threads = hashing_threads(len(chunks))
     if threads <= 1:
         return [_chunk_digest(chunk) for chunk in chunks]
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
         return list(pool.map(_chunk_digest, chunks))
+
+
+def hashing_threads(chunks: int) -> int:
+    """Return the number of threads that hash so many chunks."""
+    return min(MAX_THREADS, os.cpu_count() or 1, chunks)
 
 
 def _chunk_digest(chunk: tuple[Path, int]) -> str:
@@ -269,11 +278,11 @@ class Check:
             for number in range(len(record.chunks))
         ]
 
-    def problem(self, chunks: Sequence[Chunk]) -> str | None:
+    def problem(self, chunks: Sequence[Chunk], *, hashing: Hashing = chunk_digests) -> str | None:
         """Return a sentence about the first of these chunks that differs; None if none does."""
         paths = [(self.directory / chunk.name, chunk.number) for chunk in chunks]
         try:
-            digests = _chunk_digests(paths)
+            digests = hashing(paths)
         except OSError as error:
             return f"{error.filename or self.directory} cannot be read ({error.strerror or error})."
         for chunk, found in zip(chunks, digests, strict=True):

@@ -5,7 +5,7 @@ rank writes its own ranges as ``{what}:{tensor}:{start}``. A reader, on any numb
 the pieces that overlap the range it needs. Nothing is gathered on one rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -38,6 +38,24 @@ class Piece:
     def key(self) -> str:
         """Return the name of the piece in a file."""
         return f"{self.what}:{self.tensor}:{self.start}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Memory to fill with a range of a flattened tensor of a state."""
+
+    what: str
+    tensor: str
+    start: int
+    values: Tensor
+    """One dimension; of any type and device."""
+
+
+class Fills(Protocol):
+    """A source of values for targets."""
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill all targets; all ranks call this."""
 
 
 class Ranges(Protocol):
@@ -77,11 +95,20 @@ class PieceReader:
                 parts.append(values[low - piece_start : high - piece_start].float())
         filled = sum(len(part) for part in parts)
         if filled != length:
-            raise CheckpointError(
-                f"{self._files.artifact.directory} is incomplete: it has {filled} of {length} "
-                f"values of {what} of {tensor}. Resume from an earlier state."
-            )
+            target = Target(what, tensor, start, torch.empty(length, device="meta"))
+            raise incomplete(self._files.artifact, target, filled=filled)
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill all targets, one after the other."""
+        for target in targets:
+            values = self.read(
+                what=target.what,
+                tensor=target.tensor,
+                start=target.start,
+                length=len(target.values),
+            )
+            target.values.copy_(values)
 
     def let_go(self) -> None:
         """Free the piece that was read last."""
@@ -91,6 +118,14 @@ class PieceReader:
         if self._cached[0] != key:
             self._cached = (key, self._files.read(key).flatten())
         return self._cached[1]
+
+
+def incomplete(state: Artifact, target: Target, *, filled: int) -> CheckpointError:
+    """Return the error of a state that has only ``filled`` of the values of a target."""
+    return CheckpointError(
+        f"{state.directory} is incomplete: it has {filled} of {len(target.values)} values of "
+        f"{target.what} of {target.tensor}. Resume from an earlier state."
+    )
 
 
 def split_key(key: str, state: Artifact) -> tuple[str, str, int]:

@@ -82,6 +82,20 @@ def _unreadable(path: Path, error: Exception, *, fix: str) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read as safetensors ({one_line(error)}). {fix}")
 
 
+def is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite numbers."""
+    # The sum is one pass without a copy. Every value is looked at only if it overflows.
+    return bool(values.sum().isfinite() or values.isfinite().all())
+
+
+def not_finite(directory: Path, name: str) -> str:
+    """Return the message for a tensor with values that are not finite."""
+    return (
+        f"{directory}: Tensor {name} has values that are not finite numbers. Name another "
+        "checkpoint, or train this one again with a lower learning rate."
+    )
+
+
 class TensorFiles:
     """Tensors of an artifact by name, read one at a time from its safetensors files.
 
@@ -124,12 +138,8 @@ class TensorFiles:
                 f"{self.artifact.directory}: Tensor {name} has the type {tensor.dtype}, not a "
                 "floating-point type. Run its stage again."
             )
-        # The sum is one pass without a copy. Every value is looked at only if it overflows.
-        if not tensor.sum().isfinite() and not tensor.isfinite().all():
-            raise CheckpointError(
-                f"{self.artifact.directory}: Tensor {name} has values that are not finite numbers. "
-                "Name another checkpoint, or train this one again with a lower learning rate."
-            )
+        if not is_finite(tensor):
+            raise CheckpointError(not_finite(self.artifact.directory, name))
         return tensor
 
     def read_as_stored(self, name: str) -> Tensor:
@@ -244,8 +254,26 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 """Names of types, in the order in which their values stand in a file."""
+_FLOATING = {_NAMES[dtype]: dtype for dtype in FLOATING_TYPES}
 _PLACES = {dtype: place for place, dtype in enumerate(_NAMES)}
-_ALIGNMENT = 8
+_ALIGNMENT = _LENGTH_BYTES = 8
+
+
+def dtype_of(header: TensorHeader) -> torch.dtype | None:
+    """Return the type of a tensor's values; None if it is no floating-point type."""
+    return _FLOATING.get(header.dtype)
+
+
+def value_offsets(path: Path) -> dict[str, int]:
+    """Return the offsets of the tensors' values in a file whose header was found readable."""
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        described = json.loads(stream.read(size))
+    return {
+        name: _LENGTH_BYTES + size + entry["data_offsets"][0]
+        for name, entry in described.items()
+        if name != "__metadata__"
+    }
 
 
 @dataclass(frozen=True)
@@ -288,7 +316,7 @@ def file_header(
         start = end
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def tensor_bytes(value: Tensor) -> memoryview:

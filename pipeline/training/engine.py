@@ -40,7 +40,7 @@ from pipeline.batching.joining import join
 from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.world_sizes import passes_per_update
 from pipeline.checkpoints.names import NamedSlice, named_slices
-from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader, Ranges
+from pipeline.checkpoints.training_state import Fills, LossScale, Piece, Ranges, Target
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
@@ -452,18 +452,21 @@ class Engine:
                 if not entry.parameter.requires_grad:
                     yield Piece("master", entry.name, 0, entry.value.flatten().float().cpu())
 
-    def load_optimizer_pieces(self, reader: PieceReader, *, update: int) -> None:
+    def load_optimizer_pieces(self, state: Fills, *, update: int) -> None:
         """Restore weights, master weights and moments from a state written on any topology."""
-        self.load_weights(reader)
-        for flat, state, entry, piece in self._fragments():
+        targets = [
+            Target("master", entry.name, 0, entry.value.view(-1))
+            for entry in named_slices(self.model)
+        ]
+        for flat, held, entry, piece in self._fragments():
+            held["step"] = torch.tensor(float(update), device=flat.device)
+            targets.append(Target("master", entry.name, piece.start, flat.data[piece.flat]))
             for what in ("exp_avg", "exp_avg_sq"):
-                values = reader.read(
-                    what=what, tensor=entry.name, start=piece.start, length=piece.length
-                )
-                if what not in state:
-                    state[what] = _zeros(flat)
-                state[what].data[piece.flat].copy_(values)
-            state["step"] = torch.tensor(float(update), device=flat.device)
+                if what not in held:
+                    held[what] = _zeros(flat)
+                values = held[what].data[piece.flat]
+                targets.append(Target(what, entry.name, piece.start, values))
+        state.fill(targets)
 
     def load_weights(self, reader: Ranges) -> None:
         """Load weights and master weights from a state, or from the mean of several."""

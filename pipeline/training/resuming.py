@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pipeline.artifacts.artifact import check_together, open_artifact
 from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.training_state import PieceReader, Position, read_position
+from pipeline.checkpoints.state_loading import CheckedState
+from pipeline.checkpoints.training_state import PROGRESS_FILE, Position, read_position
 from pipeline.errors import CheckpointError
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import Engine
@@ -107,7 +108,7 @@ class Resuming:
         state = self._run_directory.resume_from()
         if state is None:
             return Resumed(Position(), replanned=[])
-        check_together(state, state.names())
+        check_together(state, [PROGRESS_FILE])
         position = read_position(state)
         updates = self._recipe.training.updates
         if position.update > updates:  # with updates_of = "bytes", only known once data is read
@@ -117,7 +118,7 @@ class Resuming:
             )
         position = replace(position, **self._run_directory.best_after(position.update))
         changes = replanned(state, config=self._config)
-        self._engine.load_optimizer_pieces(PieceReader(state), update=position.update)
+        self._engine.load_optimizer_pieces(CheckedState(state), update=position.update)
         self._engine.restore_loss_scale(position.loss_scale)
         training = self._recipe.training
         if not training.patience:  # otherwise the last update is not known yet

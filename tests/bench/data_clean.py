@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from ratios import Row, bounded, check_cases, processor, provenance
 
 from data_prep.clean_pair import NEAR_DUPLICATE_SIMILARITY, PairTask, clean_pair

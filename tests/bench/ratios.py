@@ -84,7 +84,11 @@ def parse_options(
 
 
 def interleaved(
-    contestants: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = WARM_UP
+    contestants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = WARM_UP,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Seconds:
     """Run everyone to warm up, then ``rounds`` times in rotating order."""
     names = list(contestants)
@@ -93,9 +97,9 @@ def interleaved(
     for turn in range(warm_up + rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            started = time.perf_counter()
+            started = clock()
             contestants[name]()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(clock() - started)
     return {name: values[warm_up:] for name, values in seconds.items()}
 
 

@@ -1,6 +1,7 @@
 """Weights and training states survive every change of topology, and damage is named."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
@@ -19,12 +20,20 @@ from torch import Tensor, nn
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, FileRecord, new_artifact, open_artifact
+from pipeline.artifacts.places import verified_path
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.checkpoints.training_state import Piece, PieceReader, Position, write_pieces
+from pipeline.checkpoints.state_loading import CheckedState
+from pipeline.checkpoints.training_state import (
+    Piece,
+    PieceReader,
+    Position,
+    Target,
+    write_pieces,
+)
 from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
@@ -98,7 +107,7 @@ def train_and_save(
     )
     if resume:
         state = open_artifact(run_directory.states_dir / resume, kind="training_state")
-        engine.load_optimizer_pieces(PieceReader(state), update=updates.start)
+        engine.load_optimizer_pieces(CheckedState(state), update=updates.start)
     train_steps(engine, world, updates)
     if save_as:
         run_directory.write(
@@ -268,6 +277,65 @@ def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
         reader.read(what="exp_avg", tensor="a", start=0, length=7)
     with pytest.raises(CheckpointError, match="has 0 of 1 values of exp_avg of b"):
         reader.read(what="exp_avg", tensor="b", start=0, length=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_targets_are_filled_and_files_are_hashed_from_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    values = {what: torch.randn(500) for what in ("master", "exp_avg")}
+    cuts = [0, 3, 4, 311, 500]
+    pieces = [
+        Piece(what, "a.b", start, value[start:stop])
+        for what, value in values.items()
+        for start, stop in pairwise(cuts)
+    ]
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 160)
+    monkeypatch.setattr(digests, "READ_BYTES", 48)
+    state = make_state(tmp_path / "state", pieces[::-1], parts=3)
+    verified_path(state.directory).unlink(missing_ok=True)
+    digests._MEMORY.clear()
+    targets = [
+        Target(what, "a.b", start, torch.zeros(stop - start, dtype=dtype))
+        for what in values
+        for start, stop in [(0, 500), (0, 1), (2, 5), (40, 350), (499, 500), (7, 7)]
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(digests, "_chunk_digest", pytest.fail)  # which reads for itself
+        CheckedState(state).fill(targets)
+    for target in targets:
+        expected = values[target.what][target.start : target.start + len(target.values)]
+        assert torch.equal(target.values, expected.to(dtype))
+
+
+def test_a_damaged_value_is_named_by_file_and_chunk_when_targets_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 160)
+    pieces = [Piece("master", name, 0, torch.ones(100)) for name in ("a", "b")]
+    state = make_state(tmp_path / "state", pieces, parts=2)
+    path = state.directory / "optimizer/part-00001-000.safetensors"
+    for chunk in range(len(state.manifest.files["optimizer/part-00001-000.safetensors"].chunks)):
+        flip(path, chunk * 160 + 5)
+        # also if nobody wants a value of that file
+        for name in ("a", "b"):
+            with pytest.raises(ArtifactError, match=rf"{path} is damaged in chunk {chunk} "):
+                CheckedState(state).fill([Target("master", name, 0, torch.zeros(100))])
+        flip(path, chunk * 160 + 5)
+    CheckedState(state).fill([Target("master", "b", 0, torch.zeros(100))])
+
+
+def test_targets_that_a_state_cannot_fill_are_refused(tmp_path: Path) -> None:
+    pieces = [
+        Piece("exp_avg", "a", 0, torch.ones(3)),
+        Piece("exp_avg", "a", 5, torch.ones(2)),
+        Piece("master", "a", 0, torch.tensor([1.0, math.inf])),
+    ]
+    state = make_state(tmp_path / "state", pieces)
+    with pytest.raises(CheckpointError, match="has 5 of 7 values of exp_avg of a"):
+        CheckedState(state).fill([Target("exp_avg", "a", 0, torch.zeros(7))])
+    with pytest.raises(CheckpointError, match="master:a:0 has values that are not finite"):
+        CheckedState(state).fill([Target("master", "a", 0, torch.zeros(2))])
 
 
 @pytest.mark.parametrize(
@@ -451,6 +519,8 @@ def test_a_damaged_file_is_an_error_that_names_it_whatever_part_is_damaged(
     DAMAGE[kind](state.file("optimizer/part-00000-000.safetensors"))
     with pytest.raises(ArtifactError, match=r"optimizer/part-00000-000.safetensors"):
         PieceReader(state).read(what="master", tensor="a", start=0, length=100)
+    with pytest.raises(ArtifactError, match=r"optimizer/part-00000-000.safetensors"):
+        CheckedState(state).fill([Target("master", "a", 0, torch.zeros(100))])
 
 
 def test_a_file_is_compared_with_its_digest_once(

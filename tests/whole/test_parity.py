@@ -41,7 +41,8 @@ from support.tiny_models import tiny_spec
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.checkpoints.training_state import PieceReader, write_pieces
+from pipeline.checkpoints.state_loading import CheckedState
+from pipeline.checkpoints.training_state import write_pieces
 from pipeline.distributed.world import World
 from pipeline.kernels import cpu
 from pipeline.kernels import products as linear
@@ -322,7 +323,7 @@ def continue_training(
     runs = RunDirectory(directory / "model", stage="pretrain", config={}, inputs={}, world=world)
     if resume is not None:
         state = open_artifact(runs.states_dir / resume, kind="training_state")
-        engine.load_optimizer_pieces(PieceReader(state), update=updates.start)
+        engine.load_optimizer_pieces(CheckedState(state), update=updates.start)
     run = Run([], [], first=masters(engine), second={}, last={})
     for update in updates:
         loss, norm = one_update(engine, world, update, rate=ADAM.learning_rate)

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -347,31 +346,24 @@ def _pieces(
     """Yield the bytes of a file; a tensor is computed when its bytes are asked for."""
     yield memoryview(file_header([_place(blueprint, entry) for entry in file.entries]))
     for entry in file.entries:
-        value = blueprint.value(entry)
+        value, norm = blueprint.value_and_norm(entry)
         content = tensor_bytes(value)
-        receipt.append(_receipt_entry(blueprint, entry, value, content))
+        receipt.append(_receipt_entry(blueprint, entry, norm, content))
         yield content
 
 
 def _receipt_entry(
-    blueprint: Blueprint, entry: Assignment, value: Tensor, content: memoryview
+    blueprint: Blueprint, entry: Assignment, norm: float, content: memoryview
 ) -> ReceiptEntry:
-    difference = blueprint.difference(entry, value)
-    if difference is None and entry.rule not in ("copied", "group router of token router"):
-        difference = value  # it has no source of the same shape to be compared with
     return ReceiptEntry(
         target=entry.target,
         part=entry.part,
         source=entry.source,
         rule=entry.rule,
         seed=seed_of(entry, blueprint),
-        norm=0.0 if difference is None else _norm(difference),
+        norm=norm,
         digest=hashlib.sha256(content).hexdigest(),
     )
-
-
-def _norm(difference: Tensor) -> float:
-    return float(torch.linalg.vector_norm(difference, dtype=torch.float32))
 
 
 def _place(blueprint: Blueprint, entry: Assignment) -> TensorPlace:

@@ -30,6 +30,7 @@ from pipeline.checkpoints.assembly.rules import (
 from pipeline.checkpoints.assembly.vocabulary import meanings
 from pipeline.checkpoints.names import dense_name, is_router, named_slices
 from pipeline.checkpoints.sources import ModelSource, Tensors
+from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.placement import combine, gather
 from pipeline.model.building import shape_of_model
@@ -225,9 +226,10 @@ def divergence(
     outputs = [ids for ids in pairs if _are_outputs(ids, old, tokenizer)]
     into = common_targets(old, tokenizer)
     batch = fixed_batch(old, [one for one, _ in pairs], decoder.spec, into=into)
-    before_LV = Streamed.of_parts(embeddings, encoder, decoder).logits(batch)
-    batch = fixed_batch(tokenizer, [other for _, other in pairs], spec, into=into)
-    after_LV = Streamed(spec, dict.fromkeys(PARTS, tensors)).logits(batch)
+    with sparing_loops():
+        before_LV = Streamed.of_parts(embeddings, encoder, decoder).logits(batch)
+        batch = fixed_batch(tokenizer, [other for _, other in pairs], spec, into=into)
+        after_LV = Streamed(spec, dict.fromkeys(PARTS, tensors)).logits(batch)
     old_ids, new_ids = (torch.tensor(ids) for ids in zip(*outputs, strict=True))
     return compare(before_LV[:, old_ids], after_LV[:, new_ids])
 

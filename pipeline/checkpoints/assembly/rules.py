@@ -32,6 +32,7 @@ from pipeline.checkpoints.names import (
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.sources import Tensors
 from pipeline.errors import CheckpointError
+from pipeline.kernels.cpu import numbers
 from pipeline.model.building import shape_of_model
 from pipeline.model.spec import ModelSpec
 from pipeline.seeds import derive_seed
@@ -50,10 +51,15 @@ Rule = Literal[
     "language of dense",
     "fresh",
 ]
+EXPERT_RULES = ("expert of dense", "expert of expert")
 EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEPS = 2**16
 """Number of steps of a mask's ratio: each entry is compared with 16 random bits of its own."""
+WORTH_COMPILING = 2**28
+"""Masked entries of an assembly from which a compiled loop makes them. Loading it takes half a
+second of processor time, which it saves on 2**27.5 entries, and compiling it, once per
+installation, somewhat more."""
 
 
 @dataclass(frozen=True)
@@ -378,11 +384,31 @@ class Blueprint:
         found = self._made(entry).to(self.dtype)
         return found.expand(self.shape(entry)).contiguous()
 
-    def difference(self, entry: Assignment, value: Tensor) -> Tensor | None:
-        """Return an expert's difference from its source; None for tensors of other rules."""
-        if entry.rule not in ("expert of dense", "expert of expert"):
-            return None
-        return value - self._read(entry)
+    def value_and_norm(self, entry: Assignment) -> tuple[Tensor, float]:
+        """Return one tensor of the result, and the norm of its difference from its source.
+
+        A copy differs by 0. Without a source of the same shape, the norm is that of the tensor.
+        """
+        if entry.rule in EXPERT_RULES and self._is_worth_compiling:
+            return masked_with_norm(self._read(entry), entry.target, self.config)
+        value = self.value(entry)
+        match entry.rule:
+            case "copied" | "group router of token router":
+                return value, 0.0
+            case "expert of dense" | "expert of expert":
+                return value, _norm(value - self._read(entry))
+        return value, _norm(value)
+
+    @cached_property
+    def _is_worth_compiling(self) -> bool:
+        """Return whether experts are masked, and enough of their entries for a compiled loop."""
+        is_masked = self.config.method == "elementwise" and self.config.mask_ratio > 0
+        sizes = (
+            self.targets[entry.target].value.numel()
+            for entry in self.plan
+            if entry.rule in EXPERT_RULES
+        )
+        return is_masked and sum(sizes) >= WORTH_COMPILING
 
     def _made(self, entry: Assignment) -> Tensor:
         match entry.rule:
@@ -442,7 +468,7 @@ def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
     layer, expert, tensor = expert_parts(target)
     match config.method:
         case "elementwise" if config.mask_ratio > 0:
-            key = derive_seed("upcycle", config.seed, f"{layer}.{tensor}", expert)
+            key = _key_of_entries(target, config)
             return _masked(dense, _keep(dense.numel(), config.mask_ratio, key).view(dense.shape))
         case "per_neuron" if config.mask_ratio > 0 and tensor != "down.bias":
             width = dense.shape[-1] if tensor == "down.weight" else dense.shape[0]
@@ -450,13 +476,37 @@ def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
             keep = _keep(width, config.mask_ratio, key)
             return _masked(dense, keep if tensor != "up.weight" else keep[:, None])
         case "noise" if config.noise_std > 0:
-            key = derive_seed("upcycle", config.seed, f"{layer}.{tensor}", expert)
+            key = _key_of_entries(target, config)
             generator = np.random.Generator(np.random.Philox(key=key))
             noise = torch.from_numpy(
                 generator.standard_normal(tuple(dense.shape), dtype=np.float32)
             )
             return dense.float() + noise * config.noise_std * dense.float().std(correction=0)
     return dense
+
+
+def masked_with_norm(dense: Tensor, target: str, config: UpcyclingConfig) -> tuple[Tensor, float]:
+    """Return the ``elementwise`` expert of :func:`diversified`, and the norm of what it lost.
+
+    One compiled pass makes both, with the same masks.
+    """
+    from pipeline.kernels.expert_masks import BLOCK, mask_entries  # loads numba
+
+    masked, sums = torch.empty_like(dense), np.zeros(BLOCK, np.float32)
+    mask_entries(
+        numbers(dense.reshape(-1)),
+        _key_of_entries(target, config),
+        _lowest_kept(config.mask_ratio),
+        numbers(masked.view(-1)),
+        sums,
+    )
+    return masked, float(np.sqrt(sums.sum(dtype=np.float64)))
+
+
+def _key_of_entries(target: str, config: UpcyclingConfig) -> int:
+    """Return the key of the generator that draws for every entry of an expert's tensor."""
+    layer, expert, tensor = expert_parts(target)
+    return derive_seed("upcycle", config.seed, f"{layer}.{tensor}", expert)
 
 
 def is_diverse(config: UpcyclingConfig) -> bool:
@@ -477,7 +527,16 @@ def _keep(count: int, ratio: float, key: int) -> Tensor:
     # The raw words of the generator: unlike `random_raw`, this releases the interpreter.
     words = generator.integers(2**64 - 1, size=-(-count // 4), dtype=np.uint64, endpoint=True)
     drawn = words.astype("<u8", copy=False).view("<u2")[:count]
-    return torch.from_numpy(drawn >= np.uint16(min(max(round(ratio * _STEPS), 1), _STEPS - 1)))
+    return torch.from_numpy(drawn >= np.uint16(_lowest_kept(ratio)))
+
+
+def _lowest_kept(ratio: float) -> int:
+    """Return the least 16 random bits with which an entry is kept."""
+    return min(max(round(ratio * _STEPS), 1), _STEPS - 1)
+
+
+def _norm(difference: Tensor) -> float:
+    return float(torch.linalg.vector_norm(difference, dtype=torch.float32))
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}

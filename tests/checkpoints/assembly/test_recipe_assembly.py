@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.checkpoints.assembly import rules
 from pipeline.checkpoints.assembly.receipt import receipt_lines
 from pipeline.checkpoints.assembly.rules import Assignment, Blueprint, Part, part_of, plan_assembly
 from pipeline.checkpoints.checkpoint import (
@@ -118,6 +119,26 @@ def moe_lgr(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 # ---------------------------------------------------------------- what is assembled
+
+
+@pytest.mark.parametrize("worth", [1, 2**40], ids=["compiled", "plain"])
+def test_tensors_and_the_norms_of_their_differences_do_not_depend_on_compiled_loops(
+    dense: Artifact, monkeypatch: pytest.MonkeyPatch, worth: int
+) -> None:
+    monkeypatch.setattr(rules, "WORTH_COMPILING", worth)
+    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
+    blueprint = Blueprint(TOKEN_ROUTED, sources, UpcyclingConfig(seed=3))
+    for entry in blueprint.plan:
+        value, norm = blueprint.value_and_norm(entry)
+        assert torch.equal(value, blueprint.value(entry))
+        match entry.rule:
+            case "copied":
+                assert norm == 0.0
+            case "expert of dense":
+                source = TensorFiles(dense, "weights/").read(entry.source or "")
+                assert norm == pytest.approx((value - source).norm().item(), rel=1e-5)
+            case _:
+                assert norm == pytest.approx(value.norm().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("spec", [TOKEN_ROUTED, GROUP_ROUTED], ids=["token", "group"])
