@@ -338,7 +338,8 @@ def held_out_lines() -> dict[str, list[str]]:
     """Language → its lines of validation text."""
     paths = {path.name.split(".")[1]: path for path in sorted(BIBLE.glob("en-*/valid.*.gz"))}
     return {
-        code: gzip.open(path, "rt", "utf-8").read().splitlines() for code, path in paths.items()
+        code: gzip.decompress(path.read_bytes()).decode().splitlines()
+        for code, path in paths.items()
     }
 
 
