@@ -78,7 +78,11 @@ FLAT_SHARE = 0.15
 CASES = {
     r"make_shards, against SentencePiece": "milliseconds",
     r"(import_corpus|clean|make_shards), a further pair, at most": "milliseconds of processor time",
-    r"import_corpus, TMX of 24 languages and 3,000 units, at most": "seconds of processor time",
+    r"import_corpus, (TMX|TSV) of 24 languages and 3,000 units, at most": (
+        "seconds of processor time"
+    ),
+    r"train_tokenizer, 16,000 pieces, against a million seed pieces": "milliseconds",
+    r"held-out text, 16,000 pieces, against a million seed pieces": "tokens per line",
     r"OPUS-100 on 16 cores, at most": "minutes, computed",
 }
 PAIR_LANGUAGES, QUICK_LANGUAGES, MILLISECONDS = (10, 45), (3, 5), 5.0
@@ -474,7 +478,7 @@ def report_many(options: argparse.Namespace) -> None:
     ]
     rows += [
         bounded(
-            f"import_corpus, {form} of {FILE_LANGUAGES} languages and {units:,} units",
+            f"import_corpus, {form.upper()} of {FILE_LANGUAGES} languages and {units:,} units",
             "seconds of processor time",
             seconds,
             most=FILE_SECONDS,

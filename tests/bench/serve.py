@@ -45,8 +45,10 @@ from pipeline.model.settings import MoEConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = {
-    r"p(50|95) of a sentence, 8 clients": "milliseconds",
-    r"2048 sentences at saturation, against offline search": "milliseconds",
+    r"p(50|95) of a sentence, 8 clients(, against joining at the next batch)?": "milliseconds",
+    r"2048 sentences at saturation, against (offline search|joining at the next batch)": (
+        "milliseconds"
+    ),
     r"memory after 100,000 requests, against after a tenth of them": "MiB",
 }
 CLIENTS = 8
