@@ -162,13 +162,13 @@ def with_round_trips(
     Raises:
         DataError: A round trip is of no translations or not the only one, or one is missing.
     """
-    found, unused = [], dict(given)
+    found, used = [], set[str]()
     for system, translated in systems.items():
         for direction in translated_directions(translated):
             names = [
                 name
                 for name, back in given.items()
-                if (name == system or name.startswith(f"{system}@"))
+                if name in (system, f"{system}@{direction.target}")
                 and reverse_of(direction) in translated_directions(back)
             ]
             if len(names) > 1 or (not names and config.min_round_trip is not None):
@@ -178,9 +178,10 @@ def with_round_trips(
                     f"--back names {problem}. Name what translate_text makes of their "
                     f"{direction.target} side, as {system}@{direction.target}=DIR."
                 )
-            back = unused.pop(names[0], None) if names else None
+            back = given[names[0]] if names else None
+            used.update(names)
             found.append(Translations(system, direction, translated, back))
-    if unused:
+    if unused := [name for name in given if name not in used]:
         raise DataError(
             f"--back names {listed(unused)}, and no system of that name has translations "
             f"in the reverse direction. The systems are {listed(systems)}."

@@ -26,6 +26,7 @@ import itertools
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -351,12 +352,27 @@ def make_working(directory: Path) -> None:
 
 
 def files_below(directory: Path) -> Iterator[Path]:
-    """Yield all files of a working folder except the marker."""
-    for folder, _, names in os.walk(directory):
+    """Yield all files of a working folder except the marker.
+
+    Raises:
+        OSError: A folder cannot be listed, or a file not be found out about.
+    """
+    for folder, _, names in os.walk(directory, onerror=_raise):
         for name in names:
             path = os.path.join(folder, name)  # noqa: PTH118 (thousands of files: Path is slow)
-            if name != MARKER_NAME and os.path.isfile(path):  # noqa: PTH113
+            if name != MARKER_NAME and _is_file(path):
                 yield Path(path)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
+    except FileNotFoundError:  # removed meanwhile
+        return False
 
 
 def restore(out_dir: Path) -> None:

@@ -53,7 +53,7 @@ class CheckedState:
         loading, problem = _Loading(), None
         try:
             loading.plan(self._state, targets)
-        except UserError as error:  # unless a file is damaged, which explains it
+        except (UserError, OSError) as error:  # unless a file is damaged, which explains it
             loading, problem = _Loading(), str(error)
         check_together(self._state, self._state.names(), hashing=loading.hash)
         problems = gather_objects(problem or loading.problem)
@@ -167,7 +167,8 @@ class _Loading:
                     digest.update(view[:length])
                 for stored in here:
                     if not stored.copy(buffer, position, length):
-                        self.problem = not_finite(self._directory, stored.key)
+                        problem = not_finite(self._directory, stored.key)
+                        self.problem = min(filter(None, (self.problem, problem)))
                 position += length
                 progress.advance()
         return digest.hexdigest()

@@ -131,14 +131,14 @@ class Worker:
         stream = Stream(first.system.translator)
         running: dict[int, _Line] = {}
         while True:
-            dropped = {number for number, line in running.items() if line.result.cancelled()}
-            stream.drop(dropped)
-            for number in dropped:
-                del running[number]
-            running |= {line.job.line: line for line in self._join(stream, first)}
-            if not running:
-                return
             try:
+                dropped = {number for number, line in running.items() if line.result.cancelled()}
+                stream.drop(dropped)
+                for number in dropped:
+                    del running[number]
+                running |= {line.job.line: line for line in self._join(stream, first)}
+                if not running:
+                    return
                 for _ in range(STEPS):
                     for job, hypothesis in stream.step():
                         running.pop(job.line).finish(hypothesis)

@@ -209,6 +209,27 @@ def test_a_full_disk_leaves_the_old_artifact_and_a_sentence(
     assert names_in(tmp_path) == ["corpus"]
 
 
+@pytest.mark.parametrize("call", ["scandir", "stat"])
+def test_an_artifact_whose_files_cannot_be_listed_is_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    original = getattr(os, call)
+
+    def stale(path: Any, **options: Any) -> Any:
+        if "inner" in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return original(path, **options)
+
+    def go_stale(writer: ArtifactWriter) -> None:
+        writer.path("inner/more.txt").write_bytes(b"more")
+        monkeypatch.setattr(os, call, stale)
+
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        make(tmp_path / "corpus", {"text.txt": b"new"}, before_end=go_stale)
+    monkeypatch.undo()
+    assert not (tmp_path / "corpus").exists()
+
+
 def test_a_folder_with_anything_in_it_is_replaced_only_on_demand(tmp_path: Path) -> None:
     make(tmp_path / "corpus", {"text.txt": b"old"})
     with pytest.raises(ArtifactError, match=r"exists already. .*--overwrite"):

@@ -448,7 +448,8 @@ def test_a_round_trip_that_is_not_that_of_the_translations_is_refused(
             {},
             r"en-de of moe need one round trip, and --back names none\..*moe@de",
         ),
-        ({"moe": back, "moe@2": back}, r"names several \(moe, moe@2\)"),
+        ({"moe": back, "moe@de": back}, r"names several \(moe, moe@de\)"),
+        ({"moe": back, "moe@2": back}, r"names moe@2, and no system of that name"),
         ({"moe": back, "web": back}, r"names web, and no system of that name has tr.* are moe\."),
         *(
             (

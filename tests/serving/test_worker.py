@@ -139,6 +139,34 @@ def test_lines_that_are_cancelled_while_they_run_leave_the_search(
     assert searched[-1] == 1
 
 
+def test_a_search_that_cannot_drop_lines_leaves_the_others(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direction, text = Direction("de", "en"), "Ja " * 12
+    (alone,) = system.translator.translate([Job(direction, 0, text)])
+    joined, cancelled = threading.Event(), threading.Event()
+
+    def out_of_memory(_: Stream, numbers: set[int]) -> None:
+        if numbers:
+            raise MemoryError
+
+    def on_batch(*_: object) -> None:
+        joined.set()
+        cancelled.wait(SECONDS)
+
+    monkeypatch.setattr(Stream, "drop", out_of_memory)
+    worker = Worker(on_batch)
+    with worker._changed:  # so that both join together
+        results = [worker.submit(system, direction, text) for _ in range(2)]
+    joined.wait(SECONDS)
+    assert results[0].cancel()
+    cancelled.set()
+    assert results[1].result(SECONDS).text == alone.text
+    assert worker.submit(system, direction, text).result(SECONDS).text == alone.text
+    assert worker.is_alive
+    worker.close()
+
+
 def test_the_end_of_a_worker_cancels_what_waits(system: System) -> None:
     worker = Worker(lambda *_: None)
     results = [worker.submit(system, Direction("de", "en"), "Haus " * 50) for _ in range(2000)]
