@@ -364,10 +364,6 @@ def files_below(directory: Path) -> Iterator[Path]:
                 yield Path(path)
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def _is_file(path: str) -> bool:
     try:
         return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
