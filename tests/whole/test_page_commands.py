@@ -172,6 +172,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_questions(raw / "tydiqa", ["en"])
     shutil.copy(ROOT / "slurm" / "site.example.toml", folder / "my-site.toml")
     runs = folder / "runs"
+    write(runs / "verses", {"en-de/train.en.gz": "house\n", "en-de/train.de.gz": "Haus\n"})
     small_run("demo", runs, {}, tiny=DEMO, wanted=())
     ted59 = {"corpus": raw / "talks", "flores": raw / "flores"}
     translated = ("translate_bytes", "translate_moce_5_lid")
