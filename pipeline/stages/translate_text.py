@@ -75,7 +75,6 @@ def run(call: StageCall) -> None:
                 todo = [batch for batch in batches if not done.has(batch)]
                 translate_batches(translator, todo, done, stop=stop, bar=bar)
                 done.move(partial(write_chunk, done, chunk, directions))
-                del jobs, lengths, batches, todo  # before the next chunk is read
         if world.rank == 0:
             publish(call, done, directions, texts=texts, left_out=left_out)
 
