@@ -63,12 +63,9 @@ number decides, so that a constant makes the pieces the same on every machine.""
 SEEDS_PER_PIECE, LEAST_SEEDS, MOST_SEEDS = 4, 32_000, 1_000_000
 """Pieces that the unigram trainer begins with, for each piece wanted, at least, and at most.
 
-SentencePiece would begin with a million, whatever the vocabulary. Four for each of 16,000 or 64,000
-pieces of 24 languages take 40 % less processor time, and held-out text has about 1 % fewer tokens.
-
-Lines are not counted as words first (``input_format="tsv"``): SentencePiece counts words itself
-before the costly part, so that the time is the same, and 64,000 pieces of counted words spell
-held-out text with 0.4 % more tokens."""
+SentencePiece would begin with a million, whatever the vocabulary, which takes longer and spells
+held-out text with no fewer tokens (``tests/bench/data.py``). Lines are not counted as words first
+(``input_format="tsv"``): SentencePiece counts words itself before the costly part."""
 
 MEMORY_PER_BYTE, MEMORY_PER_LINE, MEMORY_AT_LEAST = 22, 200, 2**23
 """Bytes of memory that SentencePiece 0.2.3 takes per byte of text, per line, and at least."""

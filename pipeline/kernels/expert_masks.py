@@ -1,7 +1,7 @@
 """Loop that zeroes entries of a tensor at random, compiled by numba: experts of a dense layer.
 
-Drawing by numpy, comparing, multiplying, subtracting and summing by torch are passes over memory of
-their own and take four to six times as long. The generator is Philox4x64-10 as numpy has it, so
+Drawing by numpy, comparing, multiplying, subtracting and summing by torch would be passes over
+memory of their own. The generator is Philox4x64-10 as numpy has it, so
 that the words are those of ``numpy.random.Philox``.
 
 Legend: N entries, L entries of a block.

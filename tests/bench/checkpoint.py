@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 
 from digests import forget_pages, read
 from feed import own_memory, watching_memory
-from ratios import Options, Row, bounded, compare, interleaved, parse_options, report
+from ratios import Options, Row, beside, bounded, compare, interleaved, parse_options, report
 from support.tiny_models import random_batch
 
 from pipeline.artifacts import digests as remembering
@@ -233,15 +233,8 @@ def peak_row(action: Callable[[], None], saved: Saved, *, verb: str) -> Row:
         action()
     taken = max(1, (peak.bytes - before) // MEBIBYTE)
     size = saved.size // MEBIBYTE
-    return Row(
-        case=f"peak memory of {verb} a state of {saved.gigabytes}, against its size",
-        metric="mebibytes",
-        ours=taken,
-        peer=size,
-        ratio=round(size / taken, 3),
-        target=PEAK_TARGET,
-        holds=size / taken >= PEAK_TARGET,
-    )
+    case = f"peak memory of {verb} a state of {saved.gigabytes}, against its size"
+    return beside(case, "mebibytes", taken, size, target=PEAK_TARGET)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
 
 import sentencepiece
-from ratios import Row, Seconds, bounded, check_cases, compare, processor, provenance
+from ratios import Row, Seconds, beside, bounded, check_cases, compare, processor, provenance
 from support.corpora import make_corpus
 
 from data_prep import clean, import_corpus, make_shards, train_tokenizer
@@ -356,18 +356,8 @@ def measure_tokenizer(
         peer = train_on(prepared, folder, lines=sizes[1])
     both = {"ours": [more.seconds], "a million seed pieces": [peer.seconds]}
     rows = compare(both, case=f"train_tokenizer, {VOCABULARY:,} pieces", target=1.0)
-    ratio = peer.tokens / more.tokens
-    rows.append(
-        Row(
-            case=f"held-out text, {VOCABULARY:,} pieces, against a million seed pieces",
-            metric="tokens per line",
-            ours=round(more.tokens, 3),
-            peer=round(peer.tokens, 3),
-            ratio=round(ratio, 4),
-            target=TOKENS_TARGET,
-            holds=ratio >= TOKENS_TARGET,
-        )
-    )
+    case = f"held-out text, {VOCABULARY:,} pieces, against a million seed pieces"
+    rows.append(beside(case, "tokens per line", more.tokens, peer.tokens, target=TOKENS_TARGET))
     few = recipe_of(sample_lines=100).tokenizer
     started = time.process_time()
     drawn = sum(1 for _ in _sample(prepared.corpus, few))

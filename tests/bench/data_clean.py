@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from ratios import Row, bounded, check_cases, processor, provenance
+from ratios import Row, beside, bounded, check_cases, processor, provenance
 
 from data_prep.clean_pair import NEAR_DUPLICATE_SIMILARITY, PairTask, clean_pair
 from data_prep.rules.duplicates import BAND_PART, BANDS, TRAIT_BITS, LineSketches, Sketches
@@ -219,15 +219,7 @@ def report_simulation(sizes: tuple[int, int]) -> tuple[list[Row], dict[str, floa
 
 
 def _growth_row(case: str, fewer: float, more: float) -> Row:
-    return Row(
-        case=case,
-        metric="microseconds",
-        ours=round(more, 1),
-        peer=round(fewer, 1),
-        ratio=round(fewer / more, 3),
-        target=GROWTH_TARGET,
-        holds=fewer / more >= GROWTH_TARGET,
-    )
+    return beside(case, "microseconds", more, fewer, target=GROWTH_TARGET)
 
 
 def _phrases_task(folder: Path, lines: int) -> PairTask:
@@ -296,7 +288,7 @@ def main() -> None:
         figures: dict[str, object] = {"extrapolated": extrapolated}
     else:
         rows, figures = report_cleaning(given)
-    check_cases(rows, quick=given.quick)
+    check_cases(rows, quick=given.quick or bool(given.simulate))
     for row in rows:
         print(f"{row.case}: {row.ours} and {row.peer} {row.metric}, ratio {row.ratio}")
     if given.json:

@@ -30,7 +30,7 @@ from sacrebleu.metrics.chrf import CHRF
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from ratios import Row, compare, interleaved, parse_options, report
+from ratios import beside, compare, interleaved, parse_options, report
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.bleu import Bleu
@@ -124,14 +124,12 @@ def main() -> None:
     minutes = whole / 60
     what = f"{SYSTEMS} systems, {DIRECTIONS} directions, {LINES} lines, computed"
     rows.append(
-        Row(
-            case=f"{what}, against the target, in minutes of one processor",
-            metric="minutes",
-            ours=round(minutes, 1),
-            peer=TARGET_MINUTES,
-            ratio=round(TARGET_MINUTES / minutes, 3),
+        beside(
+            f"{what}, against the target, in minutes of one processor",
+            "minutes",
+            minutes,
+            TARGET_MINUTES,
             target=1.0,
-            holds=minutes <= TARGET_MINUTES,
         )
     )
     print(f"{what}: {minutes:.1f} minutes of one processor, {minutes / 2:.1f} on two")

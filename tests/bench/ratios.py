@@ -125,6 +125,14 @@ def compare(seconds: Seconds, *, case: str, target: float, ours: str = "ours") -
     return rows
 
 
+def beside(case: str, metric: str, ours: float, peer: float, *, target: float) -> Row:
+    """A figure beside another, of which less is better, where no rounds are compared."""
+    ratio = peer / ours
+    return Row(
+        case, metric, round(ours, 3), round(peer, 3), round(ratio, 4), target, ratio >= target
+    )
+
+
 def bounded(case: str, metric: str, value: float, *, most: float) -> Row:
     """A figure beside a bound that it must not exceed; ``ratio`` is the bound by the figure."""
     return Row(

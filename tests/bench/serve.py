@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from ratios import Options, Row, compare, interleaved, parse_options, report
+from ratios import Options, Row, beside, compare, interleaved, parse_options, report
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
@@ -158,10 +158,7 @@ def latency_rows(port: int, port_at_next_batch: int, lines: list[str], rounds: i
         case = f"{name} of a sentence, {CLIENTS} clients"
         ours, theirs = (found[joining][place] for joining in ports)
         for what, peer in (("", LIMITS[name]), (", against joining at the next batch", theirs)):
-            ratio, figures = peer / ours, (round(ours, 1), round(peer, 1))
-            rows.append(
-                Row(case + what, "milliseconds", *figures, round(ratio, 3), 1.0, ratio >= 1)
-            )
+            rows.append(beside(case + what, "milliseconds", ours, peer, target=1.0))
     return rows
 
 
@@ -201,15 +198,8 @@ def memory_row(port: int, process: int, requests: int) -> Row:
         resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
         mebibytes.append(int(resident.split()[1]) / 1024)
     before, after = mebibytes
-    return Row(
-        case=f"memory after {requests:,} requests, against after a tenth of them",
-        metric="MiB",
-        ours=round(after, 1),
-        peer=round(before, 1),
-        ratio=round(before / after, 3),
-        target=MEMORY_TARGET,
-        holds=before / after >= MEMORY_TARGET,
-    )
+    case = f"memory after {requests:,} requests, against after a tenth of them"
+    return beside(case, "MiB", after, before, target=MEMORY_TARGET)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from ratios import Options, Row, compare, interleaved, parse_options, report
+from ratios import Options, Row, beside, compare, interleaved, parse_options, report
 from serve import ROOT, SEARCH, sentences, write_model
 from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
@@ -134,15 +134,8 @@ def memory_row(folder: Path, options: Options, *, lines: int) -> Row:
         // MEBIBYTE
         for number in (lines, TIMES * lines)
     )
-    return Row(
-        case=f"peak memory of {TIMES * lines:,} lines, against {lines:,}",
-        metric="mebibytes",
-        ours=more,
-        peer=fewer,
-        ratio=round(fewer / more, 3),
-        target=MEMORY_TARGET,
-        holds=fewer / more >= MEMORY_TARGET,
-    )
+    case = f"peak memory of {TIMES * lines:,} lines, against {lines:,}"
+    return beside(case, "mebibytes", more, fewer, target=MEMORY_TARGET)
 
 
 def main() -> None:

@@ -51,15 +51,15 @@ Rule = Literal[
     "language of dense",
     "fresh",
 ]
+COPY_RULES = ("copied", "group router of token router")
 EXPERT_RULES = ("expert of dense", "expert of expert")
 EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEPS = 2**16
 """Number of steps of a mask's ratio: each entry is compared with 16 random bits of its own."""
 WORTH_COMPILING = 2**28
-"""Masked entries of an assembly from which a compiled loop makes them. Loading it takes half a
-second of processor time, which it saves on 2**27.5 entries, and compiling it, once per
-installation, somewhat more."""
+"""Masked entries of an assembly from which a compiled loop makes them: on fewer it saves less time
+than loading it takes."""
 
 
 @dataclass(frozen=True)
@@ -389,15 +389,13 @@ class Blueprint:
 
         A copy differs by 0. Without a source of the same shape, the norm is that of the tensor.
         """
-        if entry.rule in EXPERT_RULES and self._is_worth_compiling:
+        is_expert = entry.rule in EXPERT_RULES
+        if is_expert and self._is_worth_compiling:
             return masked_with_norm(self._read(entry), entry.target, self.config)
         value = self.value(entry)
-        match entry.rule:
-            case "copied" | "group router of token router":
-                return value, 0.0
-            case "expert of dense" | "expert of expert":
-                return value, _norm(value - self._read(entry))
-        return value, _norm(value)
+        if entry.rule in COPY_RULES:
+            return value, 0.0
+        return value, _norm(value - self._read(entry) if is_expert else value)
 
     @cached_property
     def _is_worth_compiling(self) -> bool:
