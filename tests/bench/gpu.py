@@ -59,6 +59,7 @@ from pipeline.estimates.operators import (
     count_training,
     micro_batch,
 )
+from pipeline.estimates.simulation import EFFICIENCY
 from pipeline.estimates.step_time import DEVICES, Device, _data_sheet_of, least_time
 from pipeline.kernels.logits import rows_at_a_time
 from pipeline.kernels.products import meta_stands_for, padded_product
@@ -489,6 +490,15 @@ def stage(asked: Asked) -> Iterator[Row]:
     yield row("mfu, at most 1", "share", 1, utilization, least=1e-4, most=1)
 
 
+def large(asked: Asked) -> Iterator[Row]:
+    """Compare the share of the GPU's peak that training of MMNMT's dense model uses."""
+    recipe = (SMALL if asked.quick else PAPER)[0]
+    metrics = pretrained(asked, "zero1_bf16", recipe=recipe)
+    shares = [entry["mfu"] for entry in metrics[1:]]
+    found = statistics.median(shares)
+    yield row(f"{recipe}, mfu", "share", EFFICIENCY, found, least=0.8, most=2)
+
+
 def ranks(asked: Asked) -> Iterator[Row]:
     """Compare two ranks that share experts with one, and with the simulation."""
     alone = mean_loss(pretrained(asked, "zero2_bf16"))
@@ -531,28 +541,30 @@ def pretrained(
     asked: Asked,
     ds_config: str,
     *options: str,
+    recipe: str = "demo_moe",
     launcher: Sequence[str] = (),
     on_cpu: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train the demo's model without dropout; return the metrics of every update."""
-    out = Path("-".join(["run", ds_config, *launcher, *options]).replace(":", "-"))
+    """Train on the demo's data without dropout; return the metrics of every update."""
+    out = Path("-".join(["run", recipe, ds_config, *launcher, *options]).replace(":", "-"))
     program = ["-m", "pipeline.stages.pretrain"] if launcher else ["-m", "pipeline", "pretrain"]
-    arguments = [*stage_options(asked, ds_config), *options, "--out", str(out)]
+    arguments = [*stage_options(asked, recipe, ds_config), *options, "--out", str(out)]
     # DeepSpeed trains on a GPU that it sees, whatever the ds_config is called.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **hidden}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "PYTHONPATH": paths, **hidden}
     subprocess.run([*launcher, sys.executable, *program, *arguments], check=True, env=environ)
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [entry for line in lines if (entry := json.loads(line))["kind"] == "train"]
 
 
-def stage_options(asked: Asked, ds_config: str) -> list[str]:
+def stage_options(asked: Asked, recipe: str, ds_config: str) -> list[str]:
     """Return the options of a short training stage."""
     updates = FEW_UPDATES if asked.quick else UPDATES
     lengths = ("training.updates", "training.validate_every", "training.checkpoint_every")
     settings = {**dict.fromkeys(lengths, updates), "logging.every": 1}
     settings |= {"training.dropout": 0, "optimizer.warmup_updates": 1}
-    options = ["--recipe", "demo_moe", "--ds-config", ds_config]
+    options = ["--recipe", recipe, "--ds-config", ds_config]
     options += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     for name in ("shards", "mixture"):
         options += [f"--{name}", str(asked.demo / name)]
@@ -620,7 +632,7 @@ class Question:
 
 QUESTIONS = (
     Question(
-        *(kinds, (GPU,), 120),
+        *(kinds, (GPU,), 100),
         text="Are the gradients of every kind of model right, in float32 and bfloat16: experts, "
         "capacity, language groups, language modules?",
         prediction="those of the CPU, within rounding",
@@ -657,7 +669,7 @@ QUESTIONS = (
         prediction="the product without padding",
     ),
     Question(
-        *(compiled, (GPU,), 150),
+        *(compiled, (GPU,), 140),
         text="Do compiled regions train, and what do they save?",
         prediction="the model without them",
         runs_on_cpu=False,
@@ -674,7 +686,14 @@ QUESTIONS = (
         prediction="`mmnmt memory`, `mmnmt simulate`; no copy from memory that is not pinned",
     ),
     Question(
-        *(ranks, STAGE_OF_TWO, 120),
+        *(large, STAGE, 100),
+        text="Which share of the GPU's peak does training of a dense model of width 1024 with "
+        "12 + 12 layers use (`mfu`)?",
+        prediction="what `mmnmt simulate` assumes",
+        runs_on_cpu=False,
+    ),
+    Question(
+        *(ranks, STAGE_OF_TWO, 100),
         text="Does expert parallelism work over NCCL, and how long does an update take?",
         prediction="the losses of one rank; `mmnmt simulate`",
     ),

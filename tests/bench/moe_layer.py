@@ -45,7 +45,7 @@ from pipeline.training.engine import connect
 TOP_K = 2
 BALANCE_WEIGHT = 0.1
 CASES = {
-    r"d (512, 8|1024, 32) experts, (float32|bfloat16), against "
+    r"d (512, 8|1024, 32) experts, (float32|bfloat16)(, 8192 tokens)?, against "
     r"(our dense layer on twice the tokens|PyTorch's linear layers on twice the tokens|"
     r"DeepSpeed without drops|DeepSpeed capacity 1\.0|Hugging Face NLLB-MoE)": "milliseconds",
     r"d 512, 29% padding, (float32|bfloat16), against full": "milliseconds",
@@ -76,6 +76,8 @@ SHAPES = (
     Shape(512, 2048, 8, 4096, {torch.float32: 1.0, torch.bfloat16: 1.0}),
     Shape(1024, 4096, 32, 2048, {torch.float32: 0.75, torch.bfloat16: 0.85}),
 )
+LARGE_SHAPE = Shape(1024, 4096, 32, 8192, {torch.float32: 0.75, torch.bfloat16: 0.85})
+"""Measured on a GPU only."""
 QUICK_SHAPES = (Shape(64, 128, 4, 1024, {torch.float32: 0.0, torch.bfloat16: 0.0}),)
 
 
@@ -262,6 +264,8 @@ def layer_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
         timed[name] = _step(module, layer, stream)
     seconds = interleaved(timed, rounds=options.rounds)
     case = f"d {shape.width}, {shape.num_experts} experts, {str(dtype).removeprefix('torch.')}"
+    if shape is LARGE_SHAPE:
+        case += f", {shape.tokens} tokens"
     rows = []
     for name in seconds:
         if name != "ours":
@@ -313,6 +317,8 @@ def main() -> None:
     """Every shape in both precisions."""
     options = parse_options(__doc__ or "")
     shapes = QUICK_SHAPES if options.quick else SHAPES
+    if DEVICE.type == "cuda" and not options.quick:
+        shapes += (LARGE_SHAPE,)
     rows: list[Row] = []
     with distributed_world() as world:
         connect(world)

@@ -30,7 +30,7 @@ LAYER_NAMES = {
 
 
 def m2m100_peer(model: Transformer, *, eos_id: int, kernel: AttentionKernel = "sdpa") -> Any:
-    """A peer with copies of the model's weights, in its dtype, in evaluation mode."""
+    """A peer with copies of the model's weights, on its device, in its dtype, not in training."""
     ours = model.spec.model
     config_type: Any = M2M100Config
     config = config_type(
@@ -56,7 +56,8 @@ def m2m100_peer(model: Transformer, *, eos_id: int, kernel: AttentionKernel = "s
         attn_implementation=kernel,
     )
     peer: Any = M2M100ForConditionalGeneration(config)
-    peer = peer.to(next(model.parameters()).dtype)
+    weight = next(model.parameters())
+    peer = peer.to(weight.device, weight.dtype)
     missing, unexpected = peer.load_state_dict(peer_weights(model), strict=False)
     tied = {"lm_head.weight", "model.encoder.embed_tokens.weight"}
     assert not unexpected
@@ -83,6 +84,7 @@ def peer_weights(model: Transformer) -> dict[str, Tensor]:
 
 def padded(ids_N: Tensor, packing: Packing, *, fill: int) -> Tensor:
     """Packed ids as a right-padded (batch, length) grid."""
-    grid = torch.full((packing.batch * packing.length,), fill, dtype=torch.int64)
+    cells = packing.batch * packing.length
+    grid = torch.full((cells,), fill, dtype=torch.int64, device=ids_N.device)
     grid[packing.index_N] = ids_N
     return grid.view(packing.batch, packing.length)
