@@ -484,11 +484,15 @@ def _combine_backward_all(
         placement.token_R, d_y_ND, numbers.number_Q, mode="sum", per_sample_weights=weight_R
     )
     # The gradient of a weight is the dot product of its token's gradient and its row.
-    row_Q = placement.row_NC.view(-1)
+    row_Q, shape = placement.row_NC.view(-1), placement.row_NC.shape
+    if d_y_ND.dtype == torch.bfloat16 and d_y_ND.device.type != "cpu":
+        # PyTorch 2.11 has the operator below in bfloat16 for CPU only.
+        products_NCD = y_RD.index_select(0, row_Q).view(*shape, -1).mul_(d_y_ND[:, None])
+        return d_rows_RD, products_NCD.sum(-1, dtype=weight_dtype)
     d_weight_Q: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         d_y_ND, y_RD, row_Q, numbers.first_N, numbers.token_Q, 0
     )
-    return d_rows_RD, d_weight_Q.view_as(placement.row_NC).to(weight_dtype)
+    return d_rows_RD, d_weight_Q.view(shape).to(weight_dtype)
 
 
 def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:

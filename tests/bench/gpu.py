@@ -550,7 +550,8 @@ def pretrained(
     program = ["-m", "pipeline.stages.pretrain"] if launcher else ["-m", "pipeline", "pretrain"]
     arguments = [*stage_options(asked, recipe, ds_config), *options, "--out", str(out)]
     # DeepSpeed trains on a GPU that it sees, whatever the ds_config is called.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    # This process has told DeepSpeed, by the environment, that there is one.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if on_cpu else {}
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": paths, **hidden}
     subprocess.run([*launcher, sys.executable, *program, *arguments], check=True, env=environ)
