@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.kernels.expert_products import may_leave_idle_gradients
 from pipeline.kernels.placement import RowSlices
 from pipeline.kernels.products import GROUPED_MULTIPLE, has_grouped_products
 
@@ -118,10 +117,7 @@ class SortedRows(ArrangedRows):
 
     def weight_gradient(self, d_rows: Tensor, rows: Tensor) -> Tensor:
         """Return dyᵀ x of every slice by one grouped product."""
-        d_weight_SOI = F.grouped_mm(d_rows.mT, rows, offs=self.slices.stop_E)
-        if may_leave_idle_gradients(d_rows):
-            d_weight_SOI.masked_fill_((self.slices.rows_E == 0)[:, None, None], 0)
-        return d_weight_SOI
+        return self.slices.products(d_rows, rows)
 
     def bias_gradient(self, d_rows: Tensor) -> Tensor:
         """Return the sum of every slice."""

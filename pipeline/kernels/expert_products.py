@@ -2,8 +2,7 @@
 
 On CPU, each expert has its own matrix products. On other devices, all experts are computed at once:
 by grouped matrix products if PyTorch has fast ones, else by batched products with padding
-(:func:`has_grouped_products`). CPU tests compare both with single experts; neither has run on a GPU
-yet.
+(:func:`has_grouped_products`). CPU tests compare both with single experts.
 
 Legend: E experts (on this rank), R rows sorted by expert, L rows of the expert that has most, N
 tokens, C choices per token, D model width, F hidden width, I and O width of what goes in and out.
@@ -24,7 +23,6 @@ from pipeline.kernels.allocator import prefer_large_pages
 from pipeline.kernels.cpu import can_loop, numbers, over_rows, side_by_side
 from pipeline.kernels.placement import Placement, RowSlices, combine, gather
 from pipeline.kernels.products import (
-    GROUPED_CAPABILITY,
     GROUPED_MULTIPLE,
     Activation,
     activate,
@@ -127,20 +125,6 @@ def _serve_at_once(
     return padded_feed_forward(x_RD, weights, count_E, activation, longest=longest)
 
 
-def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
-    """Return whether a grouped product may return nonzero gradients for experts without rows.
-
-    It does on Blackwell, but not on Hopper (pytorch#172439). ``capability`` is as in
-    :func:`has_grouped_products`.
-    """
-    if capability is None:
-        if x.device.type == "cuda":
-            capability = torch.cuda.get_device_capability(x.device)
-        else:
-            capability = GROUPED_CAPABILITY if x.device.type == "meta" else None
-    return capability is None or capability[0] != GROUPED_CAPABILITY[0]
-
-
 def padded_feed_forward(
     x_RD: Tensor,
     weights: ExpertWeights,
@@ -197,7 +181,7 @@ class _GroupedLinear(torch.autograd.Function):
     """Compute x Wᵀ + b of every expert on its slice of rows.
 
     It works around two defects of PyTorch's gradients: on some GPUs, experts without rows get
-    nonzero gradients (:func:`may_leave_idle_gradients`), and gradients of biases are summed in
+    nonzero gradients (:meth:`RowSlices.products`), and gradients of biases are summed in
     bfloat16, in no fixed order.
     """
 
@@ -216,11 +200,7 @@ class _GroupedLinear(torch.autograd.Function):
         dy_RO, slices = gradients[0].contiguous(), ctx.slices
         x_RI, weight_EOI = ctx.saved_tensors
         dx_RI = F.grouped_mm(dy_RO, weight_EOI, offs=slices.stop_E)
-        d_weight_EOI = F.grouped_mm(dy_RO.mT, x_RI, offs=slices.stop_E)
-        if may_leave_idle_gradients(dy_RO):
-            is_idle_E = slices.bound_E[1:] == slices.bound_E[:-1]
-            d_weight_EOI.masked_fill_(is_idle_E[:, None, None], 0)
-        return dx_RI, d_weight_EOI, slices.sums(dy_RO), None
+        return dx_RI, slices.products(dy_RO, x_RI), slices.sums(dy_RO), None
 
 
 class _ExpertByExpert(torch.autograd.Function):

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.cpu import uses_loops
+from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,21 @@ class RowSlices:
         """Return the number of rows of each expert."""
         return self.bound_E[1:] - self.bound_E[:-1]
 
-    def sums(self, rows: Tensor) -> Tensor:
-        """Sum the rows of each expert, in their order and in float32, (E, D)."""
-        return F.embedding_bag(self.number_R, rows, self.bound_E[:-1], mode="sum")
+    def products(self, y_RO: Tensor, x_RI: Tensor) -> Tensor:
+        """Return yᵀ x of each expert by one grouped product, (E, O, I)."""
+        found_EOI = F.grouped_mm(y_RO.mT, x_RI, offs=self.stop_E)
+        if may_leave_idle_gradients(y_RO):
+            found_EOI.masked_fill_((self.rows_E == 0)[:, None, None], 0)
+        return found_EOI
+
+    def sums(self, x_RD: Tensor) -> Tensor:
+        """Sum the rows of each expert in float32, (E, D).
+
+        A product with ones is many times as fast on GPUs as ``embedding_bag``, which adds the rows
+        of a bag one after the other.
+        """
+        ones_RK = x_RD.new_ones(len(x_RD), GROUPED_MULTIPLE)  # of 16 bytes, as products require
+        return self.products(ones_RK, x_RD)[:, 0]
 
 
 class Counts(NamedTuple):

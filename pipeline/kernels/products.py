@@ -250,6 +250,20 @@ def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None
 _meta: ContextVar[tuple[int, int] | None] = ContextVar("meta", default=GROUPED_CAPABILITY)
 
 
+def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
+    """Return whether a grouped product may return nonzero gradients for experts without rows.
+
+    It does on Blackwell, but not on Hopper (pytorch#172439). ``capability`` is as in
+    :func:`has_grouped_products`.
+    """
+    if capability is None:
+        if x.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(x.device)
+        else:
+            capability = GROUPED_CAPABILITY if x.device.type == "meta" else None
+    return capability is None or capability[0] != GROUPED_CAPABILITY[0]
+
+
 @contextmanager
 def meta_stands_for(capability: tuple[int, int] | None) -> Iterator[None]:
     """Let the meta device, on which operators are counted, take the branches of a device.

@@ -5,11 +5,8 @@ import torch
 from support.tiny_models import tiny_spec
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.expert_products import (
-    check_widths,
-    may_leave_idle_gradients,
-)
-from pipeline.kernels.products import has_grouped_products
+from pipeline.kernels.expert_products import check_widths
+from pipeline.kernels.products import has_grouped_products, may_leave_idle_gradients
 from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
 
