@@ -8,7 +8,7 @@ command line asks this module for its rank and has to start fast.
 A rank computes on a GPU of its own, or on the CPU. Some launchers show all GPUs of a node to each
 of its ranks, others show every rank its own, which then is number 0 (``--gpus-per-task=1``).
 DeepSpeed takes ``LOCAL_RANK`` for the number of the device, so it is told the number found here
-(:func:`~pipeline.training.engine.connect`). Not yet run on a GPU.
+(:func:`~pipeline.training.engine.connect`). It has run on one GPU, not on several.
 """
 
 import atexit

@@ -5,7 +5,7 @@
 - :func:`attend_packed`, of sentences that lie one after the other without padding: PyTorch's
   operator of flash attention for NVIDIA's cards. ``torch.nn.attention.varlen`` calls the same
   operator, but with a dropout of 0 (PyTorch 2.13), so training calls it directly. The tests replace
-  the operator by a loop over sentences; it has not yet run on a GPU.
+  the operator by a loop over sentences.
 - :func:`attend_entries`, of rows of a search to cached keys: a compiled loop on CPU.
 
 Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M

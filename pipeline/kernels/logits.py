@@ -2,7 +2,7 @@
 
 - :func:`summed_cross_entropy` and :func:`summed_divergence` process a chunk of rows at a time and
   compute their gradients in the forward pass. Their operators for devices other than the CPU have
-  been counted on the meta device and tested on CPU; they have not yet run on a GPU.
+  been counted on the meta device and tested on CPU.
 - :func:`log_normalizer` and :func:`best_tokens` serve a step of a search: a compiled loop on CPU,
   else PyTorch's operators.
 

@@ -10,8 +10,7 @@ never read.
 On other devices, the host should not wait for the number of kept routes. If the rows are computed
 on this rank, dropped routes have rows as well, with a combine weight of 0. If rows are sent to
 other ranks, dropped routes follow the kept ones until the host knows their number
-(:meth:`Placement.first_rows`). Operators were counted on the meta device and tested on CPU; they
-have not yet run on a GPU.
+(:meth:`Placement.first_rows`). Operators were counted on the meta device and tested on CPU.
 
 Legend: N tokens, C choices per token, E experts, Q routes by number, R rows: kept routes and spare
 rows, D model width.

@@ -113,6 +113,15 @@ def test_experts_add_a_bounded_number_of_launches_to_a_layer(form: str) -> None:
     assert 0 <= few - 2 * each <= 2 * SHARED
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_no_operator_of_training_lacks_bfloat16_on_gpus(form: str) -> None:
+    """Fake tensors accept the operator; PyTorch 2.11 refused it on an H200."""
+    launches = counted(small_recipe(moe=FORMS[form])).launches
+    operators = {launch.operator for launch in launches}
+    assert "_embedding_bag" in operators
+    assert "_embedding_bag_per_sample_weights_backward" not in operators
+
+
 EIGHT = {"num_experts": 8, "every": 2}
 
 
