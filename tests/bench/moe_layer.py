@@ -316,7 +316,7 @@ def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row
 def main() -> None:
     """Every shape in both precisions."""
     options = parse_options(__doc__ or "")
-    shapes = QUICK_SHAPES if options.quick else SHAPES
+    shapes: tuple[Shape, ...] = QUICK_SHAPES if options.quick else SHAPES
     if DEVICE.type == "cuda" and not options.quick:
         shapes += (LARGE_SHAPE,)
     rows: list[Row] = []
