@@ -7,6 +7,7 @@ expert-parallel process groups; model, losses, weights and training state are ou
 
 import logging
 import math
+import gc
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -248,6 +249,7 @@ class Engine:
         watched = world.size > 1 and depends_on_order(config["zero_optimization"])
         self._gradient_order = GradientOrder(model) if watched else None
         objective = _Objective(model, recipe, has_expert_groups=has_expert_groups)
+        gc.collect()  # Python 3.11's import lock can fail if one runs within DeepSpeed's imports
         self._engine, *_ = deepspeed.initialize(
             model=objective,
             optimizer=make_optimizer(parameters),
