@@ -5,9 +5,9 @@ This is the only file that imports DeepSpeed. It provides ZeRO 1 and 2, offload,
 expert-parallel process groups; model, losses, weights and training state are our own.
 """
 
+import gc
 import logging
 import math
-import gc
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
