@@ -153,8 +153,7 @@ class RowSlices:
     def sums(self, x_RD: Tensor) -> Tensor:
         """Sum the rows of each expert in float32, (E, D).
 
-        A product with ones is many times as fast on GPUs as ``embedding_bag``, which adds the rows
-        of a bag one after the other.
+        It is a product with ones: ``embedding_bag`` adds the rows of a bag one after the other.
         """
         ones_RK = x_RD.new_ones(len(x_RD), GROUPED_MULTIPLE)  # of 16 bytes, as products require
         return self.products(ones_RK, x_RD)[:, 0]
