@@ -1,7 +1,11 @@
 """The script that answers the open questions on a GPU, as far as a machine without one can tell."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 
@@ -53,6 +57,27 @@ def test_rows_of_a_question_that_fails_or_hangs_are_kept() -> None:
         assert how.startswith(status)
         assert rows == [found]
     assert answer([sys.executable, "-c", ""], seconds=300) == ("measured", [])
+
+
+def test_a_question_s_process_ends_when_the_script_is_asked_to_end(tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    question = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    asks = (
+        f"import sys; sys.path[:0] = {[str(SCRIPT.parent), str(SCRIPT.parents[1])]}; import gpu; "
+        "gpu.end_questions_on_request(); "
+        f"gpu.answer([sys.executable, '-c', {question!r}], seconds=99)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", asks])
+    try:
+        until = time.monotonic() + 120
+        while not (noted.is_file() and noted.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
 
 
 def test_a_measurement_that_is_no_number_does_not_hold() -> None:

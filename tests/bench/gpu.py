@@ -747,7 +747,7 @@ def answer(command: Sequence[str], *, seconds: float) -> tuple[str, list[Row]]:
             status = "measured" if code == 0 else f"failed with code {code}"
         except subprocess.TimeoutExpired:
             status = f"stopped after {seconds:g} seconds"
-        finally:
+        finally:  # also if this process is asked to end
             end_with_children(process)
         out.seek(0)
         errors.seek(0)
@@ -757,6 +757,11 @@ def answer(command: Sequence[str], *, seconds: float) -> tuple[str, list[Row]]:
             status += f": {said.rpartition(chr(10))[2]}"
         marked = [line.removeprefix(MARK) for line in out if line.startswith(MARK)]
     return status, [Row(**json.loads(line)) for line in marked]
+
+
+def end_questions_on_request() -> None:
+    """Let SIGTERM end this process by an exception, so that :func:`answer` ends its question."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def end_with_children(process: subprocess.Popen[bytes]) -> None:
@@ -817,6 +822,7 @@ def main() -> int:
         for found in rows_of(chosen[0], asked):
             print(MARK + json.dumps(asdict(found)), flush=True)
         return 0
+    end_questions_on_request()
     answers = []
     for question in chosen:
         rows: list[Row] = []
