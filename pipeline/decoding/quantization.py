@@ -12,14 +12,17 @@ experts.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import side_by_side
+from pipeline.kernels.cpu import LOOP_COST, can_loop, numbers, over_rows, side_by_side, uses_loops
 from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.moe.dispatch import Dispatch
@@ -30,20 +33,80 @@ LARGEST, MIDDLE = 63, 64
 """Largest magnitude of a row in unsigned 7 bits, and their zero point."""
 LARGEST_WEIGHT = 127
 
+WORTH_A_LOOP = 2**14
+"""Number of values from which scaling rows by a compiled loop is faster than by operators."""
+
 
 class QuantizedLinear(nn.Module):
     """Linear layer x Wᵀ + b with W in 8 bits; input and output are float32."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, *, for_single_rows: bool = False
+    ) -> None:
+        """Quantize the weights.
+
+        Args:
+            weight_OI: weights of the layer.
+            bias_O: its bias.
+            for_single_rows: whether to keep the weights a second time, as a loop for one row reads
+                them.
+        """
         super().__init__()
         self.bias_O = None if bias_O is None else bias_O.detach().float()
         self.packed = _packed(weight_OI.detach().float())
+        self.for_single_rows = for_single_rows
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
-        scale = _largest(x)
-        y = _product(x / scale, self.packed).mul_(scale)
-        return y if self.bias_O is None else y.add_(self.bias_O)
+        if self.for_single_rows and x.numel() == x.shape[-1] and uses_loops(x):
+            return self._of_one_row(x)
+        scaled, largest = _scaled(x)
+        y = _product(scaled, self.packed)
+        if self.bias_O is None:
+            return y.mul_(largest)
+        return torch.addcmul(self.bias_O, y, largest, out=y)
+
+    def _of_one_row(self, x: Tensor) -> Tensor:
+        """Apply the layer to one row by a loop, which reads weights faster than a product."""
+        multiply, *of_layer = self._for_loop
+        outputs = len(of_layer[0])
+        y = x.new_empty(*x.shape[:-1], outputs)
+        x_I, y_O = x.numpy().reshape(-1), y.numpy().reshape(-1)
+
+        def serve(first: int, last: int) -> None:
+            multiply(x_I, *of_layer, LARGEST, first, last, y_O)
+
+        over_rows(serve, outputs, cost_of_row=len(x_I) * LOOP_COST)
+        return y
+
+    @cached_property
+    def _for_loop(self) -> tuple[Any, ...]:
+        """The loop for one row, and the weights, scales and bias that it takes."""
+        from pipeline.kernels.compiled_loops import multiply_in_8_bits
+
+        weight_OI, scale_O = self._unpacked
+        bias_O = None if self.bias_O is None else self.bias_O.numpy()
+        return multiply_in_8_bits, weight_OI.numpy(), scale_O.numpy(), bias_O
+
+    def outputs(self, index_U: Tensor) -> "QuantizedLinear":
+        """Return the layer with only these of its outputs, without bias."""
+        weight_OI, scale_O = self._unpacked
+        chosen = copy(self)
+        chosen.bias_O, chosen.for_single_rows = None, False
+        zero_U = torch.zeros(len(index_U), dtype=torch.int64)
+        with _quietly():
+            quantized = torch._make_per_channel_quantized_tensor(
+                weight_OI[index_U], scale_O[index_U].double(), zero_U, axis=0
+            )
+            chosen.packed = torch.ops.quantized.linear_prepack(quantized, None)
+        return chosen
+
+    @cached_property
+    def _unpacked(self) -> tuple[Tensor, Tensor]:
+        """Whole numbers of the weights, and the scale of every output."""
+        with _quietly():
+            weight_OI, _ = torch.ops.quantized.linear_unpack(self.packed)
+            return weight_OI.int_repr(), weight_OI.q_per_channel_scales().float()
 
 
 class QuantizedExperts(nn.Module):
@@ -72,20 +135,25 @@ class QuantizedStack(nn.Module):
 
     def forward(self, x_RI: Tensor, rows_E: Tensor) -> Tensor:
         """Apply each expert to its slice of ``rows_E`` rows, (R, O)."""
-        scale_R1, rows = _largest(x_RI), rows_E.tolist()
+        rows = rows_E.tolist()
         y_RO = x_RI.new_empty(len(x_RI), self.bias_EO.shape[1])
-        slices = [tensor.split(rows) for tensor in (x_RI / scale_R1, scale_R1, y_RO)]
+        slices = [tensor.split(rows) for tensor in (*_scaled(x_RI), y_RO)]
 
         def serve(e: int) -> None:
-            scaled, scale, y = (of_expert[e] for of_expert in slices)
-            torch.addcmul(self.bias_EO[e], _product(scaled, self.packed_E[e]), scale, out=y)
+            scaled, largest, y = (of_expert[e] for of_expert in slices)
+            torch.addcmul(self.bias_EO[e], _product(scaled, self.packed_E[e]), largest, out=y)
 
         side_by_side(serve, [len(y) * self.bias_EO.shape[1] * x_RI.shape[1] for y in slices[2]])
         return y_RO
 
 
-def quantize(model: Transformer) -> None:
+def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
     """Replace a model's linear layers and experts by 8-bit ones, in place.
+
+    Args:
+        model: model on the CPU.
+        for_single_rows: whether to keep the weights of linear layers twice, for searches with one
+            row at a time, such as greedy search for one sentence.
 
     Raises:
         ConfigError: the model is not on the CPU, or this build of PyTorch has no 8-bit products.
@@ -99,38 +167,67 @@ def quantize(model: Transformer) -> None:
             'This build of PyTorch has no 8-bit products, which decoding.precision = "int8" needs. '
             'Set "float32" or "bfloat16".'
         )
+    made = partial(QuantizedLinear, for_single_rows=for_single_rows)
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, Linear):
-                setattr(module, name, QuantizedLinear(child.weight, child.bias))
+                setattr(module, name, made(child.weight, child.bias))
             elif isinstance(child, Experts):
                 setattr(module, name, QuantizedExperts(child))
     embedding = model.embedding
     table_VD = embedding.output_table()
     if table_VD is not None:
-        embedding.projection = QuantizedLinear(table_VD, None)
+        embedding.projection = made(table_VD, None)
 
 
 def _packed(weight_OI: Tensor) -> Any:
     """Pack quantized weights for the product."""
     scale_O = weight_OI.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_WEIGHT
     zero_O = torch.zeros(len(scale_O), dtype=torch.int64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # quantized tensors will move
+    with _quietly():
         quantized = torch.quantize_per_channel(
             weight_OI, scale_O.double(), zero_O, axis=0, dtype=torch.qint8
         )
         return torch.ops.quantized.linear_prepack(quantized, None)
 
 
-def _largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude of every row, (..., 1)."""
-    return x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Silence PyTorch's warning that quantized tensors will move."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide every row by its largest magnitude; return the rows, (..., I), and that, (..., 1)."""
+    if x.numel() < WORTH_A_LOOP or not can_loop(x):
+        largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+        return x / largest, largest
+    from pipeline.kernels import compiled_loops as loops
+
+    x = x.contiguous()
+    scaled, largest = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+    width = x.shape[-1]
+    rows_RI, scaled_RI = numbers(x).reshape(-1, width), numbers(scaled).reshape(-1, width)
+    largest_R = numbers(largest).reshape(-1)
+
+    def scale(first: int, last: int) -> None:
+        loops.scale_rows(rows_RI, first, last, scaled_RI, largest_R)
+
+    over_rows(scale, len(largest_R), cost_of_row=width * LOOP_COST)
+    return scaled, largest
 
 
 def _product(scaled: Tensor, packed: Any) -> Tensor:
     """Return the product of rows from -1 to 1, which it quantizes, with packed weights."""
-    product: Callable[..., Tensor] = (
-        torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    )
-    return product(scaled, 1.0 / LARGEST, MIDDLE, packed)
+    y: Tensor = _quantized_linear()(scaled, 1.0 / LARGEST, MIDDLE, packed)
+    return y
+
+
+@cache
+def _quantized_linear() -> Callable[..., Tensor]:
+    """Return the operator, which only some builds of PyTorch have."""
+    found: Callable[..., Tensor]
+    found = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    return found

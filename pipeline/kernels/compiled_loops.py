@@ -1,6 +1,6 @@
-"""Loops over tokens, routes and rows on CPU, compiled by numba: routing and steps of a search.
+"""Loops over tokens, routes and rows on CPU, compiled by numba: routing, searches, 8-bit products.
 
-In PyTorch, both are many operators on few numbers, and calling an operator takes longer than its
+In PyTorch, these are many operators on few numbers, and calling an operator takes longer than its
 work, even more so after matrix products have evicted everything from the cache. Other devices run
 the same steps as operators, next to the call of each loop.
 
@@ -369,6 +369,113 @@ def normalize(
         for v in range(size):
             total += exponential(logit_V[v] - peak)
         normalizer_R[row] = peak + np.log(total) if peak - peak == 0 else np.float32(np.nan)
+
+
+@numba.njit(inline="always")
+def multiply_four(x_NI: Floats, n: int, weight_I: Floats, bias: Any, o: int, y_NO: Floats) -> None:
+    """Fill in one output of four rows from ``n`` on."""
+    first = second = third = fourth = bias
+    for i in range(len(weight_I)):
+        first += weight_I[i] * x_NI[n, i]
+        second += weight_I[i] * x_NI[n + 1, i]
+        third += weight_I[i] * x_NI[n + 2, i]
+        fourth += weight_I[i] * x_NI[n + 3, i]
+    y_NO[n, o], y_NO[n + 1, o], y_NO[n + 2, o], y_NO[n + 3, o] = first, second, third, fourth
+
+
+@numba.njit(inline="always")
+def multiply_two(x_NI: Floats, n: int, weight_I: Floats, bias: Any, o: int, y_NO: Floats) -> None:
+    """Fill in one output of two rows from ``n`` on."""
+    first = second = bias
+    for i in range(len(weight_I)):
+        first += weight_I[i] * x_NI[n, i]
+        second += weight_I[i] * x_NI[n + 1, i]
+    y_NO[n, o], y_NO[n + 1, o] = first, second
+
+
+@numba.njit(inline="always")
+def multiply_one(x_NI: Floats, n: int, weight_I: Floats, bias: Any, o: int, y_NO: Floats) -> None:
+    """Fill in one output of row ``n``."""
+    total = bias
+    for i in range(len(weight_I)):
+        total += weight_I[i] * x_NI[n, i]
+    y_NO[n, o] = total
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def multiply_few(
+    x_NI: Floats,
+    weight_OI: Floats,
+    bias_O: Floats | None,
+    first: int,
+    last: int,
+    y_NO: Floats,
+) -> None:
+    """Fill in outputs ``first`` to ``last`` (exclusive) of x Wᵀ + b; W is read from memory once."""
+    num_rows = len(x_NI)
+    for o in range(first, last):
+        weight_I = weight_OI[o]
+        bias = np.float32(0) if bias_O is None else bias_O[o]
+        n = 0
+        while n + 4 <= num_rows:
+            multiply_four(x_NI, n, weight_I, bias, o, y_NO)
+            n += 4
+        if n + 2 <= num_rows:
+            multiply_two(x_NI, n, weight_I, bias, o, y_NO)
+            n += 2
+        if n < num_rows:
+            multiply_one(x_NI, n, weight_I, bias, o, y_NO)
+
+
+MAGNITUDE, SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
+"""All bits of a float32 number but its sign, and those of the smallest normal number."""
+
+
+@compiled(error_model="numpy")  # no divisor is 0, and checking keeps the loop from vectorizing
+def scale_rows(x_RI: Floats, first: int, last: int, scaled_RI: Floats, largest_R: Floats) -> None:
+    """Divide rows ``first`` to ``last`` (exclusive) by their largest magnitudes; fill in those.
+
+    Magnitudes are compared as integers, which vectorizes and in which NaN is the largest.
+    """
+    for row in range(first, last):
+        bits_I = x_RI[row].view(np.int32)
+        largest = np.int32(SMALLEST)
+        for i in range(len(bits_I)):
+            largest = max(largest, np.int32(bits_I[i] & MAGNITUDE))
+        divisor = np.int32(largest).view(np.float32)
+        largest_R[row] = divisor
+        for i in range(x_RI.shape[1]):
+            scaled_RI[row, i] = x_RI[row, i] / divisor
+
+
+@compiled(error_model="numpy")  # as in scale_rows
+def multiply_in_8_bits(
+    x_I: Floats,
+    weight_OI: npt.NDArray[np.int8],
+    scale_O: Floats,
+    bias_O: Floats | None,
+    levels: int,
+    first: int,
+    last: int,
+    y_O: Floats,
+) -> None:
+    """Fill in outputs ``first`` to ``last`` (exclusive) of x Wᵀ + b, x rounded to ±levels."""
+    bits_I = x_I.view(np.int32)
+    found = np.int32(SMALLEST)
+    for i in range(len(bits_I)):
+        found = max(found, np.int32(bits_I[i] & MAGNITUDE))
+    largest, step = np.int32(found).view(np.float32), np.float32(levels)
+    rounded_I = np.empty(len(x_I), np.int8)
+    for i in range(len(x_I)):
+        rounded_I[i] = np.int8(np.rint(x_I[i] / largest * step))
+    for o in range(first, last):
+        weight_I = weight_OI[o]
+        total = np.int32(0)
+        for i in range(len(weight_I)):
+            total += np.int32(np.int32(weight_I[i]) * np.int32(rounded_I[i]))
+        # numba adds in 64 bits; of a sum whose lower half is asked for, LLVM computes no more.
+        y = np.float32(np.int32(total)) * (scale_O[o] / step) * largest
+        y_O[o] = y if bias_O is None else y + bias_O[o]
 
 
 @numba.njit(inline="always")

@@ -20,11 +20,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import cpu_kernels, has_bfloat16_products
+from pipeline.kernels.cpu import (
+    LOOP_COST,
+    cpu_kernels,
+    has_bfloat16_products,
+    over_rows,
+    uses_loops,
+)
 
 WORTH_A_KERNEL = 2**22
 """Number of multiply-adds from which oneDNN is faster; below, generating code for a shape costs
 more than it saves."""
+
+FEW_ROWS = 8
+"""Rows up to which a product takes as long as reading its weights."""
+
+LARGE, SHARED = 2**18, 2**22
+"""Numbers of weights from which :func:`few_rows_product` is faster on one thread, and on several.
+"""
 
 WIDE_BLOCK = 2000
 """Number of outputs of a very wide matrix that BLAS computes at a time."""
@@ -66,7 +79,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or not (_is_float32_by_onednn(x.dtype) or _in_float32(x.dtype)):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _faster_product(x, weight)(x, weight, bias)
+        multiply = _faster_by_rows(x, weight) or _faster_product(x, weight)
+        return multiply(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
@@ -132,6 +146,50 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
         return y
     y = F.linear(x, weight, bias)
     return y.relu_() if relu else y
+
+
+def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ + b for few rows by a loop that reads W once, in float32, without autograd.
+
+    A step of a search for one sentence takes as long as reading the weights. oneDNN reads them at
+    two thirds of the memory's speed for 2 to 8 rows, MKL at less.
+    """
+    outputs, inputs = weight.shape
+    y = x.new_empty(*x.shape[:-1], outputs)
+    x_NI, y_NO = x.detach().numpy().reshape(-1, inputs), y.numpy().reshape(-1, outputs)
+    weight_OI = weight.detach().numpy()
+    bias_O = None if bias is None else bias.detach().numpy()
+    multiply_few = _multiply_few()
+
+    def multiply(first: int, last: int) -> None:
+        multiply_few(x_NI, weight_OI, bias_O, first, last, y_NO)
+
+    over_rows(multiply, outputs, cost_of_row=len(x_NI) * inputs * LOOP_COST)
+    return y
+
+
+@cache
+def _multiply_few() -> Callable[..., None]:
+    """Return the loop; cached, as the import statement is slow in every call."""
+    from pipeline.kernels.compiled_loops import multiply_few
+
+    return multiply_few
+
+
+def _faster_by_rows(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+    """Return the fastest product of few rows with a large matrix, as measured with AVX-512.
+
+    None: the number of rows does not decide.
+    """
+    weights = weight.numel()
+    if weights < LARGE or not _is_float32_by_onednn(x.dtype) or weight.dtype != torch.float32:
+        return None
+    rows = x.numel() // x.shape[-1]
+    if not 1 <= rows <= FEW_ROWS:
+        return None
+    is_faster = torch.get_num_threads() == 1 or (rows > 1 and weights >= SHARED)
+    has_loop = weight.is_contiguous() and uses_loops(x)
+    return few_rows_product if is_faster and has_loop else product
 
 
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
