@@ -41,6 +41,7 @@ Kind = Literal[
     "shards",
     "mixture",
     "groups",
+    "shortlist",
     "checkpoint",
     "training_state",
     "translations",
@@ -76,6 +77,10 @@ FILES: dict[Kind, dict[str, str]] = {
     },
     "mixture": {"mixture.json": "training lines and sampling probability of every pair, by phase"},
     "groups": {"groups.json": "the language groups, and how they were made"},
+    "shortlist": {
+        "shortlist.json": "fingerprint of the tokenizer",
+        "DIRECTION.npy": "rows of a source piece and its likely target pieces, int32",
+    },
     "checkpoint": {
         "model.json": "shape of the model",
         "weights/NAME.safetensors": "the weights, one tensor per global expert",

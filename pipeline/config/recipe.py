@@ -19,6 +19,7 @@ from pipeline.artifacts.settings import (
     MixtureConfig,
     OutsideTestsConfig,
     ShardsConfig,
+    ShortlistConfig,
     SyntheticConfig,
     TokenizerConfig,
 )
@@ -55,6 +56,7 @@ class CoreRecipe(Settings):
     tokenizer: TokenizerConfig = TokenizerConfig()
     shards: ShardsConfig = ShardsConfig()
     mixture: MixtureConfig = MixtureConfig()
+    shortlist: ShortlistConfig = ShortlistConfig()
     groups: GroupsConfig = GroupsConfig()
     languages: LanguagesConfig = LanguagesConfig()
     model: ModelConfig = ModelConfig()

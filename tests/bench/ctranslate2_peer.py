@@ -1,10 +1,15 @@
 """A model of ours in CTranslate2, and the search of ``decode.py`` by it.
 
+It searches in a process of its own: two libraries with threads in one process have more threads
+than processors, and OpenMP then lets threads sleep between products, which slows both down.
+
 The environment chooses one of its two libraries for matrix products: CT2_USE_MKL=1 or 0.
 """
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -56,26 +61,38 @@ def ctranslate2_search(
     new_tokens: int,
     at_once: int,
 ) -> Callable[[], Sequences]:
-    """A search that returns the tokens after the prompt, ``at_once`` sentences at a time."""
-    translator: Any = ctranslate2.Translator(
-        str(directory), compute_type=compute_type, inter_threads=1, intra_threads=threads
-    )
+    """A search that returns the tokens after the prompt, ``at_once`` sentences at a time.
+
+    The process ends with this one.
+    """
+    settings = {"compute_type": compute_type, "inter_threads": 1, "intra_threads": threads}
     sources = [[*map(str, (*one.source_prefix, *one.source, EOS_ID))] for one in examples]
     prefixes = [[*map(str, one.decoder_prompt[1:])] for one in examples]
     length = new_tokens + len(prefixes[0])
+    limits = {"beam_size": beams, "min_decoding_length": length, "max_decoding_length": length}
+    batches = [slice(start, start + at_once) for start in range(0, len(sources), at_once)]
+    given = [(sources[one], prefixes[one]) for one in batches]
+    process = ProcessPoolExecutor(
+        1, get_context("spawn"), initializer=_load, initargs=(str(directory), settings)
+    )
+    return lambda: process.submit(_search, given, limits).result()
 
-    def search() -> Sequences:
-        found = [
-            one
-            for start in range(0, len(sources), at_once)
-            for one in translator.translate_batch(
-                sources[start : start + at_once],
-                target_prefix=prefixes[start : start + at_once],
-                beam_size=beams,
-                min_decoding_length=length,
-                max_decoding_length=length,
-            )
-        ]
-        return [tuple(map(int, one.hypotheses[0][len(prefixes[0]) :])) for one in found]
 
-    return search
+_loaded: list[Any] = []
+"""In the peer's process, its model."""
+
+
+def _load(directory: str, settings: dict[str, Any]) -> None:
+    _loaded.append(ctranslate2.Translator(directory, **settings))
+
+
+def _search(
+    batches: list[tuple[list[list[str]], list[list[str]]]], limits: dict[str, int]
+) -> Sequences:
+    (translator,) = _loaded
+    found: Sequences = []
+    for sources, prefixes in batches:
+        results = translator.translate_batch(sources, target_prefix=prefixes, **limits)
+        skipped = len(prefixes[0])
+        found += [tuple(map(int, one.hypotheses[0][skipped:])) for one in results]
+    return found
