@@ -64,19 +64,35 @@ def run(call: StageCall) -> None:
         )
         with Progress(call.out_dir.name, total=left * copies, enabled=world.rank == 0) as bar:
             for chunk in islice(chunks(texts, copies=copies), finished, None):
-                jobs = [
-                    Job(direction, line, text)
-                    for direction in directions
-                    for line, text in enumerate(chunk.texts, start=chunk.first)
-                ]
-                lengths = lengths_over_ranks(translator, jobs[: len(chunk.texts)], world)
-                batches = translator.cut(jobs, lengths * copies)
-                # A batch is the same in every attempt, so that no score is rounded otherwise.
-                todo = [batch for batch in batches if not done.has(batch)]
-                translate_batches(translator, todo, done, stop=stop, bar=bar)
-                done.move(partial(write_chunk, done, chunk, directions))
+                translate_chunk(translator, chunk, directions, done, stop=stop, bar=bar)
         if world.rank == 0:
             publish(call, done, directions, texts=texts, left_out=left_out)
+
+
+def translate_chunk(
+    translator: Translator,
+    chunk: Chunk,
+    directions: Sequence[Direction],
+    done: DoneLines,
+    *,
+    stop: StopFlag,
+    bar: Progress,
+) -> None:
+    """Translate the lines of a chunk that are not translated yet, and keep all of them.
+
+    Nothing of a chunk stays in memory while the next one is read.
+    """
+    jobs = [
+        Job(direction, line, text)
+        for direction in directions
+        for line, text in enumerate(chunk.texts, start=chunk.first)
+    ]
+    lengths = lengths_over_ranks(translator, jobs[: len(chunk.texts)], done.world)
+    batches = translator.cut(jobs, lengths * len(directions))
+    # A batch is the same in every attempt, so that no score is rounded otherwise.
+    todo = [batch for batch in batches if not done.has(batch)]
+    translate_batches(translator, todo, done, stop=stop, bar=bar)
+    done.move(partial(write_chunk, done, chunk, directions))
 
 
 def find_directions(
