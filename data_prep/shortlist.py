@@ -62,13 +62,14 @@ def run(call: StageCall) -> None:
         )
     with call.new_artifact() as writer:
         fingerprint = load_tokenizer(tokenizer_folder(shards)).fingerprint
-        writer.write_json(SHORTLIST_NAME, {"tokenizer": fingerprint})
+        document = {"tokenizer": fingerprint, "translations": config.translations}
+        writer.write_json(SHORTLIST_NAME, document)
         counts: dict[str, dict[str, int]] = {}
         with open_pool(call.processes, mpi=call.mpi, shared=(shards, config)) as pool:
             found = pool.map(with_shared(list_pair), pairs)
             for lists in track(found, total=len(pairs), label="shortlist"):
                 for one in lists:
-                    np.save(writer.path(direction_name(one.direction)), one.rows)
+                    writer.path(direction_name(one.direction)).write_bytes(one.rows.tobytes())
                     pieces = len({*one.rows[:, 0].tolist()} - {COMMON})
                     counts[str(one.direction)] = {"sentences": one.sentences, "pieces": pieces}
         writer.statistics["directions"] = counts
@@ -182,7 +183,7 @@ def most_frequent(side: Shard, count: int) -> Integers:
 def stored(lists: dict[int, Integers], common: Integers, width: int) -> npt.NDArray[np.int32]:
     """Return the lists in rows of 1 + ``width`` numbers, as ``artifacts/shortlist.py`` says."""
     wholes = -(-len(common) // width)
-    rows = np.full((wholes + len(lists), 1 + width), NO_PIECE, np.int32)
+    rows = np.full((wholes + len(lists), 1 + width), NO_PIECE, "<i4")
     rows[:wholes, 0] = COMMON
     for row in range(wholes):
         part = common[row * width : (row + 1) * width]

@@ -78,8 +78,8 @@ FILES: dict[Kind, dict[str, str]] = {
     "mixture": {"mixture.json": "training lines and sampling probability of every pair, by phase"},
     "groups": {"groups.json": "the language groups, and how they were made"},
     "shortlist": {
-        "shortlist.json": "fingerprint of the tokenizer",
-        "DIRECTION.npy": "rows of a source piece and its likely target pieces, int32",
+        "shortlist.json": "fingerprint of the tokenizer, and pieces per row",
+        "DIRECTION.pieces": "rows of a source piece and its likely target pieces, int32",
     },
     "checkpoint": {
         "model.json": "shape of the model",

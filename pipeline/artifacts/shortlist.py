@@ -1,18 +1,20 @@
 """Shortlists: the target pieces that the pieces of a sentence are likely translated by.
 
-``shortlist.json`` names the tokenizer. ``SOURCE-TARGET.npy`` has int32 rows of a source piece and
-the K target pieces that are listed for it; COMMON in place of the source piece are rows of pieces
-listed for every sentence, and NO_PIECE fills up rows.
+``shortlist.json`` has the fingerprint of the tokenizer and the number K of pieces in a row.
+``SOURCE-TARGET.pieces`` has rows of a source piece and K target pieces that are listed for it, as
+little-endian int32. Rows that begin with COMMON have pieces listed for every sentence, and NO_PIECE
+fills up rows.
 """
 
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.errors import ArtifactError, ConfigError
@@ -23,6 +25,10 @@ COMMON = -1
 """Source piece of the rows that list common pieces."""
 NO_PIECE = -1
 """Entry of a row with fewer pieces."""
+MAX_LISTED = 10**4
+"""Most target pieces of a row."""
+MAX_PIECES = 2**24
+"""More pieces than a vocabulary has."""
 
 Pieces = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
@@ -30,7 +36,7 @@ Rows = npt.NDArray[np.int32]
 
 def direction_name(direction: Direction) -> str:
     """Return the file of a direction in the artifact."""
-    return f"{direction}.npy"
+    return f"{direction}.pieces"
 
 
 class Shortlist:
@@ -45,12 +51,16 @@ class Shortlist:
         """
         self._artifact = open_artifact(directory, kind="shortlist")
         document = self._artifact.read_json(SHORTLIST_NAME)
-        made_with = document.get("tokenizer") if isinstance(document, dict) else None
-        if made_with != tokenizer.fingerprint:
+        found = document if isinstance(document, dict) else {}
+        translations = found.get("translations")
+        if not isinstance(translations, int) or not 1 <= translations <= MAX_LISTED:
+            _refuse(self._artifact, SHORTLIST_NAME, "does not say how many pieces a row has")
+        if found.get("tokenizer") != tokenizer.fingerprint:
             raise ConfigError(
                 f"decoding.shortlist names {directory}, which was made with another vocabulary "
                 "than the model's. Make it from the shards that the model was trained on."
             )
+        self._width = 1 + translations
         self._always = (tokenizer.eos_id, tokenizer.pad_id)
         self._size = tokenizer.output_size or tokenizer.size
         self._of_direction = cache(self._read)
@@ -83,20 +93,19 @@ class Shortlist:
         name = direction_name(direction)
         if not self._artifact.has(name):
             return None
-        path = self._artifact.file(name)
-        try:
-            stored = np.load(path, allow_pickle=False)
-            if stored.dtype != np.int32 or stored.ndim != 2 or stored.shape[1] < 2:
-                raise ValueError("it does not hold rows of pieces")
-            if stored.min(initial=0) < NO_PIECE or stored.max(initial=0) >= 2**24:
-                raise ValueError("it holds numbers that are no pieces")
-        except (OSError, ValueError) as error:
-            raise ArtifactError(
-                f"{path} cannot be read ({error}). Run stage 'shortlist' again."
-            ) from error
+        content = self._artifact.file(name).read_bytes()
+        if len(content) % (4 * self._width):
+            _refuse(self._artifact, name, "does not hold whole rows")
+        stored = np.frombuffer(content, dtype="<i4").reshape(-1, self._width)
+        if stored.min(initial=0) < NO_PIECE or stored.max(initial=0) >= MAX_PIECES:
+            _refuse(self._artifact, name, "holds numbers that are no pieces")
         source, rows = stored[:, 0], stored[:, 1:]
         row_of = np.full(int(source.max(initial=0)) + 1, len(rows), np.int64)
         is_piece = source != COMMON
         row_of[source[is_piece]] = np.flatnonzero(is_piece)
         without = np.full((1, rows.shape[1]), NO_PIECE, np.int32)
         return rows[~is_piece].ravel().astype(np.int64), row_of, np.concatenate([rows, without])
+
+
+def _refuse(artifact: Artifact, name: str, problem: str) -> NoReturn:
+    raise ArtifactError(f"{artifact.file(name)} {problem}. Run stage 'shortlist' again.")

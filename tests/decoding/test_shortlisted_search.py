@@ -15,6 +15,7 @@ from support.tiny_models import EOS_ID, PAD_ID, random_examples, tiny_model, tin
 from torch import Tensor
 
 from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.settings import ShortlistConfig
 from pipeline.artifacts.shortlist import Shortlist, direction_name
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.decoding.beam_search import Search, beam_search
@@ -154,7 +155,8 @@ def test_a_list_has_translations_common_pieces_the_sentence_s_own_and_the_given(
     tokenizer = load_tokenizer(shelf.path("tokenizer"))
     shortlist = Shortlist(shelf.path("shortlist"), tokenizer)
     direction = Direction("de", "en")
-    rows = np.load(shelf.path("shortlist") / direction_name(direction))
+    stored = (shelf.path("shortlist") / direction_name(direction)).read_bytes()
+    rows = np.frombuffer(stored, "<i4").reshape(-1, 1 + ShortlistConfig().translations)
     tokens = tokenizer.encode("gut", language="de")
     unheard = tokenizer.size - 1
     found = shortlist.pieces(direction, [*tokens, unheard], given=[unheard - 1])
