@@ -3,10 +3,10 @@
 Reads shards. Makes a shortlist, which ``decoding.shortlist`` names: beam search then considers only
 the listed pieces of a sentence (:mod:`pipeline.decoding.listed_outputs`).
 
-The probability t(target piece | source piece) is that of IBM Model 1 (Brown and others 1993, §4.1),
+The probability t(target piece | source piece) is that of IBM Model 1 (Brown and others, 1993),
 without an empty source word: common target pieces are listed for every sentence anyway. It is
-learned from the sentences of a pair in which pieces occur for the first times, as many as memory
-allows: that covers the vocabulary with few sentences.
+learned from the sentences of a pair in which pieces occur for the first times: that covers the
+vocabulary with few sentences. Memory does not grow with the corpus.
 
 Legend: P positions of the target, L links (a source and a target position of one sentence), K
 listed pieces.
@@ -30,8 +30,11 @@ from pipeline.errors import DataError
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
+MAX_SENTENCES = 2**20
+"""First sentences of a pair that are looked at."""
+
 MAX_LINKS = 2**24
-"""Links from which the probabilities of a pair are learned; they take 0.6 GB."""
+"""Links from which the probabilities of a pair are learned."""
 
 ITERATIONS = 5
 """Iterations of expectation and maximization."""
@@ -82,7 +85,10 @@ def run(call: StageCall) -> None:
 def list_pair(shared: tuple[Artifact, ShortlistConfig], pair: str) -> list[Lists]:
     """List both directions of a pair."""
     shards, config = shared
-    sides = {code: open_shard(shards, "train", pair, code) for code in pair.split("-")}
+    sides = {
+        code: beginning(open_shard(shards, "train", pair, code), sentences=MAX_SENTENCES)
+        for code in pair.split("-")
+    }
     chosen = covering_sentences(list(sides.values()), max_links=MAX_LINKS)
     found = []
     for direction in directions_of(pair):
@@ -91,6 +97,12 @@ def list_pair(shared: tuple[Artifact, ShortlistConfig], pair: str) -> list[Lists
         common = most_frequent(target, config.common)
         found.append(Lists(direction, stored(rows, common, config.translations), len(chosen)))
     return found
+
+
+def beginning(side: Shard, *, sentences: int) -> Shard:
+    """Return the first sentences of a side."""
+    offsets = side.offsets[: sentences + 1]
+    return Shard(side.tokens[: offsets[-1]], offsets)
 
 
 def covering_sentences(sides: Sequence[Shard], *, max_links: int) -> Integers:
@@ -132,7 +144,7 @@ def translation_probabilities(
 
     Entries are sorted by source and target piece; those of a source piece sum to 1.
     """
-    size = 1 + max((int(side.tokens.max(initial=0)) for side in (source, target)), default=0)
+    size = 1 + max(int(side.tokens.max(initial=0)) for side in (source, target))
     source_lengths = np.diff(source.offsets)[chosen]
     target_lengths = np.diff(target.offsets)[chosen]
     links_P = np.repeat(source_lengths, target_lengths)

@@ -1,9 +1,10 @@
 """Output projection of a search onto shortlists.
 
-The output projection multiplies every state with the whole vocabulary, which for one sentence at a
-time on CPU is most of the work. A shortlist (``artifacts/shortlist.py``) restricts it to the likely
-translations of a sentence's pieces (Jean and others 2015, §3.3), the common pieces of the target,
-the sentence's own pieces (names and numbers are copied), and those of its prefix and phrases.
+A step for one sentence on CPU takes as long as reading the model's weights, and the output
+projection is a large part of them. A shortlist (``artifacts/shortlist.py``) restricts it to the
+likely translations of a sentence's pieces (Jean and others, 2015, arXiv 1412.2007), the common
+pieces of the target, the sentence's own pieces (names and numbers are copied), and those of its
+prefix and phrases.
 Log-probabilities are normalized over the list of the sentence, so that a translation does not
 depend on its batch: a search projects onto the union of its sentences' lists and masks the rest of
 each.

@@ -2,8 +2,7 @@
 
 Off by default: compiling takes time, and results differ. Sums are not rounded between the operators
 of a region, and dropout draws other masks (at the same rate, seeded by the process). It needs a C++
-compiler on CPU and Triton on a GPU. On an H200 it was slower: 63.8 ms for
-43.8 without it, of a dense model of width 1024.
+compiler on CPU and Triton on a GPU. On an H200 it was slower (docs/how-to/gpu.md).
 
 A region is compiled once per dropout rate for any number of tokens, and once for a single token, so
 that batches need no padding to a few sizes. Whole layers are not compiled: PyTorch 2.13 breaks the

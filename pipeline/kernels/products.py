@@ -36,8 +36,8 @@ FEW_ROWS = 8
 """Rows up to which a product takes as long as reading its weights."""
 
 LARGE, SHARED = 2**18, 2**22
-"""Numbers of weights from which :func:`few_rows_product` is faster on one thread, and on several.
-"""
+"""Numbers of weights from which the loop of :func:`few_rows_product` is faster: on one thread, and
+on several."""
 
 WIDE_BLOCK = 2000
 """Number of outputs of a very wide matrix that BLAS computes at a time."""
@@ -151,8 +151,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
 def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x Wᵀ + b for few rows by a loop that reads W once, in float32, without autograd.
 
-    A step of a search for one sentence takes as long as reading the weights. oneDNN reads them at
-    two thirds of the memory's speed for 2 to 8 rows, MKL at less.
+    A step of a search for one sentence takes as long as reading the weights, which oneDNN and MKL
+    read more slowly for a few rows than this loop does.
     """
     outputs, inputs = weight.shape
     y = x.new_empty(*x.shape[:-1], outputs)

@@ -78,10 +78,7 @@ def translate_chunk(
     stop: StopFlag,
     bar: Progress,
 ) -> None:
-    """Translate the lines of a chunk that are not translated yet, and keep all of them.
-
-    Nothing of a chunk stays in memory while the next one is read.
-    """
+    """Translate the lines of a chunk that are not translated yet, and keep all of them."""
     jobs = [
         Job(direction, line, text)
         for direction in directions

@@ -9,6 +9,7 @@ import pytest
 
 from data_prep.shortlist import (
     ITERATIONS,
+    beginning,
     covering_sentences,
     likeliest,
     most_frequent,
@@ -92,6 +93,17 @@ def test_pairs_without_a_sentence_that_has_both_sides_have_no_entries() -> None:
     assert likeliest(*translation_probabilities(*sides, chosen), 3) == {}
     empty = shard_of([])
     assert not len(covering_sentences([empty, empty], max_links=10))
+
+
+def test_the_beginning_of_a_side_is_its_first_sentences() -> None:
+    side = shard_of([[1, 2], [], [3], [4, 4]])
+    for sentences in range(6):
+        found = beginning(side, sentences=sentences)
+        assert len(found) == min(sentences, 4)
+        assert [found[i].tolist() for i in range(len(found))] == [
+            side[i].tolist() for i in range(len(found))
+        ]
+        assert found.tokens.size == found.offsets[-1]
 
 
 def test_rows_hold_common_pieces_and_then_one_source_piece_each() -> None:

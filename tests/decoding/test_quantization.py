@@ -132,13 +132,14 @@ def test_a_model_in_8_bits_says_nearly_what_it_said(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr"])
-def test_a_sentence_in_8_bits_is_translated_as_in_a_batch(kind: Kind) -> None:
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_a_sentence_in_8_bits_is_translated_as_in_a_batch(kind: Kind, beam_size: int) -> None:
     model = model_of(kind, seed=3)
-    quantize(model)
+    quantize(model, for_single_rows=beam_size == 1)
     examples = random_examples(model.spec, sentences=7, seed=4, shortest=1, longest=20)
-    together = translate(model, examples)
+    together = translate(model, examples, beam_size=beam_size)
     for example, found in zip(examples, together, strict=True):
-        (alone,) = translate(model, [example])
+        (alone,) = translate(model, [example], beam_size=beam_size)
         assert alone.tokens == found.tokens
 
 
