@@ -43,7 +43,8 @@ class DecodingConfig(Settings):
     shortlist: str = ""
     """Directory of a shortlist (``mmnmt shortlist``): beam search considers only the likely
     translations of a sentence's pieces, which is faster (``decoding/listed_outputs.py``). Empty:
-    the whole vocabulary. A shortlist that changes belongs into another directory."""
+    the whole vocabulary. Results record the directory, not its contents: write a new shortlist into
+    a new directory."""
     route: Route = "specific"
     """Route through a model with language modules and a shared module."""
     sampling_temperature: Temperature = 1.0
