@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.kernels.attention import attention_mask
+from pipeline.kernels.noise import Noise
 
 Ids = Sequence[int] | npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
@@ -52,7 +53,8 @@ class Packing:
     ``index_N`` has the flat position of every real token, ascending. ``bound_B``, (B + 1,) int32,
     has the row where each sentence starts, and where the last one ends. ``is_full`` tells the host
     that nothing is padded, so that packing is a view. ``shares`` tells apart the micro-batches that
-    share a pass; None for a single one.
+    share a pass; None for a single one. ``noise`` has the keys of the tokens' random numbers in
+    training.
     """
 
     index_N: Tensor
@@ -61,6 +63,7 @@ class Packing:
     length: int
     is_full: bool
     shares: Shares | None = None
+    noise: Noise | None = None
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Integers) -> Self:
@@ -78,6 +81,30 @@ class Packing:
             length=length,
             is_full=len(index_N) == len(lengths) * length,
         )
+
+    def keyed(self, seed: int) -> "Packing":
+        """Return the packing of one micro-batch with keys of random numbers."""
+        tokens, device = len(self.index_N), self.index_N.device
+        # The seed's last 32 bits, as a signed number.
+        word = (seed + 2**31) % 2**32 - 2**31
+        seed_N = torch.full((tokens,), word, dtype=torch.int32, device=device)
+        row_N = torch.arange(tokens, dtype=torch.int32, device=device)
+        return replace(self, noise=Noise(seed_N, row_N))
+
+    def noisy(self, salt: int = 0) -> "Packing":
+        """Return the packing with the keys of a pass; ``salt`` tells passes of one batch apart.
+
+        If it has none, as outside the engine, their seed comes from PyTorch's generator.
+        """
+        keyed = self if self.noise else self.keyed(int(torch.randint(2**31, ())))
+        assert keyed.noise is not None
+        return replace(keyed, noise=keyed.noise.salted(salt)) if salt else keyed
+
+    @cached_property
+    def seed_B(self) -> Tensor:
+        """Seed of the attention weights of each sentence, (B,) int32; needs ``noise``."""
+        assert self.noise is not None, "training with dropout needs keys of random numbers"
+        return self.noise.of_spans(self.bound_B[:-1])
 
     @cached_property
     def sentence_N(self) -> Tensor:
@@ -140,11 +167,18 @@ class Packing:
             self,
             index_N=self.index_N.to(device, non_blocking=non_blocking),
             bound_B=self.bound_B.to(device, non_blocking=non_blocking),
+            noise=self.noise
+            and Noise(*(keys_N.to(device, non_blocking=non_blocking) for keys_N in self.noise)),
         )
 
     def pin_memory(self) -> "Packing":
         """Return the packing in pinned memory."""
-        return replace(self, index_N=self.index_N.pin_memory(), bound_B=self.bound_B.pin_memory())
+        return replace(
+            self,
+            index_N=self.index_N.pin_memory(),
+            bound_B=self.bound_B.pin_memory(),
+            noise=self.noise and Noise(*(keys_N.pin_memory() for keys_N in self.noise)),
+        )
 
 
 class _Pack(torch.autograd.Function):
@@ -226,6 +260,10 @@ class Batch:
     def num_source_tokens(self) -> int:
         """Real source tokens, tags and end-of-sentence included."""
         return len(self.source_N)
+
+    def keyed(self, seed: int) -> "Batch":
+        """Return this micro-batch with the keys of its random numbers in training."""
+        return replace(self, source=self.source.keyed(seed), target=self.target.keyed(seed))
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device; a no-op if it is there already.

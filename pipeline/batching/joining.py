@@ -1,10 +1,10 @@
 """Join micro-batches that share one forward and backward pass.
 
-All layers then see the tokens of all of them at once, and the pass draws its random numbers as a
-single micro-batch does. What is not computed per token stays each micro-batch's own: the experts'
-capacity, the balance loss, and the weights of the z-loss and of the loss of gates
-(:class:`~pipeline.batching.batch.Shares`). So the loss and the gradient are those of separate
-passes, but for dropout and other noise.
+All layers then see the tokens of all of them at once. Random numbers depend on a token's place in
+its own micro-batch (:mod:`~pipeline.kernels.noise`). Values that are not computed per token belong to
+each micro-batch: the experts' capacity, the balance loss, and the weights of the z-loss and of the
+loss of gates (:class:`~pipeline.batching.batch.Shares`). So loss and gradient equal the sums over
+separate passes.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from pipeline.batching.batch import Batch, Packing, Shares
+from pipeline.kernels.noise import Noise
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -44,6 +45,7 @@ def join_packings(parts: Sequence[Packing], *, labels: Sequence[int]) -> Packing
     sentence_N = [part.sentence_N + first for part, first in zip(parts, sentences, strict=False)]
     bounds = [part.bound_B[:-1] + first for part, first in zip(parts, rows, strict=False)]
     index_N = torch.cat(sentence_N) * length + torch.cat([part.position_N for part in parts])
+    keys = [part.noise for part in parts if part.noise is not None]
     return Packing(
         index_N=index_N,
         bound_B=torch.cat([*bounds, parts[-1].bound_B[-1:] + rows[-2]]),
@@ -51,6 +53,7 @@ def join_packings(parts: Sequence[Packing], *, labels: Sequence[int]) -> Packing
         length=length,
         is_full=all(part.is_full and part.length == length for part in parts),
         shares=_shares([len(part.index_N) for part in parts], labels, index_N.device),
+        noise=Noise(*map(torch.cat, zip(*keys, strict=True))) if keys else None,
     )
 
 

@@ -7,7 +7,7 @@ Legend: B sentences or windows, N real tokens, L labels.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -62,6 +62,10 @@ class LabelledBatch:
     def num_source_tokens(self) -> int:
         """Real tokens, specials included."""
         return len(self.ids_N)
+
+    def keyed(self, seed: int) -> "LabelledBatch":
+        """Return this micro-batch with the keys of its random numbers in training."""
+        return replace(self, packing=self.packing.keyed(seed))
 
     def to(self, device: torch.device) -> "LabelledBatch":
         """Return the batch on a device; a no-op if it is there already."""

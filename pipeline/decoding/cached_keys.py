@@ -350,7 +350,7 @@ class DecoderStates:
         model, tokens = self.model, self._tokens(ids_R, position)
         self.keys.begin_step()
         embedded_RD = model.embedding(ids_R, is_target=True)
-        x_RD = model.decoder.enter(embedded_RD, tokens.position_N, model.positions_TD)
+        x_RD = model.decoder.enter(embedded_RD, tokens, model.positions_TD)
         for layer, cache in zip(model.decoder_layers(), self.keys.layers, strict=True):
             x_RD = layer.step(x_RD, cache, tokens)
         return x_RD

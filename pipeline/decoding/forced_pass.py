@@ -63,7 +63,7 @@ def forced_pass(
         begins_N=source_begins(sources, device),
     )
     embedded_ND = model.embedding(_flat(inputs, device), is_target=True)
-    x_ND = model.decoder.enter(embedded_ND, tokens.position_N, model.positions_TD)
+    x_ND = model.decoder.enter(embedded_ND, tokens, model.positions_TD)
     attention_BTS = None
     for number, layer in enumerate(model.decoder_layers()):
         if number == attention_of:

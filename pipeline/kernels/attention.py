@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels.cpu import LOOP_COST, cpu_kernels, numbers, over_rows
+from pipeline.kernels.noise import weight_dropout
 from pipeline.kernels.products import batched_product
 
 FLASH_CAPABILITY = (8, 0)
@@ -31,16 +32,26 @@ MAX_HEAD_WIDTH = 128
 width; beyond 192, some have none."""
 
 
-def fused_attention_pays(query_BHTK: Tensor, *, dropout: float = 0.0) -> bool:
-    """Return whether fused attention is the faster kernel, as measured.
+class WeightNoise(NamedTuple):
+    """Dropout of attention weights (:func:`~pipeline.kernels.noise.weight_dropout`).
 
-    PyTorch has none with dropout for CPUs: it computes plain products as we do, with more copies.
+    Attributes:
+        seed_B: (B,) int32: seed of each sentence.
+        site: site of the attention.
+        rate: share of weights that are zeroed.
     """
+
+    seed_B: Tensor
+    site: int
+    rate: float
+
+
+def fused_attention_pays(query_BHTK: Tensor) -> bool:
+    """Return whether fused attention without dropout is the faster kernel, as measured."""
     if query_BHTK.device.type != "cpu":
         return True
     queries, width = query_BHTK.shape[-2:]
-    kernels = cpu_kernels()
-    return not dropout and kernels.fuses_attention(query_BHTK.dtype, queries=queries, width=width)
+    return cpu_kernels().fuses_attention(query_BHTK.dtype, queries=queries, width=width)
 
 
 def attention_mask(is_allowed: Tensor, *, beside: Tensor) -> Tensor:
@@ -61,32 +72,31 @@ def attend(
     *,
     mask: Tensor | None,
     is_causal: bool = False,
-    dropout: float = 0.0,
+    noise: WeightNoise | None = None,
 ) -> Tensor:
     """Return the context of every query, (B, H, T, K).
 
     ``mask`` broadcasts to (B, H, T, S). It is True where attention is allowed, or a result of
-    :func:`attention_mask`.
+    :func:`attention_mask`. PyTorch's fused attention draws dropout from a generator, so it serves
+    attention without noise only.
     """
-    if fused_attention_pays(query_BHTK, dropout=dropout):
+    if noise is None and fused_attention_pays(query_BHTK):
         return F.scaled_dot_product_attention(
-            query_BHTK,
-            key_BHSK,
-            value_BHSK,
-            attn_mask=mask,
-            is_causal=is_causal,
-            dropout_p=dropout,
+            query_BHTK, key_BHSK, value_BHSK, attn_mask=mask, is_causal=is_causal
         )
     scale = 1.0 / math.sqrt(query_BHTK.shape[-1])
     scores_BHTS = batched_product(query_BHTK * scale, key_BHSK.transpose(-1, -2))
     if is_causal:
         length = scores_BHTS.shape[-1]
         mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHTS.device).tril()
-    if mask is not None:
+    if mask is not None and mask.dtype != torch.bool:
+        scores_BHTS = scores_BHTS + mask
+    elif mask is not None:
         minus_infinity = torch.finfo(scores_BHTS.dtype).min
         scores_BHTS = scores_BHTS + scores_BHTS.new_zeros(()).where(mask, minus_infinity)
     weights_BHTS = F.softmax(scores_BHTS, dim=-1)  # summed up in float32 whatever the dtype
-    weights_BHTS = F.dropout(weights_BHTS, dropout, training=dropout > 0)
+    if noise is not None:
+        weights_BHTS = weight_dropout(weights_BHTS, noise.seed_B, noise.site, rate=noise.rate)
     return batched_product(weights_BHTS, value_BHSK)
 
 

@@ -518,3 +518,36 @@ def best_tokens(
                 for v in range(len(block)):
                     if block[v] >= bar and block[v] > best_C[-1]:
                         insert(block[v], b * BLOCK + v, best_C, token_C)
+
+
+@compiled()
+def _mixed(word: Any) -> Any:
+    word = np.uint32(word ^ np.uint32(word >> np.uint32(16)))
+    word = np.uint32(word * np.uint32(0x7FEB352D))
+    word = np.uint32(word ^ np.uint32(word >> np.uint32(15)))
+    word = np.uint32(word * np.uint32(0x846CA68B))
+    return np.uint32(word ^ np.uint32(word >> np.uint32(16)))
+
+
+@compiled()
+def keep(
+    seed_N: npt.NDArray[np.int32],
+    row_N: npt.NDArray[np.int32],
+    site: int,
+    threshold: int,
+    first: int,
+    last: int,
+    keep_NX: npt.NDArray[np.bool_],
+) -> None:
+    """Fill in which places dropout keeps (:mod:`pipeline.kernels.noise`), of a range of rows."""
+    offset = np.uint32(np.uint32(site) * np.uint32(0x1B873593))
+    least = np.uint32(threshold)
+    for n in range(first, last):
+        stream = np.uint32(np.uint32(seed_N[n]) + offset)
+        row = np.uint32(np.uint32(row_N[n]) * np.uint32(0x85EBCA6B))
+        key = _mixed(np.uint32(_mixed(stream) ^ row))
+        keep_X = keep_NX[n]
+        for x in range(len(keep_X)):
+            # Every result is cut to 32 bits, since numba would widen it and the loop be slow.
+            column = np.uint32(np.uint32(x) * np.uint32(0xC2B2AE35))
+            keep_X[x] = _mixed(np.uint32(key ^ column)) >= least

@@ -10,7 +10,13 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.kernels.attention import Spans, attend, attend_packed, can_attend_packed
+from pipeline.kernels.attention import (
+    Spans,
+    WeightNoise,
+    attend,
+    attend_packed,
+    can_attend_packed,
+)
 from pipeline.kernels.products import Linear
 from pipeline.model.tokens import Tokens, project
 
@@ -59,6 +65,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
+        self.site = 0
         self.query = Linear(width, width)
         self.key = Linear(width, width)
         self.value = Linear(width, width)
@@ -136,6 +143,7 @@ class Attention(nn.Module):
                 dropout=dropout,
             )
             return context_NHK.flatten(1)
+        noise = WeightNoise(packing.seed_B, self.site, dropout) if dropout else None
         query_BHTK = self.heads(packing.unpack(states.query_ND))
         key_BHSK, value_BHSK = (self.heads(memory.unpack(state)) for state in states[1:])
         # Padding is on the right, so that the causal mask alone hides it from real queries.
@@ -147,7 +155,7 @@ class Attention(nn.Module):
             allowed = (mask_BTT | is_padding_BT1)[:, None]
             mask = allowed if mask is None else allowed & mask
         context_BHTK = attend(
-            query_BHTK, key_BHSK, value_BHSK, mask=mask, is_causal=is_causal, dropout=dropout
+            query_BHTK, key_BHSK, value_BHSK, mask=mask, is_causal=is_causal, noise=noise
         )
         return packing.pack(context_BHTK.transpose(1, 2).flatten(2))
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import check_widths
+from pipeline.kernels.noise import number_sites
 from pipeline.model.extension import extensions
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.front_end import SubwordFront
@@ -32,13 +33,15 @@ def make_transformer(
 ) -> Transformer:
     """Return a model on the default device, with uninitialized parameters."""
     rates = regularization or Regularization()
-    return Transformer(
+    model = Transformer(
         spec,
         front=build_front(spec),
         encoder=_build_side(spec, rates, expert_parallel, side="encoder"),
         decoder=_build_side(spec, rates, expert_parallel, side="decoder"),
         expert_parallel_size=1 if expert_parallel is None else expert_parallel.size,
     )
+    number_sites(model)
+    return model
 
 
 def _build_side(

@@ -9,21 +9,22 @@ target language.
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
 """
 
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching.batch import Packing
 from pipeline.batching.labelled import LabelledBatch
 from pipeline.config.settings import Route
+from pipeline.kernels.noise import dropout, number_sites
 from pipeline.kernels.products import Linear
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import run_layer
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import EncoderLayer, Output, Stack, Transformer
 
@@ -66,6 +67,7 @@ class Labeller(nn.Module):
         self.recomputes = False
         """Whether the backward pass recomputes each layer from its input."""
         self.dropout = rates.dropout
+        self.site = 0
         self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
         layers = [
             EncoderLayer(model, rates, dense_feed_forward(model))
@@ -75,6 +77,7 @@ class Labeller(nn.Module):
         for extension in extensions():
             extension.change_side(spec, self.encoder, side="encoder")
         self.head = Head(model.width, 2 if head == "reader" else num_tags)
+        number_sites(self)
 
     def forward(
         self, batch: LabelledBatch, *, route: Route = "specific", progress: float = 0.0
@@ -83,10 +86,15 @@ class Labeller(nn.Module):
 
         The first B rows of a reader are for the first tokens of answers, the others for the last.
         """
+        packing = batch.packing.noisy() if self.training else batch.packing
+        batch = replace(batch, packing=packing)
         x_ND = self.encode(batch, route=route, progress=progress)
         if self.kind == "tagger":
-            return Output(self._logits(x_ND.index_select(0, batch.label_rows_L)), ())
-        return Output(spans(self._logits(x_ND), batch.packing), ())
+            # As in Hugging Face's models, dropout precedes a tagger's head but not a reader's.
+            if packing.noise is not None and self.dropout > 0:
+                x_ND = dropout(x_ND, packing.noise, self.site, rate=self.dropout)
+            return Output(self.head(x_ND.index_select(0, batch.label_rows_L)), ())
+        return Output(spans(self.head(x_ND), packing), ())
 
     def encode(self, batch: LabelledBatch, *, route: Route, progress: float) -> Tensor:
         """Return the states of all real tokens, (N, D)."""
@@ -99,24 +107,16 @@ class Labeller(nn.Module):
             language_group_B=torch.zeros_like(batch.language_B),
             route=route,
             progress=progress,
+            noise=packing.noise,
         )
         embedded_ND = self.embedding(batch.ids_N)
         nothing_TD = embedded_ND.new_empty(0)  # positions are learned
-        x_ND = self.encoder.enter(embedded_ND, tokens.position_N, nothing_TD)
+        x_ND = self.encoder.enter(embedded_ND, tokens, nothing_TD)
         for layer in self.encoder.layers:
-            if self.recomputes and self.training and torch.is_grad_enabled():
-                x_ND = checkpoint(layer, x_ND, packing, tokens, use_reentrant=False).x_ND
-            else:
-                x_ND = layer(x_ND, packing, tokens).x_ND
+            recomputes = self.recomputes and self.training and torch.is_grad_enabled()
+            x_ND = run_layer(layer, x_ND, packing, tokens, recomputes=recomputes).x_ND
         states: Tensor = self.encoder.leave(x_ND)
         return states
-
-    def _logits(self, x_ND: Tensor) -> Tensor:
-        # As in Hugging Face's models, dropout precedes a tagger's head but not a reader's.
-        if self.kind == "tagger":
-            x_ND = F.dropout(x_ND, self.dropout, training=self.training)
-        logits: Tensor = self.head(x_ND)
-        return logits
 
 
 Trained: TypeAlias = Transformer | Labeller

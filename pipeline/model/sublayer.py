@@ -2,8 +2,8 @@
 
 A pre-norm sublayer is ``x + dropout(f(norm(x)))``, a post-norm one ``norm(x + dropout(f(x)))``.
 :class:`Sublayer` runs either all positions or one decoding step. It does not add its result to x:
-it passes both on (:class:`Residual`), and the next sublayer adds them. So compiled regions can
-compute the sum and the next norm in one kernel in training.
+it passes both on (:class:`Residual`), and the next sublayer adds them. So one kernel can compute
+the sum and the next norm in training.
 
 Legend: N tokens, or rows of a decoding step; D model width.
 """
@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
+from pipeline.kernels.noise import Noise, dropout
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.tokens import Tokens
 
@@ -33,31 +32,25 @@ class ResidualNorm(nn.LayerNorm):
         super().__init__(width)
         self.pre_norm = pre_norm
         self.dropout = dropout
-        self.is_compiled = False
-        """Whether the operators between two sublayers run as one compiled kernel in training."""
+        self.site = 0
 
     def enter(self, x_ND: Tensor) -> Tensor:
         """Return the input of the inner function."""
         return self(x_ND) if self.pre_norm else x_ND
 
-    def leave(self, x_ND: Tensor, y_ND: Tensor) -> Tensor:
+    def leave(self, x_ND: Tensor, y_ND: Tensor, noise: Noise | None = None) -> Tensor:
         """Return x + dropout(y), normalized with post-norm."""
-        if self.is_compiled and self.training:
-            if self.pre_norm:
-                return add_dropped(x_ND, y_ND, rate=self.dropout)
-            return norm_of_sum(x_ND, y_ND, self, rate=self.dropout)
         if self.training and self.dropout > 0:
-            y_ND = F.dropout(y_ND, self.dropout)
+            assert noise is not None, "training with dropout needs keys of random numbers"
+            y_ND = dropout(y_ND, noise, self.site, rate=self.dropout)
         x_ND = x_ND + y_ND
         return x_ND if self.pre_norm else self(x_ND)
 
     def pass_on(
-        self, x_ND: Tensor, y_ND: Tensor, following: "ResidualNorm"
+        self, x_ND: Tensor, y_ND: Tensor, following: "ResidualNorm", noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
         """Return x + dropout(y), and the input of the following sublayer's inner function."""
-        if self.is_compiled and self.training and self.pre_norm:
-            return sum_and_norm(x_ND, y_ND, following, rate=self.dropout)
-        x_ND = self.leave(x_ND, y_ND)
+        x_ND = self.leave(x_ND, y_ND, noise)
         return x_ND, following.enter(x_ND)
 
 
@@ -124,13 +117,13 @@ class Residual(NamedTuple):
         """Return the states after the previous sublayer, and the input of the one with ``norm``."""
         if self.y_ND is None or self.norm is None:
             return self.x_ND, norm.enter(self.x_ND)
-        return self.norm.pass_on(self.x_ND, self.y_ND, norm)
+        return self.norm.pass_on(self.x_ND, self.y_ND, norm, self.tokens.noise)
 
     def sum(self) -> Tensor:
         """Return the states after the last sublayer, as :meth:`ResidualNorm.leave` makes them."""
         if self.y_ND is None or self.norm is None:
             return self.x_ND
-        return self.norm.leave(self.x_ND, self.y_ND)
+        return self.norm.leave(self.x_ND, self.y_ND, self.tokens.noise)
 
     def output(self) -> LayerOutput:
         """Return the layer's output."""
@@ -186,7 +179,10 @@ def run_layer(layer: Callable[..., LayerOutput], *states: object, recomputes: bo
     """Run a layer; with ``recomputes``, keep only its input for the backward pass."""
     if not recomputes:
         return layer(*states)
-    output: LayerOutput = checkpoint(layer, *states, use_reentrant=False, context_fn=_both_runs)
+    # Random numbers depend on their place, so there is no generator's state to restore.
+    output: LayerOutput = checkpoint(
+        layer, *states, use_reentrant=False, context_fn=_both_runs, preserve_rng_state=False
+    )
     return output
 
 
@@ -228,10 +224,3 @@ def _both_runs() -> tuple[_Run, _Run]:
     """Return the contexts of a layer's first run and of its recomputation."""
     kept: list[Any] = []
     return _Run(kept, is_again=False), _Run(kept, is_again=True)
-
-
-def compile_regions(model: nn.Module) -> None:
-    """Make a model compile the operators between its sublayers at the first training step."""
-    for module in model.modules():
-        if isinstance(module, ResidualNorm):
-            module.is_compiled = True

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
+from pipeline.kernels.noise import Noise
 from pipeline.kernels.placement import RouteNumbers
 from pipeline.kernels.slot_products import SentenceSlots
 
@@ -31,6 +32,7 @@ class Tokens:
         route: the language-specific or the shared route, in a model that has both.
         progress: share of training done before this update, 0 to 1; read in training only.
         shares: the micro-batches that share the pass; None for a single one.
+        noise: keys of the tokens' random numbers; None outside training.
     """
 
     sentence_N: Tensor
@@ -41,6 +43,7 @@ class Tokens:
     route: Route = "specific"
     progress: float = 0.0
     shares: Shares | None = None
+    noise: Noise | None = None
 
     @cached_property
     def source_language_N(self) -> Tensor:
@@ -74,6 +77,7 @@ class Tokens:
                 sentence_N=packing.sentence_N,
                 position_N=packing.position_N,
                 shares=packing.shares,
+                noise=packing.noise,
             )
             # The packing is kept as well: its id could be reused if it were freed.
             self._over[id(packing)] = packing, other

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
+from pipeline.kernels.noise import dropout
 from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.embedding import Embedding
 from pipeline.model.front_end import HasBuffers, Passage, Source
@@ -204,21 +205,25 @@ class Stack(nn.Module):
     def __init__(self, model: ModelConfig, layers: Sequence[nn.Module], *, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
+        self.site = 0
         self.layers = nn.ModuleList(layers)
         self.embedding_norm = nn.LayerNorm(model.width) if model.embedding_norm else None
         self.final_norm = nn.LayerNorm(model.width) if model.norm == "pre" else None
         if model.positions == "learned":
             self.positions = nn.Embedding(model.max_positions + POSITION_OFFSET, model.width)
 
-    def enter(self, x_ND: Tensor, position_N: Tensor, sinusoids_TD: Tensor) -> Tensor:
+    def enter(self, x_ND: Tensor, tokens: Tokens, sinusoids_TD: Tensor) -> Tensor:
         """Add positions to embedded tokens, then apply the optional norm and dropout."""
         if hasattr(self, "positions"):
-            x_ND = x_ND + self.positions(position_N + POSITION_OFFSET)
+            x_ND = x_ND + self.positions(tokens.position_N + POSITION_OFFSET)
         else:
-            x_ND = x_ND + sinusoids_TD[position_N].to(x_ND.dtype)
+            x_ND = x_ND + sinusoids_TD[tokens.position_N].to(x_ND.dtype)
         if self.embedding_norm is not None:
             x_ND = self.embedding_norm(x_ND)
-        return F.dropout(x_ND, self.dropout, training=self.training)
+        if not self.training or self.dropout == 0:
+            return x_ND
+        assert tokens.noise is not None, "training with dropout needs keys of random numbers"
+        return dropout(x_ND, tokens.noise, self.site, rate=self.dropout)
 
     def leave(self, x_ND: Tensor) -> Tensor:
         """Return the last layer's states, normalized in a pre-norm model."""
@@ -283,15 +288,20 @@ class Transformer(nn.Module):
         """
         source_ND, target_ND = self.embedding.both(batch.source_N, batch.target_N)
         languages = batch.source_language_B, batch.target_language_B
-        source = self.tokens_of(batch.source, *languages, route=route, progress=progress)
-        target = self.tokens_of(batch.target, *languages, route=route, progress=progress)
+        source_packing, target_packing = batch.source, batch.target
+        if self.training:
+            # Both routes of fuse distillation draw different numbers.
+            salt = 0 if route == "specific" else 1
+            source_packing, target_packing = source_packing.noisy(salt), target_packing.noisy(salt)
+        source = self.tokens_of(source_packing, *languages, route=route, progress=progress)
+        target = self.tokens_of(target_packing, *languages, route=route, progress=progress)
         memory_ND, reports = self.encode(
-            batch.source_N, source_ND, batch.source, source, begins_N=batch.source_begins_N
+            batch.source_N, source_ND, source_packing, source, begins_N=batch.source_begins_N
         )
         gate_shares = [source.shares] * len(reports.gates)
-        x_ND = self.decoder.enter(target_ND, target.position_N, self.positions_TD)
+        x_ND = self.decoder.enter(target_ND, target, self.positions_TD)
         for layer in self.decoder.layers:
-            states = x_ND, batch.target, target, memory_ND, batch.source
+            states = x_ND, target_packing, target, memory_ND, source_packing
             x_ND = reports.add(run_layer(layer, *states, recomputes=self._recomputes_now))
         logits_LV = self.project(x_ND.index_select(0, batch.label_rows_L))
         gate_shares += [target.shares] * (len(reports.gates) - len(gate_shares))
@@ -315,7 +325,7 @@ class Transformer(nn.Module):
             tokens: metadata of the tokens.
             begins_N: True where a token begins a word that a segmenter found.
         """
-        x_ND = self.encoder.enter(embedded_ND, tokens.position_N, self.positions_TD)
+        x_ND = self.encoder.enter(embedded_ND, tokens, self.positions_TD)
         layers = self._encoder_layers()
         passage = Passage(layers, packing, tokens, recomputes=self._recomputes_now)
         source = Source(ids_N, packing, tokens, self.embedding, begins_N)
@@ -370,6 +380,7 @@ class Transformer(nn.Module):
             route=route,
             progress=progress,
             shares=packing.shares,
+            noise=packing.noise,
         )
 
     def project(self, x_ND: Tensor) -> Tensor:

@@ -45,7 +45,6 @@ from pipeline.checkpoints.training_state import Fills, LossScale, Piece, Ranges,
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
-    has_compiled_regions,
     micro_batches_per_pass,
     precision_of,
 )
@@ -55,11 +54,9 @@ from pipeline.distributed.progress import advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
-from pipeline.kernels.compiled_regions import check_compiler
 from pipeline.model.labeller import Labeller, Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.stacked import StackedModules
-from pipeline.model.sublayer import compile_regions
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
@@ -229,9 +226,6 @@ class Engine:
             _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         _check_device(config)
-        if has_compiled_regions(ds_config):
-            check_compiler(next(model.parameters()).device)
-            compile_regions(model)
         self.ds_config: Mapping[str, Any] = config
         """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]
@@ -275,9 +269,8 @@ class Engine:
     ) -> StepResult:
         """Make one update from this rank's micro-batches.
 
-        The micro-batches are consumed once, as they arrive; there are as many as ``seeds``. Every
-        pass starts from the seed of its first micro-batch, so that dropout does not depend on the
-        world if each micro-batch has a pass of its own.
+        The micro-batches are consumed once, as they arrive; there are as many as ``seeds``, which key
+        their random numbers. So dropout depends neither on the world nor on shared passes.
         DeepSpeed averages gradients over ranks and passes; the scale turns that into the sum over
         the global step divided by its labels.
 
@@ -324,14 +317,13 @@ class Engine:
         )
 
     def _batch_of_pass(self, taken: Sequence["_Turn"]) -> tuple[AnyBatch, bool]:
-        """Return the batch of a pass, and whether it counts; draw its random numbers from now on.
+        """Return the batch of a pass with the keys of its random numbers, and whether it counts.
 
         A stand-in takes part only where a rank has nothing else.
         """
         counting = [turn for turn in taken if turn.counts]
         chosen = counting or taken[:1]
-        torch.manual_seed(chosen[0].seed)
-        return self._joined([turn.batch for turn in chosen]), bool(counting)
+        return self._joined([turn.batch.keyed(turn.seed) for turn in chosen]), bool(counting)
 
     def _joined(self, batches: Sequence[AnyBatch]) -> AnyBatch:
         """Join the batches of a pass, even a single one: other ranks may have more.
@@ -371,8 +363,7 @@ class Engine:
         Nothing is reduced or kept; all ranks that share experts call this together.
         """
         self.model.train()
-        torch.manual_seed(seed)
-        batch = batch.to(self.device)
+        batch = batch.keyed(seed).to(self.device)
         terms = training_loss(self.model, batch, self._loss_config, progress=progress)
         scale = self._zero.loss_scale * self.world.size / total_labels
         parameters = trainable(self.model)

@@ -15,12 +15,14 @@ from pipeline.kernels import cpu
 from pipeline.kernels.attention import (
     RowEntries,
     Spans,
+    WeightNoise,
     attend,
     attend_entries,
     attend_packed,
     attention_mask,
     can_attend_packed,
 )
+from pipeline.kernels.noise import weight_dropout
 from pipeline.model import attention as model
 from pipeline.model.attention import Attention
 
@@ -105,17 +107,21 @@ def test_half_precision_is_close_to_single_precision(fused: bool, choose_fused: 
     torch.testing.assert_close(half.double(), exact, rtol=0, atol=2e-2)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_attention_dropout_drops_and_rescales_weights(fused: bool, choose_fused: Kernel) -> None:
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32])
+def test_attention_dropout_drops_and_rescales_weights(
+    mask_dtype: torch.dtype, choose_fused: Kernel
+) -> None:
     query, key, _ = random_heads(batch=3, length=8, seed=4)
     value = torch.eye(8).expand(3, 2, 8, 8)
-    choose_fused(fused)
-    torch.manual_seed(1)
-    weights = attend(query, key, value, mask=None)
-    dropped = attend(query, key, value, mask=None, dropout=0.25)
-    kept = dropped != 0
-    torch.testing.assert_close(dropped[kept], weights[kept] / 0.75)
-    assert 0.6 < kept.float().mean() < 0.9
+    choose_fused(True)  # PyTorch's kernel draws from a generator, and is not taken
+    mask = key_mask([8, 3, 5])
+    weights = attend(query, key, value, mask=mask)
+    noise = WeightNoise(torch.arange(3, dtype=torch.int32), 512, 0.25)
+    if mask_dtype != torch.bool:
+        mask = attention_mask(mask, beside=torch.empty(0, device="meta"))
+    dropped = attend(query, key, value, mask=mask, noise=noise)
+    kept = weight_dropout(torch.ones(3, 2, 8, 8), *noise[:2], rate=0.25) != 0
+    torch.testing.assert_close(dropped, torch.where(kept, weights / 0.75, 0))
 
 
 def test_scores_beyond_half_precision_stay_finite(choose_fused: Kernel) -> None:

@@ -91,10 +91,10 @@ def test_steps_of_self_attention_equal_all_positions_at_once() -> None:
 
 def test_dropout_of_the_module_acts_in_training_only() -> None:
     module = Attention(width=16, num_heads=4, dropout=0.5)
-    packing = Packing.from_lengths([6])
+    packing, other = (Packing.from_lengths([6]).keyed(seed) for seed in (1, 2))
     x_ND = torch.randn(6, 16)
     assert not torch.equal(
-        module(x_ND, packing, tokens_of(packing)), module(x_ND, packing, tokens_of(packing))
+        module(x_ND, packing, tokens_of(packing)), module(x_ND, other, tokens_of(other))
     )
     module.eval()
     assert torch.equal(

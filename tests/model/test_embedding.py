@@ -19,6 +19,7 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
 from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.decoding.cached_keys import DecoderStates
@@ -80,11 +81,11 @@ def test_scales_of_one_hot_embeddings_start_at_the_root_of_the_width() -> None:
 def test_nothing_is_dropped_of_one_hot_embeddings_as_the_encoder_takes_them(input: str) -> None:
     rates = Regularization(dropout=0.5)
     model = tiny_model(spec_of(input, "tied"), regularization=rates).train()
-    x_ND, position_N = torch.ones(8, WIDTH), torch.arange(8)
-    expected_ND = x_ND + model.positions_TD[position_N]
+    packing, language_B = Packing.from_lengths([8]).keyed(1), torch.zeros(1, dtype=torch.int64)
+    x_ND, tokens = torch.ones(8, WIDTH), model.tokens_of(packing, language_B, language_B)
+    expected_ND = x_ND + model.positions_TD[:8]
     entered = [
-        stack.enter(x_ND, position_N, model.positions_TD)
-        for stack in (model.encoder, model.decoder)
+        stack.enter(x_ND, tokens, model.positions_TD) for stack in (model.encoder, model.decoder)
     ]
     kept = [torch.equal(one_ND, expected_ND) for one_ND in entered]
     assert kept == [input == "one_hot", False]

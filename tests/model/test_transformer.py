@@ -265,8 +265,7 @@ def test_dropout_acts_in_training_only_and_follows_the_seed() -> None:
     batch = random_batch(spec, sentences=4, seed=1)
 
     def logits(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        found: Tensor = model(batch).logits_LV
+        found: Tensor = model(batch.keyed(seed)).logits_LV
         return found
 
     assert torch.equal(logits(1), logits(1))
@@ -288,10 +287,10 @@ def test_a_dropped_sublayer_leaves_the_embedding() -> None:
     spec = tiny_spec(layers=1)
     model = tiny_model(spec, regularization=Regularization(dropout=1 - 1e-7))
     x_ND = torch.randn(5, spec.model.width)
-    packing = Packing.from_lengths([5])
-    group_N = torch.zeros(5, dtype=torch.int64)
-    torch.manual_seed(1)
-    y_ND, record, _ = model.encoder.layers[0](x_ND, packing, group_N)
+    packing = Packing.from_lengths([5]).keyed(1)
+    language_B = torch.zeros(1, dtype=torch.int64)
+    tokens = model.tokens_of(packing, language_B, language_B)
+    y_ND, record, _ = model.encoder.layers[0](x_ND, packing, tokens)
     assert record is None
     assert torch.equal(y_ND, x_ND)
 

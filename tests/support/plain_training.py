@@ -107,8 +107,7 @@ def plain_training(
         optimizer.zero_grad()
         objectives, cross_entropies, balances = [], [], []
         for batch, seed in zip(batches, dropout_seeds(update, range(MICRO_BATCHES)), strict=True):
-            torch.manual_seed(seed)
-            output = model(batch)
+            output = model(batch.keyed(seed))
             cross_entropy = F.cross_entropy(output.logits_LV, batch.labels_L, reduction="sum")
             balance = torch.zeros(())
             for record in output.routing:

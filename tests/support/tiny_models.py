@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.names import initialize_weights, named_slices
+from pipeline.kernels.noise import Noise
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
@@ -137,6 +138,7 @@ def tokens_in_groups(group_N: torch.Tensor) -> Tokens:
         source_language_B=torch.zeros_like(number_N),
         target_language_B=number_N,
         language_group_B=group_N,
+        noise=Noise(torch.zeros_like(number_N).int(), number_N.int()),
     )
 
 

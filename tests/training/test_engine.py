@@ -37,7 +37,6 @@ from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
 from pipeline.distributed import progress
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
-from pipeline.kernels import compiled_regions
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
@@ -215,33 +214,6 @@ def test_layers_that_are_computed_again_make_the_same_updates_over_expert_parall
     assert_equal_training(merged(results), expected)
 
 
-def training_in_regions(world: World, spec: ModelSpec, per_pass: int) -> tuple[Trained, set[str]]:
-    """Regions that are to be compiled are noted, and run as they are."""
-    noted: set[str] = set()
-
-    def note(region: Callable[..., Any]) -> Callable[..., Any]:
-        noted.add(region.__name__)
-        return region
-
-    compiler = mock.patch.object(compiled_regions, "_compiled", note)
-    with compiler, mock.patch.object(engine_module, "check_compiler") as check:
-        keys = {"compiled_regions": True, "micro_batches_per_pass": per_pass}
-        trained = engine_training(world, spec, parallel_size=2, zero_stage=2, own_keys=keys)
-    check.assert_called_once_with(torch.device("cpu"))
-    return trained, noted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("per_pass", [1, 2])
-def test_regions_that_the_ds_config_has_compiled_make_the_same_updates(
-    pool2: ProcessPool, per_pass: int
-) -> None:
-    spec = SPECS["moe_lgr"]
-    results = pool2.run(training_in_regions, spec, per_pass)
-    assert all(noted == {"_add_dropped", "_sum_and_norm"} for _, noted in results)
-    assert_equal_training(merged([trained for trained, _ in results]), plain_training(spec)[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_dropout_does_not_depend_on_the_world(
@@ -287,32 +259,11 @@ def test_micro_batches_that_share_a_pass_make_the_same_updates(
         spec,
         parallel_size=parallel_size,
         zero_stage=zero_stage,
+        dropout=0.3,
         rehearses=True,
         own_keys={"micro_batches_per_pass": per_pass},
     )
-    assert_equal_training(merged(results), plain_training(spec)[0])
-
-
-@pytest.mark.slow
-def test_a_shared_pass_drops_the_same_values_again(pool2: ProcessPool) -> None:
-    one, other = (
-        merged(
-            pool2.run(
-                engine_training,
-                SPECS["capacity"],
-                parallel_size=2,
-                zero_stage=2,
-                dropout=0.3,
-                own_keys={"micro_batches_per_pass": 2},
-            )
-        )
-        for _ in range(2)
-    )
-    assert one.norms == other.norms
-    assert one.cross_entropies == other.cross_entropies
-    assert all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
-    without, _ = plain_training(SPECS["capacity"])
-    assert one.norms != pytest.approx(without.norms, rel=1e-3)
+    assert_equal_training(merged(results), plain_training(spec, dropout=0.3)[0])
 
 
 def test_the_number_of_micro_batches_per_pass_sets_the_number_of_passes() -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.extensions.language_modules.stack import LanguageStack
+from pipeline.kernels.noise import normal
 from pipeline.kernels.products import Linear
 from pipeline.kernels.slot_products import SentenceSlots, row_products
 from pipeline.model.tokens import Tokens
@@ -84,6 +85,7 @@ class Gate(nn.Module):
     def __init__(self, *, width: int, gate_width: int, noise: float) -> None:
         super().__init__()
         self.noise = noise
+        self.site = 0
         self.up = XavierLinear(width, gate_width)
         self.down = XavierLinear(gate_width, 1)
 
@@ -92,8 +94,11 @@ class Gate(nn.Module):
         logit_N: Tensor = self.down(F.relu(self.up(x_ND)))[:, 0].float()
         if not self.training:
             return (logit_N >= 0).float()
-        noise_N = torch.randn_like(logit_N)
-        return torch.sigmoid(logit_N + self.noise * tokens.progress * noise_N)
+        strength = self.noise * tokens.progress
+        if strength:
+            assert tokens.noise is not None, "training with noise needs keys of random numbers"
+            logit_N = logit_N + strength * normal(tokens.noise, self.site, columns=1)[:, 0]
+        return torch.sigmoid(logit_N)
 
 
 class ConditionalRouting(nn.Module):

@@ -8,10 +8,10 @@ Legend: N real tokens, D model width, E experts, R kept routes.
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.kernels.noise import dropout, uniform
 from pipeline.kernels.placement import RouteNumbers, beside_float32, combine, gather
 from pipeline.model.moe.dispatch import (
     Dispatch,
@@ -45,6 +45,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config = config
         self.regularization = regularization or Regularization()
+        self.site = 0
         self.router = router
         self.experts = experts
         self.expert_parallel = expert_parallel
@@ -52,9 +53,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord]:
         """Return the weighted sum of every token's experts, and the routing record."""
         x_ND, routed_ND = beside_float32(x_ND)
-        routing: Routing = self.router(self._jittered(routed_ND), tokens)
+        routing: Routing = self.router(self._jittered(routed_ND, tokens), tokens)
         dispatch = self._dispatch(routing, tokens)
-        y_ND = self._serve(x_ND, self._masked(dispatch))
+        y_ND = self._serve(x_ND, self._masked(dispatch, tokens))
         record = RoutingRecord(
             balance_loss=(
                 routing.balance_loss
@@ -69,21 +70,25 @@ class MixtureOfExperts(nn.Module):
         )
         return y_ND, record
 
-    def _jittered(self, x_ND: Tensor) -> Tensor:
+    def _jittered(self, x_ND: Tensor, tokens: Tokens) -> Tensor:
         """Return the router's input, multiplied by U(1 - jitter, 1 + jitter) in training."""
         jitter = self.regularization.router_jitter
         if not self.training or jitter == 0:
             return x_ND
-        return x_ND.float() * torch.empty_like(x_ND, dtype=torch.float32).uniform_(
-            1 - jitter, 1 + jitter
-        )
+        assert tokens.noise is not None, "training with noise needs keys of random numbers"
+        drawn_ND = uniform(tokens.noise, self.site, columns=x_ND.shape[1])
+        return x_ND.float() * (1 - jitter + 2 * jitter * drawn_ND)
 
-    def _masked(self, dispatch: Dispatch) -> Dispatch:
+    def _masked(self, dispatch: Dispatch, tokens: Tokens) -> Dispatch:
         """Zero combine weights at random in training, scale the rest (expert output masking)."""
         rate = self.regularization.expert_output_masking
         if not self.training or rate == 0:
             return dispatch
-        return replace(dispatch, weight_NC=F.dropout(dispatch.weight_NC, rate))
+        assert tokens.noise is not None, "training with noise needs keys of random numbers"
+        site = self.site + 1  # other numbers than the jitter's
+        return replace(
+            dispatch, weight_NC=dropout(dispatch.weight_NC, tokens.noise, site, rate=rate)
+        )
 
     def _dispatch(self, routing: Routing, tokens: Tokens) -> Dispatch:
         config = self.config

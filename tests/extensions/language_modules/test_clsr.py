@@ -11,6 +11,7 @@ from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights, tensor_shapes
 from pipeline.extensions.language_modules.clsr import ConditionalRouting, Gate, Projections
 from pipeline.extensions.language_modules.settings import ClsrConfig
+from pipeline.kernels.noise import Noise
 from pipeline.model.building import build_model
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
@@ -53,7 +54,7 @@ def by_equation(
     return gate * specific + (1 - gate) * shared
 
 
-def tokens_of(*, progress: float = 0.0) -> Tokens:
+def tokens_of(*, progress: float = 0.0, noise: Noise | None = None) -> Tokens:
     packing = Packing.from_lengths([2, 1, 3])
     language_B = torch.tensor([2, 0, 2])
     return Tokens(
@@ -63,6 +64,7 @@ def tokens_of(*, progress: float = 0.0) -> Tokens:
         language_B,
         torch.zeros_like(language_B),
         progress=progress,
+        noise=noise,
     )
 
 
@@ -102,8 +104,8 @@ def test_noise_grows_with_the_share_of_training_that_is_done() -> None:
     assert routing.gate(x_ND, tokens).tolist() == [0.5] * 6
     logits = {}
     for progress in (0.25, 1.0):
-        torch.manual_seed(3)
-        gate_N = routing.gate(torch.zeros(4000, 6), tokens_of(progress=progress))
+        keys = Noise(torch.zeros(4000).int(), torch.arange(4000).int())
+        gate_N = routing.gate(torch.zeros(4000, 6), tokens_of(progress=progress, noise=keys))
         logits[progress] = torch.logit(gate_N.double(), eps=1e-12)
     assert float(logits[0.25].detach().std()) == pytest.approx(1.25, rel=0.05)
     torch.testing.assert_close(logits[1.0][:50], 4 * logits[0.25][:50], rtol=1e-2, atol=1e-2)

@@ -1,0 +1,139 @@
+"""Keyed noise equals a reference in Python's integers, and depends on nothing but its keys."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from pipeline.kernels.cpu import sparing_loops
+from pipeline.kernels.noise import (
+    Noise,
+    dropout,
+    keep,
+    normal,
+    number_sites,
+    uniform,
+    weight_dropout,
+)
+
+WORD = 2**32
+
+
+def mixed(word: int) -> int:
+    word ^= word >> 16
+    word = word * 0x7FEB352D % WORD
+    word ^= word >> 15
+    word = word * 0x846CA68B % WORD
+    return word ^ word >> 16
+
+
+def bits(seed: int, site: int, row: int, column: int) -> int:
+    key = mixed(mixed((seed + site * 0x1B873593) % WORD) ^ row * 0x85EBCA6B % WORD)
+    return mixed(key ^ column * 0xC2B2AE35 % WORD)
+
+
+def noise(*, tokens: int, seed: int = 7, first_row: int = 0) -> Noise:
+    return Noise(
+        torch.full((tokens,), seed, dtype=torch.int32),
+        torch.arange(first_row, first_row + tokens, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("has_loops", [True, False])
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.999])
+def test_a_value_is_kept_as_python_integers_say(has_loops: bool, rate: float) -> None:
+    seeds = [0, 1, -1, 2**31 - 1, -(2**31)]
+    keys = Noise(torch.tensor(seeds, dtype=torch.int32), torch.tensor([0, 1, 2, 90_000, 3]).int())
+    site = 256 * 70_001
+    expected = [
+        [bits(seed % WORD, site, row, column) >= int(rate * WORD) for column in range(9)]
+        for seed, row in zip(seeds, keys.row_N.tolist(), strict=True)
+    ]
+    if has_loops:
+        found = keep(keys, site, 9, rate)
+    else:
+        with sparing_loops():
+            found = keep(keys, site, 9, rate)
+    assert found.tolist() == expected
+
+
+def test_the_rate_is_kept_in_rows_and_columns_and_neighbors_are_independent() -> None:
+    kept = keep(noise(tokens=2000), 512, 500, 0.3).double()
+    for axis, count in ((0, 2000), (1, 500)):
+        z = (kept.mean(axis) - 0.7) * math.sqrt(count / 0.21)
+        assert stats.kstest(z.numpy(), "norm").pvalue > 1e-3
+    centered = (kept - 0.7) / math.sqrt(0.21)
+    for product in (
+        centered[1:] * centered[:-1],
+        centered[:, 1:] * centered[:, :-1],
+        centered * (keep(noise(tokens=2000), 768, 500, 0.3).double() - 0.7) / math.sqrt(0.21),
+        centered
+        * (keep(noise(tokens=2000, seed=8), 512, 500, 0.3).double() - 0.7)
+        / math.sqrt(0.21),
+    ):
+        assert abs(product.mean()) < 5 / math.sqrt(product.numel())
+
+
+def test_numbers_have_their_distributions() -> None:
+    drawn = uniform(noise(tokens=500), 256, columns=200).flatten()
+    assert 0 < drawn.min() < 1e-3
+    assert 1 - 1e-3 < drawn.max() < 1
+    assert stats.kstest(drawn.numpy(), "uniform").pvalue > 1e-3
+    gaussian = normal(noise(tokens=500), 256, columns=200).flatten()
+    assert gaussian.isfinite().all()
+    assert stats.kstest(gaussian.numpy(), "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_scales_what_it_keeps_and_so_does_its_gradient(dtype: torch.dtype) -> None:
+    keys = noise(tokens=50)
+    x = torch.randn(50, 33, dtype=dtype).requires_grad_()
+    y = dropout(x, keys, 256, rate=0.25)
+    kept = keep(keys, 256, 33, 0.25)
+    torch.testing.assert_close(y, torch.where(kept, x / 0.75, 0).to(dtype))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, torch.where(kept, dy / 0.75, 0).to(dtype))
+    assert not dropout(x, keys, 256, rate=1.0).any()
+
+
+def test_tokens_have_the_same_mask_wherever_they_lie() -> None:
+    one, other = noise(tokens=5, seed=1), noise(tokens=4, seed=2)
+    joined = Noise(*(torch.cat(both) for both in zip(other, one, strict=True)))
+    assert torch.equal(keep(joined, 512, 8, 0.5)[4:], keep(one, 512, 8, 0.5))
+    assert torch.equal(keep(joined, 512, 8, 0.5)[:4], keep(other, 512, 8, 0.5))
+
+
+def test_weights_are_keyed_by_sentence_head_query_and_key() -> None:
+    seed_B = torch.tensor([3, -9], dtype=torch.int32)
+    found = weight_dropout(torch.ones(2, 3, 4, 5), seed_B, 1024, rate=0.4)
+
+    def is_kept(b: int, h: int, t: int, s: int) -> bool:
+        return bits(int(seed_B[b]) % WORD, 1024 + h, t, s) >= int(0.4 * WORD)
+
+    for place in torch.cartesian_prod(*map(torch.arange, (2, 3, 4, 5))).tolist():
+        assert (found[tuple(place)] != 0) == is_kept(*place), place
+    shorter = weight_dropout(torch.ones(2, 3, 2, 3), seed_B, 1024, rate=0.4)
+    assert torch.equal(shorter, found[:, :, :2, :3]), "padding must not matter"
+
+
+def test_spans_have_their_own_seeds_wherever_they_lie() -> None:
+    one, other = noise(tokens=6, seed=1), noise(tokens=4, seed=2)
+    joined = Noise(*(torch.cat(both) for both in zip(other, one, strict=True)))
+    alone = one.of_spans(torch.tensor([0, 2, 5, 6]))
+    behind: Tensor = joined.of_spans(torch.tensor([0, 4, 6, 9, 10]))
+    assert alone[:3].tolist() == behind[1:4].tolist()
+    assert len(set(behind[:4].tolist())) == 4
+    expected = mixed(mixed(1) ^ 2 * 0x85EBCA6B % WORD)
+    assert int(alone[1]) % WORD == expected
+
+
+def test_every_module_has_its_own_site() -> None:
+    class Drawing(nn.Module):
+        site = 0
+
+    model = nn.Sequential(Drawing(), nn.Linear(2, 2), nn.Sequential(Drawing(), Drawing()))
+    number_sites(model)
+    assert [m.site for m in model.modules() if isinstance(m, Drawing)] == [256, 512, 768]
