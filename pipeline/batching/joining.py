@@ -1,10 +1,10 @@
 """Join micro-batches that share one forward and backward pass.
 
 All layers then see the tokens of all of them at once. Random numbers depend on a token's place in
-its own micro-batch (:mod:`~pipeline.kernels.noise`). Values that are not computed per token belong to
-each micro-batch: the experts' capacity, the balance loss, and the weights of the z-loss and of the
-loss of gates (:class:`~pipeline.batching.batch.Shares`). So loss and gradient equal the sums over
-separate passes.
+its own micro-batch (:mod:`~pipeline.kernels.noise`). Values that are not computed per token belong
+to each micro-batch: the experts' capacity, the balance loss, and the weights of the z-loss and of
+the loss of gates (:class:`~pipeline.batching.batch.Shares`). So loss and gradient equal the sums
+over separate passes.
 """
 
 from collections.abc import Sequence

@@ -269,8 +269,8 @@ class Engine:
     ) -> StepResult:
         """Make one update from this rank's micro-batches.
 
-        The micro-batches are consumed once, as they arrive; there are as many as ``seeds``, which key
-        their random numbers. So dropout depends neither on the world nor on shared passes.
+        The micro-batches are consumed once, as they arrive; there are as many as ``seeds``, which
+        key their random numbers. So dropout depends neither on the world nor on shared passes.
         DeepSpeed averages gradients over ranks and passes; the scale turns that into the sum over
         the global step divided by its labels.
 
