@@ -62,7 +62,7 @@ def number_sites(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "site"):
             number += 1
-            module.site = number * SITE_STEP
+            module.site = number * SITE_STEP  # type: ignore[assignment]
 
 
 def threshold_of(rate: float) -> int:
