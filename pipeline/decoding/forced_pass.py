@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, Translation, source_begins
+from pipeline.model.sublayer import Residual
 from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, Transformer
 
@@ -63,14 +64,14 @@ def forced_pass(
         begins_N=source_begins(sources, device),
     )
     embedded_ND = model.embedding(_flat(inputs, device), is_target=True)
-    x_ND = model.decoder.enter(embedded_ND, tokens, model.positions_TD)
+    x = Residual(model.decoder.enter(embedded_ND, tokens, model.positions_TD), tokens)
     attention_BTS = None
     for number, layer in enumerate(model.decoder_layers()):
         if number == attention_of:
-            attention_BTS = _attention(layer, x_ND, target, tokens, memory_ND, source).cpu()
-        x_ND = layer(x_ND, target, tokens, memory_ND, source).x_ND
+            attention_BTS = _attention(layer, x.sum(), target, tokens, memory_ND, source).cpu()
+        x = layer(x, target, memory_ND, source)
     prompts = [len(one.prompt) for one in sources]
-    log_p_BT = _log_probabilities(model, x_ND, inputs, prompts, eos_id=eos_id)
+    log_p_BT = _log_probabilities(model, x.sum(), inputs, prompts, eos_id=eos_id)
     found = []
     for row, (one, ids) in enumerate(zip(sources, inputs, strict=True)):
         first = len(one.prompt) - 1  # the position that predicts the first token

@@ -8,7 +8,7 @@ layers keep their names.
 Legend: B sentences, T their length, N real tokens, D model width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.convolutions import Gaps
 from pipeline.model.attention import Contextualizer
 from pipeline.model.embedding import Embedding
-from pipeline.model.sublayer import LayerOutput, Reports, run_layer
+from pipeline.model.sublayer import Layer, Reports, Residual, run_layer
 from pipeline.model.tokens import Tokens
 
 
@@ -76,7 +76,7 @@ class Passage:
 
     def __init__(
         self,
-        layers: Iterable[Callable[..., LayerOutput]],
+        layers: Iterable[Layer],
         packing: Packing,
         tokens: Tokens,
         *,
@@ -108,15 +108,12 @@ class Passage:
         """
         count = len(self._left) if layers is None else layers
         following, self._left = self._left[:count], self._left[count:]
+        x = Residual(x_ND, self._tokens)
         for layer in following:
             looking = partial(layer, mask_BTT=mask_BTT, contextualizer=contextualizer)
-            output = run_layer(
-                looking,
-                *(x_ND, packing or self._packing, self._tokens),
-                recomputes=self._recomputes,
-            )
-            x_ND = self.reports.add(output)
-        return x_ND
+            spans = packing or self._packing
+            x = self.reports.take(run_layer(looking, x, spans, recomputes=self._recomputes))
+        return x.sum()
 
 
 class SubwordFront(nn.Module):

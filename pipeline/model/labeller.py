@@ -24,7 +24,7 @@ from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.sublayer import run_layer
+from pipeline.model.sublayer import Residual, run_layer
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import EncoderLayer, Output, Stack, Transformer
 
@@ -112,10 +112,11 @@ class Labeller(nn.Module):
         embedded_ND = self.embedding(batch.ids_N)
         nothing_TD = embedded_ND.new_empty(0)  # positions are learned
         x_ND = self.encoder.enter(embedded_ND, tokens, nothing_TD)
+        x = Residual(x_ND, tokens)
+        recomputes = self.recomputes and self.training and torch.is_grad_enabled()
         for layer in self.encoder.layers:
-            recomputes = self.recomputes and self.training and torch.is_grad_enabled()
-            x_ND = run_layer(layer, x_ND, packing, tokens, recomputes=recomputes).x_ND
-        states: Tensor = self.encoder.leave(x_ND)
+            x = run_layer(layer, x, packing, recomputes=recomputes)._replace(gates=())
+        states: Tensor = self.encoder.leave(x.sum())
         return states
 
 

@@ -76,16 +76,6 @@ class After(Protocol):
         """
 
 
-class LayerOutput(NamedTuple):
-    """Hidden states of a layer, and the reports of its sublayers."""
-
-    x_ND: Tensor
-    record: RoutingRecord | None
-    """The routing of an MoE layer."""
-    gates: tuple[Tensor, ...] = ()
-    """Gates of the modules that follow sublayers, (N,) each."""
-
-
 @dataclass(frozen=True)
 class Reports:
     """Routing records and gates of the layers of one pass, in order."""
@@ -93,16 +83,16 @@ class Reports:
     routing: list[RoutingRecord] = field(default_factory=list)
     gates: list[Tensor] = field(default_factory=list)
 
-    def add(self, output: LayerOutput) -> Tensor:
-        """Append the reports of a layer, and return its states."""
-        if output.record is not None:
-            self.routing.append(output.record)
-        self.gates.extend(output.gates)
-        return output.x_ND
+    def take(self, x: "Residual") -> "Residual":
+        """Append the reports of a layer, and return its residual stream without them."""
+        if x.record is not None:
+            self.routing.append(x.record)
+        self.gates.extend(x.gates)
+        return x._replace(record=None, gates=())
 
 
 class Residual(NamedTuple):
-    """The residual stream between two sublayers of a layer."""
+    """The residual stream between two sublayers, and the reports of the layer so far."""
 
     x_ND: Tensor
     tokens: Tokens
@@ -111,7 +101,9 @@ class Residual(NamedTuple):
     norm: ResidualNorm | None = None
     """The norm of the last sublayer."""
     record: RoutingRecord | None = None
+    """The routing of an MoE layer."""
     gates: tuple[Tensor, ...] = ()
+    """Gates of the modules that follow sublayers, (N,) each."""
 
     def enter(self, norm: ResidualNorm) -> tuple[Tensor, Tensor]:
         """Return the states after the previous sublayer, and the input of the one with ``norm``."""
@@ -124,10 +116,6 @@ class Residual(NamedTuple):
         if self.y_ND is None or self.norm is None:
             return self.x_ND
         return self.norm.leave(self.x_ND, self.y_ND, self.tokens.noise)
-
-    def output(self) -> LayerOutput:
-        """Return the layer's output."""
-        return LayerOutput(self.sum(), self.record, self.gates)
 
 
 InnerFunction = Callable[..., Tensor | tuple[Tensor, RoutingRecord | None]]
@@ -175,13 +163,22 @@ class Sublayer:
         return Residual(x_ND, x.tokens, y_ND, self.norm, record, gates)
 
 
-def run_layer(layer: Callable[..., LayerOutput], *states: object, recomputes: bool) -> LayerOutput:
+Layer = Callable[..., Residual]
+"""A layer: its first argument is the residual stream before it, its result the one after it."""
+
+
+def run_layer(layer: Layer, x: Residual, *states: object, recomputes: bool) -> Residual:
     """Run a layer; with ``recomputes``, keep only its input for the backward pass."""
     if not recomputes:
-        return layer(*states)
+        return layer(x, *states)
     # Random numbers depend on their place, so there is no generator's state to restore.
-    output: LayerOutput = checkpoint(
-        layer, *states, use_reentrant=False, context_fn=_both_runs, preserve_rng_state=False
+    output: Residual = checkpoint(
+        layer,
+        Residual(x.sum(), x.tokens),
+        *states,
+        use_reentrant=False,
+        context_fn=_both_runs,
+        preserve_rng_state=False,
     )
     return output
 

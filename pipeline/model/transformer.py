@@ -22,7 +22,7 @@ L predicted tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import (
-    LayerOutput,
+    Layer,
     Reports,
     Residual,
     ResidualNorm,
@@ -111,19 +111,16 @@ class EncoderLayer(nn.Module):
 
     def forward(
         self,
-        x_ND: Tensor,
+        x: Residual,
         packing: Packing,
-        tokens: Tokens,
         *,
         mask_BTT: Tensor | None = None,
         contextualizer: Contextualizer | None = None,
-    ) -> LayerOutput:
+    ) -> Residual:
         """Apply the layer to the packed source; with ``mask_BTT``, attend only where it is True."""
         attend, transform = self.sublayers.values()
-        x = Residual(x_ND, tokens)
-        x = attend(x, packing, tokens, mask_BTT=mask_BTT, contextualizer=contextualizer)
-        x = transform(x, tokens)
-        return x.output()
+        x = attend(x, packing, x.tokens, mask_BTT=mask_BTT, contextualizer=contextualizer)
+        return transform(x, x.tokens)
 
 
 class DecoderLayer(nn.Module):
@@ -164,20 +161,13 @@ class DecoderLayer(nn.Module):
         }
 
     def forward(
-        self,
-        x_ND: Tensor,
-        packing: Packing,
-        tokens: Tokens,
-        memory_ND: Tensor,
-        memory: Packing,
-    ) -> LayerOutput:
+        self, x: Residual, packing: Packing, memory_ND: Tensor, memory: Packing
+    ) -> Residual:
         """Apply the layer to all positions of the packed target at once."""
         attend, attend_to_source, transform = self.sublayers.values()
-        x = Residual(x_ND, tokens)
-        x = attend(x, packing, tokens, is_causal=True)
-        x = attend_to_source(x, packing, memory_ND, memory, tokens)
-        x = transform(x, tokens)
-        return x.output()
+        x = attend(x, packing, x.tokens, is_causal=True)
+        x = attend_to_source(x, packing, memory_ND, memory, x.tokens)
+        return transform(x, x.tokens)
 
     def step(self, x_RD: Tensor, cache: LayerCache, tokens: Tokens) -> Tensor:
         """Apply the layer to one new token per row, and add it to the row's past."""
@@ -300,10 +290,11 @@ class Transformer(nn.Module):
         )
         gate_shares = [source.shares] * len(reports.gates)
         x_ND = self.decoder.enter(target_ND, target, self.positions_TD)
+        x = Residual(x_ND, target)
         for layer in self.decoder.layers:
-            states = x_ND, target_packing, target, memory_ND, source_packing
-            x_ND = reports.add(run_layer(layer, *states, recomputes=self._recomputes_now))
-        logits_LV = self.project(x_ND.index_select(0, batch.label_rows_L))
+            states = target_packing, memory_ND, source_packing
+            x = reports.take(run_layer(layer, x, *states, recomputes=self._recomputes_now))
+        logits_LV = self.project(x.sum().index_select(0, batch.label_rows_L))
         gate_shares += [target.shares] * (len(reports.gates) - len(gate_shares))
         return Output(logits_LV, tuple(reports.routing), tuple(reports.gates), tuple(gate_shares))
 
@@ -332,21 +323,14 @@ class Transformer(nn.Module):
         x_ND = self.front(x_ND, source, passage)
         return self.encoder.leave(x_ND), passage.reports
 
-    def _encoder_layers(self) -> list[Callable[..., LayerOutput]]:
+    def _encoder_layers(self) -> list[Layer]:
         """Return the encoder's layers, the first of the converter layers with its addition."""
-        layers: list[Callable[..., LayerOutput]] = list(self.encoder.layers)
+        layers: list[Layer] = list(self.encoder.layers)
         if count := self.spec.model.converter_layers:
             layers[-count] = partial(self._convert, layers[-count])
         return layers
 
-    def _convert(
-        self,
-        layer: Callable[..., LayerOutput],
-        x_ND: Tensor,
-        packing: Packing,
-        tokens: Tokens,
-        **options: Any,
-    ) -> LayerOutput:
+    def _convert(self, layer: Layer, x: Residual, packing: Packing, **options: Any) -> Residual:
         """Apply a layer to the states plus the embedding of the target language's token.
 
         LCS ("A Language Converter Strategy for Zero-Shot Neural Machine Translation", Sun et al.
@@ -354,8 +338,8 @@ class Transformer(nn.Module):
         adds no parameters. Its abstract and the description of its code were followed, not its
         text: the embedding, scaled like that of an input token, is added once to every token.
         """
-        target_ND = self.embedding(self.token_of_language[tokens.target_language_N])
-        return layer(x_ND + target_ND, packing, tokens, **options)
+        target_ND = self.embedding(self.token_of_language[x.tokens.target_language_N])
+        return layer(Residual(x.sum() + target_ND, x.tokens), packing, **options)
 
     @property
     def _recomputes_now(self) -> bool:
