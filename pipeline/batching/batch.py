@@ -101,10 +101,11 @@ class Packing:
         return replace(keyed, noise=keyed.noise.salted(salt)) if salt else keyed
 
     @cached_property
-    def seed_B(self) -> Tensor:
-        """Seed of the attention weights of each sentence, (B,) int32; needs ``noise``."""
+    def noise_BT(self) -> Noise:
+        """Keys of random numbers of every position, (B, T) each; 0 at padding."""
         assert self.noise is not None, "training with dropout needs keys of random numbers"
-        return self.noise.of_spans(self.bound_B[:-1])
+        padded = (torch.cat([keys_N, keys_N.new_zeros(1)])[self.row_BT] for keys_N in self.noise)
+        return Noise(*padded)
 
     @cached_property
     def sentence_N(self) -> Tensor:

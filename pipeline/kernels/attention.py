@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels.cpu import LOOP_COST, cpu_kernels, numbers, over_rows
-from pipeline.kernels.noise import weight_dropout
+from pipeline.kernels.noise import Noise, weight_dropout
 from pipeline.kernels.products import batched_product
 
 FLASH_CAPABILITY = (8, 0)
@@ -36,12 +36,12 @@ class WeightNoise(NamedTuple):
     """Dropout of attention weights (:func:`~pipeline.kernels.noise.weight_dropout`).
 
     Attributes:
-        seed_B: (B,) int32: seed of each sentence.
+        noise_BT: keys of every query.
         site: site of the attention.
         rate: share of weights that are zeroed.
     """
 
-    seed_B: Tensor
+    noise_BT: Noise
     site: int
     rate: float
 
@@ -96,7 +96,7 @@ def attend(
         scores_BHTS = scores_BHTS + scores_BHTS.new_zeros(()).where(mask, minus_infinity)
     weights_BHTS = F.softmax(scores_BHTS, dim=-1)  # summed up in float32 whatever the dtype
     if noise is not None:
-        weights_BHTS = weight_dropout(weights_BHTS, noise.seed_B, noise.site, rate=noise.rate)
+        weights_BHTS = weight_dropout(weights_BHTS, noise.noise_BT, noise.site, rate=noise.rate)
     return batched_product(weights_BHTS, value_BHSK)
 
 

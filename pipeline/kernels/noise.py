@@ -9,7 +9,7 @@ mask again instead of keeping it.
 The hash is two rounds of a 32-bit finalizer ("lowbias32" by Chris Wellons, public domain). On CPU a
 compiled loop computes it, on other devices the fused kernels, or operators on 64-bit integers.
 
-Legend: N tokens, B sentences or other spans, X columns, H heads, T queries, S keys.
+Legend: N tokens, X columns; B sentences, H heads, T queries, S keys.
 """
 
 import math
@@ -46,15 +46,6 @@ class Noise(NamedTuple):
         """Return the keys of other numbers, for a second pass of the same tokens."""
         return Noise(self.seed_N + salt * SITE_STEP, self.row_N)
 
-    def of_spans(self, bound_B: Tensor) -> Tensor:
-        """Return a seed for each span of tokens that starts at ``bound_B``, (B,) int32.
-
-        It depends on the first token of the span. Empty spans at the end get the last token's.
-        """
-        first_B = bound_B.clamp(max=len(self.seed_N) - 1)
-        seed_B, row_B = self.seed_N[first_B].long(), self.row_N[first_B].long()
-        return _signed(_mixed(_mixed(seed_B) ^ (row_B * ROW_FACTOR & _WORD)))
-
 
 def number_sites(model: nn.Module) -> None:
     """Give every module that draws random numbers (it has an attribute ``site``) its own site."""
@@ -78,15 +69,17 @@ def dropout(x_NX: Tensor, noise: Noise, site: int, *, rate: float) -> Tensor:
     return dropped
 
 
-def weight_dropout(weight_BHTS: Tensor, seed_B: Tensor, site: int, *, rate: float) -> Tensor:
-    """Apply dropout to attention weights of padded sentences, keyed by head, query and key."""
-    batch, heads, queries, keys = weight_BHTS.shape
-    head_H = torch.arange(heads, dtype=torch.int32, device=seed_B.device)
-    # The site enters the key as a product, so a head's site is the same as another seed.
-    seed_BH1 = seed_B[:, None, None] + head_H[:, None] * SITE_FACTOR
-    query_T = torch.arange(queries, dtype=torch.int32, device=seed_B.device)
-    rows = seed_BH1.expand(-1, -1, queries), query_T.expand(batch, heads, -1)
-    noise = Noise(*(row_BHT.flatten() for row_BHT in rows))
+def weight_dropout(weight_BHTS: Tensor, noise_BT: Noise, site: int, *, rate: float) -> Tensor:
+    """Apply dropout to attention weights of padded sentences.
+
+    A weight's numbers depend on the keys of its query, the head, and the position of its key.
+    """
+    _, heads, _, keys = weight_BHTS.shape
+    head_H1 = torch.arange(heads, dtype=torch.int32, device=weight_BHTS.device)[:, None]
+    # The site enters the hash as a product, so the site of a head is the same as another seed.
+    seed_BHT = noise_BT.seed_N[:, None] + head_H1 * SITE_FACTOR
+    row_BHT = noise_BT.row_N[:, None].expand_as(seed_BHT)
+    noise = Noise(seed_BHT.flatten(), row_BHT.flatten())
     return dropout(weight_BHTS.view(-1, keys), noise, site, rate=rate).view_as(weight_BHTS)
 
 
@@ -158,8 +151,3 @@ def _mixed(x: Tensor) -> Tensor:
     x = x ^ (x >> 15)
     x = x * _SECOND_FACTOR & _WORD
     return x ^ (x >> 16)
-
-
-def _signed(word: Tensor) -> Tensor:
-    """Return 32-bit numbers as int32."""
-    return ((word ^ 2**31) - 2**31).int()

@@ -143,7 +143,7 @@ class Attention(nn.Module):
                 dropout=dropout,
             )
             return context_NHK.flatten(1)
-        noise = WeightNoise(packing.seed_B, self.site, dropout) if dropout else None
+        noise = WeightNoise(packing.noise_BT, self.site, dropout) if dropout else None
         query_BHTK = self.heads(packing.unpack(states.query_ND))
         key_BHSK, value_BHSK = (self.heads(memory.unpack(state)) for state in states[1:])
         # Padding is on the right, so that the causal mask alone hides it from real queries.

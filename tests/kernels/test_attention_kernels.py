@@ -22,7 +22,7 @@ from pipeline.kernels.attention import (
     attention_mask,
     can_attend_packed,
 )
-from pipeline.kernels.noise import weight_dropout
+from pipeline.kernels.noise import Noise, weight_dropout
 from pipeline.model import attention as model
 from pipeline.model.attention import Attention
 
@@ -116,11 +116,12 @@ def test_attention_dropout_drops_and_rescales_weights(
     choose_fused(True)  # PyTorch's kernel draws from a generator, and is not taken
     mask = key_mask([8, 3, 5])
     weights = attend(query, key, value, mask=mask)
-    noise = WeightNoise(torch.arange(3, dtype=torch.int32), 512, 0.25)
+    keys = torch.arange(24, dtype=torch.int32).view(3, 8)
+    noise = WeightNoise(Noise(keys % 5, keys), 512, 0.25)
     if mask_dtype != torch.bool:
         mask = attention_mask(mask, beside=torch.empty(0, device="meta"))
     dropped = attend(query, key, value, mask=mask, noise=noise)
-    kept = weight_dropout(torch.ones(3, 2, 8, 8), *noise[:2], rate=0.25) != 0
+    kept = weight_dropout(torch.ones(3, 2, 8, 8), noise.noise_BT, 512, rate=0.25) != 0
     torch.testing.assert_close(dropped, torch.where(kept, weights / 0.75, 0))
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.noise import (
@@ -106,28 +106,18 @@ def test_tokens_have_the_same_mask_wherever_they_lie() -> None:
     assert torch.equal(keep(joined, 512, 8, 0.5)[:4], keep(other, 512, 8, 0.5))
 
 
-def test_weights_are_keyed_by_sentence_head_query_and_key() -> None:
-    seed_B = torch.tensor([3, -9], dtype=torch.int32)
-    found = weight_dropout(torch.ones(2, 3, 4, 5), seed_B, 1024, rate=0.4)
+def test_weights_are_keyed_by_query_head_and_key() -> None:
+    keys = Noise(
+        torch.tensor([[3] * 4, [-9] * 4]).int(), torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0]])
+    )
+    found = weight_dropout(torch.ones(2, 3, 4, 5), keys, 1024, rate=0.4)
 
     def is_kept(b: int, h: int, t: int, s: int) -> bool:
-        return bits(int(seed_B[b]) % WORD, 1024 + h, t, s) >= int(0.4 * WORD)
+        seed, row = int(keys.seed_N[b, t]) % WORD, int(keys.row_N[b, t])
+        return bits(seed, 1024 + h, row, s) >= int(0.4 * WORD)
 
     for place in torch.cartesian_prod(*map(torch.arange, (2, 3, 4, 5))).tolist():
         assert (found[tuple(place)] != 0) == is_kept(*place), place
-    shorter = weight_dropout(torch.ones(2, 3, 2, 3), seed_B, 1024, rate=0.4)
-    assert torch.equal(shorter, found[:, :, :2, :3]), "padding must not matter"
-
-
-def test_spans_have_their_own_seeds_wherever_they_lie() -> None:
-    one, other = noise(tokens=6, seed=1), noise(tokens=4, seed=2)
-    joined = Noise(*(torch.cat(both) for both in zip(other, one, strict=True)))
-    alone = one.of_spans(torch.tensor([0, 2, 5, 6]))
-    behind: Tensor = joined.of_spans(torch.tensor([0, 4, 6, 9, 10]))
-    assert alone[:3].tolist() == behind[1:4].tolist()
-    assert len(set(behind[:4].tolist())) == 4
-    expected = mixed(mixed(1) ^ 2 * 0x85EBCA6B % WORD)
-    assert int(alone[1]) % WORD == expected
 
 
 def test_every_module_has_its_own_site() -> None:
