@@ -17,13 +17,9 @@ from pipeline.errors import ConfigError, hint
 from pipeline.machine import Gpus, visible_gpus
 
 OWN_KEYS: Mapping[str, str] = {
-    "compiled_regions": "residual, dropout and norm as one kernel of torch.compile in training",
     "micro_batches_per_pass": "micro-batches of a rank in one forward and backward pass",
 }
-"""Keys of this project, which DeepSpeed never sees; false and 1 by default. ``compiled_regions``
-decides the model: it rounds differently and drops other values. ``micro_batches_per_pass`` does
-not: without dropout and other noise, it changes results by rounding only; with it, it changes which
-values are dropped, like another seed."""
+"""Keys of this project, which DeepSpeed never sees."""
 
 MAX_PER_PASS = 1024
 """Largest ``micro_batches_per_pass``."""
@@ -187,9 +183,6 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
-    key = "compiled_regions"
-    if not isinstance(config.get(key, False), bool):
-        raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}. Use true or false.")
     _check_per_pass(config)
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
@@ -217,11 +210,6 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
 def deepspeeds_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ds_config without the keys that are not DeepSpeed's."""
     return {key: value for key, value in config.items() if key not in OWN_KEYS}
-
-
-def has_compiled_regions(config: Mapping[str, Any]) -> bool:
-    """Return whether the operators between the sublayers of a model are compiled."""
-    return bool(config.get("compiled_regions", False))
 
 
 def micro_batches_per_pass(config: Mapping[str, Any]) -> int:

@@ -2,8 +2,8 @@
 
 A pre-norm sublayer is ``x + dropout(f(norm(x)))``, a post-norm one ``norm(x + dropout(f(x)))``.
 :class:`Sublayer` runs either all positions or one decoding step. It does not add its result to x:
-it passes both on (:class:`Residual`), and the next sublayer adds them. So compiled regions can
-compute the sum and the next norm in one kernel in training.
+it passes both on (:class:`Residual`), and the next sublayer adds them, so that one kernel can compute
+the sum and the next norm.
 
 Legend: N tokens, or rows of a decoding step; D model width.
 """
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.tokens import Tokens
 
@@ -33,8 +32,6 @@ class ResidualNorm(nn.LayerNorm):
         super().__init__(width)
         self.pre_norm = pre_norm
         self.dropout = dropout
-        self.is_compiled = False
-        """Whether the operators between two sublayers run as one compiled kernel in training."""
 
     def enter(self, x_ND: Tensor) -> Tensor:
         """Return the input of the inner function."""
@@ -42,10 +39,6 @@ class ResidualNorm(nn.LayerNorm):
 
     def leave(self, x_ND: Tensor, y_ND: Tensor) -> Tensor:
         """Return x + dropout(y), normalized with post-norm."""
-        if self.is_compiled and self.training:
-            if self.pre_norm:
-                return add_dropped(x_ND, y_ND, rate=self.dropout)
-            return norm_of_sum(x_ND, y_ND, self, rate=self.dropout)
         if self.training and self.dropout > 0:
             y_ND = F.dropout(y_ND, self.dropout)
         x_ND = x_ND + y_ND
@@ -55,8 +48,6 @@ class ResidualNorm(nn.LayerNorm):
         self, x_ND: Tensor, y_ND: Tensor, following: "ResidualNorm"
     ) -> tuple[Tensor, Tensor]:
         """Return x + dropout(y), and the input of the following sublayer's inner function."""
-        if self.is_compiled and self.training and self.pre_norm:
-            return sum_and_norm(x_ND, y_ND, following, rate=self.dropout)
         x_ND = self.leave(x_ND, y_ND)
         return x_ND, following.enter(x_ND)
 
@@ -228,10 +219,3 @@ def _both_runs() -> tuple[_Run, _Run]:
     """Return the contexts of a layer's first run and of its recomputation."""
     kept: list[Any] = []
     return _Run(kept, is_again=False), _Run(kept, is_again=True)
-
-
-def compile_regions(model: nn.Module) -> None:
-    """Make a model compile the operators between its sublayers at the first training step."""
-    for module in model.modules():
-        if isinstance(module, ResidualNorm):
-            module.is_compiled = True

@@ -45,7 +45,6 @@ from pipeline.checkpoints.training_state import Fills, LossScale, Piece, Ranges,
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
-    has_compiled_regions,
     micro_batches_per_pass,
     precision_of,
 )
@@ -55,11 +54,9 @@ from pipeline.distributed.progress import advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
-from pipeline.kernels.compiled_regions import check_compiler
 from pipeline.model.labeller import Labeller, Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.stacked import StackedModules
-from pipeline.model.sublayer import compile_regions
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
@@ -229,9 +226,6 @@ class Engine:
             _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         _check_device(config)
-        if has_compiled_regions(ds_config):
-            check_compiler(next(model.parameters()).device)
-            compile_regions(model)
         self.ds_config: Mapping[str, Any] = config
         """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]

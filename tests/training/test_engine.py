@@ -37,7 +37,6 @@ from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
 from pipeline.distributed import progress
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
-from pipeline.kernels import compiled_regions
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
@@ -213,33 +212,6 @@ def test_layers_that_are_computed_again_make_the_same_updates_over_expert_parall
         recomputes=True,
     )
     assert_equal_training(merged(results), expected)
-
-
-def training_in_regions(world: World, spec: ModelSpec, per_pass: int) -> tuple[Trained, set[str]]:
-    """Regions that are to be compiled are noted, and run as they are."""
-    noted: set[str] = set()
-
-    def note(region: Callable[..., Any]) -> Callable[..., Any]:
-        noted.add(region.__name__)
-        return region
-
-    compiler = mock.patch.object(compiled_regions, "_compiled", note)
-    with compiler, mock.patch.object(engine_module, "check_compiler") as check:
-        keys = {"compiled_regions": True, "micro_batches_per_pass": per_pass}
-        trained = engine_training(world, spec, parallel_size=2, zero_stage=2, own_keys=keys)
-    check.assert_called_once_with(torch.device("cpu"))
-    return trained, noted
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("per_pass", [1, 2])
-def test_regions_that_the_ds_config_has_compiled_make_the_same_updates(
-    pool2: ProcessPool, per_pass: int
-) -> None:
-    spec = SPECS["moe_lgr"]
-    results = pool2.run(training_in_regions, spec, per_pass)
-    assert all(noted == {"_add_dropped", "_sum_and_norm"} for _, noted in results)
-    assert_equal_training(merged([trained for trained, _ in results]), plain_training(spec)[0])
 
 
 @pytest.mark.slow
@@ -458,7 +430,6 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
         ({"fp16": {"auto_cast": True}}, ["unknown key 'auto_cast'"]),
         ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
         ({"tensorboard": True}, ["tensorboard is true", '"tensorboard": {...}']),
-        ({"compiled_regions": 1}, ["compiled_regions is 1", "Use true or false"]),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "Use fp32 or bf16"]),
         ({"zero_optimization": None}, ["zero_optimization is null"]),
         ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "Use 1 or 2"]),
@@ -488,7 +459,7 @@ def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:
 
 
 def test_what_this_project_does_by_the_machine_is_not_passed_on() -> None:
-    own = {"compiled_regions": True, "micro_batches_per_pass": 1}
+    own = {"micro_batches_per_pass": 1}
     assert own.keys() == OWN_KEYS.keys()
     assert merge({**zero_config(1), **own}) == merge(zero_config(1))
 
