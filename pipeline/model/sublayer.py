@@ -2,8 +2,8 @@
 
 A pre-norm sublayer is ``x + dropout(f(norm(x)))``, a post-norm one ``norm(x + dropout(f(x)))``.
 :class:`Sublayer` runs either all positions or one decoding step. It does not add its result to x:
-it passes both on (:class:`Residual`), and the next sublayer adds them, so that one kernel can compute
-the sum and the next norm.
+it passes both on (:class:`Residual`), and the next sublayer adds them, so that one kernel can
+compute the sum and the next norm.
 
 Legend: N tokens, or rows of a decoding step; D model width.
 """

@@ -44,10 +44,10 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from ratios import QUICK_ROUNDS, Options, environment, interleaved
+from support.passes import join
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 
 from pipeline.batching.batch import Batch
-from pipeline.batching.joining import join
 from pipeline.config.ds_config import ds_config_path
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.beam_search import beam_search
@@ -406,7 +406,7 @@ def passes(asked: Asked) -> Iterator[Row]:
     for recipe in asked.recipes:
         model = random_model(recipe, asked, dtype=torch.bfloat16)
         batches = [full_batch(recipe, asked, seed=seed) for seed in range(4)]
-        joined, loss = join(batches), recipe.loss
+        joined, loss = join([batch.to(CPU) for batch in batches]).to(DEVICE), recipe.loss
         found = milliseconds(
             asked,
             apart=lambda: [forward_backward(model, one, loss) for one in batches],  # noqa: B023
