@@ -88,7 +88,7 @@ def test_a_sound_machine_is_told_so_line_by_line_and_nothing_is_left_behind(visi
     assert visit() == (0, {})
     subjects = [line.split(None, 1)[1].split(":")[0] for line in visit.lines]
     assert subjects[0] == "packages"
-    assert {"compiler", "MPI", "SLURM", "pre-flight", "open files", "disk"} <= {*subjects}
+    assert {"MPI", "SLURM", "pre-flight", "open files", "disk"} <= {*subjects}
     assert {path.name for path in visit.folder.iterdir()} == {"plan.toml", "recipe.toml"}
 
 

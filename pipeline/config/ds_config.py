@@ -235,8 +235,8 @@ def _check_per_pass(config: Mapping[str, Any]) -> None:
     is_whole = isinstance(number, int) and not isinstance(number, bool)
     if number != AUTO and not (is_whole and 1 <= number <= MAX_PER_PASS):
         raise ConfigError(
-            f"The ds_config's {PER_PASS} is {_shown(number)}. Choose a whole number from 1 to "
-            f'{MAX_PER_PASS:,}, or "auto".'
+            f"The ds_config's micro_batches_per_pass is {_shown(number)}. Choose a whole number "
+            f'from 1 to {MAX_PER_PASS:,}, or "auto".'
         )
 
 

@@ -23,7 +23,6 @@ from pipeline.batching.feed import Update
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.joining import read_joined
 from pipeline.checkpoints.training_state import Position
-from pipeline.config.ds_config import PER_PASS
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
 from pipeline.distributed.signals import StopFlag
@@ -182,7 +181,8 @@ class TrainingRun:
 
     def _out_of_memory(self) -> ConfigError:
         number = self.engine.per_pass
-        fewer = f"{PER_PASS} in the ds_config to less than {number}, " if number > 1 else ""
+        name = "micro_batches_per_pass in the ds_config"
+        fewer = f"{name} to less than {number}, " if number > 1 else ""
         return ConfigError(
             f"{self.call.out_dir}: a GPU has too little memory for a pass of "
             f"{counted(number, 'micro-batch', 'micro-batches')}. Set {fewer}"

@@ -6,7 +6,7 @@ seen, and a published run can be done again.
 
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from itertools import islice
@@ -252,10 +252,9 @@ def test_reading_ahead_gives_every_rank_its_passes_in_order(
                     plans = [step.micro_batches[index] for index in indices] or [step.stand_in()]
                     batches = [data.train.batch(plan) for plan in plans]
                     assert found.micro_batches == tuple(indices)
-                    assert found.seeds == tuple(
-                        derive_seed("dropout", 3, number, index)
-                        for index in indices or ["stand-in"]
-                    )
+                    names: Sequence[int | str] = indices or ["stand-in"]
+                    seeds = [derive_seed("dropout", 3, number, name) for name in names]
+                    assert found.seeds == tuple(seeds)
                     assert isinstance(found.batch, Batch)
                     assert_same(found.batch, batches[0] if per_pass == 1 else join(batches))
     del steps

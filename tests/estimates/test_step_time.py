@@ -155,9 +155,9 @@ def test_micro_batches_that_share_a_pass_share_its_waits(monkeypatch: pytest.Mon
     batch = micro_batch(recipe.batches.tokens)
     for per_pass in (1, 2):
         even = per_pass * len(batch.source_N) // 2  # of two routes to four experts
+        joined = (join([batch] * per_pass) if per_pass > 1 else batch).to(META)
         with OperatorCounter(host_number=even, model=model) as mode:
-            joined = join([batch] * per_pass) if per_pass > 1 else batch
-            training_loss(model, joined.to(META), recipe.loss).objective.backward()
+            training_loss(model, joined, recipe.loss).objective.backward()
         assert len(mode.counted.host_copies) == 3
 
 

@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pipeline.batching.batch import Batch, Packing, Shares
@@ -31,7 +32,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def _joined(parts: Sequence[Packing], labels: np.ndarray) -> Packing:
+def _joined(parts: Sequence[Packing], labels: npt.NDArray[np.int64]) -> Packing:
     lengths = [length for part in parts for length in part.bound_B.diff().tolist()]
     rows = np.array([len(part.index_N) for part in parts])
     return replace(Packing.from_lengths(lengths), shares=Shares.of(rows, labels))

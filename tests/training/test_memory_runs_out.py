@@ -46,7 +46,6 @@ def with_little_memory(
     rank: int,
     most: int,
     method: str = "rehearse",
-    **training: Any,
 ) -> tuple[str, list[int], str]:
     """How training ended, the micro-batches of every rehearsal, and what was printed.
 
@@ -67,8 +66,7 @@ def with_little_memory(
         actual = getattr(Engine, method)
         with mock.patch.object(Engine, method, failing):
             try:
-                recipe = make_recipe(expert_parallel_size=1, **training)
-                ended = pretrain(world, inputs, out_dir, recipe, ds_config=ds_config)
+                ended = pretrain(world, inputs, out_dir, RECIPE, ds_config=ds_config)
             except ConfigError as error:
                 ended = str(error)
     return ended, rehearsed, printed.getvalue()
