@@ -6,7 +6,6 @@ waits in a queue: packages, compiler, MPI, files that a node without network cou
 files and disk space.
 """
 
-import os
 import resource
 import shutil
 import subprocess
@@ -20,7 +19,6 @@ from typing import Literal
 
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.artifacts.settings import SEGMENTERS
-from pipeline.config.ds_config import has_compiled_regions
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import discover
 from pipeline.errors import UserError
@@ -86,7 +84,6 @@ def examine(
     checks: Sequence[Callable[[], Iterator[Finding]]] = (
         _packages,
         partial(_extras, patient),
-        partial(_compiler, patient),
         _mpi,
         partial(_slurm, site),
         partial(_preflight, patient),
@@ -170,28 +167,6 @@ def _extras_of(task: Task, recipe: Recipe) -> Iterator[str]:
     ds_config = task.config.get("ds_config", {})
     if isinstance(ds_config, Mapping) and ds_config.get("tensorboard", {}).get("enabled"):
         yield "monitors"
-
-
-def _compiler(patient: Patient) -> Iterator[Finding]:
-    """Look for a compiler, which only compiled regions need: no op of DeepSpeed is built."""
-    name = os.environ.get("CXX") or "g++"
-    users = [
-        task.name
-        for task in patient.tasks
-        if task.stage.trains and has_compiled_regions(task.config["ds_config"])
-    ]
-    path = shutil.which(name)
-    if path:
-        yield Finding("ok", "compiler", f"{path}.")
-    elif users:
-        yield Finding(
-            "wrong",
-            "compiler",
-            f"{name} is not on PATH, and {listed(users)} set compiled_regions in the ds_config. "
-            "Install g++, name a compiler in CXX, or leave the key out.",
-        )
-    else:
-        yield Finding("note", "compiler", f"{name} is not on PATH; nothing here needs it.")
 
 
 def _mpi() -> Iterator[Finding]:

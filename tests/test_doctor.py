@@ -88,7 +88,7 @@ def test_a_sound_machine_is_told_so_line_by_line_and_nothing_is_left_behind(visi
     assert visit() == (0, {})
     subjects = [line.split(None, 1)[1].split(":")[0] for line in visit.lines]
     assert subjects[0] == "packages"
-    assert {"compiler", "MPI", "SLURM", "pre-flight", "open files", "disk"} <= {*subjects}
+    assert {"MPI", "SLURM", "pre-flight", "open files", "disk"} <= {*subjects}
     assert {path.name for path in visit.folder.iterdir()} == {"plan.toml", "recipe.toml"}
 
 
@@ -163,22 +163,6 @@ def test_a_package_that_only_this_plan_needs_is_named_with_its_extra(
     assert code == EXIT_USER_ERROR
     assert "tensorboard is not installed" in wrong["packages of model"]
     assert "Run `pip install 'mmnmt[monitors]'`." in wrong["packages of model"]
-
-
-def test_no_compiler_is_wrong_only_where_regions_are_compiled(
-    visit: Visit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(visit.folder))
-    assert visit()[1] == {}
-    assert "g++ is not on PATH; nothing here needs it." in visit.notes()
-    config = {**json.loads(ds_config_path("cpu_fp32").read_text()), "compiled_regions": True}
-    path = visit.folder / "compiled.json"
-    path.write_text(json.dumps(config))
-    visit.ds_config = str(path)
-    code, wrong = visit()
-    assert (code, [*wrong]) == (EXIT_USER_ERROR, ["compiler"])
-    assert "model set compiled_regions" in wrong["compiler"]
 
 
 def test_half_of_slurm_is_wrong(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:

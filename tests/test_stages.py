@@ -214,7 +214,6 @@ def test_every_key_of_a_ds_config_is_named_as_deciding_a_model_or_not() -> None:
         ({"micro_batches_per_pass": 4}, False),
         ({"zero_allow_untested_optimizer": True}, False),
         ({"communication_data_type": "fp32"}, True),
-        ({"compiled_regions": True}, True),
         ({"bf16": {"immediate_grad_update": True}}, True),
         ({"zero_optimization": {"round_robin_gradients": True}}, True),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, True),

@@ -4,11 +4,11 @@ Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D
 linear layer, expert or vocabulary projection ever sees padding. Only attention may need the padded
 (B, T, D) form; :class:`Packing` converts between the two.
 
-Legend: B batch, S source length, T target length, N real tokens, D model width.
+Legend: B batch, S source length, T target length, N real tokens, D model width, M micro-batches.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.batching.one_buffer import moved, with_each_tensor
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.kernels.attention import attention_mask
 from pipeline.kernels.noise import Noise
@@ -34,16 +35,40 @@ TARGET_EXTRA = EXTRA_TOKENS
 class Shares:
     """The tokens and labels of the M micro-batches that share a pass.
 
+    What is not computed per token stays each micro-batch's own: the experts' capacity, the balance
+    loss, and the weights of the z-loss and of the loss of gates.
+
     Attributes:
         rows: tokens of each micro-batch, which follow each other.
-        mean_MN: a matrix whose product with values of tokens is their mean in each micro-batch.
+        rows_M: the same on the device.
         weight_M: each micro-batch's share of the labels, which weighs losses that are not sums over
             tokens.
     """
 
     rows: tuple[int, ...]
-    mean_MN: Tensor
+    rows_M: Tensor
     weight_M: Tensor
+
+    @classmethod
+    def of(cls, rows: Integers, labels: Integers) -> Self:
+        """Share a pass among micro-batches with so many tokens and labels each."""
+        weight_M = (labels / labels.sum()).astype(np.float32)
+        return cls(tuple(rows.tolist()), torch.from_numpy(rows), torch.from_numpy(weight_M))
+
+    @cached_property
+    def micro_batch_N(self) -> Tensor:
+        """Return the micro-batch of each token."""
+        number_M = torch.arange(len(self.rows), device=self.rows_M.device)
+        return number_M.repeat_interleave(self.rows_M, output_size=sum(self.rows))
+
+    @cached_property
+    def mean_MN(self) -> Tensor:
+        """Return a matrix whose product with values of tokens is their mean in each micro-batch.
+
+        It is small beside the activations. Sums by index would take atomic additions on a GPU.
+        """
+        number_M = torch.arange(len(self.rows), device=self.rows_M.device)
+        return (self.micro_batch_N == number_M[:, None]) / self.rows_M[:, None]
 
 
 @dataclass(frozen=True)
@@ -70,33 +95,36 @@ class Packing:
         """Pack right-padded sentences of the given lengths (tokens, all ≥ 1)."""
         length_B = np.asarray(lengths, dtype=np.int64)
         length = int(length_B.max(initial=1))
-        mask_BT = np.arange(length)[None, :] < length_B[:, None]
-        index_N = torch.from_numpy(np.flatnonzero(mask_BT))
         bound_B = np.zeros(len(length_B) + 1, dtype=np.int32)
         np.cumsum(length_B, out=bound_B[1:])
+        shift_B = np.arange(len(length_B)) * length - bound_B[:-1]
+        index_N = shift_B.repeat(length_B)
+        index_N += np.arange(len(index_N))
         return cls(
-            index_N=index_N,
+            index_N=torch.from_numpy(index_N),
             bound_B=torch.from_numpy(bound_B),
             batch=len(lengths),
             length=length,
             is_full=len(index_N) == len(lengths) * length,
         )
 
-    def keyed(self, seed: int) -> "Packing":
-        """Return the packing of one micro-batch with keys of random numbers."""
-        tokens, device = len(self.index_N), self.index_N.device
-        # The seed's last 32 bits, as a signed number.
-        word = (seed + 2**31) % 2**32 - 2**31
-        seed_N = torch.full((tokens,), word, dtype=torch.int32, device=device)
-        row_N = torch.arange(tokens, dtype=torch.int32, device=device)
-        return replace(self, noise=Noise(seed_N, row_N))
+    def keyed(self, *seeds: int) -> "Packing":
+        """Return the packing with keys of random numbers, from a seed for each micro-batch."""
+        rows = (len(self.index_N),) if self.shares is None else self.shares.rows
+        # The last 32 bits of a seed, as a signed number.
+        words = [(seed + 2**31) % 2**32 - 2**31 for seed in seeds]
+        seed_N = np.repeat(np.array(words, dtype=np.int32), rows)
+        row_N = np.concatenate([np.arange(count, dtype=np.int32) for count in rows])
+        keys = (torch.from_numpy(keys_N).to(self.index_N.device) for keys_N in (seed_N, row_N))
+        return replace(self, noise=Noise(*keys))
 
     def noisy(self, salt: int = 0) -> "Packing":
         """Return the packing with the keys of a pass; ``salt`` tells passes of one batch apart.
 
         If it has none, as outside the engine, their seed comes from PyTorch's generator.
         """
-        keyed = self if self.noise else self.keyed(int(torch.randint(2**31, ())))
+        seeds = torch.randint(2**31, (1 if self.shares is None else len(self.shares.rows),))
+        keyed = self if self.noise else self.keyed(*seeds.tolist())
         assert keyed.noise is not None
         return replace(keyed, noise=keyed.noise.salted(salt)) if salt else keyed
 
@@ -168,18 +196,13 @@ class Packing:
             self,
             index_N=self.index_N.to(device, non_blocking=non_blocking),
             bound_B=self.bound_B.to(device, non_blocking=non_blocking),
-            noise=self.noise
-            and Noise(*(keys_N.to(device, non_blocking=non_blocking) for keys_N in self.noise)),
+            noise=self.noise and with_each_tensor(self.noise, lambda keys_N: keys_N.to(device)),
         )
 
-    def pin_memory(self) -> "Packing":
-        """Return the packing in pinned memory."""
-        return replace(
-            self,
-            index_N=self.index_N.pin_memory(),
-            bound_B=self.bound_B.pin_memory(),
-            noise=self.noise and Noise(*(keys_N.pin_memory() for keys_N in self.noise)),
-        )
+    def shared(self, ends_M: Integers, labels_M: Integers) -> "Packing":
+        """Share the packing, on the CPU, among micro-batches between ``ends_M`` of sentences."""
+        rows_M = np.diff(self.bound_B.numpy()[ends_M]).astype(np.int64)
+        return replace(self, shares=Shares.of(rows_M, labels_M))
 
 
 class _Pack(torch.autograd.Function):
@@ -219,7 +242,7 @@ def _with_padding(x_ND: Tensor, packing: Packing) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch, or several that share a pass (:mod:`~pipeline.batching.joining`).
+    """One micro-batch, or several that share a pass (:meth:`shared`).
 
     Attributes:
         source_N: packed source ids, tags and end-of-sentence included.
@@ -262,26 +285,27 @@ class Batch:
         """Real source tokens, tags and end-of-sentence included."""
         return len(self.source_N)
 
-    def keyed(self, seed: int) -> "Batch":
-        """Return this micro-batch with the keys of its random numbers in training."""
-        return replace(self, source=self.source.keyed(seed), target=self.target.keyed(seed))
+    def keyed(self, *seeds: int) -> "Batch":
+        """Return the batch with keys of random numbers, from a seed for each micro-batch."""
+        return replace(self, source=self.source.keyed(*seeds), target=self.target.keyed(*seeds))
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device; a no-op if it is there already.
+        """Return the batch on a device; a no-op if it is there already."""
+        return self if self.source_N.device == device else moved(self, device)
 
-        From pinned memory the copy runs while the device still works on earlier operators.
+    def shared(self, sentences: Sequence[int]) -> "Batch":
+        """Share the batch, on the CPU, among micro-batches of so many sentences each.
+
+        Its loss and gradient are then the sums over the micro-batches.
         """
-        if self.source_N.device == device:
-            return self
-        return self._with_each(lambda part: part.to(device, non_blocking=True))
-
-    def pinned(self) -> "Batch":
-        """Return the batch in memory from which a GPU can copy by itself."""
-        return self._with_each(lambda part: part.pin_memory())
-
-    def _with_each(self, change: Callable[[Any], Any]) -> "Batch":
-        parts = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return Batch(**{name: change(part) for name, part in parts if part is not None})
+        ends_M = np.cumsum([0, *sentences])
+        row_M, label_row_L = self.target.bound_B.numpy()[ends_M], self.label_rows_L.numpy()
+        labels_M = np.diff(label_row_L.searchsorted(row_M))
+        return replace(
+            self,
+            source=self.source.shared(ends_M, labels_M),
+            target=self.target.shared(ends_M, labels_M),
+        )
 
 
 @dataclass(frozen=True)

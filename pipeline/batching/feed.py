@@ -3,9 +3,9 @@
 Taking the next items of an iterator in a thread while the last one is worked with.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 
@@ -27,17 +27,19 @@ from pipeline.batching.global_step import (
     evaluation_batches,
     read_ahead,
 )
-from pipeline.batching.labelled import AnyBatch
+from pipeline.batching.joining import Pass, Read, read_joined
+from pipeline.batching.one_buffer import in_one_buffer
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.distributed.own_time import OWN_TIME
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.kernels.sentence_loops import gather, gather_flags, locate
+from pipeline.seeds import derive_seed
 
 Integers = npt.NDArray[np.int64]
 
-BATCHES_AHEAD = 4
-"""Micro-batches of a rank that are assembled in advance."""
+PASSES_AHEAD = 4
+"""Passes of a rank that are assembled in advance."""
 
 
 @dataclass(frozen=True)
@@ -229,26 +231,55 @@ class SplitData:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One micro-batch of a rank, or its stand-in, and its update."""
-
-    step: GlobalStep
-    indices: list[int | None]
-    batch: AnyBatch
-
-
-@dataclass(frozen=True)
 class Update:
     """The micro-batches of a rank in an update.
 
-    ``indices`` are the step's micro-batches that it takes, None where other ranks take one more;
-    ``batches`` has a stand-in there. They are to be consumed once, before the next update is
-    requested.
+    Attributes:
+        step: all micro-batches of the update.
+        number: of the update, from 1.
+        indices: the step's micro-batches that this rank takes, turn by turn; None where other ranks
+            take one more. One sentence stands in there.
+        read: reads a plan.
+        per_pass: turns that share a pass.
+        seed: seed of the training.
+        ahead: the passes, which are read ahead: consumed once, before the next update is requested.
     """
 
     step: GlobalStep
+    number: int
     indices: list[int | None]
-    batches: Iterator[AnyBatch]
+    read: Read
+    per_pass: int
+    seed: int
+    ahead: Iterator[Pass] = field(default_factory=lambda: iter(()))
+
+    def passes(self, *, without: Collection[int] = ()) -> Iterator[Pass]:
+        """Read the passes, which leave the micro-batches ``without`` out.
+
+        A stand-in takes part in a pass only where the rank has nothing else.
+        """
+        turns = self.taken(without=without)
+        for start in range(0, len(turns), self.per_pass):
+            taken = turns[start : start + self.per_pass]
+            counting = tuple(index for index in taken if index is not None)
+            chosen: Sequence[int | None] = counting or (None,)
+            plans = [self.plan(index, without=without) for index in chosen]
+            batch = read_joined(plans, self.read, shares=self.per_pass > 1)
+            yield Pass(batch.keyed(*map(self.seed_of, chosen)), counting)
+
+    def taken(self, *, without: Collection[int]) -> list[int | None]:
+        """Return this rank's micro-batches, turn by turn; None where a stand-in takes the turn."""
+        return [None if index in without else index for index in self.indices]
+
+    def plan(self, index: int | None, *, without: Collection[int]) -> MicroBatch:
+        """Return the plan of a micro-batch, or of a stand-in that is in none of ``without``."""
+        step = self.step
+        return step.stand_in(without=without) if index is None else step.micro_batches[index]
+
+    def seed_of(self, index: int | None) -> int:
+        """Return the seed of a micro-batch's random numbers, or of a stand-in's."""
+        name: str | int = "stand-in" if index is None else index
+        return derive_seed("dropout", self.seed, self.number, name)
 
 
 class TrainingData:
@@ -265,21 +296,34 @@ class TrainingData:
         self.tokenizer = load_tokenizer(tokenizer_folder(shards))
         self.train = SplitData(shards, "train", tokenizer=self.tokenizer, config=config)
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
-        self.mixture = mixture
+        self.mixture, self.seed = mixture, seed
         self.planner = Planner(self.train.offsets, mixture, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
         self.imported_lines = imported_lines(shards)
 
     def updates(
-        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0
+        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
-        """Yield a rank's updates from a cursor on, without end; plans and batches are read ahead.
+        """Yield a rank's updates from a cursor on, without end; plans and passes are read ahead.
 
-        ``update``: number of updates before the cursor. Closing the generator ends the reading
-        threads.
+        Closing the generator ends the reading threads.
+
+        Args:
+            cursor: where to begin.
+            rank: the rank.
+            ranks: number of ranks.
+            update: number of updates before the cursor.
+            per_pass: micro-batches of the rank that share a pass.
         """
-        steps = self.planner.steps(cursor, update=update)
-        return read_updates(steps, self.train.batch, rank=rank, ranks=ranks)
+        return read_updates(
+            self.planner.steps(cursor, update=update),
+            self.train.batch,
+            rank=rank,
+            ranks=ranks,
+            update=update,
+            per_pass=per_pass,
+            seed=self.seed,
+        )
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Return micro-batches of the trained directions, each of one direction."""
@@ -322,38 +366,47 @@ class TrainingData:
 
 def read_updates(
     steps: Generator[GlobalStep],
-    read: Callable[[MicroBatch], AnyBatch],
+    read: Read,
     *,
     rank: int,
     ranks: int,
+    update: int,
+    per_pass: int,
+    seed: int,
 ) -> Generator[Update]:
-    """Yield a rank's updates of planned steps, their batches read ahead.
+    """Yield a rank's updates of planned steps, their passes read ahead.
 
     Closing the generator ends the reading thread and closes ``steps``.
+
+    Args:
+        steps: the plan.
+        read: reads the sentences of a micro-batch.
+        rank: the rank.
+        ranks: number of ranks.
+        update: number of updates before the first step.
+        per_pass: micro-batches of the rank that share a pass.
+        seed: seed of the training.
     """
-    read_turns = read_ahead(_turns(steps, read, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
-    with closing(read_turns):
-        turns = OWN_TIME.awaited(read_turns)
-        for first in turns:
-            others = islice(turns, len(first.indices) - 1)
-            batches = (turn.batch for turn in chain([first], others))
-            yield Update(first.step, first.indices, batches)
+    planned = (
+        Update(step, number, [turn[rank] for turn in step.turns(ranks)], read, per_pass, seed)
+        for number, step in enumerate(steps, start=update + 1)
+    )
+    with closing(steps), closing(read_ahead(_passes(planned), depth=PASSES_AHEAD)) as arriving:
+        passes = OWN_TIME.awaited(arriving)
+        for first, one in passes:
+            others = (other for _, other in islice(passes, -(-len(first.indices) // per_pass) - 1))
+            of_update = replace(first, ahead=chain([one], others))
+            yield of_update
+            for _ in of_update.ahead:  # an update that leaves micro-batches out reads its own
+                pass
 
 
-def _turns(
-    steps: Generator[GlobalStep],
-    read: Callable[[MicroBatch], AnyBatch],
-    *,
-    rank: int,
-    ranks: int,
-) -> Generator[Turn]:
+def _passes(updates: Iterator[Update]) -> Generator[tuple[Update, Pass]]:
     pins = torch.cuda.is_available()
-    with closing(steps):
-        for step in steps:
-            indices = [turn[rank] for turn in step.turns(ranks)]
-            for index in indices:
-                batch = read(step.stand_in() if index is None else step.micro_batches[index])
-                yield Turn(step, indices, batch.pinned() if pins else batch)
+    for update in updates:
+        for one in update.passes():
+            batch = in_one_buffer(one.batch, pinned=True) if pins else one.batch
+            yield update, replace(one, batch=batch)
 
 
 def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collection[str]) -> _Pair:

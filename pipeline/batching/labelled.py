@@ -6,9 +6,9 @@ which layers receive as both its source and its target language.
 Legend: B sentences or windows, N real tokens, L labels.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.batching.batch import Batch, Packing
+from pipeline.batching.one_buffer import moved
 
 Integers = npt.NDArray[np.int64]
 
@@ -63,22 +64,13 @@ class LabelledBatch:
         """Real tokens, specials included."""
         return len(self.ids_N)
 
-    def keyed(self, seed: int) -> "LabelledBatch":
-        """Return this micro-batch with the keys of its random numbers in training."""
-        return replace(self, packing=self.packing.keyed(seed))
+    def keyed(self, *seeds: int) -> "LabelledBatch":
+        """Return the batch with keys of random numbers, from a seed for each micro-batch."""
+        return replace(self, packing=self.packing.keyed(*seeds))
 
     def to(self, device: torch.device) -> "LabelledBatch":
         """Return the batch on a device; a no-op if it is there already."""
-        if self.ids_N.device == device:
-            return self
-        return self._with_each(lambda part: part.to(device, non_blocking=True))
-
-    def pinned(self) -> "LabelledBatch":
-        """Return the batch in memory from which a GPU can copy by itself."""
-        return self._with_each(lambda part: part.pin_memory())
-
-    def _with_each(self, change: Callable[[Any], Any]) -> "LabelledBatch":
-        return LabelledBatch(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
+        return self if self.ids_N.device == device else moved(self, device)
 
 
 AnyBatch: TypeAlias = Batch | LabelledBatch

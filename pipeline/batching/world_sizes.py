@@ -49,6 +49,16 @@ def passes_per_update(recipe: Recipe, *, ranks: int, per_pass: int = 1) -> int:
     return math.ceil(turns / per_pass)
 
 
+def even_per_pass(turns: int, *, most: int) -> int:
+    """Return the micro-batches of a pass that divide an update evenly into the fewest passes.
+
+    Args:
+        turns: micro-batches of a rank per update.
+        most: micro-batches that a pass may have.
+    """
+    return math.ceil(turns / math.ceil(turns / most))
+
+
 def expert_parallel_size(recipe: Recipe, *, ranks: int) -> int:
     """Return the ranks that share one copy of the experts.
 

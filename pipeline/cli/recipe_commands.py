@@ -219,9 +219,8 @@ def _estimate_time(options: argparse.Namespace) -> int:
         "Counted on the meta device, not measured. Training of one rank in bfloat16, decoding in "
         f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
         f"{1e6 * step_time.LAUNCH_SECONDS:.3g} µs per launch, assumed; memory and arithmetic as "
-        f"in: {device.source}. Residual, dropout and norm are operators of their own, as without "
-        "compiled_regions in the ds_config. Without recomputed layers, optimizer, gradient "
-        "reduction and other ranks."
+        f"in: {device.source}. Without recomputed layers, optimizer, gradient reduction and other "
+        "ranks."
     )
     return 0
 

@@ -16,17 +16,17 @@ from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
 from pipeline.machine import Gpus, visible_gpus
 
-OWN_KEYS: Mapping[str, str] = {
-    "compiled_regions": "residual, dropout and norm as one kernel of torch.compile in training",
-    "micro_batches_per_pass": "micro-batches of a rank in one forward and backward pass",
-}
-"""Keys of this project, which DeepSpeed never sees; false and 1 by default. ``compiled_regions``
-decides the model: it rounds differently and drops other values. ``micro_batches_per_pass`` does
-not: without dropout and other noise, it changes results by rounding only; with it, it changes which
-values are dropped, like another seed."""
+AUTO = "auto"
+"""The ds_config that fits this machine, or the number of micro-batches that fits its GPUs."""
+
+PER_PASS = "micro_batches_per_pass"
+"""Key of the most micro-batches of a rank that share a forward and backward pass."""
+
+OWN_KEYS = (PER_PASS,)
+"""Keys of this project, which DeepSpeed never sees."""
 
 MAX_PER_PASS = 1024
-"""Largest ``micro_batches_per_pass``."""
+"""Largest number of micro-batches that share a pass."""
 
 MACHINE_KEYS = (
     *OWN_KEYS,
@@ -92,7 +92,7 @@ ACCUMULATION_TYPES = ("fp32", "bf16")
 
 UNDECIDING_KEYS = (
     *("comms_logger", "csv_monitor", "tensorboard", "wandb", "wall_clock_breakdown"),
-    "micro_batches_per_pass",
+    PER_PASS,
     "zero_allow_untested_optimizer",
     "zero_optimization.allgather_bucket_size",
     "zero_optimization.contiguous_gradients",
@@ -102,9 +102,8 @@ UNDECIDING_KEYS = (
 )
 """Keys that do not change the model: logging, measuring, DeepSpeed's permissions, and when and in
 which portions values are computed and moved. As with another number of processes, other portions
-may round a sum differently; other passes drop other values, as another seed does. All other keys
-change the model: precision, ZeRO stage, accumulation type, optimizer, and keys that are not known
-here."""
+may round a sum differently. All other keys change the model: precision, ZeRO stage, accumulation
+type, optimizer, and keys that are not known here."""
 
 RECIPE_KEYS = {
     "train_batch_size": "batches.tokens and batches.micro_batches",
@@ -118,9 +117,6 @@ RECIPE_KEYS = {
 }
 """DeepSpeed's keys that the recipe owns → the recipe's settings."""
 
-
-AUTO = "auto"
-"""The ds_config that fits this machine."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -187,9 +183,6 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
-    key = "compiled_regions"
-    if not isinstance(config.get(key, False), bool):
-        raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}. Use true or false.")
     _check_per_pass(config)
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
@@ -219,14 +212,14 @@ def deepspeeds_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in OWN_KEYS}
 
 
-def has_compiled_regions(config: Mapping[str, Any]) -> bool:
-    """Return whether the operators between the sublayers of a model are compiled."""
-    return bool(config.get("compiled_regions", False))
+def asks_for_largest_passes(config: Mapping[str, Any]) -> bool:
+    """Return whether passes are as large as the GPU allows, which is the default."""
+    return bool(config.get(PER_PASS, AUTO) == AUTO)
 
 
 def micro_batches_per_pass(config: Mapping[str, Any]) -> int:
-    """Return how many micro-batches of a rank share a forward and backward pass."""
-    return int(config.get("micro_batches_per_pass", 1))
+    """Return how many micro-batches of a rank share a pass: 1 on CPU, and until a GPU is known."""
+    return 1 if asks_for_largest_passes(config) else int(config[PER_PASS])
 
 
 def precision_of(config: Mapping[str, Any]) -> Precision:
@@ -238,11 +231,12 @@ def precision_of(config: Mapping[str, Any]) -> Precision:
 
 
 def _check_per_pass(config: Mapping[str, Any]) -> None:
-    number = config.get("micro_batches_per_pass", 1)
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_PER_PASS:
+    number = config.get(PER_PASS, AUTO)
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    if number != AUTO and not (is_whole and 1 <= number <= MAX_PER_PASS):
         raise ConfigError(
             f"The ds_config's micro_batches_per_pass is {_shown(number)}. Choose a whole number "
-            f"from 1 to {MAX_PER_PASS:,}."
+            f'from 1 to {MAX_PER_PASS:,}, or "auto".'
         )
 
 

@@ -13,7 +13,9 @@ Legend: N tokens, X columns; B sentences, H heads, T queries, S keys.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,8 @@ _WORD = 0xFFFFFFFF
 _HASH_COST = 4  # of a hash in the loop, in multiply-adds of a matrix product
 
 
-class Noise(NamedTuple):
+@dataclass(frozen=True)
+class Noise:
     """Keys of the random numbers of packed tokens.
 
     Attributes:
@@ -41,6 +44,10 @@ class Noise(NamedTuple):
 
     seed_N: Tensor
     row_N: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield both keys."""
+        return iter((self.seed_N, self.row_N))
 
     def salted(self, salt: int) -> "Noise":
         """Return the keys of other numbers, for a second pass of the same tokens."""

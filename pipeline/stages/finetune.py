@@ -21,6 +21,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
+from pipeline.estimates.pass_size import micro_batches_that_fit
 from pipeline.estimates.step_time import peak_operations
 from pipeline.model.regularization import Regularization
 from pipeline.stages.stage import StageCall
@@ -43,6 +44,7 @@ def run(call: StageCall) -> None:
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
             device=local_device(world.local_rank),
         )
+        call = replace(call, per_pass=micro_batches_that_fit(call, model.spec))
         train(call, model, data, world=world)
 
 

@@ -17,6 +17,7 @@ from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave, local_device
+from pipeline.estimates.pass_size import micro_batches_that_fit
 from pipeline.estimates.step_time import peak_operations
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
@@ -33,13 +34,15 @@ def run(call: StageCall) -> None:
         connect(world)
         call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)
+        spec = model_spec(call, data.tokenizer)
         model = build_model(
-            model_spec(call, data.tokenizer),
+            spec,
             regularization=Regularization.of(training),
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
             device=local_device(world.local_rank),
         )
         initialize_weights(model, seed=training.seed)
+        call = replace(call, per_pass=micro_batches_that_fit(call, spec))
         train(call, model, data, world=world)
 
 

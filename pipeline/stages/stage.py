@@ -24,7 +24,7 @@ from pipeline.artifacts.manifest import undeciding, without_settings
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
-from pipeline.config.ds_config import UNDECIDING_KEYS, load_ds_config
+from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
 
 
@@ -126,6 +126,8 @@ class StageCall:
     """First and last update to profile (``--profile``), for stages that train."""
     peak_operations: float | None = field(default=None, compare=False)
     """Operations per second that this rank's device can do, as the stage found; None: unknown."""
+    per_pass: int | None = field(default=None, compare=False)
+    """Micro-batches that share a pass, as the stage found; None: as the ds_config says."""
     clock: float = field(default_factory=time.monotonic, compare=False)
     """Time at which the stage began, in seconds of the monotonic clock."""
 
@@ -134,7 +136,7 @@ class StageCall:
         """The parsed ds_config of a training stage."""
         ds_config = self.config["ds_config"]
         assert isinstance(ds_config, Mapping)
-        return ds_config
+        return ds_config if self.per_pass is None else {**ds_config, PER_PASS: self.per_pass}
 
     @property
     def stacks_dir(self) -> Path:

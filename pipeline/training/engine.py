@@ -10,9 +10,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -36,10 +35,9 @@ from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
-from pipeline.batching.batch import Batch
-from pipeline.batching.joining import join
+from pipeline.batching.joining import Pass
 from pipeline.batching.labelled import AnyBatch
-from pipeline.batching.world_sizes import passes_per_update
+from pipeline.batching.world_sizes import even_per_pass, passes_per_update
 from pipeline.checkpoints.names import NamedSlice, named_slices
 from pipeline.checkpoints.training_state import Fills, LossScale, Piece, Ranges, Target
 from pipeline.config.ds_config import (
@@ -229,8 +227,8 @@ class Engine:
         self.ds_config: Mapping[str, Any] = config
         """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]
-        turns = passes_per_update(recipe, ranks=world.size)
-        self.per_pass = min(micro_batches_per_pass(ds_config), turns)
+        self._turns = passes_per_update(recipe, ranks=world.size)
+        self.per_pass = min(micro_batches_per_pass(ds_config), self._turns)
         """Most micro-batches of this rank that share a pass."""
         if self.per_pass > 1 and isinstance(model, Labeller):
             raise ConfigError(
@@ -259,25 +257,25 @@ class Engine:
 
     def train_step(
         self,
-        micro_batches: Iterable[AnyBatch],
+        passes: Iterable[Pass],
         *,
-        seeds: Sequence[int],
         total_labels: int,
         learning_rate: float,
-        stand_ins: Collection[int] = (),
         progress: float = 0.0,
     ) -> StepResult:
-        """Make one update from this rank's micro-batches.
+        """Make one update from this rank's passes.
 
-        The micro-batches are consumed once, as they arrive; there are as many as ``seeds``, which
-        key their random numbers. So dropout depends neither on the world nor on shared passes.
+        The passes are consumed once, as they arrive. Their batches have keys of random numbers, so
+        dropout depends neither on the world nor on shared passes. With a stand-in, ranks keep step,
+        and DeepSpeed gets gradients that are all zero.
         DeepSpeed averages gradients over ranks and passes; the scale turns that into the sum over
         the global step divided by its labels.
 
-        Batches at the turns of ``stand_ins`` replace those that are left out or that other ranks
-        have more: ranks keep step, and DeepSpeed gets gradients that are all zero.
-        ``total_labels`` counts the labels of all ranks.
-        ``progress`` is the share of the training that was done before.
+        Args:
+            passes: as many as ``accumulation``.
+            total_labels: the labels of all ranks.
+            learning_rate: that of the update.
+            progress: the share of the training that was done before.
         """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
@@ -285,12 +283,8 @@ class Engine:
         scale = self.world.size * self.accumulation / total_labels
         sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels = source_tokens = 0
-        turns = (
-            _Turn(batch, seed, counts=turn not in stand_ins)
-            for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True))
-        )
-        while taken := list(islice(turns, self.per_pass)):
-            batch, counts = self._batch_of_pass(taken)
+        for one in passes:
+            batch, counts = one.batch.to(self.device), one.counts
             with OWN_TIME.counted(self.device, enabled=counts):
                 objective, terms = self._engine(batch, progress)
             self._engine.backward(objective * (scale if counts else 0.0))
@@ -316,24 +310,13 @@ class Engine:
             own_seconds=OWN_TIME.take(),
         )
 
-    def _batch_of_pass(self, taken: Sequence["_Turn"]) -> tuple[AnyBatch, bool]:
-        """Return the batch of a pass with the keys of its random numbers, and whether it counts.
-
-        A stand-in takes part only where a rank has nothing else.
-        """
-        counting = [turn for turn in taken if turn.counts]
-        chosen = counting or taken[:1]
-        return self._joined([turn.batch.keyed(turn.seed) for turn in chosen]), bool(counting)
-
-    def _joined(self, batches: Sequence[AnyBatch]) -> AnyBatch:
-        """Join the batches of a pass, even a single one: other ranks may have more.
-
-        Gradients come in the order of operators, which must be the same on all ranks.
-        """
-        moved = [batch.to(self.device) for batch in batches]
-        if self.per_pass == 1:
-            return moved[0]
-        return join([batch for batch in moved if isinstance(batch, Batch)])
+    def lower_per_pass(self) -> None:
+        """Let half as many micro-batches share a pass, before the first update."""
+        self.per_pass = even_per_pass(self._turns, most=max(self.per_pass // 2, 1))
+        self.accumulation = math.ceil(self._turns / self.per_pass)
+        self.ds_config = {**self.ds_config, "gradient_accumulation_steps": self.accumulation}
+        self._engine.set_train_batch_size(self.world.size * self.accumulation)
+        self._zero.gradient_accumulation_steps = self.accumulation
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -378,12 +361,10 @@ class Engine:
     def rehearse(self, batch: AnyBatch) -> None:
         """Run forward and backward without an update: too large a batch fails here, at the start.
 
-        It is taken as often as micro-batches share a pass. Gradients are taken outside DeepSpeed's
-        hooks, so that nothing is reduced or kept.
+        Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
         """
         self.model.train()
-        joined = self._joined([batch] * self.per_pass)
-        terms = training_loss(self.model, joined, self._loss_config)
+        terms = training_loss(self.model, batch.to(self.device), self._loss_config)
         torch.autograd.grad(terms.objective, trainable(self.model))
         advance()
 
@@ -510,15 +491,6 @@ class _Range:
     start: int
     length: int
     flat: slice
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A micro-batch or a stand-in of this rank, and the seed of its random numbers."""
-
-    batch: AnyBatch
-    seed: int
-    counts: bool
 
 
 class _Objective(nn.Module):

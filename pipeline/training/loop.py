@@ -10,6 +10,7 @@ something happens; its collaborators do it:
 - :mod:`~pipeline.training.resuming`: resuming from the newest state; the mean of the last states
 """
 
+import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -19,9 +20,11 @@ from functools import partial
 import torch
 
 from pipeline.batching.feed import Update
+from pipeline.batching.global_step import MicroBatch
+from pipeline.batching.joining import read_joined
 from pipeline.checkpoints.training_state import Position
 from pipeline.distributed import progress
-from pipeline.distributed.collectives import from_rank_zero, wait_for_all
+from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import AgreedStop, ConfigError
@@ -30,6 +33,7 @@ from pipeline.model.labeller import Trained
 from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import Progress as ProgressBar
+from pipeline.terminal import counted
 from pipeline.training.engine import Engine
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optim import make_optimizer
@@ -95,13 +99,17 @@ class TrainingRun:
 
         Raises:
             AgreedStop: a rank was asked to stop; the state is saved.
+            ConfigError: a GPU has too little memory.
         """
         with self.run_directory.locked(), self.profiling:
             self._resume()
             # One choice for all ranks: the order in which gradients arrive depends on the kernels.
             with using_cpu_kernels(from_rank_zero(by_processor())):
-                self._rehearse()
-                self._train()
+                try:
+                    self._rehearse()
+                    self._train()
+                except torch.OutOfMemoryError as error:
+                    raise self._out_of_memory() from error
                 self.publishing.publish(self.position, self.resumed, averaged=self.averaged)
 
     def _train(self) -> None:
@@ -128,15 +136,68 @@ class TrainingRun:
         self.clock = time.monotonic() - self.position.seconds
 
     def _rehearse(self) -> None:
-        """Run the largest micro-batch of the next window: if memory runs out, it does so now."""
+        """Run the largest pass of the next window: if memory runs out, it does so now.
+
+        Then fewer micro-batches share a pass.
+        """
         if not self._is_done():
             largest = self.data.planner.largest(self.position.cursor[0])
-            torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
-            self.engine.rehearse(self.data.train.batch(largest))
+            while not self._has_memory_for(largest):
+                self._lower_per_pass()
+
+    def _has_memory_for(self, largest: MicroBatch) -> bool:
+        """Return whether all ranks have the memory for a pass of micro-batches of this size."""
+        per_pass = self.engine.per_pass
+        batch = read_joined([largest] * per_pass, self.data.train.batch, shares=per_pass > 1)
+        torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
+        is_enough = True
+        try:
+            self.engine.rehearse(batch)
+        except torch.OutOfMemoryError:
+            if self.engine.model.expert_parallel_size > 1:
+                raise  # other ranks may wait for this one in a layer, and could not agree with it
+            is_enough = False
+        return all(gather_objects(is_enough))
+
+    def _lower_per_pass(self) -> None:
+        """Go on with fewer micro-batches per pass.
+
+        Raises:
+            ConfigError: each micro-batch has a pass of its own.
+        """
+        number = self.engine.per_pass
+        if number == 1:
+            raise self._out_of_memory()
+        torch.cuda.empty_cache()
+        self.engine.lower_per_pass()
+        if self.world.rank == 0:
+            print(
+                f"{self.call.out_dir}: a GPU has too little memory for passes of {number} "
+                f"micro-batches; a pass now has {self.engine.per_pass} (micro_batches_per_pass in "
+                "the ds_config).",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _out_of_memory(self) -> ConfigError:
+        number = self.engine.per_pass
+        name = "micro_batches_per_pass in the ds_config"
+        fewer = f"{name} to less than {number}, " if number > 1 else ""
+        return ConfigError(
+            f"{self.call.out_dir}: a GPU has too little memory for a pass of "
+            f"{counted(number, 'micro-batch', 'micro-batches')}. Set {fewer}"
+            "training.recompute_layers to true or batches.tokens to less."
+        )
 
     def _updates(self) -> Generator[Update]:
         cursor, update = self.position.cursor, self.position.update
-        return self.data.updates(cursor, rank=self.world.rank, ranks=self.world.size, update=update)
+        return self.data.updates(
+            cursor,
+            rank=self.world.rank,
+            ranks=self.world.size,
+            update=update,
+            per_pass=self.engine.per_pass,
+        )
 
     def _progress_bar(self) -> ProgressBar:
         total, is_shown = self.recipe.training.updates, self.world.rank == 0
@@ -147,7 +208,7 @@ class TrainingRun:
         update, clock = self.position.update + 1, time.monotonic()
         with self.profiling.update(update):
             feed = next(updates)
-            made = self.updater.make(feed, update=update)
+            made = self.updater.make(feed)
         self.metrics.add(made.result, seconds=time.monotonic() - clock)
         self.position = replace(
             self.position,

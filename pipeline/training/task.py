@@ -58,9 +58,12 @@ class Data(Protocol):
         """
 
     def updates(
-        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0
+        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
-        """Yield one rank's updates from a cursor on, before which ``update`` were made."""
+        """Yield one rank's updates from a cursor on, before which ``update`` were made.
+
+        ``per_pass``: micro-batches of the rank that share a pass.
+        """
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Return every validation sentence once, in batches of one direction, in a fixed order."""

@@ -22,7 +22,7 @@ before that update makes the same one.
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,12 +34,10 @@ from pipeline.artifacts.locks import refuse_if_lost
 from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.batching.feed import Update
 from pipeline.batching.global_step import MicroBatch
-from pipeline.batching.labelled import AnyBatch
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects, on_rank_zero
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
-from pipeline.seeds import derive_seed
 from pipeline.terminal import JsonLines
 from pipeline.training.engine import Engine, StepResult, Verdict
 from pipeline.training.optim import learning_rate
@@ -178,107 +176,84 @@ class Updater:
         self._quarantine = quarantine
         self._tries = recipe.training.skip_nonfinite_after
 
-    def make(self, feed: Update, *, update: int) -> Made:
-        """Make update number ``update``, without the micro-batches that are in quarantine.
+    def make(self, feed: Update) -> Made:
+        """Make an update, without the micro-batches that are in quarantine.
 
         Raises:
             CheckpointError: on all ranks, where its gradient stays not finite.
         """
         scale_before = self._engine.loss_scale
-        batches: Iterable[AnyBatch] = feed.batches
         overflows = tries = 0
-        has_left_out = False
+        is_first, has_left_out = True, False
         while True:
             may_fall = self._engine.loss_scale_may_fall
-            result = self._try(feed, batches, update=update)
+            result = self._try(feed, is_first=is_first)
             if result.was_made and math.isfinite(result.gradient_norm):
                 return Made(result, overflows)
             if result.was_made:  # the ds_config disables DeepSpeed's check: the weights are spoilt
-                raise self._not_finite(update)
-            batches = (self._batch(feed, index) for index in feed.indices)
+                raise self._not_finite(feed.number)
+            is_first = False
             if may_fall:
                 overflows += 1
             elif tries < self._tries:
                 tries += 1
             elif has_left_out or not self._tries:
-                raise self._not_finite(update)
+                raise self._not_finite(feed.number)
             else:
-                self._leave_out(feed, update=update)
+                self._leave_out(feed)
                 self._engine.restore_loss_scale(scale_before)
                 overflows, has_left_out = 0, True
 
-    def _try(self, feed: Update, batches: Iterable[AnyBatch], *, update: int) -> StepResult:
-        recipe, without = self._recipe, self._quarantine.of_update(update)
+    def _try(self, feed: Update, *, is_first: bool) -> StepResult:
+        recipe, without = self._recipe, self._quarantine.of_update(feed.number)
         if len(without) == len(feed.step.micro_batches):
             raise CheckpointError(
                 f"{self._quarantine.path} leaves all micro-batches of an update out. Remove the "
                 "lines of that update."
             )
-        taken = _taken(feed, without)
         return self._engine.train_step(
-            self._with_stand_ins(feed, batches, without),
-            seeds=[self._seed(update, index) for index in taken],
+            feed.ahead if is_first and not without else feed.passes(without=without),
             total_labels=_labels(feed, without),
             learning_rate=learning_rate(
-                recipe.optimizer, update, total_updates=recipe.training.updates
+                recipe.optimizer, feed.number, total_updates=recipe.training.updates
             ),
-            stand_ins=[turn for turn, index in enumerate(taken) if index is None],
-            progress=self._progress(update),
+            progress=self._progress(feed.number),
         )
 
-    def _with_stand_ins(
-        self, feed: Update, batches: Iterable[AnyBatch], without: frozenset[int]
-    ) -> Iterator[AnyBatch]:
-        """Yield this rank's batches, stand-ins for those left out; none is of one left out."""
-        for own, index, batch in zip(feed.indices, _taken(feed, without), batches, strict=True):
-            is_read = index is not None or (own is None and not without)
-            yield batch if is_read else self._batch(feed, None, without)
-
-    def _leave_out(self, feed: Update, *, update: int) -> None:
+    def _leave_out(self, feed: Update) -> None:
         """Find the micro-batches whose gradients are not finite, and record them.
 
         Raises:
             CheckpointError: on all ranks, where it is none of them, or all.
         """
-        known = self._quarantine.of_update(update)
-        verdicts = gather_objects(self._verdicts(feed, known, update=update))
+        known = self._quarantine.of_update(feed.number)
+        verdicts = gather_objects(self._verdicts(feed, known))
         found = culprits(verdicts, sharing=self._engine.model.expert_parallel_size) - known
         plans, pairs = feed.step.micro_batches, list(self._data.train.offsets)
         if not found or len(found | known) == len(plans):
-            raise self._not_finite(update)
+            raise self._not_finite(feed.number)
         self._quarantine.add(
             [
-                left_out(plans[index], update=update, micro_batch=index, pairs=pairs)
+                left_out(plans[index], update=feed.number, micro_batch=index, pairs=pairs)
                 for index in sorted(found)
             ]
         )
 
-    def _verdicts(self, feed: Update, known: frozenset[int], *, update: int) -> list[Verdict]:
+    def _verdicts(self, feed: Update, known: frozenset[int]) -> list[Verdict]:
         return [
             self._engine.verdict(
-                self._batch(feed, index, known),
+                feed.read(feed.plan(index, without=known)),
                 micro_batch=index,
-                seed=self._seed(update, index),
+                seed=feed.seed_of(index),
                 total_labels=_labels(feed, known),
-                progress=self._progress(update),
+                progress=self._progress(feed.number),
             )
-            for index in _taken(feed, known)
+            for index in feed.taken(without=known)
         ]
-
-    def _batch(
-        self, feed: Update, index: int | None, without: frozenset[int] = frozenset()
-    ) -> AnyBatch:
-        step = feed.step
-        plan = step.stand_in(without=without) if index is None else step.micro_batches[index]
-        return self._data.train.batch(plan)
 
     def _progress(self, update: int) -> float:
         """Return the share of training done before an update."""
         return (update - 1) / self._recipe.training.updates
-
-    def _seed(self, update: int, index: int | None) -> int:
-        name: str | int = "stand-in" if index is None else index
-        return derive_seed("dropout", self._recipe.training.seed, update, name)
 
     def _not_finite(self, update: int) -> CheckpointError:
         run = self._quarantine.path.parent
@@ -291,11 +266,6 @@ class Updater:
             f"The gradient of update {update} is not a number: the run in {run} is left at its "
             f"last state. Lower optimizer.learning_rate, or look at that update's data ({finding})."
         )
-
-
-def _taken(feed: Update, without: frozenset[int]) -> list[int | None]:
-    """Return this rank's micro-batches, turn by turn; None where a stand-in takes the turn."""
-    return [None if index in without else index for index in feed.indices]
 
 
 def _labels(feed: Update, without: frozenset[int]) -> int:

@@ -6,7 +6,7 @@ seen, and a published run can be done again.
 
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from itertools import islice
@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.passes import assert_same, join
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.corpus import Split
@@ -30,6 +31,7 @@ from pipeline.batching.global_step import MicroBatch, _Draws, _KeyLayout
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.sentence_loops import sort_by_bits
+from pipeline.seeds import derive_seed
 
 SIZES = {
     "usual": {"de-en": 3000, "el-en": 40, "en-fr": 500},
@@ -229,27 +231,61 @@ def test_a_tag_behind_the_source_moves_and_nothing_else(corpora: Path) -> None:
         assert one.labels_L.tolist() == other.labels_L.tolist()
 
 
+@pytest.mark.parametrize("per_pass", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_reading_ahead_gives_every_rank_its_batches_in_order(corpora: Path, ranks: int) -> None:
+def test_reading_ahead_gives_every_rank_its_passes_in_order(
+    corpora: Path, ranks: int, per_pass: int
+) -> None:
     data = open_data(corpora, "usual")
     threads = set(threading.enumerate())
     for rank in range(ranks):
         steps = islice(data.planner.steps((0, 2)), 9)
-        with closing(data.updates((0, 2), rank=rank, ranks=ranks)) as updates:
-            for step, update in zip(steps, updates, strict=False):
-                indices = [turn[rank] for turn in step.turns(ranks)]
-                plans = [
-                    step.stand_in() if index is None else step.micro_batches[index]
-                    for index in indices
-                ]
-                expected = [data.train.batch(plan) for plan in plans]
-                assert update.step.next_cursor == step.next_cursor
-                assert update.indices == indices
-                for found, planned in zip(update.batches, expected, strict=True):
-                    assert isinstance(found, Batch)
-                    assert digest(batch_values(found)) == digest(batch_values(planned))
+        with closing(
+            data.updates((0, 2), rank=rank, ranks=ranks, update=7, per_pass=per_pass)
+        ) as updates:
+            for number, (step, update) in enumerate(zip(steps, updates, strict=False), start=8):
+                assert (update.number, update.step.next_cursor) == (number, step.next_cursor)
+                turns = [turn[rank] for turn in step.turns(ranks)]
+                shared = [turns[at : at + per_pass] for at in range(0, len(turns), per_pass)]
+                for found, taken in zip(update.ahead, shared, strict=True):
+                    indices = [index for index in taken if index is not None]
+                    plans = [step.micro_batches[index] for index in indices] or [step.stand_in()]
+                    batches = [data.train.batch(plan) for plan in plans]
+                    assert found.micro_batches == tuple(indices)
+                    names: Sequence[int | str] = indices or ["stand-in"]
+                    seeds = [derive_seed("dropout", 3, number, name) for name in names]
+                    assert found.seeds == tuple(seeds)
+                    assert isinstance(found.batch, Batch)
+                    assert_same(found.batch, batches[0] if per_pass == 1 else join(batches))
     del steps
     assert set(threading.enumerate()) <= threads
+
+
+def test_an_update_whose_passes_are_not_taken_does_not_shift_the_next(corpora: Path) -> None:
+    data = open_data(corpora, "usual")
+    with closing(data.updates((0, 0), rank=0, ranks=1, per_pass=3)) as updates:
+        next(updates)
+        second = next(updates)
+        assert [one.micro_batches for one in second.ahead] == [
+            one.micro_batches for one in second.passes()
+        ]
+
+
+def test_passes_leave_micro_batches_out(corpora: Path) -> None:
+    data = open_data(corpora, "usual")
+    with closing(data.updates((0, 0), rank=0, ranks=1, per_pass=2)) as updates:
+        update = next(updates)
+    first, second, third, fourth = (turn[0] for turn in update.step.turns(1))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert fourth is not None
+    passes = list(update.passes(without={second, third, fourth}))
+    assert [one.micro_batches for one in passes] == [(first,), ()]
+    assert passes[1].batch.num_labels > 0, "one sentence stands in"
+    taken = update.step.micro_batches[first]
+    assert isinstance(passes[1].batch, Batch)
+    assert passes[1].batch.line_B.tolist() == taken.line_B[:1].tolist()
 
 
 def test_a_line_beyond_its_pair_is_refused(corpora: Path) -> None:

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 from digests import forget_pages, read
 from feed import own_memory, watching_memory
 from ratios import Options, Row, beside, bounded, compare, interleaved, parse_options, report
+from support.passes import passes_of
 from support.tiny_models import random_batch
 
 from pipeline.artifacts import digests as remembering
@@ -187,7 +188,7 @@ def make_saved(world: World, folder: Path, *, millions: int) -> Saved:
     )
     batch = random_batch(spec, sentences=2, seed=1)
     update = partial(
-        engine.train_step, [batch], seeds=[1], total_labels=batch.num_labels, learning_rate=1e-4
+        engine.train_step, passes_of([batch]), total_labels=batch.num_labels, learning_rate=1e-4
     )
     update()
     run_directory = RunDirectory(

@@ -173,7 +173,7 @@ def measure(directory: Path, micro_batches: int) -> Row:
         started = time.perf_counter()
         data = open_data(shards, micro_batches)
         with closing(data.updates((0, 0), rank=0, ranks=1)) as updates:
-            next(next(updates).batches)
+            next(next(updates).ahead)
             first_batch = time.perf_counter() - started
         waits = waiting(data, micro_batches=micro_batches)
         kept = own_memory()
@@ -213,7 +213,7 @@ def waiting(data: TrainingData, *, micro_batches: int) -> list[float]:
     """Seconds that training waits for each micro-batch after the first update."""
     waits = []
     with closing(data.updates((0, 0), rank=0, ranks=1)) as arriving:
-        arrivals = chain.from_iterable(update.batches for update in islice(arriving, UPDATES))
+        arrivals = chain.from_iterable(update.ahead for update in islice(arriving, UPDATES))
         asked = time.perf_counter()
         for _ in arrivals:
             waits.append(time.perf_counter() - asked)

@@ -44,10 +44,10 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from ratios import QUICK_ROUNDS, Options, environment, interleaved
+from support.passes import join
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 
 from pipeline.batching.batch import Batch
-from pipeline.batching.joining import join
 from pipeline.config.ds_config import ds_config_path
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.beam_search import beam_search
@@ -69,7 +69,6 @@ from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec, placeholder_spec
-from pipeline.model.sublayer import compile_regions
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
 from pipeline.training.settings import LossConfig
@@ -283,13 +282,10 @@ def gradient(
     dtype: torch.dtype,
     device: torch.device,
     sentences: int = 128,
-    compiles: bool = False,
 ) -> Tensor:
     """Return the gradient of a micro-batch's loss in one piece, on the CPU."""
     model = tiny_model(spec).to(torch.bfloat16)  # weights that both types have
     model = model.to(device, dtype).train()
-    if compiles:
-        compile_regions(model)
     batch = random_batch(spec, sentences=sentences, seed=1, longest=30).to(device)
     forward_backward(model, batch, LossConfig(label_smoothing=0.1))
     found = [p.grad.flatten().cpu().double() for p in model.parameters() if p.grad is not None]
@@ -410,7 +406,7 @@ def passes(asked: Asked) -> Iterator[Row]:
     for recipe in asked.recipes:
         model = random_model(recipe, asked, dtype=torch.bfloat16)
         batches = [full_batch(recipe, asked, seed=seed) for seed in range(4)]
-        joined, loss = join(batches), recipe.loss
+        joined, loss = join([batch.to(CPU) for batch in batches]).to(DEVICE), recipe.loss
         found = milliseconds(
             asked,
             apart=lambda: [forward_backward(model, one, loss) for one in batches],  # noqa: B023
@@ -431,33 +427,6 @@ def vocabulary(asked: Asked) -> Iterator[Row]:
         padded=lambda: padded_product(x, weight).sum().backward(),
     )
     yield row("logits and gradients", "milliseconds", found["plain"], found["padded"], most=1)
-
-
-def compiled(asked: Asked) -> Iterator[Row]:
-    """Compare a model with compiled regions with itself without them."""
-    spec = tiny_spec(vocabulary=400, width=256, feed_forward_width=1024)
-    exact = gradient(spec, dtype=torch.float32, device=CPU)
-    of_plain, of_fused = (
-        distance(gradient(spec, dtype=torch.bfloat16, device=DEVICE, compiles=compiles), exact)
-        for compiles in (False, True)
-    )
-    yield row("gradients, bfloat16", "relative distance", of_plain, of_fused, most=1.2)
-
-    recipe = asked.recipes[0]
-    batch, loss = full_batch(recipe, asked), recipe.loss
-    models = [random_model(recipe, asked, dtype=torch.bfloat16) for _ in range(2)]
-    compile_regions(models[1])
-
-    def plain() -> Tensor:
-        return forward_backward(models[0], batch, loss)
-
-    def fused() -> Tensor:
-        return forward_backward(models[1], batch, loss)
-
-    fused()  # compiles
-    yield row("kernels", "number", kernels(plain), kernels(fused), most=0.95)
-    found = milliseconds(asked, plain=plain, fused=fused)
-    yield row("forward and backward", "milliseconds", found["plain"], found["fused"], most=1)
 
 
 # Questions to a training stage: they need DeepSpeed and the result of `make demo`
@@ -681,12 +650,6 @@ QUESTIONS = (
         *(vocabulary, (GPU,), 60),
         text="Is a vocabulary that is padded in compute faster?",
         prediction="the product without padding",
-    ),
-    Question(
-        *(compiled, (GPU,), 140),
-        text="Do compiled regions train, and what do they save?",
-        prediction="the model without them",
-        runs_on_cpu=False,
     ),
     Question(
         *(losses, STAGE, 270),

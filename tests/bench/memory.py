@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 
 from byte_fronts import BODY, FRONTS, byte_tokenizer, examples
 from ratios import Row, parse_options, write_rows
+from support.passes import passes_of
 from support.tiny_models import random_batch
 
 from pipeline.batching.batch import Batch, collate
@@ -231,7 +232,7 @@ def train(case: Case, world: World) -> int:
     batch = case.batch(seed=world.rank)
     total_labels = recipe.batches.micro_batches * batch.num_labels
     for _ in range(UPDATES):
-        engine.train_step([batch] * 2, seeds=[1, 2], total_labels=total_labels, learning_rate=1e-4)
+        engine.train_step(passes_of([batch] * 2), total_labels=total_labels, learning_rate=1e-4)
     return resident_bytes("VmHWM") - before
 
 

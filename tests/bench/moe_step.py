@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 
 from ratios import Options, Row, compare, interleaved, parse_options, report
 from support.m2m100_peer import m2m100_peer, padded
+from support.passes import passes_of
 from support.tiny_models import EOS_ID, random_batch, tiny_spec
 
 from pipeline.batching.batch import Batch
@@ -188,7 +189,7 @@ def update(engine: Engine, batches: Iterator[Batch]) -> Callable[[], object]:
 
     def run() -> None:
         batch = next(batches)
-        engine.train_step([batch], seeds=[1], total_labels=batch.num_labels, learning_rate=1e-4)
+        engine.train_step(passes_of([batch]), total_labels=batch.num_labels, learning_rate=1e-4)
 
     return synchronized(run)
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.passes import passes_of
 from support.process_pool import ProcessPool
 from support.stored_checkpoints import Weights, make_checkpoint
 from support.tiny_models import random_batch, tiny_model, tiny_spec
@@ -67,8 +68,7 @@ def train_steps(engine: Engine, world: World, updates: range) -> None:
         ]
         mine = range(world.rank, MICRO_BATCHES, world.size)
         engine.train_step(
-            [batches[index] for index in mine],
-            seeds=list(mine),
+            passes_of([batches[index] for index in mine], seeds=list(mine)),
             total_labels=sum(batch.num_labels for batch in batches),
             learning_rate=1e-3 * (1 + update),
         )

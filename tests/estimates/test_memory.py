@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.fp16_on_cpu import fp16_on_cpu
 from support.fronted_models import FRONTS, fronted_spec
+from support.passes import passes_of
 from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor
@@ -239,7 +240,7 @@ def held_by_engine(
         )
     batch = full_batch(spec)
     engine.train_step(
-        [batch], seeds=[1], total_labels=world.size * batch.num_labels, learning_rate=0.1
+        passes_of([batch]), total_labels=world.size * batch.num_labels, learning_rate=0.1
     )
     zero = engine._zero
     masters = list(zero.single_partition_of_fp32_groups)

@@ -4,9 +4,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support.passes import join
 from torch import Tensor
 
-from pipeline.batching.joining import join
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import META, OperatorCounter, count_training, micro_batch
 from pipeline.estimates.step_time import (
@@ -152,11 +152,11 @@ def test_micro_batches_that_share_a_pass_share_its_waits(monkeypatch: pytest.Mon
         expert_parallel=ExpertParallel(group, rank=0, size=2),
     )
     model.to(torch.bfloat16)
-    batch = micro_batch(recipe.batches.tokens).to(META)
+    batch = micro_batch(recipe.batches.tokens)
     for per_pass in (1, 2):
         even = per_pass * len(batch.source_N) // 2  # of two routes to four experts
+        joined = (join([batch] * per_pass) if per_pass > 1 else batch).to(META)
         with OperatorCounter(host_number=even, model=model) as mode:
-            joined = join([batch] * per_pass) if per_pass > 1 else batch
             training_loss(model, joined, recipe.loss).objective.backward()
         assert len(mode.counted.host_copies) == 3
 

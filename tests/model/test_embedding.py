@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.passes import passes_of
 from support.plain_training import (
     LEARNING_RATE,
     MICRO_BATCHES,
@@ -219,8 +220,7 @@ def trained(
     def step(engine: Engine, update: int) -> float:
         batches = micro_batches(spec, update)
         return engine.train_step(
-            [batches[index] for index in mine],
-            seeds=[1 for _ in mine],
+            passes_of([batches[index] for index in mine]),
             total_labels=sum(batch.num_labels for batch in batches),
             learning_rate=LEARNING_RATE / 100,
         ).gradient_norm

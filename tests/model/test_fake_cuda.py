@@ -11,6 +11,7 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeline.batching.one_buffer import with_each_tensor
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
@@ -80,7 +81,7 @@ def test_the_loss_of_a_micro_batch_is_made_on_the_device(
     batch = random_batch(spec, sentences=128, seed=1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         put_on_cuda(model, torch.bfloat16)
-        on_device = batch._with_each(lambda part: part.to(CUDA))
+        on_device = with_each_tensor(batch, lambda part: part.to(CUDA))
         terms = training_loss(model, on_device, LossConfig(label_smoothing=0.1))
     assert terms.objective.device == CUDA
     assert terms.objective.dtype == torch.float32

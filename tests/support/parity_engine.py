@@ -13,6 +13,7 @@ from pipeline.training.engine import Engine, StepResult, connect, expert_paralle
 from pipeline.training.optim import make_optimizer
 from pipeline.training.settings import LossConfig, OptimizerConfig
 from support.fp16_on_cpu import fp16_on_cpu
+from support.passes import passes_of
 from support.plain_training import (
     LEARNING_RATE,
     MICRO_BATCHES,
@@ -90,8 +91,7 @@ def try_update(
     mine = range(world.rank, MICRO_BATCHES, world.size)
     batches = micro_batches(spec, update)
     return engine.train_step(
-        [batches[index] for index in mine],
-        seeds=[1 for _ in mine],
+        passes_of([batches[index] for index in mine]),
         total_labels=sum(batch.num_labels for batch in batches),
         learning_rate=rate,
     )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from support.fp16_on_cpu import fp16_on_cpu
 from support.parity_engine import Precision, make_engine, one_update
+from support.passes import passes_of
 from support.plain_training import (
     IDLE_EXPERT,
     LEARNING_RATE,
@@ -105,9 +106,12 @@ def engine_training(
         if rehearses:
             engine.rehearse(batches[-1])
         result = engine.train_step(
-            [*(batches[index] for index in mine), *[stand_in(spec)] * lacking],
-            seeds=[*dropout_seeds(update, mine), *[0] * lacking],
-            stand_ins=range(len(mine), len(mine) + lacking),
+            passes_of(
+                [*(batches[index] for index in mine), *[stand_in(spec)] * lacking],
+                seeds=[*dropout_seeds(update, mine), *[0] * lacking],
+                stand_ins=range(len(mine), len(mine) + lacking),
+                per_pass=engine.per_pass,
+            ),
             total_labels=sum(batch.num_labels for batch in batches),
             learning_rate=LEARNING_RATE,
         )
@@ -279,32 +283,6 @@ def test_a_number_of_micro_batches_per_pass_that_is_none_is_refused(wrong: objec
         merge({**zero_config(2), "micro_batches_per_pass": wrong})
 
 
-def rehearsed(world: World, per_pass: int) -> list[int]:
-    """Sentences of every batch that the model is given in a rehearsal."""
-    connect(world)
-    spec = SPECS["dense"]
-    model = build_model(spec)
-    set_weights(model)
-    engine = Engine(
-        model,
-        make_recipe(spec.model),
-        world=world,
-        ds_config={**zero_config(1), "micro_batches_per_pass": per_pass},
-        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
-    )
-    seen: list[int] = []
-    model.register_forward_pre_hook(lambda _module, args: seen.append(args[0].num_sentences))
-    engine.rehearse(random_batch(spec, sentences=5, seed=1))
-    return seen
-
-
-@pytest.mark.slow
-def test_a_rehearsal_is_as_large_as_a_pass(pool1: ProcessPool, pool2: ProcessPool) -> None:
-    assert pool1.run(rehearsed, 1) == [[5]]
-    assert pool1.run(rehearsed, 3) == [[15]]
-    assert pool2.run(rehearsed, 3) == [[10]] * 2, "a rank has two micro-batches"
-
-
 def steps_of_calls(world: World) -> list[int]:
     """Steps that the watchdog sees in a rehearsal, a verdict, an evaluation and an update."""
     connect(world)
@@ -323,7 +301,7 @@ def steps_of_calls(world: World) -> list[int]:
         lambda: engine.rehearse(batches[0]),
         lambda: engine.verdict(batches[0], micro_batch=0, seed=1, total_labels=9),
         lambda: engine.evaluate(batches[0]),
-        lambda: engine.train_step(batches, seeds=[1] * 4, total_labels=9, learning_rate=0.1),
+        lambda: engine.train_step(passes_of(batches), total_labels=9, learning_rate=0.1),
     ]
     counts = [progress.count()]
     for call in calls:
@@ -409,7 +387,6 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
         ({"fp16": {"auto_cast": True}}, ["unknown key 'auto_cast'"]),
         ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
         ({"tensorboard": True}, ["tensorboard is true", '"tensorboard": {...}']),
-        ({"compiled_regions": 1}, ["compiled_regions is 1", "Use true or false"]),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "Use fp32 or bf16"]),
         ({"zero_optimization": None}, ["zero_optimization is null"]),
         ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "Use 1 or 2"]),
@@ -439,8 +416,8 @@ def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:
 
 
 def test_what_this_project_does_by_the_machine_is_not_passed_on() -> None:
-    own = {"compiled_regions": True, "micro_batches_per_pass": 1}
-    assert own.keys() == OWN_KEYS.keys()
+    own = {"micro_batches_per_pass": 1}
+    assert set(own) == set(OWN_KEYS)
     assert merge({**zero_config(1), **own}) == merge(zero_config(1))
 
 
@@ -490,8 +467,7 @@ def one_update_and_state(world: World, name: str) -> dict[str, set[str]]:
         )
     batches = micro_batches(spec, 0)
     result = engine.train_step(
-        batches,
-        seeds=range(MICRO_BATCHES),
+        passes_of(batches),
         total_labels=sum(batch.num_labels for batch in batches),
         learning_rate=1e-3,
     )
@@ -551,9 +527,10 @@ def summed_gradients(
         make_optimizer=Recorder,
     )
     engine.train_step(
-        [batches[world.rank]] * passes,
-        seeds=[1] * passes,
-        stand_ins=range(passes) if only not in (None, world.rank) else (),
+        passes_of(
+            [batches[world.rank]] * passes,
+            stand_ins=range(passes) if only not in (None, world.rank) else (),
+        ),
         total_labels=passes * sum(batch.num_labels for batch in batches),
         learning_rate=0,
     )

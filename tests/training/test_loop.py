@@ -469,7 +469,7 @@ def test_ranks_of_which_one_has_one_micro_batch_more_resume_bit_for_bit(
         assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("size", "per_pass"), [(1, 3), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("size", "per_pass"), [(1, 3), (1, 8), (2, 2), (3, 2)])
 def test_a_run_goes_on_with_other_ranks_and_passes_to_the_same_curves(
     request: pytest.FixtureRequest,
     inputs: Inputs,

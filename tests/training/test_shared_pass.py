@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.fronted_models import FRONTS, fronted_spec
+from support.passes import join
 from support.plain_training import MOE, micro_batches
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.batching.batch import Batch
-from pipeline.batching.joining import join
 from pipeline.model.moe import dispatch, layer
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.parity_engine import CLIP_NORM, make_engine
+from support.passes import passes_of
 from support.plain_training import LEARNING_RATE, MICRO_BATCHES, micro_batches, set_weights
 from support.process_pool import ProcessPool
 from support.tiny_models import perturb_vectors, tiny_model, tiny_spec
@@ -104,8 +105,7 @@ def train(world: World, kind: str, *, parallel_size: int) -> tuple[list[float], 
         mine = range(world.rank, MICRO_BATCHES, world.size)
         batches = micro_batches(spec, update)
         result = engine.train_step(
-            [batches[index] for index in mine],
-            seeds=list(mine),
+            passes_of([batches[index] for index in mine], seeds=list(mine)),
             total_labels=sum(batch.num_labels for batch in batches),
             learning_rate=LEARNING_RATE,
             progress=PROGRESS,

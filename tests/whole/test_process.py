@@ -178,6 +178,7 @@ print("\\n" + json.dumps(list(sys.modules)))
 
 TRAIN = """
 import json, sys
+from support.passes import passes_of
 from support.tiny_models import random_batch, tiny_spec
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.batching.settings import BatchesConfig
@@ -201,7 +202,7 @@ def update(world, *, moe, zero_stage):
     )
     batch = random_batch(spec, sentences=2, seed=1)
     engine.rehearse(batch)
-    engine.train_step([batch], seeds=[1], total_labels=batch.num_labels, learning_rate=1e-3)
+    engine.train_step(passes_of([batch]), total_labels=batch.num_labels, learning_rate=1e-3)
 
 with distributed_world() as world:
     connect(world)

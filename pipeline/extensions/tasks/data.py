@@ -159,6 +159,7 @@ class LabelledData:
             seed=recipe.training.seed,
         )
         self.planner = LabelledPlanner(planner, self.train)
+        self._seed = recipe.training.seed
 
     def updates(
         self,
@@ -166,10 +167,19 @@ class LabelledData:
         *,
         rank: int,
         ranks: int,
-        update: int = 0,  # noqa: ARG002 (nothing here depends on it)
+        update: int = 0,
+        per_pass: int = 1,
     ) -> Generator[Update]:
-        """Yield a rank's updates from a cursor on, without end; batches are read ahead."""
-        return read_updates(self.planner.steps(cursor), self.train.batch, rank=rank, ranks=ranks)
+        """Yield a rank's updates from a cursor on, without end; passes are read ahead."""
+        return read_updates(
+            self.planner.steps(cursor),
+            self.train.batch,
+            rank=rank,
+            ranks=ranks,
+            update=update,
+            per_pass=per_pass,
+            seed=self._seed,
+        )
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Plan every validation example once, in batches of one language."""

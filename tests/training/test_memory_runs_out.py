@@ -1,0 +1,123 @@
+"""A GPU without the memory for a pass: fewer micro-batches share it, or a sentence says what helps.
+
+The rehearsal runs on CPU, where a fake raises what torch raises on a GPU.
+"""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.process_pool import ProcessPool
+from support.tiny_training import (
+    Inputs,
+    assert_same_tensors,
+    make_inputs,
+    make_recipe,
+    pretrain,
+    read_metrics,
+    read_weights,
+    sharing_passes,
+)
+
+from pipeline.distributed.world import World
+from pipeline.errors import ConfigError
+from pipeline.training.engine import Engine
+
+pytestmark = pytest.mark.slow
+
+RECIPE = make_recipe(expert_parallel_size=1)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def with_little_memory(
+    world: World,
+    inputs: Inputs,
+    out_dir: Path,
+    ds_config: str,
+    *,
+    rank: int,
+    most: int,
+    method: str = "rehearse",
+) -> tuple[str, list[int], str]:
+    """How training ended, the micro-batches of every rehearsal, and what was printed.
+
+    On one rank, ``method`` runs out of memory if more than ``most`` micro-batches share a pass.
+    """
+    original, rehearsed, printed = Engine.rehearse, [], io.StringIO()
+
+    def failing(engine: Engine, *args: Any, **options: Any) -> Any:
+        if world.rank == rank and engine.per_pass > most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return actual(engine, *args, **options)
+
+    def noting(engine: Engine, batch: Any) -> None:
+        rehearsed.append(1 if batch.source.shares is None else len(batch.source.shares.rows))
+        original(engine, batch)
+
+    with redirect_stderr(printed), mock.patch.object(Engine, "rehearse", noting):
+        actual = getattr(Engine, method)
+        with mock.patch.object(Engine, method, failing):
+            try:
+                ended = pretrain(world, inputs, out_dir, RECIPE, ds_config=ds_config)
+            except ConfigError as error:
+                ended = str(error)
+    return ended, rehearsed, printed.getvalue()
+
+
+@pytest.mark.parametrize(("size", "before", "after"), [(1, 4, 2), (2, 2, 1)])
+def test_all_ranks_halve_their_passes_where_one_runs_out_of_memory(
+    request: pytest.FixtureRequest,
+    inputs: Inputs,
+    tmp_path: Path,
+    size: int,
+    before: int,
+    after: int,
+) -> None:
+    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
+    ds_config, out_dir = sharing_passes(tmp_path, before), tmp_path / "model"
+    results = pool.run(with_little_memory, inputs, out_dir, ds_config, rank=size - 1, most=after)
+    assert [ended for ended, _, _ in results] == ["done"] * size
+    assert results[-1][1] == [after]
+    assert results[0][1] == ([before, after] if size > 1 else [after])
+    said = (
+        f"{out_dir}: a GPU has too little memory for passes of {before} micro-batches; a pass now "
+        f"has {after} (micro_batches_per_pass in the ds_config).\n"
+    )
+    assert said in results[0][2]
+    assert all("memory" not in printed for _, _, printed in results[1:])
+    straight = tmp_path / "straight"
+    ds_config = sharing_passes(tmp_path, after)
+    assert pool.run(pretrain, inputs, straight, RECIPE, ds_config=ds_config) == ["done"] * size
+    assert_same_tensors(read_weights(out_dir), read_weights(straight))
+    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("method", "per_pass", "fewer"),
+    [
+        ("rehearse", 1, ""),
+        ("rehearse", 3, ""),
+        ("train_step", 4, "micro_batches_per_pass in the ds_config to less than 4, "),
+        ("evaluate", 1, ""),
+    ],
+)
+def test_one_sentence_says_what_to_set_where_memory_cannot_suffice(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path, method: str, per_pass: int, fewer: str
+) -> None:
+    ds_config, out_dir = sharing_passes(tmp_path, per_pass), tmp_path / "model"
+    [(ended, _, _)] = pool1.run(
+        with_little_memory, inputs, out_dir, ds_config, rank=0, most=0, method=method
+    )
+    micro_batches = "4 micro-batches" if fewer else "1 micro-batch"
+    assert ended == (
+        f"{out_dir}: a GPU has too little memory for a pass of {micro_batches}. Set {fewer}"
+        "training.recompute_layers to true or batches.tokens to less."
+    )
