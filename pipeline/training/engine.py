@@ -60,6 +60,7 @@ from pipeline.model.labeller import Labeller, Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.stacked import StackedModules
 from pipeline.model.sublayer import compile_regions
+from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
@@ -259,7 +260,12 @@ class Engine:
         self._zero = self._engine.optimizer
         prepare_scaler(self._zero.loss_scaler)
         self.device: torch.device = next(model.parameters()).device
-        if self.device.type == "cpu":  # gradients are flattened anew at every update
+        self._forward: nn.Module = self._engine
+        self._flat: FlatGradients | None = None
+        if has_flat_gradients(config):
+            self._forward = objective
+            self._flat = FlatGradients(self._zero, clip_norm=recipe.optimizer.clip_norm)
+        elif self.device.type == "cpu":  # gradients are flattened anew at every update
             flats = self._zero.single_partition_of_fp32_groups
             keep_freed_memory(block=max(flat.nbytes for flat in flats))
 
@@ -278,18 +284,15 @@ class Engine:
         The micro-batches are consumed once, as they arrive; there are as many as ``seeds``. Every
         pass starts from the seed of its first micro-batch, so that dropout does not depend on the
         world if each micro-batch has a pass of its own.
-        DeepSpeed averages gradients over ranks and passes; the scale turns that into the sum over
-        the global step divided by its labels.
 
         Batches at the turns of ``stand_ins`` replace those that are left out or that other ranks
-        have more: ranks keep step, and DeepSpeed gets gradients that are all zero.
+        have more: ranks keep step, and their gradients are all zero.
         ``total_labels`` counts the labels of all ranks.
         ``progress`` is the share of the training that was done before.
         """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self.model.train()
-        scale = self.world.size * self.accumulation / total_labels
         sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels = source_tokens = 0
         turns = (
@@ -299,11 +302,8 @@ class Engine:
         while taken := list(islice(turns, self.per_pass)):
             batch, counts = self._batch_of_pass(taken)
             with OWN_TIME.counted(self.device, enabled=counts):
-                objective, terms = self._engine(batch, progress)
-            self._engine.backward(objective * (scale if counts else 0.0))
-            if self._gradient_order is not None:
-                self._gradient_order.end_micro_batch()
-            self._engine.step()
+                objective, terms = self._forward(batch, progress)
+            self._backward(objective, scale=1 / total_labels if counts else 0.0)
             advance()
             if not counts:
                 continue
@@ -311,17 +311,30 @@ class Engine:
             sums_2[1] += terms.balance.double() * batch.num_labels
             labels += batch.num_labels
             source_tokens += batch.num_source_tokens
-        norm = self._engine.get_global_grad_norm()
-        cross_entropy, balance = sums_2.cpu()  # once per update
+        if self._flat is not None:
+            sums_2, norm = self._flat.step(sums_2)
+            was_made = math.isfinite(norm)
+        else:
+            sums_2, norm = sums_2.cpu(), float(self._engine.get_global_grad_norm())
+            was_made = not self._zero.overflow
+        cross_entropy, balance = sums_2
+        own_seconds = OWN_TIME.take()
         return StepResult(
-            cross_entropy,
-            balance,
-            labels,
-            source_tokens,
-            float(norm),
-            was_made=not self._zero.overflow,
-            own_seconds=OWN_TIME.take(),
+            cross_entropy, balance, labels, source_tokens, norm, was_made, own_seconds
         )
+
+    def _backward(self, objective: Tensor, *, scale: float) -> None:
+        """Add a pass's gradient to the sums of the update; DeepSpeed makes an update if it is due.
+
+        DeepSpeed averages gradients over ranks and passes, which its scale undoes.
+        """
+        if self._flat is not None:
+            self._flat.add(objective, scale=scale)
+            return
+        self._engine.backward(objective * (scale * self.world.size * self.accumulation))
+        if self._gradient_order is not None:
+            self._gradient_order.end_micro_batch()
+        self._engine.step()
 
     def _batch_of_pass(self, taken: Sequence["_Turn"]) -> tuple[AnyBatch, bool]:
         """Return the batch of a pass, and whether it counts; draw its random numbers from now on.
@@ -374,7 +387,8 @@ class Engine:
         torch.manual_seed(seed)
         batch = batch.to(self.device)
         terms = training_loss(self.model, batch, self._loss_config, progress=progress)
-        scale = self._zero.loss_scale * self.world.size / total_labels
+        ranks = self.world.size if self._flat is None else 1  # see _backward
+        scale = self._zero.loss_scale * ranks / total_labels
         parameters = trainable(self.model)
         gradients = torch.autograd.grad(terms.objective * scale, parameters)
         is_finite = {True: bool(terms.objective.isfinite()), False: True}

@@ -63,7 +63,7 @@ def make_engine(
     def optimizer(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if method == "adam":
             return make_optimizer(groups, ADAM)
-        return torch.optim.SGD(groups, lr=LEARNING_RATE)
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True)
 
     with fp16_on_cpu():
         return Engine(
