@@ -55,6 +55,7 @@ from pipeline.kernels.allocator import keep_freed_memory
 from pipeline.model.labeller import Labeller, Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.stacked import StackedModules
+from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
@@ -251,7 +252,12 @@ class Engine:
         self._zero = self._engine.optimizer
         prepare_scaler(self._zero.loss_scaler)
         self.device: torch.device = next(model.parameters()).device
-        if self.device.type == "cpu":  # gradients are flattened anew at every update
+        self._forward: nn.Module = self._engine
+        self._flat: FlatGradients | None = None
+        if has_flat_gradients(config):
+            self._forward = objective
+            self._flat = FlatGradients(self._zero, clip_norm=recipe.optimizer.clip_norm)
+        elif self.device.type == "cpu":  # gradients are flattened anew at every update
             flats = self._zero.single_partition_of_fp32_groups
             keep_freed_memory(block=max(flat.nbytes for flat in flats))
 
@@ -267,30 +273,24 @@ class Engine:
 
         The passes are consumed once, as they arrive. Their batches have keys of random numbers, so
         dropout depends neither on the world nor on shared passes. With a stand-in, ranks keep step,
-        and DeepSpeed gets gradients that are all zero.
-        DeepSpeed averages gradients over ranks and passes; the scale turns that into the sum over
-        the global step divided by its labels.
+        and its gradients are all zero.
 
         Args:
             passes: as many as ``accumulation``.
             total_labels: the labels of all ranks.
-            learning_rate: that of the update.
+            learning_rate: the learning rate of the update.
             progress: the share of the training that was done before.
         """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self.model.train()
-        scale = self.world.size * self.accumulation / total_labels
         sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels = source_tokens = 0
         for one in passes:
             batch, counts = one.batch.to(self.device), one.counts
             with OWN_TIME.counted(self.device, enabled=counts):
-                objective, terms = self._engine(batch, progress)
-            self._engine.backward(objective * (scale if counts else 0.0))
-            if self._gradient_order is not None:
-                self._gradient_order.end_micro_batch()
-            self._engine.step()
+                objective, terms = self._forward(batch, progress)
+            self._backward(objective, scale=1 / total_labels if counts else 0.0)
             advance()
             if not counts:
                 continue
@@ -298,16 +298,16 @@ class Engine:
             sums_2[1] += terms.balance.double() * batch.num_labels
             labels += batch.num_labels
             source_tokens += batch.num_source_tokens
-        norm = self._engine.get_global_grad_norm()
-        cross_entropy, balance = sums_2.cpu()  # once per update
+        if self._flat is not None:
+            sums_2, norm = self._flat.step(sums_2)
+            was_made = math.isfinite(norm)
+        else:
+            sums_2, norm = sums_2.cpu(), float(self._engine.get_global_grad_norm())
+            was_made = not self._zero.overflow
+        cross_entropy, balance = sums_2
+        own_seconds = OWN_TIME.take()
         return StepResult(
-            cross_entropy,
-            balance,
-            labels,
-            source_tokens,
-            float(norm),
-            was_made=not self._zero.overflow,
-            own_seconds=OWN_TIME.take(),
+            cross_entropy, balance, labels, source_tokens, norm, was_made, own_seconds
         )
 
     def lower_per_pass(self) -> None:
@@ -317,6 +317,19 @@ class Engine:
         self.ds_config = {**self.ds_config, "gradient_accumulation_steps": self.accumulation}
         self._engine.set_train_batch_size(self.world.size * self.accumulation)
         self._zero.gradient_accumulation_steps = self.accumulation
+
+    def _backward(self, objective: Tensor, *, scale: float) -> None:
+        """Add a pass's gradient to the sums of the update; DeepSpeed makes an update if it is due.
+
+        DeepSpeed averages gradients over ranks and passes, which its scale undoes.
+        """
+        if self._flat is not None:
+            self._flat.add(objective, scale=scale)
+            return
+        self._engine.backward(objective * (scale * self.world.size * self.accumulation))
+        if self._gradient_order is not None:
+            self._gradient_order.end_micro_batch()
+        self._engine.step()
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -348,7 +361,8 @@ class Engine:
         self.model.train()
         batch = batch.keyed(seed).to(self.device)
         terms = training_loss(self.model, batch, self._loss_config, progress=progress)
-        scale = self._zero.loss_scale * self.world.size / total_labels
+        ranks = self.world.size if self._flat is None else 1  # see _backward
+        scale = self._zero.loss_scale * ranks / total_labels
         parameters = trainable(self.model)
         gradients = torch.autograd.grad(terms.objective * scale, parameters)
         is_finite = {True: bool(terms.objective.isfinite()), False: True}

@@ -250,11 +250,13 @@ def test_reading_ahead_gives_every_rank_its_passes_in_order(
                 for found, taken in zip(update.ahead, shared, strict=True):
                     indices = [index for index in taken if index is not None]
                     plans = [step.micro_batches[index] for index in indices] or [step.stand_in()]
-                    batches = [data.train.batch(plan) for plan in plans]
                     assert found.micro_batches == tuple(indices)
                     names: Sequence[int | str] = indices or ["stand-in"]
                     seeds = [derive_seed("dropout", 3, number, name) for name in names]
-                    assert found.seeds == tuple(seeds)
+                    batches = [
+                        data.train.batch(plan).keyed(seed)
+                        for plan, seed in zip(plans, seeds, strict=True)
+                    ]
                     assert isinstance(found.batch, Batch)
                     assert_same(found.batch, batches[0] if per_pass == 1 else join(batches))
     del steps

@@ -214,7 +214,9 @@ def trained(
             make_recipe(spec.model),
             world=world,
             ds_config={"zero_optimization": {"stage": 1, "overlap_comm": False}},
-            make_optimizer=lambda groups: torch.optim.Adam(groups, lr=LEARNING_RATE / 100),
+            make_optimizer=lambda groups: torch.optim.Adam(
+                groups, lr=LEARNING_RATE / 100, fused=True
+            ),
         )
 
     def step(engine: Engine, update: int) -> float:

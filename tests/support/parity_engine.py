@@ -1,6 +1,6 @@
 """One engine of the parity matrix, and one update of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -50,12 +50,15 @@ def make_engine(
     spec: ModelSpec = SPEC,
     loss: LossConfig | None = None,
     prepare: Callable[[Transformer], None] = set_weights,
+    keys: Mapping[str, Any] | None = None,
+    clip_norm: float = CLIP_NORM,
 ) -> Engine:
     connect(world)
     parallel = expert_parallel_group(parallel_size, world=world)
     model = build_model(spec, expert_parallel=parallel)
     prepare(model)
     config: dict[str, Any] = {"zero_optimization": {**ZEROS[zero], "reduce_bucket_size": bucket}}
+    config |= keys or {}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     if precision == "fp16":
@@ -64,12 +67,12 @@ def make_engine(
     def optimizer(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if method == "adam":
             return make_optimizer(groups, ADAM)
-        return torch.optim.SGD(groups, lr=LEARNING_RATE)
+        return torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True)
 
     with fp16_on_cpu():
         return Engine(
             model,
-            make_recipe(spec.model, clip_norm=CLIP_NORM, loss=loss),
+            make_recipe(spec.model, clip_norm=clip_norm, loss=loss),
             world=world,
             ds_config=config,
             make_optimizer=optimizer,

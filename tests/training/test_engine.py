@@ -95,7 +95,7 @@ def engine_training(
         make_recipe(spec.model, clip_norm=clip_norm),
         world=world,
         ds_config={**zero_config(zero_stage), **(own_keys or {})},
-        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True),
     )
     model.recomputes = recomputes
     trained = Trained({}, [], [], [])
@@ -294,7 +294,7 @@ def steps_of_calls(world: World) -> list[int]:
         make_recipe(spec.model),
         world=world,
         ds_config=zero_config(1),
-        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True),
     )
     batches = micro_batches(spec, 1)
     calls: list[Callable[[], object]] = [
@@ -324,7 +324,7 @@ def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, b
         make_recipe(spec.model),
         world=world,
         ds_config=zero_config(1),
-        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True),
     )
     terms = engine.evaluate(micro_batches(spec, 0)[-1])
     return terms.cross_entropy.item(), terms.balance.item(), terms.objective.requires_grad
@@ -604,13 +604,13 @@ def blocks_kept(world: World) -> tuple[list[int], int]:
             model,
             make_recipe(SPECS["moe"].model),
             world=world,
-            ds_config=zero_config(1),
-            make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+            ds_config=zero_config(2),
+            make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True),
         )
     return kept, sum(parameter.nbytes for parameter in model.parameters())
 
 
-def test_an_engine_on_cpu_has_the_memory_of_flattened_gradients_kept(pool1: ProcessPool) -> None:
+def test_zero_2_on_cpu_has_the_memory_of_flattened_gradients_kept(pool1: ProcessPool) -> None:
     [(kept, gradients)] = pool1.run(blocks_kept)
     assert len(kept) == 1
     assert gradients <= kept[0] < gradients + 64  # ZeRO pads to whole units of alignment

@@ -119,7 +119,7 @@ def engine_on_a_cpu_without_fp16(world: World) -> None:
             make_recipe(SPEC.model),
             world=world,
             ds_config={"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},
-            make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+            make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, fused=True),
         )
 
 

@@ -1,0 +1,67 @@
+"""Sum the gradients of a pass into a flat float32 buffer, and take the norm of such buffers.
+
+Each is few operators for any number of tensors: on a GPU, launching one per tensor takes longer
+than the arithmetic.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_EXACT = 2**16
+"""Values of which a CPU sums the squares in float32 with an error below 1e-6.
+
+PyTorch's norm keeps a few running sums in float32; over 50 M values it is off by 0.4 %.
+"""
+
+
+class FlatSums:
+    """Sums of tensors that lie one after another in a buffer, with gaps between them."""
+
+    def __init__(self, buffer: Tensor, sizes: Sequence[torch.Size], offsets: Sequence[int]) -> None:
+        """Lay out the tensors.
+
+        Args:
+            buffer: float32, zero at least in the gaps.
+            sizes: sizes of the tensors, in the order of the buffer.
+            offsets: place of the first value of each tensor.
+        """
+        self.buffer = buffer
+        self.views = [
+            buffer[start : start + size.numel()].view(size)
+            for size, start in zip(sizes, offsets, strict=True)
+        ]
+        ends = [*offsets[1:], len(buffer)]
+        lengths = zip(sizes, offsets, ends, strict=True)
+        self._gaps = [end - start - size.numel() for size, start, end in lengths]
+
+    def set(self, tensors: Sequence[Tensor]) -> None:
+        """Replace the sums by these tensors, in any floating-point type."""
+        torch._foreach_copy_(self.views, tensors)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Add tensors of one floating-point type to the sums."""
+        if self.buffer.device.type == "cuda" and tensors[0].dtype != self.buffer.dtype:
+            # of different types, _foreach_add_ launches a kernel per tensor
+            self.buffer.add_(self._joined(tensors))
+        else:
+            torch._foreach_add_(self.views, tensors)
+
+    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors as one, in the layout of the buffer."""
+        zeros = tensors[0].new_zeros(max(self._gaps))
+        parts = []
+        for tensor, gap in zip(tensors, self._gaps, strict=True):
+            parts.append(tensor.reshape(-1))
+            if gap:
+                parts.append(zeros[:gap])
+        return torch.cat(parts)
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the squares of all values, in float64, not finite if a value is not."""
+    if tensors[0].device.type == "cpu":
+        tensors = [part for tensor in tensors for part in tensor.split(_EXACT)]
+    norms = torch.stack(torch._foreach_norm(tensors)).double()
+    return norms.dot(norms)
