@@ -152,13 +152,14 @@ class RowSlices:
             found_EOI.masked_fill_((self.rows_E == 0)[:, None, None], 0)
         return found_EOI
 
-    def sums(self, x_RD: Tensor) -> Tensor:
-        """Sum the rows of each expert in float32, (E, D).
+    def sums(self, *matrices: Tensor) -> tuple[Tensor, ...]:
+        """Sum the rows of each expert in float32, (E, D) of every (R, D).
 
         It is a product with ones: ``embedding_bag`` adds the rows of a bag one after the other.
         """
-        ones_RK = x_RD.new_ones(len(x_RD), GROUPED_MULTIPLE)  # of 16 bytes, as products require
-        return self.products(ones_RK, x_RD)[:, 0]
+        first = matrices[0]
+        ones_RK = first.new_ones(len(first), GROUPED_MULTIPLE)  # 16 bytes, as products require
+        return tuple(self.products(ones_RK, matrix)[:, 0] for matrix in matrices)
 
 
 class Counts(NamedTuple):

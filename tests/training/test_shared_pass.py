@@ -190,7 +190,7 @@ def test_experts_launch_as_much_for_many_micro_batches_as_for_two(prioritized: b
     for number in (2, 9):
         batches = [random_batch(spec, sentences=2, seed=seed) for seed in range(number)]
         joined = join([batch.to(torch.device("meta")) for batch in batches])
-        with CountingOperators() as counter:
+        with CountingOperators() as counter:  # type: ignore[no-untyped-call]
             training_loss(model, joined, LossConfig.model_validate(LOSS)).objective.backward()
         counts.append(counter.count)
         model.zero_grad()
