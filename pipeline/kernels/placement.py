@@ -90,11 +90,17 @@ class RouteNumbers:
         return torch.add(choice_C, self.limits.micro_batch_N[:, None], alpha=self.num_choices)
 
     @cached_property
-    def key_bound_G(self) -> Tensor:
-        """Return the bounds of groups among sorted :meth:`keys`, (E · M + 1,)."""
-        step = self.num_choices
-        stop = (self.num_experts * self.num_micro_batches + 1) * step
-        return torch.arange(-1, stop - 1, step, dtype=torch.float64, device=self.device)
+    def key_bounds(self) -> Tensor:
+        """Return the bounds of experts, (E + 1,), and of groups, (G + 1,), among :meth:`keys`.
+
+        With one micro-batch, both are the same.
+        """
+        step, num_groups = self.num_choices, self.num_experts * self.num_micro_batches
+        stop = (num_groups + 1) * step - 1
+        bound_G = torch.arange(-1, stop, step, dtype=torch.float64, device=self.device)
+        if self.num_micro_batches == 1:
+            return bound_G
+        return torch.cat([bound_G[:: self.num_micro_batches], bound_G])
 
     def keys(self, expert_NC: Tensor, top_N: Tensor | None) -> Tensor:
         """Return keys (Q,) that sort routes by expert, micro-batch, and the order of claims.
@@ -299,7 +305,7 @@ def place_by_sorting(
     expert_NC: Tensor, numbers: RouteNumbers, *, top_N: Tensor | None, spare_rows: bool
 ) -> Placement:
     """Place routes on any device, without a copy to the host."""
-    limits, num_groups = numbers.limits, numbers.num_micro_batches
+    limits = numbers.limits
     if limits is None:
         expert_Q = expert_NC.to(torch.int32, memory_format=torch.contiguous_format).flatten()
         expert_R, routes = expert_Q.sort(stable=True)
@@ -308,10 +314,9 @@ def place_by_sorting(
     else:
         key_R, routes = numbers.keys(expert_NC, top_N).sort(stable=True)
         # Keys without probabilities are integers, of which a bound may equal the last one before.
-        bound_G = torch.searchsorted(
-            key_R, numbers.key_bound_G, right=top_N is None, out_int32=True
-        )
-        slices = RowSlices.between(bound_G[::num_groups].contiguous(), number_R=numbers.number_Q)
+        bounds = torch.searchsorted(key_R, numbers.key_bounds, right=top_N is None, out_int32=True)
+        bound_E = bounds[: numbers.num_experts + 1]
+        slices = RowSlices.between(bound_E, number_R=numbers.number_Q)
     row_NC = torch.empty(expert_NC.shape, dtype=torch.int32, device=expert_NC.device)
     row_NC.view(-1)[routes] = numbers.number_Q
     token_R = torch.empty_like(numbers.number_Q)
@@ -328,8 +333,10 @@ def place_by_sorting(
         return placement
     group_NC = expert_NC
     if limits.micro_batch_N is not None:
-        group_NC = torch.add(limits.micro_batch_N[:, None], expert_NC, alpha=num_groups)
-    stop_G = (bound_G[:-1].view(-1, num_groups) + limits.capacity_M).view(-1)
+        micro_batch_N1 = limits.micro_batch_N[:, None]
+        group_NC = torch.add(micro_batch_N1, expert_NC, alpha=numbers.num_micro_batches)
+    first_G = bounds[-numbers.num_experts * numbers.num_micro_batches - 1 : -1]
+    stop_G = (first_G.view(numbers.num_experts, -1) + limits.capacity_M).view(-1)
     placement = replace(placement, is_dropped_NC=row_NC >= stop_G[group_NC])
     return placement if spare_rows else _dropped_last(placement, numbers)
 
