@@ -122,7 +122,7 @@ class SortedRows(ArrangedRows):
 
     def bias_gradient(self, d_rows: Tensor) -> Tensor:
         """Return the sum of every slice."""
-        return self.slices.sums(d_rows)
+        return self.slices.sums(d_rows)[0]
 
 
 @dataclass(frozen=True)

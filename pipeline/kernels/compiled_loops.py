@@ -7,8 +7,9 @@ the same steps as operators, next to the call of each loop.
 numba has no bfloat16: loops receive such states as 16-bit integers
 (:func:`~pipeline.kernels.cpu.numbers`) and compute in float32.
 
-Legend: N tokens, E experts, C choices per token (top-k), R rows of experts, D model width; of a
-search R rows, H heads, K head width, P entries, T entries of a row, V vocabulary, C candidates.
+Legend: N tokens, M micro-batches of the pass, E experts, C choices per token (top-k), R rows of
+experts, D model width; of a search R rows, H heads, K head width, P entries, T entries of a row,
+V vocabulary, C candidates.
 """
 
 from collections.abc import Callable
@@ -44,52 +45,59 @@ def compiled(**options: Any) -> Callable[[Loop], Loop]:
 def choose_experts(
     logits_NE: Floats,
     is_renormalized: bool,
+    rows_M: Integers,
+    weight_M: Floats,
     probability_NE: Floats,
     expert_NC: Integers,
     weight_NC: Floats,
-    first_E: Floats,
+    balance_ME: Floats,
     balance_loss: Floats,
 ) -> None:
     """Fill in the softmax, the best experts of every token, their weights and the balance loss.
 
-    ``first_E`` is the share of tokens whose first choice is an expert. The first of equal logits
-    is chosen. Chosen indices are valid even if logits are NaN.
+    ``balance_ME`` is the gradient of the balance loss in the probabilities of each micro-batch's
+    tokens. Micro-batches have ``rows_M`` tokens, and their losses are weighted by ``weight_M``. The
+    first of equal logits is chosen. Chosen indices are valid even if logits are NaN.
     """
-    num_tokens, num_experts = logits_NE.shape
-    top_k = expert_NC.shape[1]
+    num_experts, top_k = logits_NE.shape[1], expert_NC.shape[1]
     one = logits_NE.dtype.type(1)
     mass_E = np.zeros(num_experts)
-    first_E[:] = 0
-    for n in range(num_tokens):
-        logit_E, probability_E, expert_C = logits_NE[n], probability_NE[n], expert_NC[n]
-        peak = logit_E[0]
-        for e in range(1, num_experts):
-            peak = max(peak, logit_E[e])
-        normalizer = one - one
-        for e in range(num_experts):
-            probability_E[e] = np.exp(logit_E[e] - peak)
-            normalizer += probability_E[e]
-        scale = one / normalizer
-        for e in range(num_experts):
-            probability_E[e] *= scale
-            mass_E[e] += probability_E[e]
-        chosen = one - one
-        for c in range(top_k):
-            best = -1
+    balance_ME[:] = 0
+    start, loss = 0, 0.0
+    for m in range(len(rows_M)):
+        mass_E[:] = 0
+        for n in range(start, start + rows_M[m]):
+            logit_E, probability_E, expert_C = logits_NE[n], probability_NE[n], expert_NC[n]
+            peak = logit_E[0]
+            for e in range(1, num_experts):
+                peak = max(peak, logit_E[e])
+            normalizer = one - one
             for e in range(num_experts):
-                is_taken = False
-                for earlier in range(c):
-                    is_taken |= expert_C[earlier] == e
-                if not is_taken and (best < 0 or logit_E[e] > logit_E[best]):
-                    best = e
-            expert_C[c], weight_NC[n, c] = best, probability_E[best]
-            chosen += probability_E[best]
-        first_E[expert_C[0]] += 1
-        if is_renormalized:
+                probability_E[e] = np.exp(logit_E[e] - peak)
+                normalizer += probability_E[e]
+            scale = one / normalizer
+            for e in range(num_experts):
+                probability_E[e] *= scale
+                mass_E[e] += probability_E[e]
+            chosen = one - one
             for c in range(top_k):
-                weight_NC[n, c] /= chosen
-    first_E /= max(num_tokens, 1)
-    balance_loss[0] = num_experts * (mass_E * first_E).sum() / max(num_tokens, 1)
+                best = -1
+                for e in range(num_experts):
+                    is_taken = False
+                    for earlier in range(c):
+                        is_taken |= expert_C[earlier] == e
+                    if not is_taken and (best < 0 or logit_E[e] > logit_E[best]):
+                        best = e
+                expert_C[c], weight_NC[n, c] = best, probability_E[best]
+                chosen += probability_E[best]
+            balance_ME[m, expert_C[0]] += 1
+            if is_renormalized:
+                for c in range(top_k):
+                    weight_NC[n, c] /= chosen
+        balance_ME[m] *= weight_M[m] * num_experts / max(rows_M[m], 1) ** 2
+        loss += (mass_E * balance_ME[m]).sum()
+        start += rows_M[m]
+    balance_loss[0] = loss
 
 
 @compiled()
@@ -97,7 +105,8 @@ def choose_experts_backward(
     probability_NE: Floats,
     expert_NC: Integers,
     weight_NC: Floats,
-    first_E: Floats,
+    rows_M: Integers,
+    balance_ME: Floats,
     is_renormalized: bool,
     d_weight_NC: Floats,
     d_balance_loss: float,
@@ -108,60 +117,84 @@ def choose_experts_backward(
     Renormalized weights are a softmax over the chosen logits; other weights are entries of the
     softmax over all logits.
     """
-    num_tokens, num_experts = probability_NE.shape
-    d_probability_E = first_E * (d_balance_loss * num_experts / max(num_tokens, 1))
-    for n in range(num_tokens):
-        probability_E, expert_C = probability_NE[n], expert_NC[n]
-        weight_C, d_weight_C, d_logit_E = weight_NC[n], d_weight_NC[n], d_logits_NE[n]
-        of_weights = 0.0
-        for c in range(len(weight_C)):
-            of_weights += weight_C[c] * d_weight_C[c]
-        of_all = 0.0 if is_renormalized else of_weights
-        of_chosen = of_weights - of_all
-        for e in range(num_experts):
-            of_all += probability_E[e] * d_probability_E[e]
-        for e in range(num_experts):
-            d_logit_E[e] = probability_E[e] * (d_probability_E[e] - of_all)
-        for c in range(len(weight_C)):
-            d_logit_E[expert_C[c]] += weight_C[c] * (d_weight_C[c] - of_chosen)
+    num_experts = probability_NE.shape[1]
+    start = 0
+    for m in range(len(rows_M)):
+        d_probability_E = balance_ME[m] * d_balance_loss
+        for n in range(start, start + rows_M[m]):
+            probability_E, expert_C = probability_NE[n], expert_NC[n]
+            weight_C, d_weight_C, d_logit_E = weight_NC[n], d_weight_NC[n], d_logits_NE[n]
+            of_weights = 0.0
+            for c in range(len(weight_C)):
+                of_weights += weight_C[c] * d_weight_C[c]
+            of_all = 0.0 if is_renormalized else of_weights
+            of_chosen = of_weights - of_all
+            for e in range(num_experts):
+                of_all += probability_E[e] * d_probability_E[e]
+            for e in range(num_experts):
+                d_logit_E[e] = probability_E[e] * (d_probability_E[e] - of_all)
+            for c in range(len(weight_C)):
+                d_logit_E[expert_C[c]] += weight_C[c] * (d_weight_C[c] - of_chosen)
+        start += rows_M[m]
 
 
 @compiled()
-def count_routes(expert_NC: Integers, routed_E: Integers) -> None:
-    """Count routes per expert; raise on invalid experts, as later loops do not check indices."""
-    routed_E[:] = 0
-    for expert_C in expert_NC:
-        for expert in expert_C:
+def count_routes(
+    expert_NC: Integers,
+    micro_batch_N: Integers | None,
+    capacity_M: Integers | None,
+    routed_E: Integers,
+    count_E: Integers,
+) -> None:
+    """Count routes per expert before limits and after them; see ``placement.Limits``.
+
+    Raise on invalid experts, as later loops do not check indices.
+    """
+    num_micro_batches = 1 if capacity_M is None else len(capacity_M)
+    count_ME = np.zeros((num_micro_batches, len(routed_E)), np.int64)
+    for n in range(len(expert_NC)):
+        micro_batch = 0 if micro_batch_N is None else micro_batch_N[n]
+        for expert in expert_NC[n]:
             if not 0 <= expert < len(routed_E):
                 raise IndexError("a token was routed to an expert that does not exist")
-            routed_E[expert] += 1
+            count_ME[micro_batch, expert] += 1
+    routed_E[:] = count_ME.sum(0)
+    if capacity_M is not None:
+        count_ME = np.minimum(count_ME, capacity_M.reshape(-1, 1))
+    count_E[:] = count_ME.sum(0)
 
 
 @compiled()
 def place_routes(
     queue: Integers | None,
     expert_NC: Integers,
+    micro_batch_N: Integers | None,
+    capacity_M: Integers | None,
     rows_E: Integers,
-    capacity: int,
     route_R: Integers,
     token_R: Integers,
     row_NC: Integers,
 ) -> None:
     """Assign the routes of a queue (numbers token · C + choice) to the next rows of their experts.
 
-    Without a queue, routes come by number. An expert has ``rows_E`` rows and assigns at most
-    ``capacity`` of them. The last three arguments are filled in for routes that get a row.
+    Without a queue, routes come by number. An expert has ``rows_E`` rows, and assigns at most
+    ``capacity_M`` of them to each micro-batch. The last three arguments are filled in for routes
+    that get a row.
     """
     num_tokens, top_k = expert_NC.shape
     next_E = np.zeros_like(rows_E)
     next_E[1:] = np.cumsum(rows_E[:-1])
-    full_E = next_E + capacity
+    left_ME = np.full((1, len(rows_E)), num_tokens * top_k)
+    if capacity_M is not None:
+        left_ME = np.zeros((len(capacity_M), len(rows_E)), np.int64) + capacity_M.reshape(-1, 1)
     for place in range(num_tokens * top_k):
         route = place if queue is None else queue[place]
         token, choice = route // top_k, route % top_k
         expert = expert_NC[token, choice]
-        row = next_E[expert]
-        if row < full_E[expert]:
+        micro_batch = 0 if micro_batch_N is None else micro_batch_N[token]
+        if left_ME[micro_batch, expert] > 0:
+            left_ME[micro_batch, expert] -= 1
+            row = next_E[expert]
             next_E[expert] = row + 1
             route_R[row], token_R[row], row_NC[token, choice] = route, token, row
 

@@ -164,21 +164,12 @@ def grouped_products(
     x_RD: Tensor, weights: ExpertWeights, slices: RowSlices, activation: Activation
 ) -> Tensor:
     """Apply experts as :func:`grouped_feed_forward` does, with given slices."""
-    hidden_RF = _grouped_linear(x_RD, weights.up_EFD, weights.up_bias_EF, slices)
-    return _grouped_linear(
-        activate(hidden_RF, activation), weights.down_EDF, weights.down_bias_ED, slices
-    )
+    y_RD: Tensor = _Grouped.apply(x_RD, *weights, slices, activation)  # type: ignore[no-untyped-call]
+    return y_RD
 
 
-def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: RowSlices) -> Tensor:
-    y_RO: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        x_RI, weight_EOI, bias_EO, slices
-    )
-    return y_RO
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """Compute x Wᵀ + b of every expert on its slice of rows.
+class _Grouped(torch.autograd.Function):
+    """Apply all experts at once, and overwrite what nothing else reads.
 
     It works around two defects of PyTorch's gradients: on some GPUs, experts without rows get
     nonzero gradients (:meth:`RowSlices.products`), and gradients of biases are summed in
@@ -187,20 +178,41 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: RowSlices
+        ctx: Any,
+        x_RD: Tensor,
+        up_EFD: Tensor,
+        up_bias_EF: Tensor,
+        down_EDF: Tensor,
+        down_bias_ED: Tensor,
+        slices: RowSlices,
+        activation: Activation,
     ) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_EOI)
-        ctx.slices = slices
-        y_RO = F.grouped_mm(x_RI, weight_EOI.mT, offs=slices.stop_E)
-        return y_RO.add_(bias_EO.index_select(0, slices.expert_R))
+        hidden_RF = _grouped_linear(x_RD, up_EFD, up_bias_EF, slices)
+        if activation == "relu":
+            hidden_RF.relu_()
+        active_RF = _activate_product(hidden_RF, activation)
+        ctx.save_for_backward(x_RD, up_EFD, down_EDF, hidden_RF, active_RF)
+        ctx.slices, ctx.activation = slices, activation
+        return _grouped_linear(active_RF, down_EDF, down_bias_ED, slices)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dy_RO, slices = gradients[0].contiguous(), ctx.slices
-        x_RI, weight_EOI = ctx.saved_tensors
-        dx_RI = F.grouped_mm(dy_RO, weight_EOI, offs=slices.stop_E)
-        return dx_RI, slices.products(dy_RO, x_RI), slices.sums(dy_RO), None
+        dy_RD, slices = gradients[0].contiguous(), ctx.slices
+        x_RD, up_EFD, down_EDF, hidden_RF, active_RF = ctx.saved_tensors
+        d_down_EDF = slices.products(dy_RD, active_RF)
+        d_hidden_RF = F.grouped_mm(dy_RD, down_EDF, offs=slices.stop_E)
+        _activation_gradient_(d_hidden_RF, hidden_RF, ctx.activation)
+        d_up_EFD = slices.products(d_hidden_RF, x_RD)
+        dx_RD = F.grouped_mm(d_hidden_RF, up_EFD, offs=slices.stop_E)
+        d_up_bias_EF, d_down_bias_ED = slices.sums(d_hidden_RF, dy_RD)
+        return dx_RD, d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED, None, None
+
+
+def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: RowSlices) -> Tensor:
+    """Return x Wᵀ + b of every expert on its slice of rows."""
+    y_RO = F.grouped_mm(x_RI, weight_EOI.mT, offs=slices.stop_E)
+    return y_RO.add_(bias_EO.index_select(0, slices.expert_R))
 
 
 class _ExpertByExpert(torch.autograd.Function):
@@ -300,18 +312,23 @@ def _activation_backward_(
     ``hidden_RF`` is the argument of :func:`_activate_product`. The compiled loop runs on one
     thread; on several, operators are faster.
     """
+    if activation == "relu" and can_loop(hidden_RF) and torch.get_num_threads() == 1:
+        from pipeline.kernels import compiled_loops as loops
+
+        loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
+        return
+    _activation_gradient_(d_hidden_RF, hidden_RF, activation)
+    torch.sum(d_hidden_RF, 0, out=total_F)
+
+
+def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Activation) -> None:
+    """Overwrite the gradient of an activation's output by that of its input."""
     given = d_hidden_RF, hidden_RF
     match activation:
-        case "relu" if can_loop(hidden_RF) and torch.get_num_threads() == 1:
-            from pipeline.kernels import compiled_loops as loops
-
-            loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
-            return
         case "relu":
             torch.ops.aten.threshold_backward.grad_input(*given, 0, grad_input=d_hidden_RF)
         case "gelu":
             torch.ops.aten.gelu_backward.grad_input(*given, grad_input=d_hidden_RF)
-    torch.sum(d_hidden_RF, 0, out=total_F)
 
 
 def _slices(rows_E: Sequence[int]) -> list[slice]:

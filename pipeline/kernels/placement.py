@@ -1,7 +1,8 @@
 """Placement of tokens in contiguous rows per expert, and the way back: gather and combine.
 
 A *route* is one (token, choice) pair, numbered token · C + choice. Rows are sorted by expert: by a
-compiled loop on CPU, else by a stable sort.
+compiled loop on CPU, else by a stable sort. If experts keep a limited number of routes, each
+micro-batch of a pass has limits of its own (:class:`Limits`), and all are placed at once.
 
 On CPU, an expert's rows may end with spare rows, which belong to no route: they limit the number of
 different shapes of products (:func:`slice_length`). A spare row repeats a token, and its result is
@@ -12,8 +13,8 @@ on this rank, dropped routes have rows as well, with a combine weight of 0. If r
 other ranks, dropped routes follow the kept ones until the host knows their number
 (:meth:`Placement.first_rows`). Operators were counted on the meta device and tested on CPU.
 
-Legend: N tokens, C choices per token, E experts, Q routes by number, R rows: kept routes and spare
-rows, D model width.
+Legend: N tokens, C choices per token, E experts, M micro-batches of the pass, G groups: each
+expert's micro-batches, Q routes by number, R rows: kept routes and spare rows, D model width.
 """
 
 from collections.abc import Sequence
@@ -31,13 +32,32 @@ from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
 
 
 @dataclass(frozen=True)
+class Limits:
+    """The most routes that an expert keeps of each micro-batch.
+
+    Attributes:
+        capacity_M: that number; int64.
+        micro_batch_N: micro-batch of each token; None if there is only one.
+    """
+
+    capacity_M: Tensor
+    micro_batch_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class RouteNumbers:
-    """Constants of placement by sorting, which depend on shapes only and are shared by layers."""
+    """Constants of placement: of shapes and limits only, and shared by layers."""
 
     num_tokens: int
     num_choices: int
     num_experts: int
     device: torch.device
+    limits: Limits | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return M, as far as experts tell micro-batches apart."""
+        return 1 if self.limits is None else len(self.limits.capacity_M)
 
     @cached_property
     def number_Q(self) -> Tensor:
@@ -62,48 +82,36 @@ class RouteNumbers:
         return torch.arange(self.num_experts + 1, dtype=torch.int32, device=self.device)
 
     @cached_property
-    def choice_C(self) -> Tensor:
-        """Return the index of each choice, in the dtype of :meth:`Queue.keys`."""
-        return torch.arange(self.num_choices, dtype=torch.float64, device=self.device)
+    def first_key_NC(self) -> Tensor:
+        """Return the part of :meth:`keys` that does not depend on experts, (N or 1, C)."""
+        choice_C = torch.arange(self.num_choices, dtype=torch.float64, device=self.device)
+        if self.limits is None or self.limits.micro_batch_N is None:
+            return choice_C[None]
+        return torch.add(choice_C, self.limits.micro_batch_N[:, None], alpha=self.num_choices)
 
     @cached_property
-    def key_bound_E(self) -> Tensor:
-        """Return the bounds of experts among the sorted keys of a queue, (E + 1,)."""
-        step, stop = self.num_choices, (self.num_experts + 1) * self.num_choices
-        return torch.arange(-1, stop - 1, step, dtype=torch.float64, device=self.device)
+    def key_bounds(self) -> Tensor:
+        """Return the bounds of experts, (E + 1,), and of groups, (G + 1,), among :meth:`keys`.
 
-
-@dataclass(frozen=True)
-class Queue:
-    """Order in which routes claim rows: all first choices, then all second choices, and so on.
-
-    Within a choice, routes are ordered by descending ``top_N`` or, without it, by position.
-
-    Attributes:
-        top_N: probability of each token's best expert; ties are ordered by position.
-    """
-
-    top_N: Tensor | None = None
-
-    def routes(self, expert_NC: Tensor) -> Tensor:
-        """Return all routes in the order of the queue, (Q,)."""
-        (num_tokens, num_choices), device = expert_NC.shape, expert_NC.device
-        if self.top_N is None:
-            token_N = torch.arange(num_tokens, device=device)
-        else:
-            token_N = self.top_N.argsort(descending=True, stable=True)
-        choice_C = torch.arange(num_choices, device=device)
-        return (token_N[None, :] * num_choices + choice_C[:, None]).flatten()
-
-    def keys(self, expert_NC: Tensor, numbers: RouteNumbers) -> Tensor:
-        """Return keys (Q,) that sort routes by expert and, within an expert, by this order.
-
-        Without probabilities, the key of choice c of expert e is e · C + c. With probabilities, it
-        lies in [e · C + c - 1, e · C + c), where float64 distinguishes all float32 probabilities.
-        The sort must be stable.
+        With one micro-batch, both are the same.
         """
-        key_NC = torch.add(numbers.choice_C, expert_NC, alpha=numbers.num_choices)
-        return (key_NC if self.top_N is None else key_NC - self.top_N[:, None]).flatten()
+        step, num_groups = self.num_choices, self.num_experts * self.num_micro_batches
+        stop = (num_groups + 1) * step - 1
+        bound_G = torch.arange(-1, stop, step, dtype=torch.float64, device=self.device)
+        if self.num_micro_batches == 1:
+            return bound_G
+        return torch.cat([bound_G[:: self.num_micro_batches], bound_G])
+
+    def keys(self, expert_NC: Tensor, top_N: Tensor | None) -> Tensor:
+        """Return keys (Q,) that sort routes by expert, micro-batch, and the order of claims.
+
+        With g = e · M + m for micro-batch m of expert e, the key of choice c is g · C + c without
+        probabilities. With them, it lies in [g · C + c - 1, g · C + c), where float64 distinguishes
+        all float32 probabilities. The sort must be stable.
+        """
+        step = self.num_micro_batches * self.num_choices
+        key_NC = torch.add(self.first_key_NC, expert_NC, alpha=step)
+        return (key_NC if top_N is None else key_NC - top_N[:, None]).flatten()
 
 
 @dataclass(frozen=True)
@@ -150,20 +158,22 @@ class RowSlices:
             found_EOI.masked_fill_((self.rows_E == 0)[:, None, None], 0)
         return found_EOI
 
-    def sums(self, x_RD: Tensor) -> Tensor:
-        """Sum the rows of each expert in float32, (E, D).
+    def sums(self, *matrices: Tensor) -> tuple[Tensor, ...]:
+        """Sum the rows of each expert in float32, (E, D) of every (R, D).
 
         It is a product with ones: ``embedding_bag`` adds the rows of a bag one after the other.
         """
-        ones_RK = x_RD.new_ones(len(x_RD), GROUPED_MULTIPLE)  # of 16 bytes, as products require
-        return self.products(ones_RK, x_RD)[:, 0]
+        first = matrices[0]
+        ones_RK = first.new_ones(len(first), GROUPED_MULTIPLE)  # 16 bytes, as products require
+        return tuple(self.products(ones_RK, matrix)[:, 0] for matrix in matrices)
 
 
 class Counts(NamedTuple):
-    """Rows per expert, and routes per expert before the capacity limit."""
+    """Rows per expert, and routes per expert before and after limits."""
 
     rows_E: Tensor
     routed_E: Tensor
+    count_E: Tensor
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,6 @@ class Placement:
         token_R: token of each row.
         row_NC: row of each (token, choice); the number of rows if it has none.
         is_dropped_NC: True for dropped routes; None if none is dropped.
-        capacity: maximum number of routes per expert; None if none is dropped.
         lacks_rows: whether the host must assume that some routes have no row.
         counts: rows and routes per expert, if they have been counted.
         slices: slices of experts, if all routes have a row and were sorted on the device.
@@ -187,7 +196,6 @@ class Placement:
     token_R: Tensor
     row_NC: Tensor
     is_dropped_NC: Tensor | None
-    capacity: int | None
     lacks_rows: bool
     counts: Counts | None = None
     slices: RowSlices | None = None
@@ -208,143 +216,139 @@ class Placement:
         return self._counts.routed_E
 
     @property
+    def count_E(self) -> Tensor:
+        """Return the kept routes per expert."""
+        return self._counts.count_E
+
+    @property
     def _counts(self) -> Counts:
         """Count rows and routes on demand only, as every operator on a device costs a launch."""
         if self.counts is not None:
             return self.counts
         assert self.slices is not None, "counts, or slices to count"
         rows_E = self.slices.rows_E
-        return Counts(rows_E, rows_E)
-
-    @property
-    def count_E(self) -> Tensor:
-        """Return the kept routes per expert."""
-        return self.routed_E if self.capacity is None else self.routed_E.clamp_max(self.capacity)
+        if self.is_dropped_NC is None:
+            return Counts(rows_E, rows_E, rows_E)
+        is_dropped_R = self.is_dropped_NC.view(-1).index_select(0, self.route_R)
+        dropped_R = is_dropped_R.to(rows_E.dtype)
+        count_E = rows_E.index_add(0, self.slices.expert_R, dropped_R, alpha=-1)
+        return Counts(rows_E, rows_E, count_E)
 
 
 def place_routes(
     expert_NC: Tensor,
+    numbers: RouteNumbers,
     *,
-    num_experts: int,
-    capacity: int,
-    queue: Queue | None = None,
+    top_N: Tensor | None = None,
     spare_rows: bool = False,
-    numbers: RouteNumbers | None = None,
 ) -> Placement:
-    """Assign rows to the first ``capacity`` routes of each expert in a queue of all routes.
+    """Assign rows to routes; within limits, to those of each micro-batch that claim them first.
+
+    All first choices come before all second choices, and so on. Within a choice, routes come by
+    descending ``top_N`` or, without it, by position.
 
     Args:
         expert_NC: expert of each route.
-        num_experts: number of experts on all ranks.
-        capacity: maximum number of routes per expert.
-        queue: order of routes; None: by number.
+        numbers: numbers of tokens, choices and experts on all ranks, and limits.
+        top_N: probability of each token's best expert; ties are ordered by position.
         spare_rows: whether rows are computed on this rank, so that spare rows may be added, and
             dropped routes may have rows.
-        numbers: constants that layers share; None: created if needed.
     """
-    if uses_loops(expert_NC):
-        order = None if queue is None else queue.routes(expert_NC)
-        return place_by_loop(expert_NC, num_experts, order, capacity, spare_rows=spare_rows)
-    return place_by_sorting(
-        expert_NC, num_experts, queue, capacity, spare_rows=spare_rows, numbers=numbers
-    )
+    place = place_by_loop if uses_loops(expert_NC) else place_by_sorting
+    return place(expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
 
 
 def place_by_loop(
-    expert_NC: Tensor,
-    num_experts: int,
-    queue: Tensor | None,
-    capacity: int,
-    *,
-    spare_rows: bool,
+    expert_NC: Tensor, numbers: RouteNumbers, *, top_N: Tensor | None, spare_rows: bool
 ) -> Placement:
     """Place routes one by one, on CPU."""
     from pipeline.kernels import compiled_loops as loops
 
-    routed_E = expert_NC.new_empty(num_experts)
-    loops.count_routes(expert_NC.numpy(), routed_E.numpy())
-    routed = routed_E.tolist()
-    kept = [min(count, capacity) for count in routed]
+    limits = numbers.limits
+    queue = micro_batch = capacity = None
+    if limits is not None:
+        queue, capacity = _queue(expert_NC, top_N).numpy(), limits.capacity_M.numpy()
+        micro_batch = None if limits.micro_batch_N is None else limits.micro_batch_N.numpy()
+    routed_E = expert_NC.new_empty(numbers.num_experts)
+    count_E = torch.empty_like(routed_E)
+    of_routes = expert_NC.numpy(), micro_batch, capacity
+    loops.count_routes(*of_routes, routed_E.numpy(), count_E.numpy())
+    kept = count_E.tolist()
     rows = [slice_length(count) for count in kept] if spare_rows and any(kept) else kept
     num_rows, rows_E = sum(rows), torch.tensor(rows)
     route_R = torch.full((num_rows,), expert_NC.numel())
     token_R = torch.zeros_like(route_R)
     row_NC = torch.full_like(expert_NC, num_rows)
     places = route_R.numpy(), token_R.numpy(), row_NC.numpy()
-    order = None if queue is None else queue.numpy()
-    loops.place_routes(order, expert_NC.numpy(), rows_E.numpy(), capacity, *places)
-    drops = kept != routed
+    loops.place_routes(queue, *of_routes, rows_E.numpy(), *places)
+    drops = sum(kept) != expert_NC.numel()
     return Placement(
         route_R=route_R,
         token_R=token_R,
         row_NC=row_NC,
         is_dropped_NC=row_NC == num_rows if drops else None,
-        capacity=capacity if drops else None,
         lacks_rows=drops,
-        counts=Counts(rows_E, routed_E),
+        counts=Counts(rows_E, routed_E, count_E),
     )
 
 
+def _queue(expert_NC: Tensor, top_N: Tensor | None) -> Tensor:
+    """Return all routes in the order in which they claim rows, (Q,)."""
+    num_tokens, num_choices = expert_NC.shape
+    token_N = (
+        torch.arange(num_tokens) if top_N is None else top_N.argsort(descending=True, stable=True)
+    )
+    return (token_N * num_choices + torch.arange(num_choices)[:, None]).flatten()
+
+
 def place_by_sorting(
-    expert_NC: Tensor,
-    num_experts: int,
-    queue: Queue | None,
-    capacity: int,
-    *,
-    spare_rows: bool,
-    numbers: RouteNumbers | None = None,
+    expert_NC: Tensor, numbers: RouteNumbers, *, top_N: Tensor | None, spare_rows: bool
 ) -> Placement:
     """Place routes on any device, without a copy to the host."""
-    num_tokens, num_choices = expert_NC.shape
-    if numbers is None:
-        numbers = RouteNumbers(num_tokens, num_choices, num_experts, expert_NC.device)
-    routes, slices = _sorted_routes(expert_NC, queue, numbers)
+    limits = numbers.limits
+    if limits is None:
+        expert_Q = expert_NC.to(torch.int32, memory_format=torch.contiguous_format).flatten()
+        expert_R, routes = expert_Q.sort(stable=True)
+        bound_E = torch.searchsorted(expert_R, numbers.expert_bound_E, out_int32=True)
+        slices = RowSlices(bound_E, expert_R, numbers.number_Q)
+    else:
+        key_R, routes = numbers.keys(expert_NC, top_N).sort(stable=True)
+        # Keys without probabilities are integers, of which a bound may equal the last one before.
+        bounds = torch.searchsorted(key_R, numbers.key_bounds, right=top_N is None, out_int32=True)
+        bound_E = bounds[: numbers.num_experts + 1]
+        slices = RowSlices.between(bound_E, number_R=numbers.number_Q)
     row_NC = torch.empty(expert_NC.shape, dtype=torch.int32, device=expert_NC.device)
     row_NC.view(-1)[routes] = numbers.number_Q
     token_R = torch.empty_like(numbers.number_Q)
     placement = Placement(
         route_R=routes,
-        token_R=torch.div(routes, num_choices, rounding_mode="floor", out=token_R),
+        token_R=torch.div(routes, numbers.num_choices, rounding_mode="floor", out=token_R),
         row_NC=row_NC,
         is_dropped_NC=None,
-        capacity=None,
         lacks_rows=False,
         slices=slices,
         numbers=numbers,
     )
-    if capacity >= num_tokens:
+    if limits is None:
         return placement
-    is_dropped_NC = torch.zeros_like(row_NC, dtype=torch.bool)
-    # A row is beyond capacity if the row ``capacity`` places before it has the same expert.
-    expert_R = slices.expert_R
-    is_dropped_NC.view(-1)[routes[capacity:]] = expert_R[capacity:] == expert_R[: -capacity or None]
-    placement = replace(placement, is_dropped_NC=is_dropped_NC, capacity=capacity)
-    return placement if spare_rows else _dropped_last(placement, is_dropped_NC, numbers)
+    group_NC = expert_NC
+    if limits.micro_batch_N is not None:
+        micro_batch_N1 = limits.micro_batch_N[:, None]
+        group_NC = torch.add(micro_batch_N1, expert_NC, alpha=numbers.num_micro_batches)
+    first_G = bounds[-numbers.num_experts * numbers.num_micro_batches - 1 : -1]
+    stop_G = (first_G.view(numbers.num_experts, -1) + limits.capacity_M).view(-1)
+    placement = replace(placement, is_dropped_NC=row_NC >= stop_G[group_NC])
+    return placement if spare_rows else _dropped_last(placement, numbers)
 
 
-def _sorted_routes(
-    expert_NC: Tensor, queue: Queue | None, numbers: RouteNumbers
-) -> tuple[Tensor, RowSlices]:
-    """Return routes in the order of experts and, within each, of the queue; and the slices."""
-    if queue is None:
-        expert_Q = expert_NC.to(torch.int32, memory_format=torch.contiguous_format).flatten()
-        expert_R, routes = expert_Q.sort(stable=True)
-        bound_E = torch.searchsorted(expert_R, numbers.expert_bound_E, out_int32=True)
-        return routes, RowSlices(bound_E, expert_R, numbers.number_Q)
-    key_R, routes = queue.keys(expert_NC, numbers).sort(stable=True)
-    # Keys by position are integers, of which a bound may equal the last one of the expert before.
-    by_position = queue.top_N is None
-    bound_E = torch.searchsorted(key_R, numbers.key_bound_E, right=by_position, out_int32=True)
-    return routes, RowSlices.between(bound_E, number_R=numbers.number_Q)
-
-
-def _dropped_last(placement: Placement, is_dropped_NC: Tensor, numbers: RouteNumbers) -> Placement:
+def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
     """Move dropped routes to the end and remove their rows, as they are not sent to other ranks.
 
     All row indices stay within the counted rows, even if probabilities are NaN.
     """
+    assert placement.is_dropped_NC is not None, "limits drop routes"
     count_E = placement.count_E
-    is_dropped_R = is_dropped_NC.view(-1)[placement.route_R]
+    is_dropped_R = placement.is_dropped_NC.view(-1)[placement.route_R]
     order_R = is_dropped_R.view(torch.uint8).argsort(stable=True)
     route_R = placement.route_R[order_R]
     row_NC = torch.empty_like(placement.row_NC)
@@ -355,7 +359,7 @@ def _dropped_last(placement: Placement, is_dropped_NC: Tensor, numbers: RouteNum
         token_R=placement.token_R[order_R],
         row_NC=torch.minimum(row_NC, count_E.sum(dtype=row_NC.dtype)),
         lacks_rows=True,
-        counts=Counts(count_E, placement.routed_E),
+        counts=Counts(count_E, placement.routed_E, count_E),
         slices=None,
         numbers=None,
     )

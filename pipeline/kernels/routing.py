@@ -4,10 +4,11 @@ On CPU, compiled loops do the work. On other devices, where every operator costs
 operators do it. They have been counted on the meta device and tested on CPU; they have not yet run
 on a GPU.
 
-Legend: N tokens, D model width, E experts, C choices per token (top-k), G groups of tokens.
+Legend: N tokens, M micro-batches of the pass, D model width, E experts, C choices per token
+(top-k), G groups of tokens.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,17 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.cpu import uses_loops
 from pipeline.kernels.products import linear
+
+
+class MicroBatches(Protocol):
+    """The micro-batches of a pass; see :class:`~pipeline.batching.batch.Shares`."""
+
+    @property
+    def rows(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def mean_MN(self) -> Tensor: ...  # noqa: D102
+    @property
+    def weight_M(self) -> Tensor: ...  # noqa: D102
 
 
 class ExpertChoice(NamedTuple):
@@ -32,18 +44,29 @@ class ExpertChoice(NamedTuple):
     chosen_logits_NC: Tensor | None = None
 
 
-def choose_experts(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
-    """Return the ``top_k`` best experts of every token, their weights, and the balance loss."""
+def choose_experts(
+    logits_NE: Tensor, *, top_k: int, is_renormalized: bool, shares: MicroBatches | None = None
+) -> ExpertChoice:
+    """Return the ``top_k`` best experts of every token, their weights, and the balance loss.
+
+    With ``shares``, the balance losses of the micro-batches are averaged by their labels.
+    """
     if not uses_loops(logits_NE):
-        return choose_by_operators(logits_NE, top_k=top_k, is_renormalized=is_renormalized)
-    found = _ChooseByLoop.apply(logits_NE, top_k, is_renormalized)  # type: ignore[no-untyped-call]
+        return choose_by_operators(
+            logits_NE, top_k=top_k, is_renormalized=is_renormalized, shares=shares
+        )
+    found = _ChooseByLoop.apply(  # type: ignore[no-untyped-call]
+        logits_NE, top_k, is_renormalized, shares
+    )
     return ExpertChoice(*found)
 
 
-def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
+def choose_by_operators(
+    logits_NE: Tensor, *, top_k: int, is_renormalized: bool, shares: MicroBatches | None = None
+) -> ExpertChoice:
     """Return the result of :func:`choose_experts` by few operators, on any device."""
     probability_NE, expert_NC, chosen_NC, balance_loss = _ChooseByOperators.apply(  # type: ignore[no-untyped-call]
-        logits_NE, top_k, is_renormalized
+        logits_NE, top_k, is_renormalized, shares
     )
     if is_renormalized:
         return ExpertChoice(probability_NE, expert_NC, None, balance_loss, chosen_NC)
@@ -55,59 +78,92 @@ class _ChooseByOperators(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
+        ctx: Any,
+        logits_NE: Tensor,
+        top_k: int,
+        is_renormalized: bool,
+        shares: MicroBatches | None,
     ) -> tuple[Tensor, ...]:
-        num_tokens, num_experts = logits_NE.shape
         probability_NE = F.softmax(logits_NE, dim=-1)
         # The first of equal logits, as in the loops; topk may choose any of them.
         sorted_NE, order_NE = logits_NE.sort(dim=-1, descending=True, stable=True)
         expert_NC, chosen_NC = order_NE[:, :top_k], sorted_NE[:, :top_k]
         if not is_renormalized:
             chosen_NC = probability_NE.gather(1, expert_NC)
-        scale = num_experts / max(num_tokens, 1) ** 2
-        first_E = logits_NE.new_zeros(num_experts)
-        first_E.scatter_(0, order_NE[:, 0], scale, reduce="add")
-        ctx.save_for_backward(probability_NE, expert_NC, first_E)
+        balance_loss, d_probability = _balance(probability_NE, order_NE[:, :1], shares)
+        ctx.save_for_backward(probability_NE, expert_NC, d_probability)
         ctx.mark_non_differentiable(probability_NE, expert_NC)
         ctx.set_materialize_grads(False)
-        ctx.is_renormalized = is_renormalized
-        return probability_NE, expert_NC, chosen_NC, probability_NE.sum(0) @ first_E
+        ctx.is_renormalized, ctx.shares = is_renormalized, shares
+        return probability_NE, expert_NC, chosen_NC, balance_loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _, _, d_chosen_NC, d_balance_loss = gradients
-        probability_NE, expert_NC, first_E = ctx.saved_tensors
-        balances = d_balance_loss is not None
-        d_probability_E = first_E * d_balance_loss if balances else torch.zeros_like(first_E)
-        d_probability_NE = d_probability_E.expand_as(probability_NE)
+        probability_NE, expert_NC, d_probability = ctx.saved_tensors
+        if d_balance_loss is None:
+            d_probability_NE = torch.zeros_like(probability_NE)
+        else:
+            d_probability = d_probability * d_balance_loss
+            d_probability_NE = (
+                d_probability.expand_as(probability_NE)
+                if ctx.shares is None
+                else ctx.shares.mean_MN.t() @ d_probability
+            )
         if d_chosen_NC is not None and not ctx.is_renormalized:
             d_probability_NE = d_probability_NE.scatter_add(1, expert_NC, d_chosen_NC)
         d_logits_NE = softmax_backward(d_probability_NE, probability_NE)
         if d_chosen_NC is not None and ctx.is_renormalized:
             d_logits_NE.scatter_add_(1, expert_NC, d_chosen_NC)
-        return d_logits_NE, None, None
+        return d_logits_NE, None, None, None
+
+
+def _balance(
+    probability_NE: Tensor, first_N1: Tensor, shares: MicroBatches | None
+) -> tuple[Tensor, Tensor]:
+    """Return the balance loss, and its gradient in probabilities, or in their means, (M, E)."""
+    num_tokens, num_experts = probability_NE.shape
+    if shares is None:
+        d_probability_E = probability_NE.new_zeros(num_experts)
+        scale = num_experts / max(num_tokens, 1) ** 2
+        d_probability_E.scatter_(0, first_N1[:, 0], scale, reduce="add")
+        return probability_NE.sum(0) @ d_probability_E, d_probability_E
+    first_NE = torch.zeros_like(probability_NE).scatter_(1, first_N1, num_experts)
+    d_mean_ME = (shares.mean_MN @ first_NE).mul_(shares.weight_M[:, None])
+    return (shares.mean_MN @ probability_NE).view(-1) @ d_mean_ME.view(-1), d_mean_ME
 
 
 class _ChooseByLoop(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
+        ctx: Any,
+        logits_NE: Tensor,
+        top_k: int,
+        is_renormalized: bool,
+        shares: MicroBatches | None,
     ) -> tuple[Tensor, ...]:
         from pipeline.kernels import compiled_loops as loops
 
         num_tokens, num_experts = logits_NE.shape
+        rows_M = torch.tensor([num_tokens] if shares is None else shares.rows)
+        weight_M = logits_NE.new_ones(1) if shares is None else shares.weight_M
         probability_NE = torch.empty_like(logits_NE, memory_format=torch.contiguous_format)
         expert_NC = logits_NE.new_empty(num_tokens, top_k, dtype=torch.int64)
         weight_NC = logits_NE.new_empty(num_tokens, top_k)
-        first_E, balance_loss = logits_NE.new_empty(num_experts), logits_NE.new_empty(1)
-        outputs = probability_NE, expert_NC, weight_NC, first_E, balance_loss
+        balance_ME, balance_loss = (
+            logits_NE.new_empty(len(rows_M), num_experts),
+            logits_NE.new_empty(1),
+        )
+        outputs = probability_NE, expert_NC, weight_NC, balance_ME, balance_loss
         loops.choose_experts(
             logits_NE.contiguous().numpy(),
             is_renormalized,
+            rows_M.numpy(),
+            weight_M.numpy(),
             *(output.numpy() for output in outputs),
         )
-        ctx.save_for_backward(probability_NE, expert_NC, weight_NC, first_E)
+        ctx.save_for_backward(probability_NE, expert_NC, weight_NC, rows_M, balance_ME)
         ctx.mark_non_differentiable(probability_NE, expert_NC)
         ctx.is_renormalized = is_renormalized
         return probability_NE, expert_NC, weight_NC, balance_loss.view(())
@@ -118,19 +174,20 @@ class _ChooseByLoop(torch.autograd.Function):
         from pipeline.kernels import compiled_loops as loops
 
         _, _, d_weight_NC, d_balance_loss = gradients
-        probability_NE, expert_NC, weight_NC, first_E = ctx.saved_tensors
+        probability_NE, expert_NC, weight_NC, rows_M, balance_ME = ctx.saved_tensors
         d_logits_NE = torch.empty_like(probability_NE)
         loops.choose_experts_backward(
             probability_NE.numpy(),
             expert_NC.numpy(),
             weight_NC.numpy(),
-            first_E.numpy(),
+            rows_M.numpy(),
+            balance_ME.numpy(),
             ctx.is_renormalized,
             d_weight_NC.contiguous().numpy(),
             d_balance_loss.item(),
             d_logits_NE.numpy(),
         )
-        return d_logits_NE, None, None
+        return d_logits_NE, None, None, None
 
 
 def averaged_logits(x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:

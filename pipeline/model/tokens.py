@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
 from pipeline.kernels.noise import Noise
-from pipeline.kernels.placement import RouteNumbers
-from pipeline.kernels.slot_products import SentenceSlots
+from pipeline.kernels.placement import Limits, RouteNumbers
+from pipeline.kernels.slot_products import SentenceSlots, copied_to
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,25 @@ class Tokens:
         """Return the group of each token's target language."""
         return self.language_group_B[self.sentence_N]
 
-    def route_numbers(self, *, num_choices: int, num_experts: int) -> RouteNumbers:
-        """Return the index tensors of MoE layers of this shape, cached for all such layers."""
-        shape = num_choices, num_experts
-        if shape not in self._route_numbers:
-            self._route_numbers[shape] = RouteNumbers(
-                len(self.sentence_N), num_choices, num_experts, self.sentence_N.device
+    def route_numbers(
+        self, *, num_experts: int, top_k: int, capacity_M: tuple[int, ...] | None
+    ) -> RouteNumbers:
+        """Return the index tensors of MoE layers of this shape, cached for all such layers.
+
+        ``capacity_M``: the most routes that an expert keeps of each micro-batch; None: all.
+        """
+        key = num_experts, top_k, capacity_M
+        if key not in self._route_numbers:
+            device, limits = self.sentence_N.device, None
+            if capacity_M is not None:
+                limits = Limits(
+                    copied_to(device, torch.tensor(capacity_M)),
+                    None if self.shares is None else self.shares.mean_MN.argmax(0),
+                )
+            self._route_numbers[key] = RouteNumbers(
+                len(self.sentence_N), top_k, num_experts, device, limits
             )
-        return self._route_numbers[shape]
+        return self._route_numbers[key]
 
     def over(self, packing: Packing) -> "Tokens":
         """Return the metadata of other tokens of the same sentences, such as their sources."""
@@ -93,7 +105,7 @@ class Tokens:
         return {}
 
     @cached_property
-    def _route_numbers(self) -> dict[tuple[int, int], RouteNumbers]:
+    def _route_numbers(self) -> dict[tuple[object, ...], RouteNumbers]:
         return {}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.dispatched import dispatch_dropless, dispatch_with_capacity, numbers_of
 from support.tiny_models import tiny_spec
 from torch import Tensor
 
@@ -18,7 +19,14 @@ from pipeline.kernels import cpu, placement
 from pipeline.kernels.compiled_loops import compiled
 from pipeline.kernels.cpu import numbers
 from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward, grouped_products
-from pipeline.kernels.placement import Queue, combine, gather, place_by_loop, place_by_sorting
+from pipeline.kernels.placement import (
+    Limits,
+    RouteNumbers,
+    combine,
+    gather,
+    place_by_loop,
+    place_by_sorting,
+)
 from pipeline.kernels.products import Activation
 from pipeline.kernels.routing import (
     average_of_logits,
@@ -28,22 +36,21 @@ from pipeline.kernels.routing import (
     logits_of_average,
 )
 from pipeline.model.building import build_model
-from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacity
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.routing import Routing, choose
 from pipeline.model.settings import CombineWeights, MoEConfig
 
 SEEDS = st.integers(0, 2**16)
-ORDERS = st.sampled_from(["number", "position", "priority"])
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def queue_of(order: str, top_N: Tensor) -> Queue | None:
-    return {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
+def limits_of(capacity_M: list[int], rows_M: list[int]) -> Limits:
+    micro_batch_N = torch.arange(len(rows_M)).repeat_interleave(torch.tensor(rows_M))
+    return Limits(torch.tensor(capacity_M), micro_batch_N if len(rows_M) > 1 else None)
 
 
 def router_losses(routing: Routing) -> Tensor:
@@ -104,20 +111,78 @@ def test_of_equal_logits_every_path_chooses_the_first(num_experts: int, levels: 
     assert by_operators.expert_NC.tolist() == expected
 
 
+MICRO_BATCHES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=3)
+"""Tokens and capacity of each micro-batch."""
+
+
 @settings(deadline=None)
-@given(st.integers(0, 9), st.integers(1, 5), st.integers(0, 12), ORDERS, SEEDS)
-def test_the_loop_places_routes_as_sorting_does(
-    num_tokens: int, num_experts: int, capacity: int, order: str, seed: int
+@given(MICRO_BATCHES, st.integers(1, 5), st.booleans(), SEEDS)
+@example([(5, 1), (0, 3), (7, 2)], 2, True, 1)
+def test_micro_batches_placed_at_once_keep_what_each_of_them_keeps(
+    micro_batches: list[tuple[int, int]], num_experts: int, prioritized: bool, seed: int
 ) -> None:
-    routing = choose(random(num_tokens, num_experts, seed=seed), top_k=min(2, num_experts))
+    rows_M, capacity_M = map(list, zip(*micro_batches, strict=True))
+    num_tokens, top_k = sum(rows_M), min(2, num_experts)
+    expert_NC = choose(random(num_tokens, num_experts, seed=seed), top_k=top_k).expert_NC
     generator = torch.Generator().manual_seed(seed)
     top_N = torch.rand(num_tokens, generator=generator).clamp_min(0.5)  # half of them tied
-    queue = queue_of(order, top_N)
-    routes = None if queue is None else queue.routes(routing.expert_NC)
-    ours = place_by_loop(routing.expert_NC, num_experts, routes, capacity, spare_rows=False)
-    theirs = place_by_sorting(routing.expert_NC, num_experts, queue, capacity, spare_rows=False)
+    kept: list[set[int]] = [set() for _ in range(num_experts)]
+    for m, capacity in enumerate(capacity_M):
+        first = sum(rows_M[:m])
+        tokens = range(first, first + rows_M[m])
+        queue = sorted(tokens, key=lambda n: -top_N[n].item() if prioritized else n)
+        taken = [0] * num_experts
+        for choice in range(top_k):
+            for token in queue:
+                expert = int(expert_NC[token, choice])
+                if taken[expert] < capacity:
+                    taken[expert] += 1
+                    kept[expert].add(token * top_k + choice)
+    numbers = RouteNumbers(
+        num_tokens, top_k, num_experts, expert_NC.device, limits_of(capacity_M, rows_M)
+    )
+    for place in (place_by_loop, place_by_sorting):
+        for spare_rows in (False, True):
+            placement = place(
+                expert_NC, numbers, top_N=top_N if prioritized else None, spare_rows=spare_rows
+            )
+            assert placement.count_E.tolist() == [len(routes) for routes in kept]
+            routed_E = torch.bincount(expert_NC.flatten(), minlength=num_experts)
+            assert placement.routed_E.tolist() == routed_E.tolist()
+            bounds = [0, *placement.rows_E.cumsum(0).tolist()]
+            for expert, routes in enumerate(kept):
+                rows = placement.route_R[bounds[expert] : bounds[expert + 1]].tolist()
+                rows = [route for route in rows if route < expert_NC.numel()]
+                if placement.lacks_rows or placement.is_dropped_NC is None:
+                    assert set(rows) == routes
+                is_dropped_Q = torch.zeros(expert_NC.shape, dtype=torch.bool)
+                if placement.is_dropped_NC is not None:
+                    is_dropped_Q = placement.is_dropped_NC
+                assert {route for route in rows if not is_dropped_Q.view(-1)[route]} == routes
+
+
+@settings(deadline=None)
+@given(MICRO_BATCHES, st.integers(1, 5), st.sampled_from(["all", "position", "priority"]), SEEDS)
+def test_the_loop_places_routes_as_sorting_does(
+    micro_batches: list[tuple[int, int]], num_experts: int, order: str, seed: int
+) -> None:
+    rows_M, capacity_M = map(list, zip(*micro_batches, strict=True))
+    num_tokens, top_k = sum(rows_M), min(2, num_experts)
+    expert_NC = choose(random(num_tokens, num_experts, seed=seed), top_k=top_k).expert_NC
+    generator = torch.Generator().manual_seed(seed)
+    top_N = torch.rand(num_tokens, generator=generator).clamp_min(0.5)
+    limits = None if order == "all" else limits_of(capacity_M, rows_M)
+    numbers = RouteNumbers(num_tokens, top_k, num_experts, expert_NC.device, limits)
+    priority_N = top_N if order == "priority" else None
+    ours, theirs = (
+        place(expert_NC, numbers, top_N=priority_N, spare_rows=False)
+        for place in (place_by_loop, place_by_sorting)
+    )
     theirs = theirs.first_rows(int(theirs.rows_E.sum()))
-    for name in ("route_R", "token_R", "row_NC", "rows_E", "count_E", "routed_E"):
+    equal = ["rows_E", "count_E", "routed_E"]
+    if len(rows_M) == 1:  # of several, an expert's rows come in another order
+        equal += ["route_R", "token_R", "row_NC"]
+    for name in equal:
         assert torch.equal(getattr(ours, name), getattr(theirs, name).long()), name
     assert ours.lacks_rows <= theirs.lacks_rows
 
@@ -131,9 +196,10 @@ def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(
     layer, results = some_experts("relu"), []
     weights = ExpertWeights(layer.up.weight, layer.up.bias, layer.down.weight, layer.down.bias)
     routing = choose(random(40, 5, seed=4), top_k=2)
-    queue = Queue(routing.probability_NE.amax(-1) if order == "priority" else None)
+    top_N = routing.probability_NE.amax(-1) if order == "priority" else None
+    numbers = numbers_of(routing, limits_of([capacity, 2], [23, 17]))
     for spare_rows in (False, True):
-        placement = place_by_sorting(routing.expert_NC, 5, queue, capacity, spare_rows=spare_rows)
+        placement = place_by_sorting(routing.expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
         placement = placement.first_rows(int(placement.rows_E.sum()))
         assert (placement.slices is None) == placement.lacks_rows
         layer.zero_grad(set_to_none=True)
@@ -170,19 +236,25 @@ def test_a_softmax_over_what_is_kept_is_renormalized_with_its_gradient() -> None
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("order", ["number", "position", "priority"])
+@pytest.mark.parametrize("rows_M", [[9], [4, 5]])
+@pytest.mark.parametrize("order", ["all", "position", "priority"])
 @pytest.mark.parametrize("spare_rows", [True, False])
 def test_routes_with_priorities_that_are_nan_get_rows_that_exist(
-    spare_rows: bool, order: str
+    spare_rows: bool, order: str, rows_M: list[int]
 ) -> None:
     """The update that NaN spoils is found later: until then kernels must not read elsewhere."""
     routing = choose(random(9, 4, seed=1), top_k=2)
     top_N = torch.full((9,), math.nan)
     top_N[2:5] = 0.5
-    queue = queue_of(order, top_N)
-    placement = place_by_sorting(routing.expert_NC, 4, queue, 3, spare_rows=spare_rows)
+    limits = None if order == "all" else limits_of([3] * len(rows_M), rows_M)
+    placement = place_by_sorting(
+        routing.expert_NC,
+        numbers_of(routing, limits),
+        top_N=top_N if order == "priority" else None,
+        spare_rows=spare_rows or limits is None,
+    )
     assert sorted(placement.route_R.tolist()) == list(range(18))
-    if spare_rows:
+    if spare_rows or limits is None:
         assert placement.slices is not None
         assert sorted(placement.row_NC.flatten().tolist()) == list(range(18))
         bounds = placement.slices.bound_E.tolist()
@@ -191,14 +263,16 @@ def test_routes_with_priorities_that_are_nan_get_rows_that_exist(
         assert set(placement.slices.expert_R.tolist()) <= {0, 1, 2, 3}
     else:
         num_rows = int(placement.rows_E.sum())
-        assert 0 <= num_rows <= 12
+        assert 0 <= num_rows <= 12 * len(rows_M)
         assert len(placement.first_rows(num_rows).token_R) == num_rows
         assert 0 <= placement.row_NC.min() <= placement.row_NC.max() <= num_rows
 
 
 def test_combining_sorted_rows_in_half_precision_is_near_single_precision() -> None:
-    expert_NC = choose(random(40, 5, seed=4), top_k=2).expert_NC
-    placement = place_by_sorting(expert_NC, 5, None, 40, spare_rows=True)
+    routing = choose(random(40, 5, seed=4), top_k=2)
+    placement = place_by_sorting(
+        routing.expert_NC, numbers_of(routing, None), top_N=None, spare_rows=True
+    )
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         x_ND = random(40, 16, seed=1).bfloat16().to(dtype).requires_grad_()

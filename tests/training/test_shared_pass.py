@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.fronted_models import FRONTS, fronted_spec
 from support.passes import join
 from support.plain_training import MOE, micro_batches
+from support.sigmoid_router import SigmoidRouter
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.batching.batch import Batch
 from pipeline.model.moe import dispatch, layer
+from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
@@ -134,6 +138,63 @@ def test_a_shared_pass_draws_the_same_numbers_again(name: str) -> None:
     assert_close(recomputed_gradients, first_gradients)
     others, _ = run(model, [join([part.keyed(9) for part in parts])], loss, progress=0.5)
     assert not torch.allclose(others, first, rtol=1e-4), "the seed must matter"
+
+
+def with_sigmoid_routers(spec: ModelSpec) -> Transformer:
+    """A tiny model whose routers compute scores, weights and balance losses of their own."""
+    model, generator = tiny_model(spec).train(), torch.Generator().manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.router = SigmoidRouter(module.config, spec)
+            for parameter in module.router.parameters():
+                torch.nn.init.normal_(parameter, std=0.25, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("moe", [MOE, TIGHT], ids=["dropless", "capacity"])
+def test_a_routers_own_balance_loss_is_that_of_separate_passes(moe: MoEConfig) -> None:
+    """Sigmoid scores: Σ of E · (mean share of scores) · (share of first choices), by labels."""
+    spec = tiny_spec(moe=moe)
+    model, batches = with_sigmoid_routers(spec), micro_batches(spec, 1)[1:]
+    expected_balance = 0.0
+    for batch in batches:
+        for record in model(batch).routing:
+            score_NE = record.logits_NE.detach().double().sigmoid()
+            mean_E = (score_NE / score_NE.sum(-1, keepdim=True)).mean(0)
+            first_E = F.one_hot(score_NE.argmax(-1), moe.num_experts).double().mean(0)
+            expected_balance += batch.num_labels * moe.num_experts * float(mean_E @ first_E)
+    expected, expected_gradients = run(model, batches, LossConfig.model_validate(LOSS))
+    assert expected[2].item() == pytest.approx(expected_balance, rel=1e-5)
+    found, found_gradients = run(model, [join(batches)], LossConfig.model_validate(LOSS))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(found_gradients, expected_gradients)
+
+
+class CountingOperators(TorchDispatchMode):
+    """Counts operators other than views and allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.count += not (func.is_view or "empty" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_experts_launch_as_much_for_many_micro_batches_as_for_two(prioritized: bool) -> None:
+    """Off the CPU, where every operator is a launch."""
+    spec = tiny_spec(moe=TIGHT.model_copy(update={"batch_prioritized": prioritized}))
+    model = tiny_model(spec).to(torch.bfloat16).to("meta").train()
+    counts = []
+    for number in (2, 9):
+        batches = [random_batch(spec, sentences=2, seed=seed) for seed in range(number)]
+        joined = join([batch.to(torch.device("meta")) for batch in batches])
+        with CountingOperators() as counter:  # type: ignore[no-untyped-call]
+            training_loss(model, joined, LossConfig.model_validate(LOSS)).objective.backward()
+        counts.append(counter.count)
+        model.zero_grad()
+    assert counts[0] == counts[1] > 0
 
 
 def test_capacity_is_that_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from support import sigmoid_router
 from support.added_variants import Variant, commands_in, copy_with, run_in, touched_files
 
 pytestmark = pytest.mark.slow
@@ -62,30 +63,7 @@ class GatedFeedForward(nn.Module):
     def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, None]:
         return self.down(activate(self.up(x_ND), self.activation) * self.gate(x_ND)), None
 '''
-LANGUAGE_ROUTER = '''"""logits = W x + a bias of the target language."""
-
-import torch
-from torch import Tensor, nn
-
-from pipeline.model.settings import MoEConfig
-from pipeline.kernels.products import linear
-from pipeline.model.moe.routing import Routing, choose
-from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import Tokens
-
-
-class LanguageRouter(nn.Module):
-    def __init__(self, moe: MoEConfig, spec: ModelSpec) -> None:
-        super().__init__()
-        self.moe = moe
-        self.weight = nn.Parameter(torch.empty(moe.num_experts, spec.model.width))
-        self.preference = nn.Parameter(torch.empty(len(spec.languages), moe.num_experts))
-
-    def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
-        logits_NE = linear(x_ND.float(), self.weight.float())
-        logits_NE = logits_NE + self.preference.float()[tokens.target_language_N]
-        return choose(logits_NE, top_k=self.moe.top_k, combine_weights=self.moe.combine_weights)
-'''
+SIGMOID_ROUTER = Path(sigmoid_router.__file__).read_text(encoding="utf-8")
 TWO_ROUTES = '''"""The mean over both routes of a model."""
 
 from pipeline.batching.batch import Batch
@@ -238,20 +216,20 @@ VARIANTS = {
         },
     ),
     "router": Variant(
-        {"pipeline/model/moe/language_router.py": LANGUAGE_ROUTER},
+        {"pipeline/model/moe/sigmoid_router.py": SIGMOID_ROUTER},
         {
             MODEL_SETTINGS: [
                 (
                     'Literal["token", "language_group"]',
-                    'Literal["token", "language_group", "language"]',
+                    'Literal["token", "language_group", "sigmoid"]',
                 )
             ],
             "pipeline/model/moe/router.py": [
                 (
                     '        case "language_group":\n',
-                    '        case "language":\n'
-                    "            from pipeline.model.moe.language_router import LanguageRouter\n"
-                    "            return LanguageRouter(moe, spec)\n"
+                    '        case "sigmoid":\n'
+                    "            from pipeline.model.moe.sigmoid_router import SigmoidRouter\n"
+                    "            return SigmoidRouter(moe, spec)\n"
                     '        case "language_group":\n',
                 )
             ],
@@ -313,7 +291,7 @@ TOUCHED = {
         "pipeline/model/building.py",
     },
     "router": {
-        "pipeline/model/moe/language_router.py",
+        "pipeline/model/moe/sigmoid_router.py",
         MODEL_SETTINGS,
         "pipeline/model/moe/router.py",
     },
@@ -333,7 +311,7 @@ kind = "gated"
 [model.language_modules]
 kind = "scales"
 [model.moe]
-decoder_router = "language"
+decoder_router = "sigmoid"
 [loss]
 objective = "two_routes"
 [training]

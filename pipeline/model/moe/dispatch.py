@@ -1,8 +1,8 @@
 """Dispatch: select the routes that experts serve, and their combine weights.
 
 A *route* is one (token, choice) pair. Dropless dispatch keeps every route. Capacity dispatch keeps
-a limited number of routes per expert: first choices before second choices, by position or by
-descending top probability.
+a limited number of routes per expert and micro-batch: first choices before second choices, by
+position or by descending top probability.
 
 Legend: N tokens, C choices per token, E experts, R rows: kept routes and spare rows.
 """
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.kernels.placement import Placement, Queue, RouteNumbers, place_routes
+from pipeline.kernels.placement import Placement, RouteNumbers, place_routes
 from pipeline.kernels.routing import kept_softmax, kept_weights
 from pipeline.model.moe.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(Placement):
-    """Placement and combine weights of all routes of one MoE layer and one micro-batch.
+    """Placement and combine weights of all routes of one MoE layer and one pass.
 
     Attributes:
         weight_NC: combine weights; 0 for dropped routes.
@@ -28,50 +28,38 @@ class Dispatch(Placement):
     weight_NC: Tensor
 
 
-def dispatch_dropless(
-    routing: Routing, *, spare_rows: bool = False, numbers: RouteNumbers | None = None
-) -> Dispatch:
-    """Keep every route."""
-    placement = place_routes(
-        routing.expert_NC,
-        num_experts=routing.probability_NE.shape[1],
-        capacity=len(routing.expert_NC),
-        spare_rows=spare_rows,
-        numbers=numbers,
-    )
-    return Dispatch(**vars(placement), weight_NC=routing.weight_NC)
-
-
 def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: float) -> int:
     """Return ceil(factor · top_k · tokens / experts) slots per expert (MMNMT, §5.1: 1.25)."""
     # Rounded first, lest a rounding error of the product add a slot.
     return math.ceil(round(factor * top_k * num_tokens / num_experts, 6))
 
 
-def dispatch_with_capacity(
+def dispatch_routes(
     routing: Routing,
+    numbers: RouteNumbers,
     *,
-    capacity: int,
     prioritized: bool,
-    renormalize: bool = True,
-    spare_rows: bool = False,
-    numbers: RouteNumbers | None = None,
+    renormalize: bool,
+    spare_rows: bool,
 ) -> Dispatch:
-    """Keep at most ``capacity`` routes per expert.
+    """Keep every route or, if ``numbers`` has limits, as many as they allow.
 
     Slots go to first choices before second ones, and within a choice by position or, with
     ``prioritized``, by descending top probability (ties by position). With ``renormalize``, the
     weights of a token's kept choices sum to 1.
     """
+    is_limited = numbers.limits is not None
     placement = place_routes(
         routing.expert_NC,
-        num_experts=routing.probability_NE.shape[1],
-        capacity=capacity,
-        queue=Queue(routing.probability_NE.amax(-1) if prioritized else None),
+        numbers,
+        top_N=routing.probability_NE.amax(-1) if is_limited and prioritized else None,
         spare_rows=spare_rows,
-        numbers=numbers,
     )
-    weight_NC = _kept_weights(routing, placement.is_dropped_NC, renormalize=renormalize)
+    weight_NC = (
+        _kept_weights(routing, placement.is_dropped_NC, renormalize=renormalize)
+        if is_limited
+        else routing.weight_NC
+    )
     return Dispatch(**vars(placement), weight_NC=weight_NC)
 
 

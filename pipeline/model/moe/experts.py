@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows, serve_tokens
+from pipeline.kernels.main_gradients import summed
 from pipeline.kernels.products import Activation
 from pipeline.model.moe.dispatch import Dispatch
 from pipeline.model.stacked import StackedModules
@@ -71,4 +72,6 @@ class Experts(StackedModules):
         )
 
     def _weights(self) -> ExpertWeights:
-        return ExpertWeights(self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+        return ExpertWeights(
+            summed(self.up.weight), self.up.bias, summed(self.down.weight), self.down.bias
+        )

@@ -7,22 +7,16 @@ Legend: N real tokens, D model width, E experts, R kept routes.
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.noise import dropout, uniform
-from pipeline.kernels.placement import RouteNumbers, beside_float32, combine, gather
-from pipeline.model.moe.dispatch import (
-    Dispatch,
-    dispatch_dropless,
-    dispatch_with_capacity,
-    expert_capacity,
-)
+from pipeline.kernels.placement import beside_float32, combine, gather
+from pipeline.model.moe.dispatch import Dispatch, dispatch_routes, expert_capacity
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.router import build_router
-from pipeline.model.moe.routing import Routing, RoutingRecord, mean_balance_loss
+from pipeline.model.moe.routing import Routing, RoutingRecord
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, Side
@@ -57,11 +51,7 @@ class MixtureOfExperts(nn.Module):
         dispatch = self._dispatch(routing, tokens)
         y_ND = self._serve(x_ND, self._masked(dispatch, tokens))
         record = RoutingRecord(
-            balance_loss=(
-                routing.balance_loss
-                if tokens.shares is None
-                else mean_balance_loss(routing, tokens.shares)
-            ),
+            balance_loss=routing.balance_loss,
             logits_NE=routing.logits_NE,
             probability_NE=routing.probability_NE,
             expert_NC=routing.expert_NC,
@@ -92,45 +82,19 @@ class MixtureOfExperts(nn.Module):
 
     def _dispatch(self, routing: Routing, tokens: Tokens) -> Dispatch:
         config = self.config
-        numbers = tokens.route_numbers(num_choices=config.top_k, num_experts=config.num_experts)
-        # Rows that are exchanged have no spare ones: the receiving rank adds them to its slices.
-        spare_rows = self.expert_parallel is None
+        shape = {"num_experts": config.num_experts, "top_k": config.top_k}
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
-        if config.dispatch == "dropless" or factor is None:
-            return dispatch_dropless(routing, spare_rows=spare_rows, numbers=numbers)
-        if tokens.shares is None:
-            return self._limit(routing, factor, spare_rows=spare_rows, numbers=numbers)
-        # Each micro-batch has its own capacity. A route that it drops keeps a row, of weight 0.
-        weights = [
-            self._limit(part, factor, spare_rows=True).weight_NC
-            for part in routing.split(tokens.shares.rows)
-        ]
-        weighted = replace(routing, made_weight_NC=torch.cat(weights))
-        return dispatch_dropless(weighted, spare_rows=spare_rows, numbers=numbers)
-
-    def _limit(
-        self,
-        routing: Routing,
-        factor: float,
-        *,
-        spare_rows: bool,
-        numbers: RouteNumbers | None = None,
-    ) -> Dispatch:
-        """Keep at most the capacity of routes per expert."""
-        config = self.config
-        capacity = expert_capacity(
-            len(routing.expert_NC),
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            factor=factor,
-        )
-        return dispatch_with_capacity(
+        capacity_M = None
+        if config.dispatch == "capacity" and factor is not None:
+            rows_M = (len(routing.expert_NC),) if tokens.shares is None else tokens.shares.rows
+            capacity_M = tuple(expert_capacity(rows, **shape, factor=factor) for rows in rows_M)
+        return dispatch_routes(
             routing,
-            capacity=capacity,
+            tokens.route_numbers(**shape, capacity_M=capacity_M),
             prioritized=config.batch_prioritized,
             renormalize=config.combine_weights == "renormalized",
-            spare_rows=spare_rows,
-            numbers=numbers,
+            # Rows that are exchanged have no spare ones: the receiving rank adds them.
+            spare_rows=self.expert_parallel is None,
         )
 
     def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:

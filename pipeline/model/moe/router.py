@@ -26,10 +26,10 @@ class TokenRouter(nn.Module):
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.num_experts, width))
 
-    def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:  # noqa: ARG002 (one signature)
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
         """Return the routing of every token by its state."""
         logits_NE = linear(x_ND.float(), self.weight.float())
-        return choose(logits_NE, top_k=self.moe.top_k, combine_weights=self.moe.combine_weights)
+        return _choose(logits_NE, self.moe, tokens)
 
 
 class LanguageGroupRouter(nn.Module):
@@ -50,7 +50,16 @@ class LanguageGroupRouter(nn.Module):
         logits_NE = averaged_logits(
             x_ND.float(), self.weight.float(), self.group_weight.float(), tokens.language_group_N
         )
-        return choose(logits_NE, top_k=self.moe.top_k, combine_weights=self.moe.combine_weights)
+        return _choose(logits_NE, self.moe, tokens)
+
+
+def _choose(logits_NE: Tensor, moe: MoEConfig, tokens: Tokens) -> Routing:
+    return choose(
+        logits_NE,
+        top_k=moe.top_k,
+        combine_weights=moe.combine_weights,
+        shares=tokens.shares,
+    )
 
 
 def build_router(spec: ModelSpec, moe: MoEConfig, *, side: Side) -> nn.Module:

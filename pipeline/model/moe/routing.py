@@ -6,10 +6,8 @@ import it.
 Legend: N tokens, E experts, C choices per token (top-k).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +30,8 @@ class Routing:
         made_weight_NC: combine weights, if the choice computed them.
         balance_loss: l_aux = E · Σ_e m_e c_e, of the mean probabilities m and the shares c of
             tokens that choose an expert first (Switch Transformer, §2.2): 1 when balanced, 0
-            without tokens; differentiable.
+            without tokens; differentiable. If micro-batches share the pass, their losses averaged
+            by their labels. A router may have another loss.
         chosen_logits_NC: logits whose softmax is the combine weights, if the choice did not.
     """
 
@@ -51,41 +50,40 @@ class Routing:
         assert self.chosen_logits_NC is not None, "weights are made with the choice or of these"
         return F.softmax(self.chosen_logits_NC, dim=-1)
 
-    def split(self, rows: Sequence[int]) -> Iterator["Routing"]:
-        """Yield the routing of each of the micro-batches of so many tokens."""
-        for end, count in zip(accumulate(rows), rows, strict=True):
-            part = slice(end - count, end)
-            made, chosen = self.made_weight_NC, self.chosen_logits_NC
-            yield replace(
-                self,
-                logits_NE=self.logits_NE[part],
-                probability_NE=self.probability_NE[part],
-                expert_NC=self.expert_NC[part],
-                made_weight_NC=None if made is None else made[part],
-                chosen_logits_NC=None if chosen is None else chosen[part],
-            )
-
 
 def choose(
-    logits_NE: Tensor, *, top_k: int, combine_weights: CombineWeights = "renormalized"
+    logits_NE: Tensor,
+    *,
+    top_k: int,
+    combine_weights: CombineWeights = "renormalized",
+    shares: Shares | None = None,
 ) -> Routing:
-    """Choose the ``top_k`` most probable experts of each token, and their combine weights."""
+    """Choose the ``top_k`` most probable experts of each token, and their combine weights.
+
+    ``shares`` are the micro-batches of the pass (``tokens.shares``); None for a single one.
+    """
     choice = choose_experts(
-        logits_NE, top_k=top_k, is_renormalized=combine_weights == "renormalized"
+        logits_NE,
+        top_k=top_k,
+        is_renormalized=combine_weights == "renormalized",
+        shares=shares,
     )
     return Routing(logits_NE, *choice)
 
 
-def mean_balance_loss(routing: Routing, shares: Shares) -> Tensor:
-    """Return the balance losses of the micro-batches of a pass, averaged by their labels.
+def balance_loss(probability_NE: Tensor, expert_NC: Tensor, shares: Shares | None) -> Tensor:
+    """Return the balance loss of :class:`Routing` for a router that does not call :func:`choose`.
 
-    One of the pass would be another: it is a product of means over tokens.
+    The loss of all tokens together would be another one: it is a product of means.
     """
-    logits_NE = routing.logits_NE
-    is_first_NE = torch.zeros_like(logits_NE).scatter_(1, routing.expert_NC[:, :1], 1.0)
-    chosen_ME = shares.mean_MN @ is_first_NE
-    probability_ME = shares.mean_MN @ F.softmax(logits_NE, dim=-1)
-    return logits_NE.shape[1] * (shares.weight_M @ (probability_ME * chosen_ME).sum(-1))
+    num_tokens, num_experts = probability_NE.shape
+    is_first_NE = torch.zeros_like(probability_NE).scatter_(1, expert_NC[:, :1], 1.0)
+    if shares is None:
+        means = probability_NE.sum(0) @ is_first_NE.sum(0) / max(num_tokens, 1) ** 2
+    else:
+        means_ME = (shares.mean_MN @ probability_NE) * (shares.mean_MN @ is_first_NE)
+        means = shares.weight_M @ means_ME.sum(-1)
+    return num_experts * means
 
 
 def z_loss(logits_NE: Tensor, shares: Shares | None = None) -> Tensor:
@@ -104,7 +102,7 @@ class RoutingRecord:
     """Routing of a pass by one MoE layer; the layer returns it and keeps no state.
 
     Attributes:
-        balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
+        balance_loss: the router's, of all micro-batches; differentiable.
         logits_NE: the router's logits, differentiable.
         probability_NE: router probabilities, detached.
         expert_NC: chosen experts, best first.
@@ -126,5 +124,5 @@ class RoutingRecord:
 
     @property
     def kept_E(self) -> Tensor:
-        """Return the routes per expert after the capacity limit; of a shared pass, all."""
+        """Return the routes per expert after the capacity limit."""
         return self.placement.count_E

@@ -9,16 +9,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.dispatched import dispatch_dropless, dispatch_with_capacity
 from torch import Tensor
 
 from pipeline.kernels import placement
 from pipeline.kernels.placement import combine, gather
-from pipeline.model.moe.dispatch import (
-    Dispatch,
-    dispatch_dropless,
-    dispatch_with_capacity,
-    expert_capacity,
-)
+from pipeline.model.moe.dispatch import Dispatch, expert_capacity
 from pipeline.model.moe.routing import Routing, choose
 
 Route = tuple[int, int]

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
-from pipeline.kernels.placement import Placement, Queue, place_by_sorting
+from pipeline.kernels.placement import place_by_sorting
 from pipeline.model.building import build_model
 from pipeline.model.moe import dispatch
 from pipeline.model.moe.expert_parallel import ExpertParallel
@@ -141,12 +141,9 @@ def run_layer(world: World, size: int, config: MoEConfig, by_sorting: bool) -> R
     local = NUM_EXPERTS // size
     experts = build_experts(num_experts=local, first_expert=parallel.rank * local)
     layer = build_layer(experts, parallel, config)
-    with mock.patch.object(dispatch, "place_routes", sort_routes) if by_sorting else nullcontext():
+    sorts = mock.patch.object(dispatch, "place_routes", place_by_sorting)
+    with sorts if by_sorting else nullcontext():
         return layer_result(layer, world.rank)
-
-
-def sort_routes(expert_NC: Tensor, *, queue: Queue | None = None, **settings: Any) -> Placement:
-    return place_by_sorting(expert_NC, queue=queue, **settings)
 
 
 def layer_result(layer: MixtureOfExperts, rank: int) -> RankResult:
