@@ -2,10 +2,11 @@
 
 - :func:`attend`, of padded sentences: PyTorch's fused attention, or plain matrix products, which
   are faster on CPU in bfloat16, for a few queries and with dropout.
-- :func:`attend_packed`, of sentences that lie one after the other without padding: PyTorch's
-  operator of flash attention for NVIDIA's cards. ``torch.nn.attention.varlen`` calls the same
-  operator, but with a dropout of 0 (PyTorch 2.13), so training calls it directly. The tests replace
-  the operator by a loop over sentences.
+- :func:`attend_packed`, of sentences that lie one after the other without padding: a fused kernel
+  for short sentences, of which a tile of queries holds several, else PyTorch's operator of flash
+  attention for NVIDIA's cards. ``torch.nn.attention.varlen`` calls the same operator, but with a
+  dropout of 0 (PyTorch 2.13), so training calls it directly. The tests replace the operator by a
+  loop over sentences.
 - :func:`attend_entries`, of rows of a search to cached keys: a compiled loop on CPU.
 
 Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M
@@ -21,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels.cpu import LOOP_COST, cpu_kernels, numbers, over_rows
+from pipeline.kernels.launching import is_fused
+from pipeline.kernels.noise import Noise
+from pipeline.kernels.packed_attention import fused_attention
 from pipeline.kernels.products import batched_product
 
 FLASH_CAPABILITY = (8, 0)
@@ -29,6 +33,8 @@ WIDTH_MULTIPLE = 8
 MAX_HEAD_WIDTH = 128
 """Largest head width of packed attention: every GPU has a backward pass with dropout up to this
 width; beyond 192, some have none."""
+FUSED_MEAN_LENGTH = 256
+"""Mean number of keys per sentence below which the fused kernel runs in 16 bits (a model)."""
 
 
 def fused_attention_pays(query_BHTK: Tensor, *, dropout: float = 0.0) -> bool:
@@ -96,10 +102,12 @@ class Spans(NamedTuple):
     Attributes:
         bound_B: (B + 1,) int32: where each sentence starts, and where the last one ends.
         longest: number of tokens of the longest sentence, on the host.
+        sentence_N: int32: the sentence of every token; None: there are no fused kernels for it.
     """
 
     bound_B: Tensor
     longest: int
+    sentence_N: Tensor | None = None
 
 
 def can_attend_packed(
@@ -110,7 +118,9 @@ def can_attend_packed(
     ``capability`` is by default that of the device; the meta device, on which operators are
     counted, has it.
     """
-    if x.device.type == "cpu" or x.dtype not in FLASH_TYPES:
+    if x.device.type == "cpu":
+        return is_fused(x)
+    if x.dtype not in FLASH_TYPES:
         return False
     if capability is None:
         is_cuda = x.device.type == "cuda"
@@ -131,10 +141,39 @@ def attend_packed(
     keys: Spans,
     is_causal: bool = False,
     dropout: float = 0.0,
+    noise: Noise | None = None,
+    site: int = 0,
 ) -> Tensor:
-    """Return the context of every query, (N, H, K); queries see the keys of their sentence."""
-    bounds = queries.bound_B, keys.bound_B, queries.longest, keys.longest
-    return _flash_attention(query_NHK, key_MHK, value_MHK, *bounds, dropout, is_causal)[0]
+    """Return the context of every query, (N, H, K); queries see the keys of their sentence.
+
+    Args:
+        query_NHK: queries.
+        key_MHK: keys.
+        value_MHK: values.
+        queries: sentences of the queries.
+        keys: sentences of the keys.
+        is_causal: whether a query sees no later key; both are then the same tokens.
+        dropout: share of the attention weights to drop.
+        noise: keys of the queries' random bits, with the key's position in its sentence as the
+            column. None: the kernel draws its own.
+        site: number of the place in the model, to which the head is added.
+    """
+    has_keys = noise is not None or not dropout
+    if has_keys and _fuses_packed(query_NHK, len(key_MHK), queries, keys):
+        seeds = (None, None) if noise is None or not dropout else noise
+        bounds = queries.bound_B, keys.bound_B, queries.sentence_N, keys.sentence_N
+        numbers = is_causal, site, dropout
+        return fused_attention(query_NHK, key_MHK, value_MHK, *bounds, *seeds, *numbers)
+    spans = queries.bound_B, keys.bound_B, queries.longest, keys.longest
+    return _flash_attention(query_NHK, key_MHK, value_MHK, *spans, dropout, is_causal)[0]
+
+
+def _fuses_packed(query_NHK: Tensor, num_keys: int, queries: Spans, keys: Spans) -> bool:
+    """Return whether sentences are short enough for the fused kernel to be expected faster."""
+    if queries.sentence_N is None or keys.sentence_N is None or not is_fused(query_NHK):
+        return False
+    sentences = len(keys.bound_B) - 1
+    return query_NHK.dtype not in FLASH_TYPES or num_keys < FUSED_MEAN_LENGTH * sentences
 
 
 def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:
