@@ -129,6 +129,12 @@ class Packing:
         return replace(keyed, noise=keyed.noise.salted(salt)) if salt else keyed
 
     @cached_property
+    def span_N(self) -> Tensor:
+        """Span between two of ``bound_B`` to which each real token belongs, int32."""
+        row_N = torch.arange(len(self.index_N), dtype=torch.int32, device=self.index_N.device)
+        return torch.bucketize(row_N, self.bound_B[1:], out_int32=True, right=True)
+
+    @cached_property
     def noise_BT(self) -> Noise:
         """Keys of random numbers of every position, (B, T) each; 0 at padding."""
         assert self.noise is not None, "training with dropout needs keys of random numbers"

@@ -2,10 +2,9 @@
 
 - :func:`attend`, of padded sentences: PyTorch's fused attention, or plain matrix products, which
   are faster on CPU in bfloat16, for a few queries and with dropout.
-- :func:`attend_packed`, of sentences that lie one after the other without padding: PyTorch's
-  operator of flash attention for NVIDIA's cards. ``torch.nn.attention.varlen`` calls the same
-  operator, but with a dropout of 0 (PyTorch 2.13), so training calls it directly. The tests replace
-  the operator by a loop over sentences.
+- :func:`attend_packed`, of sentences that lie one after the other without padding: a fused kernel
+  in training and for short sentences, else PyTorch's operator of flash attention for NVIDIA's
+  cards. The tests replace the operator by a loop over sentences.
 - :func:`attend_entries`, of rows of a search to cached keys: a compiled loop on CPU.
 
 Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M
@@ -21,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels.cpu import LOOP_COST, cpu_kernels, numbers, over_rows
-from pipeline.kernels.noise import Noise, weight_dropout
+from pipeline.kernels.launching import is_fused
+from pipeline.kernels.noise import Dropout, weight_dropout
+from pipeline.kernels.packed_attention import fused_attention
 from pipeline.kernels.products import batched_product
 
 FLASH_CAPABILITY = (8, 0)
@@ -30,20 +31,9 @@ WIDTH_MULTIPLE = 8
 MAX_HEAD_WIDTH = 128
 """Largest head width of packed attention: every GPU has a backward pass with dropout up to this
 width; beyond 192, some have none."""
-
-
-class WeightNoise(NamedTuple):
-    """Dropout of attention weights (:func:`~pipeline.kernels.noise.weight_dropout`).
-
-    Attributes:
-        noise_BT: keys of every query.
-        site: site of the attention.
-        rate: share of weights that are zeroed.
-    """
-
-    noise_BT: Noise
-    site: int
-    rate: float
+FUSED_MEAN_LENGTH = 256
+"""Mean number of keys per sentence below which the fused kernel is expected to be faster than flash
+attention (by a model, not measured)."""
 
 
 def fused_attention_pays(query_BHTK: Tensor) -> bool:
@@ -72,15 +62,15 @@ def attend(
     *,
     mask: Tensor | None,
     is_causal: bool = False,
-    noise: WeightNoise | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Return the context of every query, (B, H, T, K).
 
     ``mask`` broadcasts to (B, H, T, S). It is True where attention is allowed, or a result of
     :func:`attention_mask`. PyTorch's fused attention draws dropout from a generator, so it serves
-    attention without noise only.
+    attention without dropout only.
     """
-    if noise is None and fused_attention_pays(query_BHTK):
+    if dropout is None and fused_attention_pays(query_BHTK):
         return F.scaled_dot_product_attention(
             query_BHTK, key_BHSK, value_BHSK, attn_mask=mask, is_causal=is_causal
         )
@@ -95,8 +85,8 @@ def attend(
         minus_infinity = torch.finfo(scores_BHTS.dtype).min
         scores_BHTS = scores_BHTS + scores_BHTS.new_zeros(()).where(mask, minus_infinity)
     weights_BHTS = F.softmax(scores_BHTS, dim=-1)  # summed up in float32 whatever the dtype
-    if noise is not None:
-        weights_BHTS = weight_dropout(weights_BHTS, noise.noise_BT, noise.site, rate=noise.rate)
+    if dropout is not None:
+        weights_BHTS = weight_dropout(weights_BHTS, dropout)
     return batched_product(weights_BHTS, value_BHSK)
 
 
@@ -106,21 +96,26 @@ class Spans(NamedTuple):
     Attributes:
         bound_B: (B + 1,) int32: where each sentence starts, and where the last one ends.
         longest: number of tokens of the longest sentence, on the host.
+        span_N: int32: the sentence of every token.
     """
 
     bound_B: Tensor
     longest: int
+    span_N: Tensor
 
 
 def can_attend_packed(
-    x: Tensor, *, head_width: int, capability: tuple[int, int] | None = None
+    x: Tensor, *, head_width: int, has_dropout: bool, capability: tuple[int, int] | None = None
 ) -> bool:
-    """Return whether flash attention supports this head width, for states like ``x``.
+    """Return whether packed attention supports this head width, for states like ``x``.
 
-    ``capability`` is by default that of the device; the meta device, on which operators are
+    Flash attention draws dropout from a generator, so attention with dropout needs the fused
+    kernel. ``capability`` is by default the device's; the meta device, on which operators are
     counted, has it.
     """
-    if x.device.type == "cpu" or x.dtype not in FLASH_TYPES:
+    if x.device.type == "cpu":
+        return is_fused(x)
+    if x.dtype not in FLASH_TYPES or (has_dropout and not is_fused(x)):
         return False
     if capability is None:
         is_cuda = x.device.type == "cuda"
@@ -140,11 +135,39 @@ def attend_packed(
     queries: Spans,
     keys: Spans,
     is_causal: bool = False,
-    dropout: float = 0.0,
+    dropout: Dropout | None = None,
 ) -> Tensor:
-    """Return the context of every query, (N, H, K); queries see the keys of their sentence."""
+    """Return the context of every query, (N, H, K); queries see the keys of their sentence.
+
+    Args:
+        query_NHK: queries.
+        key_MHK: keys.
+        value_MHK: values.
+        queries: sentences of the queries.
+        keys: sentences of the keys.
+        is_causal: whether a query sees no later key; both are then the same tokens.
+        dropout: dropout of the attention weights, with the keys of the queries.
+    """
+    if _fuses_packed(query_NHK, len(key_MHK), keys):
+        spans = queries.bound_B, keys.bound_B, queries.span_N, keys.span_N
+        states = query_NHK, key_MHK, value_MHK
+        return fused_attention(*states, *spans, dropout, is_causal=is_causal)
+    assert dropout is None, "can_attend_packed refuses dropout without the fused kernel"
     bounds = queries.bound_B, keys.bound_B, queries.longest, keys.longest
-    return _flash_attention(query_NHK, key_MHK, value_MHK, *bounds, dropout, is_causal)[0]
+    return _flash_attention(query_NHK, key_MHK, value_MHK, *bounds, 0.0, is_causal)[0]
+
+
+def _fuses_packed(query_NHK: Tensor, num_keys: int, keys: Spans) -> bool:
+    """Return whether to use the fused kernel: in training, and for short sentences.
+
+    Flash attention's backward pass adds up gradients in no fixed order, so training with it could
+    not be repeated bit for bit.
+    """
+    if not is_fused(query_NHK):
+        return False
+    sentences = len(keys.bound_B) - 1
+    is_short = num_keys < FUSED_MEAN_LENGTH * sentences
+    return torch.is_grad_enabled() or query_NHK.dtype not in FLASH_TYPES or is_short
 
 
 def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:

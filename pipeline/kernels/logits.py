@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.cpu import LOOP_COST, can_loop, over_rows
+from pipeline.kernels.launching import is_fused, launch
 
 CACHED_ROWS = 16
 """Number of rows whose float32 copies exist at a time on CPU, so that they stay in the cache."""
 DEVICE_CHUNKS = 8
 """Number of chunks on other devices: few, as every operator costs a launch regardless of size."""
+
+LOSS_BLOCK, LOSS_WARPS = 8192, 16
+"""Logits that a program reads at a time, and its warps: every thread reads 2 x 16 bytes."""
 
 
 def rows_at_a_time(num_rows: int, *, is_cpu: bool) -> int:
@@ -30,20 +34,79 @@ def rows_at_a_time(num_rows: int, *, is_cpu: bool) -> int:
 
 
 def summed_cross_entropy(
-    logits_LV: Tensor, labels_L: Tensor, *, smoothing: float = 0.0
+    logits_LV: Tensor,
+    labels_L: Tensor,
+    *,
+    smoothing: float = 0.0,
+    vocabulary: int | None = None,
+    overwrites: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (smoothed, plain) cross entropy, summed over labels; smoothed is differentiable.
 
     Both are in float32, or in float64 if the logits are. Label smoothing interpolates the plain
     cross entropy with its mean over all V labels, as in fairseq.
+
+    Args:
+        logits_LV: logits, which may have columns of padding behind the vocabulary.
+        labels_L: int64 labels.
+        smoothing: weight of the mean.
+        vocabulary: number of columns that are no padding; None: all.
+        overwrites: whether the gradient may take the memory of the logits, which nobody else reads.
     """
+    vocabulary = vocabulary or logits_LV.shape[1]
+    if is_fused(logits_LV) and logits_LV.stride(1) == 1:
+        smoothed, plain = _FusedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits_LV, labels_L, smoothing, vocabulary, overwrites
+        )
+        return smoothed, plain
     smoothed, plain = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits_LV,
+        logits_LV[:, :vocabulary],
         labels_L,
         smoothing,
         rows_at_a_time(len(labels_L), is_cpu=logits_LV.device.type == "cpu"),
     )
     return smoothed, plain
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """Sum of cross entropies by one kernel, which reads a row twice and writes its gradient once.
+
+    Liger's kernel of the same name, which also overwrites the logits, takes no padding, and asks
+    the device whether the objective's gradient is 1, for which the host waits. Here, the kernel
+    that multiplies by it finds out on the device, and then does nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_LV: Tensor,
+        labels_L: Tensor,
+        smoothing: float,
+        vocabulary: int,
+        overwrites: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows, width = logits_LV.shape
+        d_logits_LV = None
+        if ctx.needs_input_grad[0]:
+            d_logits_LV = logits_LV.detach() if overwrites else torch.empty_like(logits_LV)
+        losses_2L = logits_LV.new_empty(2, rows, dtype=torch.float32)
+        strides = logits_LV.stride(0), 0 if d_logits_LV is None else d_logits_LV.stride(0)
+        values = logits_LV, labels_L, d_logits_LV, losses_2L, width, *strides, float(smoothing)
+        options = {"VOCABULARY": vocabulary, "BLOCK": LOSS_BLOCK, "num_warps": LOSS_WARPS}
+        launch("cross_entropy", (rows,), *values, **options)
+        ctx.save_for_backward(d_logits_LV)
+        smoothed, plain = losses_2L[0].sum(), losses_2L[1].sum()
+        ctx.mark_non_differentiable(plain)
+        return smoothed, plain
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_logits_LV,) = ctx.saved_tensors
+        rows, width = d_logits_LV.shape
+        values = d_logits_LV, gradients[0], width, d_logits_LV.stride(0)
+        launch("scale_rows", (rows,), *values, BLOCK=LOSS_BLOCK, num_warps=LOSS_WARPS)
+        return d_logits_LV, None, None, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):

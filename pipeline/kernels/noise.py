@@ -15,7 +15,7 @@ Legend: N tokens, X columns; B sentences, H heads, T queries, S keys.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,31 +63,56 @@ def number_sites(model: nn.Module) -> None:
             module.site = number * SITE_STEP  # type: ignore[assignment]
 
 
-def threshold_of(rate: float) -> int:
+class Dropout(NamedTuple):
+    """Dropout at one place of the model.
+
+    Attributes:
+        noise: keys of the rows.
+        site: number of the place.
+        rate: share of values that are zeroed.
+    """
+
+    noise: Noise
+    site: int
+    rate: float
+
+
+def dropout_in(module: nn.Module, noise: Noise | None, *, site: int, rate: float) -> Dropout | None:
+    """Return the dropout at a site of a module; None outside training and at a rate of 0."""
+    if not module.training or rate == 0:
+        return None
+    assert noise is not None, "training with dropout needs keys of random numbers"
+    return Dropout(noise, site, rate)
+
+
+def threshold(rate: float) -> int:
     """Return the bits from which a value is kept if values are dropped at a rate."""
     return min(int(rate * 2**32), _WORD)
 
 
-def dropout(x_NX: Tensor, noise: Noise, site: int, *, rate: float) -> Tensor:
+def dropout(x_NX: Tensor, dropout: Dropout) -> Tensor:
     """Zero values at a rate and divide the others by (1 - rate); differentiable, keeps no mask."""
+    noise, site, rate = dropout
     dropped: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
         x_NX, noise.seed_N, noise.row_N, site, rate
     )
     return dropped
 
 
-def weight_dropout(weight_BHTS: Tensor, noise_BT: Noise, site: int, *, rate: float) -> Tensor:
+def weight_dropout(weight_BHTS: Tensor, of_queries: Dropout) -> Tensor:
     """Apply dropout to attention weights of padded sentences.
 
-    A weight's numbers depend on the keys of its query, the head, and the position of its key.
+    A weight's numbers depend on the keys of its query, (B, T), the head, and the position of its
+    key.
     """
+    noise_BT, site, rate = of_queries
     _, heads, _, keys = weight_BHTS.shape
     head_H1 = torch.arange(heads, dtype=torch.int32, device=weight_BHTS.device)[:, None]
     # The site enters the hash as a product, so the site of a head is the same as another seed.
     seed_BHT = noise_BT.seed_N[:, None] + head_H1 * SITE_FACTOR
     row_BHT = noise_BT.row_N[:, None].expand_as(seed_BHT)
-    noise = Noise(seed_BHT.flatten(), row_BHT.flatten())
-    return dropout(weight_BHTS.view(-1, keys), noise, site, rate=rate).view_as(weight_BHTS)
+    rows = Dropout(Noise(seed_BHT.flatten(), row_BHT.flatten()), site, rate)
+    return dropout(weight_BHTS.view(-1, keys), rows).view_as(weight_BHTS)
 
 
 def uniform(noise: Noise, site: int, *, columns: int) -> Tensor:
@@ -104,7 +129,7 @@ def normal(noise: Noise, site: int, *, columns: int) -> Tensor:
 def keep(noise: Noise, site: int, columns: int, rate: float) -> Tensor:
     """Return a mask of (N, X) that is False at ``rate`` of the places."""
     if not uses_loops(noise.seed_N):
-        return _bits(noise, site, columns) >= threshold_of(rate)
+        return _bits(noise, site, columns) >= threshold(rate)
     from pipeline.kernels import compiled_loops as loops
 
     seed_N, row_N = (keys_N.contiguous().numpy() for keys_N in noise)
@@ -112,7 +137,7 @@ def keep(noise: Noise, site: int, columns: int, rate: float) -> Tensor:
     mask_NX = keep_NX.numpy()
 
     def fill(first: int, last: int) -> None:
-        loops.keep(seed_N, row_N, site, threshold_of(rate), first, last, mask_NX)
+        loops.keep(seed_N, row_N, site, threshold(rate), first, last, mask_NX)
 
     over_rows(fill, len(seed_N), cost_of_row=columns * _HASH_COST)
     return keep_NX

@@ -308,6 +308,11 @@ def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None
 _meta: ContextVar[tuple[int, int] | None] = ContextVar("meta", default=GROUPED_CAPABILITY)
 
 
+def meta_capability() -> tuple[int, int] | None:
+    """Return the CUDA capability that the meta device stands for; None: a CPU."""
+    return _meta.get()
+
+
 def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
     """Return whether a grouped product may return nonzero gradients for experts without rows.
 

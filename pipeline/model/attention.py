@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from pipeline.batching.batch import Packing
 from pipeline.kernels.attention import (
     Spans,
-    WeightNoise,
     attend,
     attend_packed,
     can_attend_packed,
 )
+from pipeline.kernels.noise import dropout_in
 from pipeline.kernels.products import Linear
 from pipeline.model.tokens import Tokens, project
 
@@ -132,18 +132,21 @@ class Attention(nn.Module):
         mask_BTT: Tensor | None = None,
     ) -> Tensor:
         """Return the context (N, D) of all heads; pad only if no packed kernel can be used."""
-        dropout = self.dropout if self.training else 0.0
+        dropout = dropout_in(self, packing.noise, site=self.site, rate=self.dropout)
         head_width = states.query_ND.shape[1] // self.num_heads
-        if mask_BTT is None and can_attend_packed(states.query_ND, head_width=head_width):
+        if mask_BTT is None and can_attend_packed(
+            states.query_ND, head_width=head_width, has_dropout=dropout is not None
+        ):
             context_NHK = attend_packed(
                 *(state.unflatten(1, (self.num_heads, -1)) for state in states),
-                queries=Spans(packing.bound_B, packing.length),
-                keys=Spans(memory.bound_B, memory.length),
+                queries=Spans(packing.bound_B, packing.length, packing.span_N),
+                keys=Spans(memory.bound_B, memory.length, memory.span_N),
                 is_causal=is_causal,
                 dropout=dropout,
             )
             return context_NHK.flatten(1)
-        noise = WeightNoise(packing.noise_BT, self.site, dropout) if dropout else None
+        if dropout is not None:
+            dropout = dropout._replace(noise=packing.noise_BT)
         query_BHTK = self.heads(packing.unpack(states.query_ND))
         key_BHSK, value_BHSK = (self.heads(memory.unpack(state)) for state in states[1:])
         # Padding is on the right, so that the causal mask alone hides it from real queries.
@@ -155,7 +158,7 @@ class Attention(nn.Module):
             allowed = (mask_BTT | is_padding_BT1)[:, None]
             mask = allowed if mask is None else allowed & mask
         context_BHTK = attend(
-            query_BHTK, key_BHSK, value_BHSK, mask=mask, is_causal=is_causal, noise=noise
+            query_BHTK, key_BHSK, value_BHSK, mask=mask, is_causal=is_causal, dropout=dropout
         )
         return packing.pack(context_BHTK.transpose(1, 2).flatten(2))
 

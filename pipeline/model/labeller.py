@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from pipeline.batching.batch import Packing
 from pipeline.batching.labelled import LabelledBatch
 from pipeline.config.settings import Route
-from pipeline.kernels.noise import dropout, number_sites
+from pipeline.kernels.noise import dropout_in, number_sites
 from pipeline.kernels.products import Linear
+from pipeline.kernels.residuals import dropped
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
 from pipeline.model.regularization import Regularization
@@ -91,8 +92,8 @@ class Labeller(nn.Module):
         x_ND = self.encode(batch, route=route, progress=progress)
         if self.kind == "tagger":
             # As in Hugging Face's models, dropout precedes a tagger's head but not a reader's.
-            if packing.noise is not None and self.dropout > 0:
-                x_ND = dropout(x_ND, packing.noise, self.site, rate=self.dropout)
+            rate = self.dropout
+            x_ND = dropped(x_ND, dropout_in(self, packing.noise, site=self.site, rate=rate))
             return Output(self.head(x_ND.index_select(0, batch.label_rows_L)), ())
         return Output(spans(self.head(x_ND), packing), ())
 

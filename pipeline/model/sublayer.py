@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.kernels.noise import Noise, dropout
+from pipeline.kernels.noise import Dropout, Noise, dropout_in
+from pipeline.kernels.residuals import add_and_norm, add_dropped, layer_norm, norm_of_sum
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.tokens import Tokens
 
@@ -34,24 +35,32 @@ class ResidualNorm(nn.LayerNorm):
         self.dropout = dropout
         self.site = 0
 
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """Return norm(x)."""
+        return layer_norm(x_ND, self)
+
     def enter(self, x_ND: Tensor) -> Tensor:
         """Return the input of the inner function."""
         return self(x_ND) if self.pre_norm else x_ND
 
     def leave(self, x_ND: Tensor, y_ND: Tensor, noise: Noise | None = None) -> Tensor:
         """Return x + dropout(y), normalized with post-norm."""
-        if self.training and self.dropout > 0:
-            assert noise is not None, "training with dropout needs keys of random numbers"
-            y_ND = dropout(y_ND, noise, self.site, rate=self.dropout)
-        x_ND = x_ND + y_ND
-        return x_ND if self.pre_norm else self(x_ND)
+        dropout = self._dropout(noise)
+        if self.pre_norm:
+            return add_dropped(x_ND, y_ND, dropout=dropout)
+        return norm_of_sum(x_ND, y_ND, self, dropout=dropout)
 
     def pass_on(
         self, x_ND: Tensor, y_ND: Tensor, following: "ResidualNorm", noise: Noise | None
     ) -> tuple[Tensor, Tensor]:
         """Return x + dropout(y), and the input of the following sublayer's inner function."""
+        if self.pre_norm:
+            return add_and_norm(x_ND, y_ND, following, dropout=self._dropout(noise))
         x_ND = self.leave(x_ND, y_ND, noise)
-        return x_ND, following.enter(x_ND)
+        return x_ND, x_ND
+
+    def _dropout(self, noise: Noise | None) -> Dropout | None:
+        return dropout_in(self, noise, site=self.site, rate=self.dropout)
 
 
 class After(Protocol):

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
-from pipeline.kernels.noise import dropout
+from pipeline.kernels.noise import dropout_in
+from pipeline.kernels.residuals import dropped
 from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.embedding import Embedding
 from pipeline.model.front_end import HasBuffers, Passage, Source
@@ -210,10 +211,7 @@ class Stack(nn.Module):
             x_ND = x_ND + sinusoids_TD[tokens.position_N].to(x_ND.dtype)
         if self.embedding_norm is not None:
             x_ND = self.embedding_norm(x_ND)
-        if not self.training or self.dropout == 0:
-            return x_ND
-        assert tokens.noise is not None, "training with dropout needs keys of random numbers"
-        return dropout(x_ND, tokens.noise, self.site, rate=self.dropout)
+        return dropped(x_ND, dropout_in(self, tokens.noise, site=self.site, rate=self.dropout))
 
     def leave(self, x_ND: Tensor) -> Tensor:
         """Return the last layer's states, normalized in a pre-norm model."""

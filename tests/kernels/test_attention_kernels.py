@@ -14,15 +14,13 @@ from pipeline.kernels import attention as kernel
 from pipeline.kernels import cpu
 from pipeline.kernels.attention import (
     RowEntries,
-    Spans,
-    WeightNoise,
     attend,
     attend_entries,
-    attend_packed,
     attention_mask,
     can_attend_packed,
 )
-from pipeline.kernels.noise import Noise, weight_dropout
+from pipeline.kernels.launching import use_fused_kernels
+from pipeline.kernels.noise import Dropout, Noise, weight_dropout
 from pipeline.model import attention as model
 from pipeline.model.attention import Attention
 
@@ -117,11 +115,11 @@ def test_attention_dropout_drops_and_rescales_weights(
     mask = key_mask([8, 3, 5])
     weights = attend(query, key, value, mask=mask)
     keys = torch.arange(24, dtype=torch.int32).view(3, 8)
-    noise = WeightNoise(Noise(keys % 5, keys), 512, 0.25)
+    of_queries = Dropout(Noise(keys % 5, keys), 512, 0.25)
     if mask_dtype != torch.bool:
         mask = attention_mask(mask, beside=torch.empty(0, device="meta"))
-    dropped = attend(query, key, value, mask=mask, noise=noise)
-    kept = weight_dropout(torch.ones(3, 2, 8, 8), noise.noise_BT, 512, rate=0.25) != 0
+    dropped = attend(query, key, value, mask=mask, dropout=of_queries)
+    kept = weight_dropout(torch.ones(3, 2, 8, 8), of_queries) != 0
     torch.testing.assert_close(dropped, torch.where(kept, weights / 0.75, 0))
 
 
@@ -253,15 +251,6 @@ def test_cross_attention_is_the_padded_one(
     assert operator.calls == 1
 
 
-def test_dropout_goes_to_the_operator_in_training_only(operator: SentenceBySentence) -> None:
-    module, packing = Attention(width=16, num_heads=4, dropout=0.5), Packing.from_lengths([6, 2])
-    tokens, x_ND = tokens_in_groups(packing.sentence_N), torch.randn(8, 16)
-    assert not torch.equal(module(x_ND, packing, tokens), module(x_ND, packing, tokens))
-    module.eval()
-    assert torch.equal(module(x_ND, packing, tokens), module(x_ND, packing, tokens))
-    assert operator.calls == 4
-
-
 def test_a_mask_has_the_padded_form_and_a_contextualiser_stays_packed(
     operator: SentenceBySentence,
 ) -> None:
@@ -297,8 +286,17 @@ def test_the_operator_is_for_half_precision_on_cards_from_ampere_on(
     dtype: torch.dtype, head_width: int, capability: tuple[int, int], can: bool
 ) -> None:
     x = torch.empty(1, dtype=dtype, device="meta")
-    assert can_attend_packed(x, head_width=head_width, capability=capability) == can
-    assert not can_attend_packed(torch.empty(1, dtype=dtype), head_width=head_width)
+    width = {"head_width": head_width, "has_dropout": False}
+    assert can_attend_packed(x, **width, capability=capability) == can
+    assert not can_attend_packed(torch.empty(1, dtype=dtype), **width)
+    use_fused_kernels(False)
+    try:
+        assert can_attend_packed(x, **width, capability=capability) == can
+        assert not can_attend_packed(
+            x, head_width=head_width, has_dropout=True, capability=capability
+        )
+    finally:
+        use_fused_kernels(True)
 
 
 def test_the_operator_takes_the_arguments_in_this_order_and_has_a_derivative() -> None:
@@ -309,8 +307,8 @@ def test_the_operator_takes_the_arguments_in_this_order_and_has_a_derivative() -
         *("dropout_p", "is_causal", "return_debug_mask"),
     ]
     states = torch.empty(10, 4, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    spans = Spans(torch.empty(4, device="meta", dtype=torch.int32), 5)
-    context = attend_packed(states, states, states, queries=spans, keys=spans, dropout=0.1)
+    bounds = torch.empty(4, device="meta", dtype=torch.int32)
+    context = kernel._flash_attention(states, states, states, bounds, bounds, 5, 5, 0.0, True)[0]
     assert context.shape == states.shape
     context.sum().backward()
     assert states.grad is not None

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.noise import (
+    Dropout,
     Noise,
     dropout,
     keep,
@@ -90,13 +91,13 @@ def test_numbers_have_their_distributions() -> None:
 def test_dropout_scales_what_it_keeps_and_so_does_its_gradient(dtype: torch.dtype) -> None:
     keys = noise(tokens=50)
     x = torch.randn(50, 33, dtype=dtype).requires_grad_()
-    y = dropout(x, keys, 256, rate=0.25)
+    y = dropout(x, Dropout(keys, 256, 0.25))
     kept = keep(keys, 256, 33, 0.25)
     torch.testing.assert_close(y, torch.where(kept, x / 0.75, 0).to(dtype))
     dy = torch.randn_like(y)
     y.backward(dy)
     torch.testing.assert_close(x.grad, torch.where(kept, dy / 0.75, 0).to(dtype))
-    assert not dropout(x, keys, 256, rate=1.0).any()
+    assert not dropout(x, Dropout(keys, 256, 1.0)).any()
 
 
 def test_tokens_have_the_same_mask_wherever_they_lie() -> None:
@@ -110,7 +111,7 @@ def test_weights_are_keyed_by_query_head_and_key() -> None:
     keys = Noise(
         torch.tensor([[3] * 4, [-9] * 4]).int(), torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0]])
     )
-    found = weight_dropout(torch.ones(2, 3, 4, 5), keys, 1024, rate=0.4)
+    found = weight_dropout(torch.ones(2, 3, 4, 5), Dropout(keys, 1024, 0.4))
 
     def is_kept(b: int, h: int, t: int, s: int) -> bool:
         seed, row = int(keys.seed_N[b, t]) % WORD, int(keys.row_N[b, t])

@@ -43,7 +43,7 @@ class Wsf(nn.Module):
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
         """Run the encoder's layers, the first ones within words; return the last states."""
         begins_N = word_begins(source, self.lone_ids)
-        if can_attend_packed(x_ND, head_width=self._head_width):
+        if can_attend_packed(x_ND, head_width=self._head_width, has_dropout=self.training):
             words = words_as_sentences(begins_N, source.packing)
             x_ND = passage.through(x_ND, self.config.layers, packing=words)
         else:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.noise import dropout, uniform
+from pipeline.kernels.noise import dropout_in, uniform
 from pipeline.kernels.placement import beside_float32, combine, gather
+from pipeline.kernels.residuals import dropped
 from pipeline.model.moe.dispatch import Dispatch, dispatch_routes, expert_capacity
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
@@ -72,13 +73,9 @@ class MixtureOfExperts(nn.Module):
     def _masked(self, dispatch: Dispatch, tokens: Tokens) -> Dispatch:
         """Zero combine weights at random in training, scale the rest (expert output masking)."""
         rate = self.regularization.expert_output_masking
-        if not self.training or rate == 0:
-            return dispatch
-        assert tokens.noise is not None, "training with noise needs keys of random numbers"
-        site = self.site + 1  # other numbers than the jitter's
-        return replace(
-            dispatch, weight_NC=dropout(dispatch.weight_NC, tokens.noise, site, rate=rate)
-        )
+        # The site after the jitter's, for other numbers.
+        dropout = dropout_in(self, tokens.noise, site=self.site + 1, rate=rate)
+        return replace(dispatch, weight_NC=dropped(dispatch.weight_NC, dropout))
 
     def _dispatch(self, routing: Routing, tokens: Tokens) -> Dispatch:
         config = self.config

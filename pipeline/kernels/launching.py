@@ -1,0 +1,115 @@
+"""Decide where fused kernels run, and launch them.
+
+The kernels (:mod:`pipeline.kernels.triton_kernels`) are written in Triton and loaded at the first
+launch: CPUs do without Triton, and CUDA builds of PyTorch install it. On the meta device, a launch
+only counts, so that neither Triton nor a GPU is needed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pipeline.kernels.products import meta_capability
+
+FUSED_CAPABILITY = (8, 0)
+"""Lowest CUDA capability for which the kernels are meant: earlier GPUs do not compute bfloat16."""
+FUSED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+LaunchCounter = Callable[[str, Sequence[Any], dict[str, Any]], None]
+"""Gets the name of a kernel, its arguments and its options."""
+
+
+class _Settings:
+    """Settings of this process: backward passes of GPUs run in threads without our context."""
+
+    uses_fused_kernels = True
+    interprets = False
+    """Whether fused kernels run on CPU, too, in Triton's interpreter."""
+    counters: tuple[LaunchCounter, ...] = ()
+
+
+def use_fused_kernels(is_on: bool) -> None:
+    """Set whether this process uses fused kernels where it can; by default it does."""
+    _Settings.uses_fused_kernels = is_on
+
+
+def is_fused(x: Tensor) -> bool:
+    """Return whether operations on tensors like ``x`` run as fused kernels.
+
+    The meta device runs them while it stands for a GPU that does.
+    """
+    if not _Settings.uses_fused_kernels or x.dtype not in FUSED_TYPES:
+        return False
+    match x.device.type:
+        case "cuda":
+            return not isinstance(x, FakeTensor) and _can_launch(x.device)
+        case "meta":
+            capability = meta_capability()
+            return capability is not None and capability >= FUSED_CAPABILITY
+        case "cpu":
+            return _Settings.interprets
+    return False
+
+
+@cache
+def _can_launch(device: torch.device) -> bool:
+    has_triton = find_spec("triton") is not None
+    return has_triton and torch.cuda.get_device_capability(device) >= FUSED_CAPABILITY
+
+
+def launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel.
+
+    Args:
+        name: name of the function in :mod:`pipeline.kernels.triton_kernels`.
+        grid: number of programs by dimension; without any, nothing runs.
+        arguments: tensors, None and numbers; the first is a tensor.
+        options: constants of the kernel, ``num_warps`` and ``num_stages``.
+    """
+    if 0 in grid:
+        return
+    if arguments[0].is_meta:
+        for count in _Settings.counters:
+            count(name, arguments, options)
+        return
+    _kernel(name)[grid](*arguments, **options, enable_fp_fusion=True)
+
+
+@cache
+def _kernel(name: str) -> Any:
+    """Return a kernel; cached, as the import statement is slow in every call."""
+    from pipeline.kernels import triton_kernels
+
+    return getattr(triton_kernels, name)
+
+
+@contextmanager
+def launches_counted_by(counter: LaunchCounter) -> Iterator[None]:
+    """Call ``counter`` at every launch on the meta device."""
+    before = _Settings.counters
+    _Settings.counters = (*before, counter)
+    try:
+        yield
+    finally:
+        _Settings.counters = before
+
+
+@contextmanager
+def fused_on_cpu() -> Iterator[None]:
+    """Run fused kernels on CPU for tests; needs ``TRITON_INTERPRET=1`` before Triton is loaded."""
+    _Settings.interprets = True
+    try:
+        yield
+    finally:
+        _Settings.interprets = False
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``: sizes of blocks."""
+    return 1 << max(number - 1, 0).bit_length()

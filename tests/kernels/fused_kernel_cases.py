@@ -1,0 +1,369 @@
+"""Fused kernels against PyTorch's operators, in Triton's interpreter.
+
+:mod:`test_fused_kernels` runs this file in a process of its own with ``TRITON_INTERPRET=1``, which
+Triton reads when it is loaded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.kernels import logits as logits_kernels
+from pipeline.kernels.activations import activated_linear
+from pipeline.kernels.attention import Spans, attend_packed, can_attend_packed
+from pipeline.kernels.launching import fused_on_cpu, is_fused, use_fused_kernels
+from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.noise import Noise, keep
+from pipeline.kernels.packed_attention import sliced
+from pipeline.kernels.products import Activation
+from pipeline.kernels.residuals import add_and_norm, add_dropped, dropped, norm_of_sum
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE)
+SITES = [256, 2**31 - 256]
+
+
+@pytest.fixture(autouse=True)
+def fused() -> Iterator[None]:
+    torch.manual_seed(0)
+    with fused_on_cpu():
+        yield
+
+
+def mixed(bits: Any) -> Any:
+    """Return lowbias32 of uint32 numbers."""
+    bits = bits ^ (bits >> np.uint32(16))
+    bits = bits * np.uint32(0x7FEB352D)
+    bits = bits ^ (bits >> np.uint32(15))
+    bits = bits * np.uint32(0x846CA68B)
+    return bits ^ (bits >> np.uint32(16))
+
+
+def kept(noise: Noise, site: int, columns: int, rate: float) -> Tensor:
+    """Return the values that dropout keeps, from 32-bit arithmetic of NumPy."""
+    seed_N, row_N = (x.numpy().view(np.uint32)[:, None] for x in noise)
+    site_bits = np.uint32(site * 0x1B873593 % 2**32)
+    key_N1 = mixed(mixed(seed_N + site_bits) ^ (row_N * np.uint32(0x85EBCA6B)))
+    column_C = np.arange(columns, dtype=np.uint32) * np.uint32(0xC2B2AE35)
+    return torch.from_numpy(mixed(key_N1 ^ column_C) >= np.uint32(int(rate * 2**32)))
+
+
+def drop(x: Tensor, noise: Noise, site: int, rate: float) -> Tensor:
+    return torch.where(kept(noise, site, x.shape[1], rate), x / (1 - rate), 0.0)
+
+
+def noise_of(*rows: int) -> Noise:
+    """Return the keys of micro-batches of so many tokens, each with a seed of its own."""
+    seeds = torch.randint(-(2**31), 2**31, (len(rows),), dtype=torch.int32)
+    numbers = [torch.arange(n, dtype=torch.int32) for n in rows]
+    return Noise(seeds.repeat_interleave(torch.tensor(rows)), torch.cat(numbers))
+
+
+def assert_close(found: Tensor, expected: Tensor, *, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    distance = (found.double() - expected.double()).norm()
+    assert distance <= tolerance * expected.double().norm() + 1e-6
+
+
+def assert_same(
+    ours: Callable[..., Sequence[Tensor]],
+    reference: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Compare results and gradients; the reference computes in float32."""
+    given = [x.detach().clone().to(dtype).requires_grad_() for x in inputs]
+    exact = [x.detach().clone().float().requires_grad_() for x in given]
+    found, expected = ours(*given), reference(*exact)
+    gradients = [torch.randn_like(y) for y in expected]
+    torch.autograd.backward(found, [d.to(dtype) for d in gradients])
+    torch.autograd.backward(expected, [d.to(dtype).float() for d in gradients])
+    for y, z in zip(found, expected, strict=True):
+        assert_close(y, z, tolerance=TOLERANCE[dtype])
+    for x, z in zip(given, exact, strict=True):
+        assert x.grad is not None
+        assert z.grad is not None
+        assert_close(x.grad, z.grad, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.7])
+def test_noise_is_a_hash_of_its_keys_and_drops_the_rate(site: int, rate: float) -> None:
+    noise = noise_of(20, 30)
+    found = keep(noise, site, 400, rate)
+    assert torch.equal(found, kept(noise, site, 400, rate))
+    assert abs(found.float().mean() - (1 - rate)) < 0.01
+
+
+def test_fused_kernels_run_only_where_they_may() -> None:
+    x = torch.zeros(2, 2)
+    assert is_fused(x)
+    assert not is_fused(x.double())
+    use_fused_kernels(False)
+    try:
+        assert not is_fused(x)
+    finally:
+        use_fused_kernels(True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width", "rate", "site"),
+    [
+        ((0,), 48, 0.3, 256),
+        ((1,), 16, 0.0, 256),
+        ((5, 32), 48, 0.6, SITES[1]),
+        ((290,), 24, 0.3, 512),
+    ],
+)
+def test_residual_kernels_equal_pytorch(
+    rows: tuple[int, ...], width: int, rate: float, site: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    noise = noise_of(*rows)
+    norm = nn.LayerNorm(width)
+    x_ND, y_ND = torch.randn(2, sum(rows), width)
+    parameters = [torch.randn(width) for _ in range(2 + has_bias)]
+
+    def added(x: Tensor, y: Tensor, bias: Sequence[Tensor]) -> Tensor:
+        return x + drop(sum(bias, y), noise, site, rate)
+
+    def normed(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        return F.layer_norm(x, (width,), weight, shift, norm.eps)
+
+    def with_norm(weight: Tensor, shift: Tensor) -> nn.LayerNorm:
+        norm.__dict__.update(weight=weight, bias=shift)
+        norm._parameters.clear()
+        return norm
+
+    def options(bias: Sequence[Tensor]) -> dict[str, Any]:
+        y_bias_D = bias[0] if bias else None
+        return {"y_bias_D": y_bias_D, "noise": noise, "site": site, "rate": rate}
+
+    def both(x: Tensor, y: Tensor, weight: Tensor, shift: Tensor, *bias: Tensor) -> Any:
+        return add_and_norm(x, y, with_norm(weight, shift), **options(bias))
+
+    def reference(x: Tensor, y: Tensor, weight: Tensor, shift: Tensor, *bias: Tensor) -> Any:
+        total = added(x, y, bias)
+        return total, normed(total, weight, shift)
+
+    def post(x: Tensor, y: Tensor, weight: Tensor, shift: Tensor, *bias: Tensor) -> Any:
+        return [norm_of_sum(x, y, with_norm(weight, shift), **options(bias))]
+
+    inputs = [x_ND, y_ND, *parameters]
+    assert_same(both, reference, inputs, dtype=dtype)
+    assert_same(post, lambda *values: reference(*values)[1:], inputs, dtype=dtype)
+    assert_same(
+        lambda x, y, *bias: [add_dropped(x, y, **options(bias))],
+        lambda x, y, *bias: [added(x, y, bias)],
+        [x_ND, y_ND, *parameters[2:]],
+        dtype=dtype,
+    )
+    if not has_bias:
+        assert_same(
+            lambda x, weight, shift: [norm_of_sum(x, None, with_norm(weight, shift))],
+            lambda *values: [normed(*values)],
+            [x_ND, *parameters],
+            dtype=dtype,
+        )
+        assert_same(
+            lambda x: [dropped(x, noise, site=site, rate=rate) * 1],
+            lambda x: [drop(x, noise, site, rate)],
+            [x_ND],
+            dtype=dtype,
+        )
+
+
+def test_a_norm_that_nobody_uses_gets_no_gradient() -> None:
+    x_ND, y_ND = torch.randn(2, 7, 16).requires_grad_()
+    norm = nn.LayerNorm(16)
+    total_ND, _ = add_and_norm(x_ND, y_ND, norm)
+    d_x_ND, d_weight_D = torch.autograd.grad(total_ND.sum(), (x_ND, norm.weight), allow_unused=True)
+    assert torch.equal(d_x_ND, torch.ones(7, 16))
+    assert d_weight_D is None
+
+
+def test_dropout_does_not_depend_on_how_micro_batches_share_a_pass() -> None:
+    first, second = noise_of(6), noise_of(9)
+    x_ND, y_ND = torch.randn(2, 15, 32)
+    options: dict[str, Any] = {"site": 256, "rate": 0.5}
+    apart = [
+        add_dropped(x_ND[:6], y_ND[:6], noise=first, **options),
+        add_dropped(x_ND[6:], y_ND[6:], noise=second, **options),
+    ]
+    joined = Noise(*(torch.cat([b, a]) for a, b in zip(first, second, strict=True)))
+    swapped = [torch.cat([x[6:], x[:6]]) for x in (x_ND, y_ND)]
+    together = add_dropped(*swapped, noise=joined, **options)
+    assert torch.equal(together, torch.cat(apart[::-1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [128, 8192])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "columns"), [(0, 301, 320), (1, 256, 256), (9, 301, 448)]
+)
+def test_cross_entropy_equals_pytorch(
+    rows: int, vocabulary: int, columns: int, smoothing: float, block: int, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logits_kernels, "LOSS_BLOCK", block)
+    logits_LV = (torch.randn(rows, columns) * 3).to(dtype)
+    labels_L = torch.randint(0, vocabulary, (rows,))
+    exact = logits_LV[:, :vocabulary].float().requires_grad_()
+    by = [
+        F.cross_entropy(exact, labels_L, reduction="sum", label_smoothing=s) for s in (smoothing, 0)
+    ]
+    (by[0] * 3).backward()
+    expected = F.pad(exact.grad, (0, columns - vocabulary))
+    for overwrites in (False, True):
+        given = logits_LV.clone().requires_grad_()
+        through = given * 1
+        options: dict[str, Any] = {"smoothing": smoothing, "vocabulary": vocabulary}
+        found = summed_cross_entropy(through, labels_L, overwrites=overwrites, **options)
+        assert torch.equal(through, logits_LV) or overwrites
+        with torch.no_grad():
+            again = summed_cross_entropy(logits_LV, labels_L, **options)
+        (found[0] * 3).backward()
+        for loss, same, other in zip(found, again, by, strict=True):
+            assert loss == same
+            assert_close(loss, other, tolerance=1e-5)
+        assert_close(given.grad, expected, tolerance=TOLERANCE[dtype])
+        assert not given.grad[:, vocabulary:].any()
+
+
+def test_a_view_of_padded_logits_gets_the_gradient_of_its_copy() -> None:
+    padded, labels_L = torch.randn(5, 64), torch.randint(0, 50, (5,))
+    given = padded.requires_grad_()
+    summed_cross_entropy(given[:, :50], labels_L)[0].backward()
+    copy = padded.detach()[:, :50].clone().requires_grad_()
+    F.cross_entropy(copy, labels_L, reduction="sum").backward()
+    assert_close(given.grad[:, :50], copy.grad, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 270])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_linear_layers_with_activation_equal_pytorch(
+    activation: Activation | None, rows: int, dtype: torch.dtype
+) -> None:
+    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        y = F.linear(x, weight, bias)
+        return [y if activation is None else getattr(F, activation)(y)]
+
+    assert_same(
+        lambda *values: [activated_linear(*values, activation)],
+        reference,
+        [torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40)],
+        dtype=dtype,
+    )
+
+
+def test_a_gradient_that_others_share_is_not_overwritten() -> None:
+    x, weight, other = torch.randn(5, 8), torch.randn(6, 8), torch.randn(5, 6).requires_grad_()
+    (activated_linear(x, weight.requires_grad_(), torch.randn(6), "relu") + other).sum().backward()
+    assert torch.equal(other.grad, torch.ones(5, 6))
+
+
+def spans_of(lengths: Sequence[int]) -> Spans:
+    length_B = torch.tensor(lengths)
+    sentence_N = torch.arange(len(lengths)).repeat_interleave(length_B)
+    return Spans(F.pad(length_B.cumsum(0), (1, 0)).int(), max(lengths, default=0), sentence_N.int())
+
+
+def attention_by_sentence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Spans,
+    keys: Spans,
+    is_causal: bool,
+    masks: Tensor | None,
+) -> Tensor:
+    """Return softmax(q kᵀ / sqrt(K)) v of every sentence and head; ``masks`` is (H, N, S)."""
+    found = [torch.zeros_like(q)[:0]]
+    bounds = zip(pairwise(queries.bound_B.tolist()), pairwise(keys.bound_B.tolist()), strict=True)
+    for (first, last), (start, stop) in bounds:
+        score_HTS = torch.einsum("thk,shk->hts", q[first:last], k[start:stop]) / q.shape[2] ** 0.5
+        if is_causal:
+            hidden = torch.ones(score_HTS.shape[1:], dtype=torch.bool).triu(1)
+            score_HTS = score_HTS.masked_fill(hidden, -torch.inf)
+        weight_HTS = score_HTS.softmax(-1)
+        if masks is not None:
+            weight_HTS = weight_HTS * masks[:, first:last, : stop - start]
+        found.append(torch.einsum("hts,shk->thk", weight_HTS, v[start:stop]))
+    return torch.cat(found)
+
+
+LENGTHS = [[1], [], [5, 1, 30, 7, 9, 40, 3, 2, 17]]
+OTHER_LENGTHS = [[33], [], [6, 2, 17, 70, 1, 33, 4, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "case"), [(16, 0), (32, 1), (24, 2), (96, 2), (128, 2)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_packed_attention_equals_attention_of_each_sentence(
+    width: int, case: int, is_causal: bool, rate: float, dtype: torch.dtype
+) -> None:
+    heads, site = 2, SITES[1]
+    queries, keys = (
+        spans_of(LENGTHS[case]),
+        spans_of((LENGTHS if is_causal else OTHER_LENGTHS)[case]),
+    )
+    num_queries, num_keys = int(queries.bound_B[-1]), int(keys.bound_B[-1])
+    noise = noise_of(num_queries // 3, num_queries - num_queries // 3)
+    masks = [kept(noise, site + h, max(keys.longest, 1), rate) / (1 - rate) for h in range(heads)]
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "dropout": rate,
+        "noise": noise,
+        "site": site,
+    }
+    sizes = [(n, heads * width) for n in (num_queries, num_keys, num_keys)]
+    mask_HNS = torch.stack(masks) if rate else None
+
+    def ours(*states: Tensor) -> list[Tensor]:
+        heads_of = [x.unflatten(1, (heads, -1)) for x in states]
+        return [attend_packed(*heads_of, queries=queries, keys=keys, **options)]
+
+    def reference(*states: Tensor) -> list[Tensor]:
+        heads_of = [x.unflatten(1, (heads, -1)) for x in states]
+        return [attention_by_sentence(*heads_of, queries, keys, is_causal, mask_HNS)]
+
+    assert can_attend_packed(torch.empty(1), head_width=width)
+    assert_same(ours, reference, [torch.randn(size) for size in sizes], dtype=dtype)
+    if is_causal:
+        joined = [torch.randn(num_queries, 3 * heads * width)]
+        assert_same(
+            lambda x: ours(*sliced(x, 3)), lambda x: reference(*x.chunk(3, 1)), joined, dtype=dtype
+        )
+
+
+def test_gradients_of_a_fused_projection_need_no_copy() -> None:
+    spans, x_NX = spans_of([3, 4]), torch.randn(7, 96, requires_grad=True)
+    slices = sliced(x_NX, 3)
+    seen: list[Tensor] = []
+    for part in slices:
+        part.register_hook(seen.append)
+    attend_packed(
+        *(x.unflatten(1, (2, 16)) for x in slices), queries=spans, keys=spans
+    ).sum().backward()
+    assert x_NX.grad is not None
+    assert {d.untyped_storage().data_ptr() for d in seen} == {
+        x_NX.grad.untyped_storage().data_ptr()
+    }
+
+
+def test_slices_pass_on_gradients_of_any_layout() -> None:
+    x_NX = torch.randn(5, 6, requires_grad=True)
+    first, _, last = sliced(x_NX, 3)
+    (first.sum() + 2 * last.sum()).backward()
+    assert torch.equal(x_NX.grad, torch.tensor([1.0, 1, 0, 0, 2, 2]).expand(5, 6))

@@ -1,0 +1,140 @@
+"""Compile the fused kernels for an H100, which needs Triton and no GPU.
+
+Each kernel is compiled as the package launches it on the meta device, in bfloat16 and at the sizes
+of ``dense_opus100`` (D 1,024, F 4,096) with a vocabulary of 64,101 in 64,128 columns and heads of
+128 and 64 values. The program prints a JSON object: resources by kernel and constants.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipeline.kernels import launching, triton_kernels
+from pipeline.kernels.activations import activated_linear
+from pipeline.kernels.attention import Spans, attend_packed
+from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.noise import Noise
+from pipeline.kernels.packed_attention import sliced
+from pipeline.kernels.residuals import add_and_norm, add_dropped, dropped, norm_of_sum
+
+META, BFLOAT16 = torch.device("meta"), torch.bfloat16
+H100 = GPUTarget("cuda", 90, 32)
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+ROWS, WIDTH, HIDDEN, VOCABULARY, COLUMNS = 4096, 1024, 4096, 64_101, 64_128
+"""Rows: a multiple of 16, so that strides and sizes are specialized as in training."""
+
+
+def states(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=BFLOAT16, device=META, requires_grad=True)
+
+
+def backward(*results: Tensor) -> None:
+    torch.autograd.backward(results, [torch.empty_like(result) for result in results])
+
+
+def run_everything() -> None:
+    """Launch every kernel forward and backward on the meta device."""
+    numbers = torch.empty(ROWS, dtype=torch.int32, device=META)
+    noise, norm = Noise(numbers, numbers), nn.LayerNorm(WIDTH, device=META, dtype=BFLOAT16)
+    x_ND, y_ND, bias_D = states(ROWS, WIDTH), states(ROWS, WIDTH), states(WIDTH)
+    options: dict[str, Any] = {"y_bias_D": bias_D, "noise": noise, "site": 256, "rate": 0.1}
+    backward(*add_and_norm(x_ND, y_ND, norm, **options))
+    backward(norm_of_sum(x_ND, y_ND, norm, **options))
+    backward(norm_of_sum(x_ND, None, norm))
+    backward(add_dropped(x_ND, y_ND, **options))
+    backward(dropped(x_ND, noise, site=256, rate=0.1))
+    for activation in (None, "relu", "gelu"):
+        weight_FD, bias_F = states(HIDDEN, WIDTH), states(HIDDEN)
+        backward(activated_linear(x_ND, weight_FD, bias_F, activation))
+    logits_LV = states(ROWS, COLUMNS)
+    labels_L = torch.empty(ROWS, dtype=torch.int64, device=META)
+    loss, _ = summed_cross_entropy(logits_LV, labels_L, smoothing=0.1, vocabulary=VOCABULARY)
+    loss.backward()
+    spans = Spans(torch.empty(129, dtype=torch.int32, device=META), 64, numbers)
+    for heads in (8, 16):
+        for is_causal, rate in ((True, 0.1), (False, 0.1), (False, 0.0)):
+            joined = (x.unflatten(1, (heads, -1)) for x in sliced(states(ROWS, 3 * WIDTH), 3))
+            kind: dict[str, Any] = {"is_causal": is_causal, "dropout": rate, "noise": noise}
+            backward(attend_packed(*joined, queries=spans, keys=spans, **kind))
+
+
+def type_of(value: Any) -> str:
+    match value:
+        case Tensor():
+            return TYPES[value.dtype]
+        case float():
+            return "fp32"
+        case int():
+            return "i32"
+    return "constexpr"
+
+
+def compiled(name: str, arguments: Sequence[Any], constants: dict[str, Any]) -> dict[str, int]:
+    """Compile a kernel as Triton does at a launch, and return its resources."""
+    kernel = getattr(triton_kernels, name)
+    options = {
+        k: constants.pop(k)
+        for k in ("num_warps", "num_stages", "enable_fp_fusion")
+        if k in constants
+    }
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+    signature = {n: "constexpr" if n in constants else type_of(v) for n, v in values.items()}
+    fixed = {n: v for n, v in values.items() if signature[n] == "constexpr"}
+    places = {n: (kernel.arg_names.index(n),) for n in values}
+    general = {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
+    aligned = {
+        places[n]: [["tt.divisibility", 16]]
+        for n, v in values.items()
+        if isinstance(v, Tensor)
+        or (type_of(v) == "i32" and n not in general | set(constants) and v % 16 == 0)
+    }
+    source = ASTSource(kernel, signature, {places[n]: v for n, v in fixed.items()}, aligned)
+    built = triton.compile(source, target=H100, options=options)
+    return usage(built.asm["cubin"]) | {
+        "shared": built.metadata.shared,
+        "wgmma": built.asm["ptx"].count("wgmma.mma_async"),
+        "v4": len(re.findall(r"(?:ld|st)\.global[^;]*v4", built.asm["ptx"])),
+    }
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Return the registers and the bytes of stack, to which registers spill, per thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
+    return {name.lower(): int(value) for name, value in found}
+
+
+def main() -> None:
+    launches: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {}
+
+    def remember(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        present = [type_of(a) for a in arguments if not isinstance(a, int | float)]
+        launches.setdefault(f"{name} {options} {present}", (name, arguments, options))
+
+    with launching.launches_counted_by(remember):
+        run_everything()
+    found = {
+        key: compiled(name, arguments, dict(options))
+        for key, (name, arguments, options) in launches.items()
+    }
+    json.dump(found, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()
