@@ -189,7 +189,7 @@ def test_experts_launch_as_much_for_many_micro_batches_as_for_two(prioritized: b
     counts = []
     for number in (2, 9):
         batches = [random_batch(spec, sentences=2, seed=seed) for seed in range(number)]
-        joined = join([batch.to(torch.device("meta")) for batch in batches])
+        joined = join([batch.keyed(1) for batch in batches]).to(torch.device("meta"))
         with CountingOperators() as counter:  # type: ignore[no-untyped-call]
             training_loss(model, joined, LossConfig.model_validate(LOSS)).objective.backward()
         counts.append(counter.count)
