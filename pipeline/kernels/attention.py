@@ -34,7 +34,8 @@ MAX_HEAD_WIDTH = 128
 """Largest head width of packed attention: every GPU has a backward pass with dropout up to this
 width; beyond 192, some have none."""
 FUSED_MEAN_LENGTH = 256
-"""Mean number of keys per sentence below which the fused kernel runs in 16 bits (a model)."""
+"""Mean number of keys per sentence up to which 16-bit attention uses the fused kernel: an estimate,
+not a measurement."""
 
 
 def fused_attention_pays(query_BHTK: Tensor, *, dropout: float = 0.0) -> bool:
@@ -173,7 +174,7 @@ def _fuses_packed(query_NHK: Tensor, num_keys: int, queries: Spans, keys: Spans)
     if queries.sentence_N is None or keys.sentence_N is None or not is_fused(query_NHK):
         return False
     sentences = len(keys.bound_B) - 1
-    return query_NHK.dtype not in FLASH_TYPES or num_keys < FUSED_MEAN_LENGTH * sentences
+    return query_NHK.dtype not in FLASH_TYPES or num_keys <= FUSED_MEAN_LENGTH * sentences
 
 
 def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:

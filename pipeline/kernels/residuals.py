@@ -10,7 +10,6 @@ Legend: N tokens, D model width.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -192,7 +191,9 @@ class _Residual(torch.autograd.Function):
             written = dx_ND if has_norm else None, None if seed_N is None else dy_ND
             options = block_of(width) | {"SUMS_BIAS": sums_bias}
             numbers = rows, *ctx.numbers
-            launch("residual_backward", (programs,), sums_3PD, *given, *written, *numbers, **options)
+            launch(
+                "residual_backward", (programs,), sums_3PD, *given, *written, *numbers, **options
+            )
         parameters: list[Tensor | None] = [None, None, None]
         first, last = 0 if has_norm else 2, 3 if sums_bias else 2
         if first < last:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.kernels import logits as logits_kernels
+from pipeline.kernels import activations, logits, residuals
 from pipeline.kernels.activations import activated_linear
 from pipeline.kernels.attention import Spans, attend_packed, can_attend_packed
 from pipeline.kernels.launching import fused_on_cpu, is_fused, use_fused_kernels
@@ -24,14 +24,17 @@ from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation
 from pipeline.kernels.residuals import add_and_norm, add_dropped, dropped, norm_of_sum
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-DTYPES = list(TOLERANCE)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = [torch.float32, torch.bfloat16]
 SITES = [256, 2**31 - 256]
 
 
 @pytest.fixture(autouse=True)
-def fused() -> Iterator[None]:
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
+    # Few programs, so that each adds up several rows.
+    monkeypatch.setattr(residuals, "PROGRAMS", 4)
+    monkeypatch.setattr(activations, "PROGRAMS", 4)
     with fused_on_cpu():
         yield
 
@@ -68,7 +71,8 @@ def noise_of(*rows: int) -> Noise:
 def assert_close(found: Tensor, expected: Tensor, *, tolerance: float) -> None:
     assert found.shape == expected.shape
     distance = (found.double() - expected.double()).norm()
-    assert distance <= tolerance * expected.double().norm() + 1e-6
+    # Relative to the reference or, where that cancels out, to the values of about 1 it is made of.
+    assert distance <= tolerance * (expected.double().norm() + 0.1 * expected.numel() ** 0.5)
 
 
 def assert_same(
@@ -117,7 +121,7 @@ def test_fused_kernels_run_only_where_they_may() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width", "rate", "site"),
-    [((0,), 48, 0.3, 256), ((1,), 16, 0.0, 256), ((5, 32), 48, 0.6, SITES[1]), ((290,), 24, 0.3, 512)],
+    [((0,), 48, 0.3, 256), ((1,), 16, 0.0, 256), ((5, 9), 48, 0.6, SITES[1]), ((9,), 24, 0.3, 512)],
 )
 def test_residual_kernels_equal_pytorch(
     rows: tuple[int, ...], width: int, rate: float, site: int, has_bias: bool, dtype: torch.dtype
@@ -202,16 +206,20 @@ def test_dropout_does_not_depend_on_how_micro_batches_share_a_pass() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [128, 8192])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("rows", "vocabulary", "columns"), [(0, 301, 320), (1, 256, 256), (9, 301, 448)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "columns"), [(0, 301, 320), (1, 256, 256), (9, 301, 448)]
+)
 def test_cross_entropy_equals_pytorch(
     rows: int, vocabulary: int, columns: int, smoothing: float, block: int, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(logits_kernels, "LOSS_BLOCK", block)
+    monkeypatch.setattr(logits, "LOSS_BLOCK", block)
     logits_LV = (torch.randn(rows, columns) * 3).to(dtype)
     labels_L = torch.randint(0, vocabulary, (rows,))
     exact = logits_LV[:, :vocabulary].float().requires_grad_()
-    by = [F.cross_entropy(exact, labels_L, reduction="sum", label_smoothing=s) for s in (smoothing, 0)]
+    by = [
+        F.cross_entropy(exact, labels_L, reduction="sum", label_smoothing=s) for s in (smoothing, 0)
+    ]
     (by[0] * 3).backward()
     expected = F.pad(exact.grad, (0, columns - vocabulary))
     for overwrites in (False, True):
@@ -240,7 +248,7 @@ def test_a_view_of_padded_logits_gets_the_gradient_of_its_copy() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 270])
+@pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_linear_layers_with_activation_equal_pytorch(
     activation: Activation | None, rows: int, dtype: torch.dtype
@@ -264,16 +272,22 @@ def test_a_gradient_that_others_share_is_not_overwritten() -> None:
 
 
 def spans_of(lengths: Sequence[int]) -> Spans:
-    length_B = torch.tensor(lengths)
+    length_B = torch.tensor(lengths, dtype=torch.int64)
     sentence_N = torch.arange(len(lengths)).repeat_interleave(length_B)
     return Spans(F.pad(length_B.cumsum(0), (1, 0)).int(), max(lengths, default=0), sentence_N.int())
 
 
 def attention_by_sentence(
-    q: Tensor, k: Tensor, v: Tensor, queries: Spans, keys: Spans, is_causal: bool, masks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Spans,
+    keys: Spans,
+    is_causal: bool,
+    masks: Tensor | None,
 ) -> Tensor:
     """Return softmax(q kᵀ / sqrt(K)) v of every sentence and head; ``masks`` is (H, N, S)."""
-    found = [torch.zeros_like(q)[:0]]
+    found = [q[:0] + k[:0] + v[:0]]
     bounds = zip(pairwise(queries.bound_B.tolist()), pairwise(keys.bound_B.tolist()), strict=True)
     for (first, last), (start, stop) in bounds:
         score_HTS = torch.einsum("thk,shk->hts", q[first:last], k[start:stop]) / q.shape[2] ** 0.5
@@ -287,11 +301,12 @@ def attention_by_sentence(
     return torch.cat(found)
 
 
-LENGTHS = [[1], [], [5, 1, 30, 7, 9, 40, 3, 2, 17]]
+LENGTHS = [[3], [], [5, 1, 30, 7, 9, 40, 3, 2, 17]]
 OTHER_LENGTHS = [[33], [], [6, 2, 17, 70, 1, 33, 4, 1, 1]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# The interpreter has no products of bfloat16 (Triton 3.9).
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("width", "case"), [(16, 0), (32, 1), (24, 2), (96, 2), (128, 2)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.4])
@@ -299,11 +314,19 @@ def test_packed_attention_equals_attention_of_each_sentence(
     width: int, case: int, is_causal: bool, rate: float, dtype: torch.dtype
 ) -> None:
     heads, site = 2, SITES[1]
-    queries, keys = spans_of(LENGTHS[case]), spans_of((LENGTHS if is_causal else OTHER_LENGTHS)[case])
+    queries, keys = (
+        spans_of(LENGTHS[case]),
+        spans_of((LENGTHS if is_causal else OTHER_LENGTHS)[case]),
+    )
     num_queries, num_keys = int(queries.bound_B[-1]), int(keys.bound_B[-1])
     noise = noise_of(num_queries // 3, num_queries - num_queries // 3)
     masks = [kept(noise, site + h, max(keys.longest, 1), rate) / (1 - rate) for h in range(heads)]
-    options: dict[str, Any] = {"is_causal": is_causal, "dropout": rate, "noise": noise, "site": site}
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "dropout": rate,
+        "noise": noise,
+        "site": site,
+    }
     sizes = [(n, heads * width) for n in (num_queries, num_keys, num_keys)]
     mask_HNS = torch.stack(masks) if rate else None
 
@@ -330,9 +353,13 @@ def test_gradients_of_a_fused_projection_need_no_copy() -> None:
     seen: list[Tensor] = []
     for part in slices:
         part.register_hook(seen.append)
-    attend_packed(*(x.unflatten(1, (2, 16)) for x in slices), queries=spans, keys=spans).sum().backward()
+    attend_packed(
+        *(x.unflatten(1, (2, 16)) for x in slices), queries=spans, keys=spans
+    ).sum().backward()
     assert x_NX.grad is not None
-    assert {d.untyped_storage().data_ptr() for d in seen} == {x_NX.grad.untyped_storage().data_ptr()}
+    assert {d.untyped_storage().data_ptr() for d in seen} == {
+        x_NX.grad.untyped_storage().data_ptr()
+    }
 
 
 def test_slices_pass_on_gradients_of_any_layout() -> None:

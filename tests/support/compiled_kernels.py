@@ -69,34 +69,37 @@ def run_everything() -> None:
             backward(attend_packed(*joined, queries=spans, keys=spans, **kind))
 
 
-def type_of(value: Any) -> str:
-    match value:
-        case Tensor():
-            return TYPES[value.dtype]
-        case float():
-            return "fp32"
-        case int():
-            return "i32"
-    return "constexpr"
+def type_of(value: Tensor | float) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
-def compiled(name: str, arguments: Sequence[Any], constants: dict[str, Any]) -> dict[str, int]:
+def compiled(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, int]:
     """Compile a kernel as Triton does at a launch, and return its resources."""
     kernel = getattr(triton_kernels, name)
-    options = {k: constants.pop(k) for k in ("num_warps", "num_stages", "enable_fp_fusion") if k in constants}
-    values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-    signature = {n: "constexpr" if n in constants else type_of(v) for n, v in values.items()}
-    fixed = {n: v for n, v in values.items() if signature[n] == "constexpr"}
-    places = {n: (kernel.arg_names.index(n),) for n in values}
-    general = {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
+    given = dict(zip(kernel.arg_names, arguments, strict=False))
+    constants = {n: v for n, v in options.items() if n in kernel.arg_names}
+    launched = {n: v for n, v in options.items() if n not in constants}
+    constants |= {n: v for n, v in given.items() if v is None}
+    values = {n: v for n, v in given.items() if v is not None}
+    place = {n: kernel.arg_names.index(n) for n in (*given, *constants)}
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    signature |= {n: type_of(v) for n, v in values.items()}
+    specialized = {p.name for p in kernel.params if not p.do_not_specialize}
     aligned = {
-        places[n]: [["tt.divisibility", 16]]
+        (place[n],): [["tt.divisibility", 16]]
         for n, v in values.items()
-        if isinstance(v, Tensor) or (type_of(v) == "i32" and n not in general | set(constants) and v % 16 == 0)
+        if isinstance(v, Tensor) or (isinstance(v, int) and n in specialized and v % 16 == 0)
     }
-    source = ASTSource(kernel, signature, {places[n]: v for n, v in fixed.items()}, aligned)
-    built = triton.compile(source, target=H100, options=options)
-    return usage(built.asm["cubin"]) | {"shared": built.metadata.shared, "wgmma": built.asm["ptx"].count("wgmma.mma_async"), "v4": len(re.findall(r"(?:ld|st)\.global[^;]*v4", built.asm["ptx"]))}
+    source = ASTSource(kernel, signature, {(place[n],): v for n, v in constants.items()}, aligned)
+    built = triton.compile(source, target=H100, options=launched | {"enable_fp_fusion": True})
+    assembly = built.asm["ptx"]
+    return usage(built.asm["cubin"]) | {
+        "shared": built.metadata.shared,
+        "tensor_core_products": assembly.count("wgmma.mma_async"),
+        "wide_accesses": len(re.findall(r"(?:ld|st)\.global[^;]*\.v4", assembly)),
+    }
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -112,15 +115,17 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    launches: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {}
+    """Print the resources of every kernel that is launched."""
+    found: dict[str, dict[str, int]] = {}
 
-    def remember(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
-        present = [type_of(a) for a in arguments if not isinstance(a, int | float)]
-        launches.setdefault(f"{name} {options} {present}", (name, arguments, options))
+    def compile_once(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        is_given = "".join("01"[value is not None] for value in arguments)
+        key = f"{name} {is_given} {options}"
+        if key not in found:
+            found[key] = compiled(name, arguments, options)
 
-    with launching.launches_counted_by(remember):
+    with launching.launches_counted_by(compile_once):
         run_everything()
-    found = {key: compiled(name, arguments, dict(options)) for key, (name, arguments, options) in launches.items()}
     json.dump(found, sys.stdout, indent=1)
 
 
