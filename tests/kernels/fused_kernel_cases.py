@@ -61,6 +61,11 @@ def drop(x: Tensor, noise: Noise, site: int, rate: float) -> Tensor:
     return torch.where(kept(noise, site, x.shape[1], rate), x / (1 - rate), 0.0)
 
 
+def gradient(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
 def noise_of(*rows: int) -> Noise:
     """Return the keys of micro-batches of so many tokens, each with a seed of its own."""
     seeds = torch.randint(-(2**31), 2**31, (len(rows),), dtype=torch.int32)
@@ -92,9 +97,7 @@ def assert_same(
     for y, z in zip(found, expected, strict=True):
         assert_close(y, z, tolerance=TOLERANCE[dtype])
     for x, z in zip(given, exact, strict=True):
-        assert x.grad is not None
-        assert z.grad is not None
-        assert_close(x.grad, z.grad, tolerance=TOLERANCE[dtype])
+        assert_close(gradient(x), gradient(z), tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -221,7 +224,7 @@ def test_cross_entropy_equals_pytorch(
         F.cross_entropy(exact, labels_L, reduction="sum", label_smoothing=s) for s in (smoothing, 0)
     ]
     (by[0] * 3).backward()
-    expected = F.pad(exact.grad, (0, columns - vocabulary))
+    expected = F.pad(gradient(exact), (0, columns - vocabulary))
     for overwrites in (False, True):
         given = logits_LV.clone().requires_grad_()
         through = given * 1
@@ -234,8 +237,8 @@ def test_cross_entropy_equals_pytorch(
         for loss, same, other in zip(found, again, by, strict=True):
             assert loss == same
             assert_close(loss, other, tolerance=1e-5)
-        assert_close(given.grad, expected, tolerance=TOLERANCE[dtype])
-        assert not given.grad[:, vocabulary:].any()
+        assert_close(gradient(given), expected, tolerance=TOLERANCE[dtype])
+        assert not gradient(given)[:, vocabulary:].any()
 
 
 def test_a_view_of_padded_logits_gets_the_gradient_of_its_copy() -> None:
@@ -244,7 +247,7 @@ def test_a_view_of_padded_logits_gets_the_gradient_of_its_copy() -> None:
     summed_cross_entropy(given[:, :50], labels_L)[0].backward()
     copy = padded.detach()[:, :50].clone().requires_grad_()
     F.cross_entropy(copy, labels_L, reduction="sum").backward()
-    assert_close(given.grad[:, :50], copy.grad, tolerance=1e-5)
+    assert_close(gradient(given)[:, :50], gradient(copy), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -258,7 +261,7 @@ def test_linear_layers_with_activation_equal_pytorch(
         return [y if activation is None else getattr(F, activation)(y)]
 
     assert_same(
-        lambda *values: [activated_linear(*values, activation)],
+        lambda x, weight, bias: [activated_linear(x, weight, bias, activation)],
         reference,
         [torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40)],
         dtype=dtype,
@@ -268,7 +271,7 @@ def test_linear_layers_with_activation_equal_pytorch(
 def test_a_gradient_that_others_share_is_not_overwritten() -> None:
     x, weight, other = torch.randn(5, 8), torch.randn(6, 8), torch.randn(5, 6).requires_grad_()
     (activated_linear(x, weight.requires_grad_(), torch.randn(6), "relu") + other).sum().backward()
-    assert torch.equal(other.grad, torch.ones(5, 6))
+    assert torch.equal(gradient(other), torch.ones(5, 6))
 
 
 def spans_of(lengths: Sequence[int]) -> Spans:
@@ -335,8 +338,8 @@ def test_packed_attention_equals_attention_of_each_sentence(
         return [attend_packed(*heads_of, queries=queries, keys=keys, **options)]
 
     def reference(*states: Tensor) -> list[Tensor]:
-        heads_of = [x.unflatten(1, (heads, -1)) for x in states]
-        return [attention_by_sentence(*heads_of, queries, keys, is_causal, mask_HNS)]
+        q, k, v = (x.unflatten(1, (heads, -1)) for x in states)
+        return [attention_by_sentence(q, k, v, queries, keys, is_causal, mask_HNS)]
 
     assert can_attend_packed(torch.empty(1), head_width=width)
     assert_same(ours, reference, [torch.randn(size) for size in sizes], dtype=dtype)
@@ -356,9 +359,8 @@ def test_gradients_of_a_fused_projection_need_no_copy() -> None:
     attend_packed(
         *(x.unflatten(1, (2, 16)) for x in slices), queries=spans, keys=spans
     ).sum().backward()
-    assert x_NX.grad is not None
     assert {d.untyped_storage().data_ptr() for d in seen} == {
-        x_NX.grad.untyped_storage().data_ptr()
+        gradient(x_NX).untyped_storage().data_ptr()
     }
 
 
@@ -366,4 +368,4 @@ def test_slices_pass_on_gradients_of_any_layout() -> None:
     x_NX = torch.randn(5, 6, requires_grad=True)
     first, _, last = sliced(x_NX, 3)
     (first.sum() + 2 * last.sum()).backward()
-    assert torch.equal(x_NX.grad, torch.tensor([1.0, 1, 0, 0, 2, 2]).expand(5, 6))
+    assert torch.equal(gradient(x_NX), torch.tensor([1.0, 1, 0, 0, 2, 2]).expand(5, 6))

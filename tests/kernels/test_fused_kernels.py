@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.kernels import attention
 from pipeline.kernels.attention import Spans, attend_packed
@@ -92,7 +93,12 @@ def test_long_sentences_use_flash_attention(monkeypatch: pytest.MonkeyPatch) -> 
     counted: list[str] = []
     numbers = torch.empty(600, dtype=torch.int32, device="meta")
     states = torch.empty(600, 2, 16, device="meta", dtype=torch.bfloat16)
-    monkeypatch.setattr(attention, "_flash_attention", lambda *_: [counted.append("flash")])
+
+    def flash(*_: object) -> list[Tensor]:
+        counted.append("flash")
+        return [states]
+
+    monkeypatch.setattr(attention, "_flash_attention", flash)
     with launches_counted_by(lambda name, *_: counted.append(name)):
         for sentences in (2, 3):
             spans = Spans(numbers[: sentences + 1], 500, numbers)

@@ -108,7 +108,7 @@ def usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [str(tool), "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
     return {name.lower(): int(value) for name, value in found}
