@@ -57,7 +57,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) --editable '.[dev,gpu-tests]'
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

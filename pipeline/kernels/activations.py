@@ -1,7 +1,8 @@
 """Linear layers with a bias and an activation, and what their backward pass adds to the products.
 
-The fused form (:func:`~pipeline.kernels.launching.is_fused`) computes ReLU in the product. One
-kernel computes the gradient of the activation and the sums of its columns, the gradient of the bias.
+The fused form (:func:`~pipeline.kernels.launching.is_fused`) computes ReLU in the product. Its
+backward pass computes the activation's gradient and its sums over rows, which are the gradient of
+the bias, by one kernel.
 
 Legend: N rows, I inputs, O outputs, P programs that share the rows.
 """

@@ -1,7 +1,7 @@
 """Fused kernels of a training pass, in Triton.
 
-:func:`pipeline.kernels.launching.launch` loads this module and launches its functions. They read and
-write 16-bit or float32 values and compute in float32. No kernel uses atomics, so results do not
+:func:`pipeline.kernels.launching.launch` loads this module and launches its functions. They read
+and write 16-bit or float32 values and compute in float32. No kernel uses atomics, so results do not
 depend on the order in which programs run. An argument that is None leaves its part out.
 
 - Offsets that grow with the number of rows have 64 bits.
@@ -214,10 +214,10 @@ def cross_entropy(
     is_inside = FULL + column < VOCABULARY
     if FULL < VOCABULARY:
         x = tl.load(row + FULL + column, mask=is_inside, other=0.0).to(tl.float32)
-        higher = tl.where(is_inside, tl.maximum(peak, x), peak)
+        higher = tl.maximum(peak, x)
         grown = total * tl.exp(peak - higher) + tl.exp(x - higher)
         total = tl.where(is_inside, grown, total)
-        peak = higher
+        peak = tl.where(is_inside, higher, peak)
         plain_sum += x
         of_label += tl.where(FULL + column == label, x, 0.0)
     top = tl.max(peak, 0)

@@ -14,24 +14,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.kernels import logits as logits_kernels
+from pipeline.kernels import activations, logits, residuals
 from pipeline.kernels.activations import activated_linear
 from pipeline.kernels.attention import Spans, attend_packed, can_attend_packed
 from pipeline.kernels.launching import fused_on_cpu, is_fused, use_fused_kernels
 from pipeline.kernels.logits import summed_cross_entropy
-from pipeline.kernels.noise import Noise, keep
+from pipeline.kernels.noise import Dropout, Noise, keep
 from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation
-from pipeline.kernels.residuals import add_and_norm, add_dropped, dropped, norm_of_sum
+from pipeline.kernels.residuals import (
+    add_and_norm,
+    add_dropped,
+    dropped,
+    layer_norm,
+    norm_of_sum,
+)
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-DTYPES = list(TOLERANCE)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = [torch.float32, torch.bfloat16]
 SITES = [256, 2**31 - 256]
 
 
 @pytest.fixture(autouse=True)
-def fused() -> Iterator[None]:
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
+    # Few programs, so that each adds up several rows.
+    monkeypatch.setattr(residuals, "PROGRAMS", 4)
+    monkeypatch.setattr(activations, "PROGRAMS", 4)
     with fused_on_cpu():
         yield
 
@@ -58,6 +67,11 @@ def drop(x: Tensor, noise: Noise, site: int, rate: float) -> Tensor:
     return torch.where(kept(noise, site, x.shape[1], rate), x / (1 - rate), 0.0)
 
 
+def gradient(x: Tensor) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
 def noise_of(*rows: int) -> Noise:
     """Return the keys of micro-batches of so many tokens, each with a seed of its own."""
     seeds = torch.randint(-(2**31), 2**31, (len(rows),), dtype=torch.int32)
@@ -68,7 +82,8 @@ def noise_of(*rows: int) -> Noise:
 def assert_close(found: Tensor, expected: Tensor, *, tolerance: float) -> None:
     assert found.shape == expected.shape
     distance = (found.double() - expected.double()).norm()
-    assert distance <= tolerance * expected.double().norm() + 1e-6
+    # Relative to the reference or, where that cancels out, to the values of about 1 it is made of.
+    assert distance <= tolerance * (expected.double().norm() + 0.1 * expected.numel() ** 0.5)
 
 
 def assert_same(
@@ -88,9 +103,7 @@ def assert_same(
     for y, z in zip(found, expected, strict=True):
         assert_close(y, z, tolerance=TOLERANCE[dtype])
     for x, z in zip(given, exact, strict=True):
-        assert x.grad is not None
-        assert z.grad is not None
-        assert_close(x.grad, z.grad, tolerance=TOLERANCE[dtype])
+        assert_close(gradient(x), gradient(z), tolerance=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -117,12 +130,7 @@ def test_fused_kernels_run_only_where_they_may() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width", "rate", "site"),
-    [
-        ((0,), 48, 0.3, 256),
-        ((1,), 16, 0.0, 256),
-        ((5, 32), 48, 0.6, SITES[1]),
-        ((290,), 24, 0.3, 512),
-    ],
+    [((0,), 48, 0.3, 256), ((1,), 16, 0.0, 256), ((5, 9), 48, 0.6, SITES[1]), ((9,), 24, 0.3, 512)],
 )
 def test_residual_kernels_equal_pytorch(
     rows: tuple[int, ...], width: int, rate: float, site: int, has_bias: bool, dtype: torch.dtype
@@ -144,8 +152,7 @@ def test_residual_kernels_equal_pytorch(
         return norm
 
     def options(bias: Sequence[Tensor]) -> dict[str, Any]:
-        y_bias_D = bias[0] if bias else None
-        return {"y_bias_D": y_bias_D, "noise": noise, "site": site, "rate": rate}
+        return {"y_bias_D": bias[0] if bias else None, "dropout": Dropout(noise, site, rate)}
 
     def both(x: Tensor, y: Tensor, weight: Tensor, shift: Tensor, *bias: Tensor) -> Any:
         return add_and_norm(x, y, with_norm(weight, shift), **options(bias))
@@ -168,13 +175,13 @@ def test_residual_kernels_equal_pytorch(
     )
     if not has_bias:
         assert_same(
-            lambda x, weight, shift: [norm_of_sum(x, None, with_norm(weight, shift))],
+            lambda x, weight, shift: [layer_norm(x, with_norm(weight, shift))],
             lambda *values: [normed(*values)],
             [x_ND, *parameters],
             dtype=dtype,
         )
         assert_same(
-            lambda x: [dropped(x, noise, site=site, rate=rate) * 1],
+            lambda x: [dropped(x, Dropout(noise, site, rate)) * 1],
             lambda x: [drop(x, noise, site, rate)],
             [x_ND],
             dtype=dtype,
@@ -193,14 +200,13 @@ def test_a_norm_that_nobody_uses_gets_no_gradient() -> None:
 def test_dropout_does_not_depend_on_how_micro_batches_share_a_pass() -> None:
     first, second = noise_of(6), noise_of(9)
     x_ND, y_ND = torch.randn(2, 15, 32)
-    options: dict[str, Any] = {"site": 256, "rate": 0.5}
     apart = [
-        add_dropped(x_ND[:6], y_ND[:6], noise=first, **options),
-        add_dropped(x_ND[6:], y_ND[6:], noise=second, **options),
+        add_dropped(x_ND[:6], y_ND[:6], dropout=Dropout(first, 256, 0.5)),
+        add_dropped(x_ND[6:], y_ND[6:], dropout=Dropout(second, 256, 0.5)),
     ]
     joined = Noise(*(torch.cat([b, a]) for a, b in zip(first, second, strict=True)))
     swapped = [torch.cat([x[6:], x[:6]]) for x in (x_ND, y_ND)]
-    together = add_dropped(*swapped, noise=joined, **options)
+    together = add_dropped(*swapped, dropout=Dropout(joined, 256, 0.5))
     assert torch.equal(together, torch.cat(apart[::-1]))
 
 
@@ -214,7 +220,7 @@ def test_cross_entropy_equals_pytorch(
     rows: int, vocabulary: int, columns: int, smoothing: float, block: int, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(logits_kernels, "LOSS_BLOCK", block)
+    monkeypatch.setattr(logits, "LOSS_BLOCK", block)
     logits_LV = (torch.randn(rows, columns) * 3).to(dtype)
     labels_L = torch.randint(0, vocabulary, (rows,))
     exact = logits_LV[:, :vocabulary].float().requires_grad_()
@@ -222,7 +228,7 @@ def test_cross_entropy_equals_pytorch(
         F.cross_entropy(exact, labels_L, reduction="sum", label_smoothing=s) for s in (smoothing, 0)
     ]
     (by[0] * 3).backward()
-    expected = F.pad(exact.grad, (0, columns - vocabulary))
+    expected = F.pad(gradient(exact), (0, columns - vocabulary))
     for overwrites in (False, True):
         given = logits_LV.clone().requires_grad_()
         through = given * 1
@@ -235,8 +241,8 @@ def test_cross_entropy_equals_pytorch(
         for loss, same, other in zip(found, again, by, strict=True):
             assert loss == same
             assert_close(loss, other, tolerance=1e-5)
-        assert_close(given.grad, expected, tolerance=TOLERANCE[dtype])
-        assert not given.grad[:, vocabulary:].any()
+        assert_close(gradient(given), expected, tolerance=TOLERANCE[dtype])
+        assert not gradient(given)[:, vocabulary:].any()
 
 
 def test_a_view_of_padded_logits_gets_the_gradient_of_its_copy() -> None:
@@ -245,11 +251,11 @@ def test_a_view_of_padded_logits_gets_the_gradient_of_its_copy() -> None:
     summed_cross_entropy(given[:, :50], labels_L)[0].backward()
     copy = padded.detach()[:, :50].clone().requires_grad_()
     F.cross_entropy(copy, labels_L, reduction="sum").backward()
-    assert_close(given.grad[:, :50], copy.grad, tolerance=1e-5)
+    assert_close(gradient(given)[:, :50], gradient(copy), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 270])
+@pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_linear_layers_with_activation_equal_pytorch(
     activation: Activation | None, rows: int, dtype: torch.dtype
@@ -259,7 +265,7 @@ def test_linear_layers_with_activation_equal_pytorch(
         return [y if activation is None else getattr(F, activation)(y)]
 
     assert_same(
-        lambda *values: [activated_linear(*values, activation)],
+        lambda x, weight, bias: [activated_linear(x, weight, bias, activation)],
         reference,
         [torch.randn(rows, 24), torch.randn(40, 24), torch.randn(40)],
         dtype=dtype,
@@ -269,11 +275,11 @@ def test_linear_layers_with_activation_equal_pytorch(
 def test_a_gradient_that_others_share_is_not_overwritten() -> None:
     x, weight, other = torch.randn(5, 8), torch.randn(6, 8), torch.randn(5, 6).requires_grad_()
     (activated_linear(x, weight.requires_grad_(), torch.randn(6), "relu") + other).sum().backward()
-    assert torch.equal(other.grad, torch.ones(5, 6))
+    assert torch.equal(gradient(other), torch.ones(5, 6))
 
 
 def spans_of(lengths: Sequence[int]) -> Spans:
-    length_B = torch.tensor(lengths)
+    length_B = torch.tensor(lengths, dtype=torch.int64)
     sentence_N = torch.arange(len(lengths)).repeat_interleave(length_B)
     return Spans(F.pad(length_B.cumsum(0), (1, 0)).int(), max(lengths, default=0), sentence_N.int())
 
@@ -288,7 +294,7 @@ def attention_by_sentence(
     masks: Tensor | None,
 ) -> Tensor:
     """Return softmax(q kᵀ / sqrt(K)) v of every sentence and head; ``masks`` is (H, N, S)."""
-    found = [torch.zeros_like(q)[:0]]
+    found = [q[:0] + k[:0] + v[:0]]
     bounds = zip(pairwise(queries.bound_B.tolist()), pairwise(keys.bound_B.tolist()), strict=True)
     for (first, last), (start, stop) in bounds:
         score_HTS = torch.einsum("thk,shk->hts", q[first:last], k[start:stop]) / q.shape[2] ** 0.5
@@ -302,11 +308,12 @@ def attention_by_sentence(
     return torch.cat(found)
 
 
-LENGTHS = [[1], [], [5, 1, 30, 7, 9, 40, 3, 2, 17]]
+LENGTHS = [[3], [], [5, 1, 30, 7, 9, 40, 3, 2, 17]]
 OTHER_LENGTHS = [[33], [], [6, 2, 17, 70, 1, 33, 4, 1, 1]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# The interpreter has no products of bfloat16 (Triton 3.9).
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("width", "case"), [(16, 0), (32, 1), (24, 2), (96, 2), (128, 2)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.4])
@@ -321,12 +328,8 @@ def test_packed_attention_equals_attention_of_each_sentence(
     num_queries, num_keys = int(queries.bound_B[-1]), int(keys.bound_B[-1])
     noise = noise_of(num_queries // 3, num_queries - num_queries // 3)
     masks = [kept(noise, site + h, max(keys.longest, 1), rate) / (1 - rate) for h in range(heads)]
-    options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "dropout": rate,
-        "noise": noise,
-        "site": site,
-    }
+    dropout = Dropout(noise, site, rate) if rate else None
+    options: dict[str, Any] = {"is_causal": is_causal, "dropout": dropout}
     sizes = [(n, heads * width) for n in (num_queries, num_keys, num_keys)]
     mask_HNS = torch.stack(masks) if rate else None
 
@@ -335,10 +338,10 @@ def test_packed_attention_equals_attention_of_each_sentence(
         return [attend_packed(*heads_of, queries=queries, keys=keys, **options)]
 
     def reference(*states: Tensor) -> list[Tensor]:
-        heads_of = [x.unflatten(1, (heads, -1)) for x in states]
-        return [attention_by_sentence(*heads_of, queries, keys, is_causal, mask_HNS)]
+        q, k, v = (x.unflatten(1, (heads, -1)) for x in states)
+        return [attention_by_sentence(q, k, v, queries, keys, is_causal, mask_HNS)]
 
-    assert can_attend_packed(torch.empty(1), head_width=width)
+    assert can_attend_packed(torch.empty(1), head_width=width, has_dropout=True)
     assert_same(ours, reference, [torch.randn(size) for size in sizes], dtype=dtype)
     if is_causal:
         joined = [torch.randn(num_queries, 3 * heads * width)]
@@ -356,9 +359,8 @@ def test_gradients_of_a_fused_projection_need_no_copy() -> None:
     attend_packed(
         *(x.unflatten(1, (2, 16)) for x in slices), queries=spans, keys=spans
     ).sum().backward()
-    assert x_NX.grad is not None
     assert {d.untyped_storage().data_ptr() for d in seen} == {
-        x_NX.grad.untyped_storage().data_ptr()
+        gradient(x_NX).untyped_storage().data_ptr()
     }
 
 
@@ -366,4 +368,4 @@ def test_slices_pass_on_gradients_of_any_layout() -> None:
     x_NX = torch.randn(5, 6, requires_grad=True)
     first, _, last = sliced(x_NX, 3)
     (first.sum() + 2 * last.sum()).backward()
-    assert torch.equal(x_NX.grad, torch.tensor([1.0, 1, 0, 0, 2, 2]).expand(5, 6))
+    assert torch.equal(gradient(x_NX), torch.tensor([1.0, 1, 0, 0, 2, 2]).expand(5, 6))

@@ -24,9 +24,15 @@ from pipeline.kernels import launching, triton_kernels
 from pipeline.kernels.activations import activated_linear
 from pipeline.kernels.attention import Spans, attend_packed
 from pipeline.kernels.logits import summed_cross_entropy
-from pipeline.kernels.noise import Noise
+from pipeline.kernels.noise import Dropout, Noise
 from pipeline.kernels.packed_attention import sliced
-from pipeline.kernels.residuals import add_and_norm, add_dropped, dropped, norm_of_sum
+from pipeline.kernels.residuals import (
+    add_and_norm,
+    add_dropped,
+    dropped,
+    layer_norm,
+    norm_of_sum,
+)
 
 META, BFLOAT16 = torch.device("meta"), torch.bfloat16
 H100 = GPUTarget("cuda", 90, 32)
@@ -46,14 +52,15 @@ def backward(*results: Tensor) -> None:
 def run_everything() -> None:
     """Launch every kernel forward and backward on the meta device."""
     numbers = torch.empty(ROWS, dtype=torch.int32, device=META)
-    noise, norm = Noise(numbers, numbers), nn.LayerNorm(WIDTH, device=META, dtype=BFLOAT16)
+    dropout = Dropout(Noise(numbers, numbers), 256, 0.1)
+    norm = nn.LayerNorm(WIDTH, device=META, dtype=BFLOAT16)
     x_ND, y_ND, bias_D = states(ROWS, WIDTH), states(ROWS, WIDTH), states(WIDTH)
-    options: dict[str, Any] = {"y_bias_D": bias_D, "noise": noise, "site": 256, "rate": 0.1}
+    options: dict[str, Any] = {"y_bias_D": bias_D, "dropout": dropout}
     backward(*add_and_norm(x_ND, y_ND, norm, **options))
     backward(norm_of_sum(x_ND, y_ND, norm, **options))
-    backward(norm_of_sum(x_ND, None, norm))
+    backward(layer_norm(x_ND, norm))
     backward(add_dropped(x_ND, y_ND, **options))
-    backward(dropped(x_ND, noise, site=256, rate=0.1))
+    backward(dropped(x_ND, dropout))
     for activation in (None, "relu", "gelu"):
         weight_FD, bias_F = states(HIDDEN, WIDTH), states(HIDDEN)
         backward(activated_linear(x_ND, weight_FD, bias_F, activation))
@@ -63,48 +70,42 @@ def run_everything() -> None:
     loss.backward()
     spans = Spans(torch.empty(129, dtype=torch.int32, device=META), 64, numbers)
     for heads in (8, 16):
-        for is_causal, rate in ((True, 0.1), (False, 0.1), (False, 0.0)):
+        for is_causal, drop in ((True, dropout), (False, dropout), (False, None)):
             joined = (x.unflatten(1, (heads, -1)) for x in sliced(states(ROWS, 3 * WIDTH), 3))
-            kind: dict[str, Any] = {"is_causal": is_causal, "dropout": rate, "noise": noise}
+            kind: dict[str, Any] = {"is_causal": is_causal, "dropout": drop}
             backward(attend_packed(*joined, queries=spans, keys=spans, **kind))
 
 
-def type_of(value: Any) -> str:
-    match value:
-        case Tensor():
-            return TYPES[value.dtype]
-        case float():
-            return "fp32"
-        case int():
-            return "i32"
-    return "constexpr"
+def type_of(value: Tensor | float) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
 
 
-def compiled(name: str, arguments: Sequence[Any], constants: dict[str, Any]) -> dict[str, int]:
+def compiled(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, int]:
     """Compile a kernel as Triton does at a launch, and return its resources."""
     kernel = getattr(triton_kernels, name)
-    options = {
-        k: constants.pop(k)
-        for k in ("num_warps", "num_stages", "enable_fp_fusion")
-        if k in constants
-    }
-    values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
-    signature = {n: "constexpr" if n in constants else type_of(v) for n, v in values.items()}
-    fixed = {n: v for n, v in values.items() if signature[n] == "constexpr"}
-    places = {n: (kernel.arg_names.index(n),) for n in values}
-    general = {kernel.arg_names[p.num] for p in kernel.params if p.do_not_specialize}
+    given = dict(zip(kernel.arg_names, arguments, strict=False))
+    constants = {n: v for n, v in options.items() if n in kernel.arg_names}
+    launched = {n: v for n, v in options.items() if n not in constants}
+    constants |= {n: v for n, v in given.items() if v is None}
+    values = {n: v for n, v in given.items() if v is not None}
+    place = {n: kernel.arg_names.index(n) for n in (*given, *constants)}
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    signature |= {n: type_of(v) for n, v in values.items()}
+    specialized = {p.name for p in kernel.params if not p.do_not_specialize}
     aligned = {
-        places[n]: [["tt.divisibility", 16]]
+        (place[n],): [["tt.divisibility", 16]]
         for n, v in values.items()
-        if isinstance(v, Tensor)
-        or (type_of(v) == "i32" and n not in general | set(constants) and v % 16 == 0)
+        if isinstance(v, Tensor) or (isinstance(v, int) and n in specialized and v % 16 == 0)
     }
-    source = ASTSource(kernel, signature, {places[n]: v for n, v in fixed.items()}, aligned)
-    built = triton.compile(source, target=H100, options=options)
+    source = ASTSource(kernel, signature, {(place[n],): v for n, v in constants.items()}, aligned)
+    built = triton.compile(source, target=H100, options=launched | {"enable_fp_fusion": True})
+    assembly = built.asm["ptx"]
     return usage(built.asm["cubin"]) | {
         "shared": built.metadata.shared,
-        "wgmma": built.asm["ptx"].count("wgmma.mma_async"),
-        "v4": len(re.findall(r"(?:ld|st)\.global[^;]*v4", built.asm["ptx"])),
+        "tensor_core_products": assembly.count("wgmma.mma_async"),
+        "wide_accesses": len(re.findall(r"(?:ld|st)\.global[^;]*\.v4", assembly)),
     }
 
 
@@ -114,25 +115,24 @@ def usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [str(tool), "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"(REG|STACK|LOCAL):(\d+)", text)
     return {name.lower(): int(value) for name, value in found}
 
 
 def main() -> None:
-    launches: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {}
+    """Print the resources of every kernel that is launched."""
+    found: dict[str, dict[str, int]] = {}
 
-    def remember(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
-        present = [type_of(a) for a in arguments if not isinstance(a, int | float)]
-        launches.setdefault(f"{name} {options} {present}", (name, arguments, options))
+    def compile_once(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        is_given = "".join("01"[value is not None] for value in arguments)
+        key = f"{name} {is_given} {options}"
+        if key not in found:
+            found[key] = compiled(name, arguments, options)
 
-    with launching.launches_counted_by(remember):
+    with launching.launches_counted_by(compile_once):
         run_everything()
-    found = {
-        key: compiled(name, arguments, dict(options))
-        for key, (name, arguments, options) in launches.items()
-    }
     json.dump(found, sys.stdout, indent=1)
 
 

@@ -1,0 +1,111 @@
+"""Fused kernels: their results in Triton's interpreter, their resources, and their launches."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.kernels import attention
+from pipeline.kernels.attention import Spans, attend_packed
+from pipeline.kernels.launching import is_fused, launches_counted_by
+from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.products import meta_stands_for
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program may have on an H100."""
+STACK = 16
+"""Bytes of registers per thread that a kernel may spill: four, outside of its loops."""
+
+
+def run_with_triton(*arguments: object, interprets: bool) -> str:
+    """Run a Python program, in which Triton may interpret kernels, and return its output."""
+    if find_spec("triton") is None:
+        message = "fused kernels are not tested without Triton: pip install 'mmnmt[gpu-tests]'"
+        assert not os.environ.get("CI"), message
+        pytest.skip(message)
+    environment = os.environ | {"TRITON_INTERPRET": str(int(interprets)), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_fused_kernels_equal_pytorch_in_the_interpreter() -> None:
+    cases = ROOT / "tests/kernels/fused_kernel_cases.py"
+    run_with_triton("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, interprets=True)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_an_h100_without_spilling_registers() -> None:
+    output = run_with_triton(ROOT / "tests/support/compiled_kernels.py", interprets=False)
+    used = json.loads(output)
+    kernels = {name.split()[0] for name in used}
+    assert kernels == {
+        *("residual_forward", "residual_backward", "add_sums", "activation_backward"),
+        *("cross_entropy", "scale_rows"),
+        *("attention_forward", "attention_backward_queries", "attention_backward_keys"),
+    }
+    for name, resources in used.items():
+        assert resources["shared"] <= SHARED_MEMORY, name
+        assert resources["stack"] <= STACK, name
+        assert resources["wide_accesses"], name
+        assert bool(resources["tensor_core_products"]) == name.startswith("attention"), name
+
+
+def test_the_meta_device_takes_the_branches_of_the_gpu_it_stands_for() -> None:
+    x = torch.empty(1, device="meta")
+    assert is_fused(x)
+    for capability, fuses in (((8, 0), True), ((7, 5), False), (None, False)):
+        with meta_stands_for(capability):
+            assert is_fused(x) == fuses
+    assert not is_fused(torch.empty(1))
+
+
+def test_launches_on_the_meta_device_are_counted_without_triton() -> None:
+    counted: Counter[str] = Counter()
+    numbers = torch.empty(64, dtype=torch.int32, device="meta")
+    logits_LV = torch.empty(64, 128, device="meta", requires_grad=True)
+    states = torch.empty(64, 2, 16, device="meta", requires_grad=True)
+    spans = Spans(numbers[:9], 8, numbers)
+    with launches_counted_by(lambda name, *_: counted.update([name])):
+        summed_cross_entropy(logits_LV, numbers.long())[0].backward()
+        attend_packed(states, states, states, queries=spans, keys=spans).sum().backward()
+    assert counted == {
+        "cross_entropy": 1,
+        "scale_rows": 1,
+        "attention_forward": 1,
+        "attention_backward_queries": 1,
+        "attention_backward_keys": 1,
+    }
+
+
+def test_long_sentences_use_flash_attention_without_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[str] = []
+    numbers = torch.empty(600, dtype=torch.int32, device="meta")
+    states = torch.empty(600, 2, 16, device="meta", dtype=torch.bfloat16)
+
+    def flash(*_: object) -> list[Tensor]:
+        counted.append("flash")
+        return [states]
+
+    monkeypatch.setattr(attention, "_flash_attention", flash)
+    with launches_counted_by(lambda name, *_: counted.append(name)):
+        for sentences in (2, 3):
+            spans = Spans(numbers[: sentences + 1], 500, numbers)
+            with torch.no_grad():
+                attend_packed(states, states, states, queries=spans, keys=spans)
+        spans = Spans(numbers[:3], 500, numbers)
+        attend_packed(states, states, states, queries=spans, keys=spans)
+    assert counted == ["flash", "attention_forward", "attention_forward"]
