@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.batching.batch import Batch, Packing, Shares
-from pipeline.batching.joining import Pass
+from pipeline.batching.passes import Pass
 
 
 def join(batches: Sequence[Batch]) -> Batch:
