@@ -3,7 +3,7 @@
 Taking the next items of an iterator in a thread while the last one is worked with.
 """
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,8 +27,9 @@ from pipeline.batching.global_step import (
     evaluation_batches,
     read_ahead,
 )
-from pipeline.batching.joining import Pass, Read, read_joined
+from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.one_buffer import in_one_buffer
+from pipeline.batching.passes import Pass
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.distributed.own_time import OWN_TIME
@@ -40,6 +41,9 @@ Integers = npt.NDArray[np.int64]
 
 PASSES_AHEAD = 4
 """Passes of a rank that are assembled in advance."""
+
+Read = Callable[[MicroBatch], AnyBatch]
+"""Reads and assembles the sentences of a plan."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,32 @@ class SplitData:
                     )
                     plan.append((direction, micro_batch))
         return plan
+
+
+def read_joined(plans: Sequence[MicroBatch], read: Read, *, shares: bool) -> AnyBatch:
+    """Read micro-batches as one batch.
+
+    Args:
+        plans: the micro-batches.
+        read: reads a plan.
+        shares: whether micro-batches can share passes in this training. A single one must then say
+            so, too: ranks with more would have other operators, and so another order of gradients.
+    """
+    batch = read(
+        MicroBatch(
+            np.concatenate([plan.pair_B for plan in plans]),
+            np.concatenate([plan.reverse_B for plan in plans]),
+            np.concatenate([plan.line_B for plan in plans]),
+            num_labels=sum(plan.num_labels for plan in plans),
+            num_tokens=sum(plan.num_tokens for plan in plans),
+        )
+        if len(plans) > 1
+        else plans[0]
+    )
+    if not shares:
+        return batch
+    assert isinstance(batch, Batch), "labelling tasks have a pass per micro-batch"
+    return batch.shared([len(plan.line_B) for plan in plans])
 
 
 @dataclass(frozen=True)

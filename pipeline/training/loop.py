@@ -19,9 +19,8 @@ from functools import partial
 
 import torch
 
-from pipeline.batching.feed import Update
+from pipeline.batching.feed import Update, read_joined
 from pipeline.batching.global_step import MicroBatch
-from pipeline.batching.joining import read_joined
 from pipeline.checkpoints.training_state import Position
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.batching.batch import Batch, Packing, Shares
-from pipeline.batching.joining import Pass
+from pipeline.batching.passes import Pass
 from pipeline.kernels.noise import Noise
 
 

@@ -68,7 +68,7 @@ print([name for name in before if before[name] != after[name]])
 
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
-    "pipeline.estimates.fitting",
+    *("pipeline.estimates.fitting", "pipeline.estimates.pass_size"),
     *("pipeline.estimates.simulation", "pipeline.estimates.simulated_plan"),
     "pipeline.training.updates",
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
