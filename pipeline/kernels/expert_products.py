@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from pipeline.errors import ConfigError
 from pipeline.kernels.allocator import prefer_large_pages
 from pipeline.kernels.cpu import can_loop, numbers, over_rows, side_by_side
+from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.placement import Placement, RowSlices, combine, gather
 from pipeline.kernels.products import (
     GROUPED_MULTIPLE,
@@ -187,9 +188,7 @@ class _Grouped(torch.autograd.Function):
         slices: RowSlices,
         activation: Activation,
     ) -> Tensor:
-        hidden_RF = _grouped_linear(x_RD, up_EFD, up_bias_EF, slices)
-        if activation == "relu":
-            hidden_RF.relu_()
+        hidden_RF = _grouped_linear(x_RD, up_EFD, up_bias_EF, slices, relu=activation == "relu")
         active_RF = _activate_product(hidden_RF, activation)
         ctx.save_for_backward(x_RD, up_EFD, down_EDF, hidden_RF, active_RF)
         ctx.slices, ctx.activation = slices, activation
@@ -202,17 +201,59 @@ class _Grouped(torch.autograd.Function):
         x_RD, up_EFD, down_EDF, hidden_RF, active_RF = ctx.saved_tensors
         d_down_EDF = slices.products(dy_RD, active_RF)
         d_hidden_RF = F.grouped_mm(dy_RD, down_EDF, offs=slices.stop_E)
-        _activation_gradient_(d_hidden_RF, hidden_RF, ctx.activation)
+        is_relu = ctx.activation == "relu"
+        if is_fused(dy_RD):
+            d_down_bias_ED = _bias_gradients(dy_RD, None, slices)
+            if not is_relu:
+                _activation_gradient_(d_hidden_RF, hidden_RF, ctx.activation)
+            d_up_bias_EF = _bias_gradients(d_hidden_RF, hidden_RF if is_relu else None, slices)
+        else:
+            _activation_gradient_(d_hidden_RF, hidden_RF, ctx.activation)
+            d_up_bias_EF, d_down_bias_ED = slices.sums(d_hidden_RF, dy_RD)
         d_up_EFD = slices.products(d_hidden_RF, x_RD)
         dx_RD = F.grouped_mm(d_hidden_RF, up_EFD, offs=slices.stop_E)
-        d_up_bias_EF, d_down_bias_ED = slices.sums(d_hidden_RF, dy_RD)
         return dx_RD, d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED, None, None
 
 
-def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: RowSlices) -> Tensor:
-    """Return x Wᵀ + b of every expert on its slice of rows."""
+def _grouped_linear(
+    x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: RowSlices, *, relu: bool = False
+) -> Tensor:
+    """Return x Wᵀ + b of every expert on its slice of rows, with ReLU if ``relu``."""
     y_RO = F.grouped_mm(x_RI, weight_EOI.mT, offs=slices.stop_E)
-    return y_RO.add_(bias_EO.index_select(0, slices.expert_R))
+    if is_fused(y_RO):
+        rows, columns = 16, min(256, power_of_two(y_RO.shape[1]))
+        launch(
+            "add_expert_biases",
+            (-(-len(y_RO) // rows), -(-y_RO.shape[1] // columns)),
+            *(y_RO, bias_EO, slices.expert_R, len(y_RO)),
+            WIDTH=y_RO.shape[1],
+            RELU=relu,
+            ROWS=rows,
+            BLOCK=columns,
+        )
+        return y_RO
+    y_RO.add_(bias_EO.index_select(0, slices.expert_R))
+    return y_RO.relu_() if relu else y_RO
+
+
+def _bias_gradients(dy_RW: Tensor, y_RW: Tensor | None, slices: RowSlices) -> Tensor:
+    """Sum the rows of each expert by a fused kernel, (E, W).
+
+    With the results ``y_RW`` of ReLU, overwrite gradients by those of its inputs before.
+    """
+    num_experts, width = len(slices.stop_E), dy_RW.shape[1]
+    sum_EW = dy_RW.new_empty(num_experts, width)
+    columns = min(128, power_of_two(width))
+    launch(
+        "expert_bias_gradients",
+        (num_experts, -(-width // columns)),
+        *(dy_RW, y_RW, slices.bound_E, sum_EW),
+        WIDTH=width,
+        RELU=y_RW is not None,
+        ROWS=16,
+        BLOCK=columns,
+    )
+    return sum_EW
 
 
 class _ExpertByExpert(torch.autograd.Function):

@@ -67,7 +67,7 @@ def launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) ->
     """Launch a kernel.
 
     Args:
-        name: name of the function in :mod:`pipeline.kernels.triton_kernels`.
+        name: name of the function in ``pipeline.kernels.triton_kernels`` or ``triton_experts``.
         grid: number of programs by dimension; without any, nothing runs.
         arguments: tensors, None and numbers; the first is a tensor.
         options: constants of the kernel, ``num_warps`` and ``num_stages``.
@@ -84,9 +84,9 @@ def launch(name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) ->
 @cache
 def _kernel(name: str) -> Any:
     """Return a kernel; cached, as the import statement is slow in every call."""
-    from pipeline.kernels import triton_kernels
+    from pipeline.kernels import triton_experts, triton_kernels
 
-    return getattr(triton_kernels, name)
+    return getattr(triton_kernels, name, None) or getattr(triton_experts, name)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.cpu import uses_loops
+from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
 
 
@@ -445,7 +446,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, weight_NC: Tensor, placement: Placement) -> Tensor:
         ctx.placement, ctx.weight_dtype = placement, weight_NC.dtype
-        weight_NC = weight_NC.to(y_RD.dtype)
+        if not _combines_at_once(y_RD, placement):
+            weight_NC = weight_NC.to(y_RD.dtype)
         ctx.save_for_backward(y_RD, weight_NC)
         return _sum_over_routes(y_RD, placement, weight_NC=weight_NC)
 
@@ -493,6 +495,12 @@ def _combine_backward_all(
     weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`_combine_backward` in few operators; all routes have a row."""
+    if _combines_at_once(y_RD, placement):
+        d_rows_RD = torch.empty_like(y_RD)
+        d_weight_NC = torch.empty(weight_NC.shape, dtype=weight_dtype, device=y_RD.device)
+        given = d_y_ND.contiguous(), y_RD, weight_NC.contiguous(), placement.row_NC
+        _launch_by_token("combine_rows_backward", placement, *given, d_rows_RD, d_weight_NC)
+        return d_rows_RD, d_weight_NC
     numbers, weight_R = placement.numbers, weight_NC.view(-1).index_select(0, placement.route_R)
     assert numbers is not None, "of a placement by sorting"
     d_rows_RD = F.embedding_bag(  # one row each
@@ -513,9 +521,25 @@ def _combine_backward_all(
 def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:
     """Return the rows of each token's kept routes, weighted and summed in one pass, (N, D)."""
     row_NC, first_N = placement.row_NC, None
+    if _combines_at_once(y_RD, placement):
+        sum_ND = y_RD.new_empty(len(row_NC), y_RD.shape[1])
+        weight_NC = None if weight_NC is None else weight_NC.contiguous()
+        _launch_by_token("combine_rows", placement, y_RD, weight_NC, row_NC, sum_ND)
+        return sum_ND
     if placement.numbers is not None:  # bounds that layers share
         row_NC, first_N = row_NC.view(-1), placement.numbers.first_N
         weight_NC = None if weight_NC is None else weight_NC.view(-1)
     if placement.lacks_rows:
         y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
     return F.embedding_bag(row_NC, y_RD, first_N, mode="sum", per_sample_weights=weight_NC)
+
+
+def _combines_at_once(y_RD: Tensor, placement: Placement) -> bool:
+    """Return whether fused kernels combine these rows: all routes have one."""
+    return placement.numbers is not None and is_fused(y_RD)
+
+
+def _launch_by_token(name: str, placement: Placement, rows: Tensor, *others: Tensor | None) -> None:
+    (num_tokens, num_choices), width = placement.row_NC.shape, rows.shape[1]
+    shape = {"CHOICES": num_choices, "WIDTH": width, "BLOCK": power_of_two(width)}
+    launch(name, (num_tokens,), rows, *others, **shape)

@@ -4,11 +4,17 @@
 Triton reads when it is loaded.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 from pipeline.kernels import triton_experts as kernels
+from pipeline.kernels.expert_products import ExpertWeights, grouped_products
+from pipeline.kernels.launching import fused_on_cpu, is_fused
+from pipeline.kernels.placement import RouteNumbers, combine, gather, place_by_sorting
+from pipeline.kernels.products import Activation
 
 COUNTS = [5, 0, 17, 3]
 WIDTH = 40
@@ -87,3 +93,40 @@ def test_rows_are_combined_and_have_the_gradients_of_a_weighted_sum(
         for found, leaf in zip((d_y_RW, d_weight_NC), leaves, strict=True):
             assert leaf.grad is not None
             close(found, leaf.grad)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@DTYPES
+def test_experts_by_fused_kernels_are_those_by_operators(
+    dtype: torch.dtype, activation: Activation
+) -> None:
+    expert_NC = torch.stack(
+        [torch.tensor([0, 2, 3]).repeat(7), torch.tensor([2, 3]).repeat(11)[:21]], 1
+    )
+    numbers = RouteNumbers(21, 2, 4, expert_NC.device)
+    placement = place_by_sorting(expert_NC, numbers, top_N=None, spare_rows=True)
+    shapes = (21, 16), (21, 2), (4, 24, 16), (4, 24), (4, 16, 24), (4, 16)
+    results = []
+    for fused in (False, True):
+        leaves = [
+            random(*shape, seed=seed, dtype=dtype).requires_grad_()
+            for seed, shape in enumerate(shapes)
+        ]
+        leaves[1] = leaves[1].detach().float().requires_grad_()
+        x_ND, weight_NC, *weights = leaves
+        with fused_on_cpu() if fused else nullcontext():
+            assert is_fused(x_ND) == fused
+            assert placement.slices is not None
+            y_RD = grouped_products(
+                gather(x_ND, placement), ExpertWeights(*weights), placement.slices, activation
+            )
+            y_ND = combine(y_RD, weight_NC, placement)
+            (y_ND * random(21, 16, seed=9, dtype=dtype)).sum().backward()
+        results.append([y_ND.detach(), *(leaf.grad for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert found.dtype == expected.dtype
+        assert (found - expected).norm() <= (
+            1e-6 if dtype == torch.float32 else 0.02
+        ) * expected.norm()
