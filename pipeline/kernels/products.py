@@ -225,9 +225,36 @@ def padded_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
     Both products of the backward pass have the padded shape, too.
     """
-    outputs = len(weight_OI)
-    padded_PI = F.pad(weight_OI, (0, 0, 0, -outputs % OUTPUT_MULTIPLE))
-    return F.linear(x_NI, padded_PI)[:, :outputs]
+    product: Tensor = _PaddedProduct.apply(x_NI, weight_OI)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _PaddedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        padded_PI = F.pad(weight_OI, (0, 0, 0, -len(weight_OI) % OUTPUT_MULTIPLE))
+        ctx.save_for_backward(x_NI, padded_PI)
+        return F.linear(x_NI, padded_PI)[:, : len(weight_OI)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, padded_PI = ctx.saved_tensors
+        dy_NO, width = gradients[0], len(padded_PI)
+        outputs = dy_NO.shape[1]
+        # The fused loss writes its gradient over the logits, a view of padded rows. There, the
+        # padding holds finite numbers, which the rows of zeros multiply.
+        has_padding = dy_NO.untyped_storage().nbytes() == len(dy_NO) * width * dy_NO.itemsize
+        if dy_NO.stride() == (width, 1) and dy_NO.storage_offset() == 0 and has_padding:
+            dy_NP = dy_NO.as_strided((len(dy_NO), width), (width, 1))
+        else:
+            dy_NP = F.pad(dy_NO, (0, width - outputs))
+        wants_dx, wants_d_weight = ctx.needs_input_grad
+        d_weight_PI = dy_NP.t() @ x_NI if wants_d_weight else None
+        return (
+            dy_NP @ padded_PI if wants_dx else None,
+            None if d_weight_PI is None else d_weight_PI[:outputs],
+        )
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -18,7 +18,7 @@ from pipeline.kernels.attention import (
 )
 from pipeline.kernels.noise import dropout_in
 from pipeline.kernels.products import Linear
-from pipeline.model.tokens import Tokens, project
+from pipeline.model.tokens import Tokens, Unbiased, project, project_jointly, project_last
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         is_causal: bool = False,
         mask_BTT: Tensor | None = None,
         contextualizer: Contextualizer | None = None,
-    ) -> Tensor:
+    ) -> Tensor | Unbiased:
         """Return self-attention of the real tokens, (N, D).
 
         Args:
@@ -95,15 +95,11 @@ class Attention(nn.Module):
             self.project(x_ND, tokens) if contextualizer is None else contextualizer(self, x_ND)
         )
         context_ND = self._attend(states, packing, packing, is_causal=is_causal, mask_BTT=mask_BTT)
-        return project(self.output, context_ND, tokens)
+        return project_last(self.output, context_ND, tokens)
 
     def project(self, x_ND: Tensor, tokens: Tokens) -> Projected:
         """Return queries, keys and values by the linear layers."""
-        return Projected(
-            project(self.query, x_ND, tokens),
-            project(self.key, x_ND, tokens),
-            project(self.value, x_ND, tokens),
-        )
+        return Projected(*project_jointly((self.query, self.key, self.value), x_ND, tokens))
 
     def attend_to(
         self,
@@ -112,15 +108,12 @@ class Attention(nn.Module):
         memory_ND: Tensor,
         memory: Packing,
         tokens: Tokens,
-    ) -> Tensor:
+    ) -> Tensor | Unbiased:
         """Return cross-attention from the real tokens of ``packing`` to those of ``memory``."""
         of_memory = tokens.over(memory)
-        states = Projected(
-            project(self.query, x_ND, tokens),
-            project(self.key, memory_ND, of_memory),
-            project(self.value, memory_ND, of_memory),
-        )
-        return project(self.output, self._attend(states, packing, memory), tokens)
+        key_ND, value_ND = project_jointly((self.key, self.value), memory_ND, of_memory)
+        states = Projected(project(self.query, x_ND, tokens), key_ND, value_ND)
+        return project_last(self.output, self._attend(states, packing, memory), tokens)
 
     def _attend(
         self,

@@ -1,14 +1,13 @@
 """The position-wise feed-forward: up, activation, down.
 
-A layer does not know which kind of feed-forward it has: each returns its result and a routing
-record, which is None here. :func:`pipeline.model.building.build_feed_forward` chooses the kind.
+A layer does not know which kind of feed-forward it has: a mixture of experts returns a routing
+record with its result. :func:`pipeline.model.building.build_feed_forward` chooses the kind.
 """
 
 from torch import Tensor, nn
 
-from pipeline.kernels.products import Activation, Linear, activate
-from pipeline.model.moe.routing import RoutingRecord
-from pipeline.model.tokens import Tokens, project
+from pipeline.kernels.products import Activation, Linear
+from pipeline.model.tokens import Tokens, Unbiased, project, project_last
 
 
 class FeedForward(nn.Module):
@@ -20,7 +19,7 @@ class FeedForward(nn.Module):
         self.up = Linear(width, hidden_width)
         self.down = Linear(hidden_width, width)
 
-    def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord | None]:
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> Tensor | Unbiased:
         """Apply the feed-forward to every token."""
-        hidden_NF = activate(project(self.up, x_ND, tokens), self.activation)
-        return project(self.down, hidden_NF, tokens), None
+        hidden_NF = project(self.up, x_ND, tokens, self.activation)
+        return project_last(self.down, hidden_NF, tokens)

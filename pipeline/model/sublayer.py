@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.kernels.noise import Dropout, Noise, dropout_in
 from pipeline.kernels.residuals import add_and_norm, add_dropped, layer_norm, norm_of_sum
 from pipeline.model.moe.routing import RoutingRecord
-from pipeline.model.tokens import Tokens
+from pipeline.model.tokens import Tokens, Unbiased
 
 T = TypeVar("T")
 
@@ -43,20 +43,33 @@ class ResidualNorm(nn.LayerNorm):
         """Return the input of the inner function."""
         return self(x_ND) if self.pre_norm else x_ND
 
-    def leave(self, x_ND: Tensor, y_ND: Tensor, noise: Noise | None = None) -> Tensor:
-        """Return x + dropout(y), normalized with post-norm."""
+    def leave(
+        self,
+        x_ND: Tensor,
+        y_ND: Tensor,
+        bias_D: Tensor | None = None,
+        noise: Noise | None = None,
+    ) -> Tensor:
+        """Return x + dropout(y + bias), normalized with post-norm."""
         dropout = self._dropout(noise)
         if self.pre_norm:
-            return add_dropped(x_ND, y_ND, dropout=dropout)
-        return norm_of_sum(x_ND, y_ND, self, dropout=dropout)
+            return add_dropped(x_ND, y_ND, y_bias_D=bias_D, dropout=dropout)
+        return norm_of_sum(x_ND, y_ND, self, y_bias_D=bias_D, dropout=dropout)
 
     def pass_on(
-        self, x_ND: Tensor, y_ND: Tensor, following: "ResidualNorm", noise: Noise | None
+        self,
+        x_ND: Tensor,
+        y_ND: Tensor,
+        bias_D: Tensor | None,
+        noise: Noise | None,
+        *,
+        following: "ResidualNorm",
     ) -> tuple[Tensor, Tensor]:
-        """Return x + dropout(y), and the input of the following sublayer's inner function."""
+        """Return x + dropout(y + bias), and the input of the following inner function."""
         if self.pre_norm:
-            return add_and_norm(x_ND, y_ND, following, dropout=self._dropout(noise))
-        x_ND = self.leave(x_ND, y_ND, noise)
+            dropout = self._dropout(noise)
+            return add_and_norm(x_ND, y_ND, following, y_bias_D=bias_D, dropout=dropout)
+        x_ND = self.leave(x_ND, y_ND, bias_D, noise)
         return x_ND, x_ND
 
     def _dropout(self, noise: Noise | None) -> Dropout | None:
@@ -107,6 +120,8 @@ class Residual(NamedTuple):
     tokens: Tokens
     y_ND: Tensor | None = None
     """Result of the last sublayer, not yet added to x."""
+    bias_D: Tensor | None = None
+    """Bias to add to this result first."""
     norm: ResidualNorm | None = None
     """The norm of the last sublayer."""
     record: RoutingRecord | None = None
@@ -118,16 +133,17 @@ class Residual(NamedTuple):
         """Return the states after the previous sublayer, and the input of the one with ``norm``."""
         if self.y_ND is None or self.norm is None:
             return self.x_ND, norm.enter(self.x_ND)
-        return self.norm.pass_on(self.x_ND, self.y_ND, norm, self.tokens.noise)
+        noise = self.tokens.noise
+        return self.norm.pass_on(self.x_ND, self.y_ND, self.bias_D, noise, following=norm)
 
     def sum(self) -> Tensor:
         """Return the states after the last sublayer, as :meth:`ResidualNorm.leave` makes them."""
         if self.y_ND is None or self.norm is None:
             return self.x_ND
-        return self.norm.leave(self.x_ND, self.y_ND, self.tokens.noise)
+        return self.norm.leave(self.x_ND, self.y_ND, self.bias_D, self.tokens.noise)
 
 
-InnerFunction = Callable[..., Tensor | tuple[Tensor, RoutingRecord | None]]
+InnerFunction = Callable[..., Tensor | Unbiased | tuple[Tensor, RoutingRecord]]
 """Attention or a feed-forward: its first argument and its result are (N, D)."""
 
 
@@ -163,13 +179,24 @@ class Sublayer:
 
     def _apply(self, x: Residual, f: InnerFunction, *inputs: object, **options: object) -> Residual:
         x_ND, entered_ND = x.enter(self.norm)
-        result = f(entered_ND, *inputs, **options)
-        y_ND, record = result if isinstance(result, tuple) else (result, x.record)
+        y_ND, bias_D, record = _parts_of(f(entered_ND, *inputs, **options))
         gates = x.gates
         if self.after is not None:
+            y_ND, bias_D = (y_ND if bias_D is None else y_ND + bias_D), None
             y_ND, gate_N = self.after(entered_ND, y_ND, x.tokens)
             gates = gates if gate_N is None else (*gates, gate_N)
-        return Residual(x_ND, x.tokens, y_ND, self.norm, record, gates)
+        return Residual(x_ND, x.tokens, y_ND, bias_D, self.norm, record or x.record, gates)
+
+
+def _parts_of(
+    result: Tensor | Unbiased | tuple[Tensor, RoutingRecord],
+) -> tuple[Tensor, Tensor | None, RoutingRecord | None]:
+    """Return the result of an inner function, the bias to add to it, and its routing."""
+    if isinstance(result, Tensor):
+        return result, None, None
+    if isinstance(result, Unbiased):
+        return *result, None
+    return result[0], None, result[1]
 
 
 Layer = Callable[..., Residual]

@@ -4,16 +4,20 @@ Legend: B sentences, N tokens.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
+from pipeline.kernels.activations import activated_linear, joint_linear, open_linear
 from pipeline.kernels.noise import Noise
 from pipeline.kernels.placement import Limits, RouteNumbers
+from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.kernels.slot_products import SentenceSlots, copied_to
 
 
@@ -124,7 +128,36 @@ class TokenLinear(nn.Module, ABC):
         """Return the values per token kept for gradients, in addition to a linear layer's."""
 
 
-def project(layer: nn.Module, x: Tensor, tokens: Tokens) -> Tensor:
-    """Apply a linear layer or its replacement."""
+def project(
+    layer: nn.Module, x: Tensor, tokens: Tokens, activation: Activation | None = None
+) -> Tensor:
+    """Apply a linear layer or its replacement, and an activation."""
+    if type(layer) is Linear:
+        return activated_linear(x, layer.weight, layer.bias, activation)
     y: Tensor = layer(x, tokens) if isinstance(layer, TokenLinear) else layer(x)
-    return y
+    return y if activation is None else activate(y, activation)
+
+
+def project_jointly(
+    layers: Sequence[nn.Module], x_ND: Tensor, tokens: Tokens
+) -> tuple[Tensor, ...]:
+    """Apply linear layers of the same shape, or their replacements, to the same states."""
+    linear = [layer for layer in layers if type(layer) is Linear]
+    if len(linear) == len(layers):
+        return joint_linear(x_ND, linear)
+    return tuple(project(layer, x_ND, tokens) for layer in layers)
+
+
+class Unbiased(NamedTuple):
+    """Result of a sublayer's last linear layer, whose bias is added with the residual."""
+
+    y_ND: Tensor
+    bias_D: Tensor | None
+
+
+def project_last(layer: nn.Module, x_ND: Tensor, tokens: Tokens) -> Tensor | Unbiased:
+    """Apply the last linear layer of a sublayer, or its replacement."""
+    if type(layer) is not Linear:
+        return project(layer, x_ND, tokens)
+    y_ND, bias_D = open_linear(x_ND, layer)
+    return y_ND if bias_D is None else Unbiased(y_ND, bias_D)

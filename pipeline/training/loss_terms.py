@@ -32,15 +32,21 @@ class LossTerms:
     shared_cross_entropy: Tensor | None = None
 
 
-def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
+def loss_terms(
+    output: Output, batch: AnyBatch, config: LossConfig, *, overwrites: bool = False
+) -> LossTerms:
     """Return the loss terms of one pass through a model.
 
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
     after division by the global count, weighted means over micro-batches. If micro-batches share
-    the pass, these losses are already means over them, weighted in the same way.
+    the pass, these losses are already means over them, weighted in the same way. With
+    ``overwrites``, nothing else reads the logits, and their gradient may take their memory.
     """
     smoothed, cross_entropy = summed_cross_entropy(
-        output.logits_LV, batch.labels_L, smoothing=config.label_smoothing
+        output.logits_LV,
+        batch.labels_L,
+        smoothing=config.label_smoothing,
+        overwrites=overwrites,
     )
     balance = smoothed.new_zeros(())
     router_z = smoothed.new_zeros(())

@@ -28,7 +28,7 @@ def translation_loss(
     model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
 ) -> LossTerms:
     """Return cross entropy over real target tokens + number of labels · router losses."""
-    return loss_terms(model(batch, progress=progress), batch, config)
+    return loss_terms(model(batch, progress=progress), batch, config, overwrites=True)
 
 
 def fuse_distillation_loss(

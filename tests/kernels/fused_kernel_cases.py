@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.passes import join
+from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
-from pipeline.kernels import activations, logits, residuals
+from pipeline.kernels import activations, logits, products, residuals
 from pipeline.kernels.activations import activated_linear
 from pipeline.kernels.attention import Spans, attend_packed, can_attend_packed
 from pipeline.kernels.launching import fused_on_cpu, is_fused, use_fused_kernels
@@ -29,6 +31,10 @@ from pipeline.kernels.residuals import (
     layer_norm,
     norm_of_sum,
 )
+from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
+from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -369,3 +375,36 @@ def test_slices_pass_on_gradients_of_any_layout() -> None:
     first, _, last = sliced(x_NX, 3)
     (first.sum() + 2 * last.sum()).backward()
     assert torch.equal(gradient(x_NX), torch.tensor([1.0, 1, 0, 0, 2, 2]).expand(5, 6))
+
+
+@pytest.mark.parametrize(
+    ("moe", "model"),
+    [
+        (None, {}),
+        (None, {"norm": "post", "activation": "gelu"}),
+        (MoEConfig(num_experts=4, dispatch="capacity", capacity_factor=0.8), {}),
+    ],
+    ids=["pre-norm", "post-norm", "experts"],
+)
+def test_a_model_with_fused_kernels_has_the_loss_and_gradient_of_the_plain_one(
+    moe: MoEConfig | None, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(moe=moe, layers=2, width=16, num_heads=2, vocabulary=70, model=model)
+    rates = Regularization(dropout=0.3, attention_dropout=0.2, expert_output_masking=0.1)
+    network = tiny_model(spec, regularization=rates).train()
+    batches = [random_batch(spec, sentences=3, seed=seed).keyed(seed) for seed in range(2)]
+    config = LossConfig(label_smoothing=0.1, balance_weight=0.2)
+    # In float32, logits are not padded by themselves.
+    monkeypatch.setattr(products, "pads_outputs", lambda *_: True)
+    monkeypatch.setattr(products, "is_on_cpu", lambda _: False)
+    parameters = list(network.parameters())
+    results = []
+    for is_on in (True, False):
+        use_fused_kernels(is_on)
+        try:
+            objective = training_loss(network, join(batches), config).objective
+            results.append([objective, *torch.autograd.grad(objective * 0.5, parameters)])
+        finally:
+            use_fused_kernels(True)
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm() + 1e-6
