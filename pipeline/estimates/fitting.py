@@ -62,7 +62,7 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
 
 _FEWER_BYTES = (
     "Use more processes, fewer per node, smaller micro-batches (batches.tokens) or "
-    "training.recompute_layers; `mmnmt memory` shows what takes it."
+    "training.recompute_layers; `mmnmt estimate` shows what takes it."
 )
 
 

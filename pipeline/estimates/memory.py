@@ -149,37 +149,14 @@ def estimate(
     Raises:
         ConfigError: recipe, ds_config and number of ranks do not fit together.
     """
-    model = shape_of_model(
-        placeholder_spec(
-            recipe.model,
-            vocabulary_size=vocabulary_size,
-            num_groups=num_groups,
-            num_languages=num_languages,
-            output_size=recipe.tokenizer.output_ids,
-        )
-    )
-    return estimate_of(
-        model,
-        recipe,
+    spec = placeholder_spec(
+        recipe.model,
         vocabulary_size=vocabulary_size,
-        processes=processes,
-        ds_config=ds_config,
-        device=device,
-        sentence_length=sentence_length,
+        num_groups=num_groups,
+        num_languages=num_languages,
+        output_size=recipe.tokenizer.output_ids,
     )
-
-
-def estimate_of(
-    model: Transformer,
-    recipe: Recipe,
-    *,
-    vocabulary_size: int,
-    processes: int,
-    ds_config: Mapping[str, Any],
-    device: Device = "cuda",
-    sentence_length: int | None = None,
-) -> MemoryEstimate:
-    """Estimate as :func:`estimate` does, for a recipe whose model is built on the meta device."""
+    model = shape_of_model(spec)
     zero = ZeroSettings.of(recipe, ds_config, processes=processes)
     batch = _micro_batch(
         recipe, zero, device=device, processes=processes, sentence_length=sentence_length
