@@ -15,7 +15,7 @@ from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.errors import ConfigError, hint
 from pipeline.jobs.plan import Task, load_plan, place_plan, plan_names
 from pipeline.machine import Gpus, rare_collections
-from pipeline.terminal import text_table
+from pipeline.terminal import counted, text_table
 
 MAX_RANKS = 10**5
 """Most ranks of an estimate, which run elsewhere."""
@@ -91,17 +91,17 @@ def _estimate_recipe(options: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(recipe: Recipe, device: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _steps(recipe: Recipe, device: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
     from pipeline.estimates.passes import count_decoding_step, count_training
     from pipeline.estimates.step_time import step_time
     from pipeline.kernels.products import meta_stands_for
 
     with meta_stands_for(device.capability):
-        counted = {
+        steps = {
             "training micro-batch": count_training(recipe, **sizes),
             "decoding step": count_decoding_step(recipe, **sizes),
         }
-    return {name: step_time(each, device) for name, each in counted.items()}
+    return {name: step_time(each, device) for name, each in steps.items()}
 
 
 def _ds_config_name(options: argparse.Namespace, planned: str = AUTO) -> str:
@@ -135,7 +135,7 @@ def _estimate_plan(options: argparse.Namespace) -> int:
         if found:
             print(text_table([*head, *found[0]["time"]], [*_rows(stage)]))
         for ranks, reason in stage["refused"].items():
-            print(f"{ranks} GPUs cannot serve: {reason}")
+            print(f"{counted(ranks, 'GPU')} cannot serve: {reason}")
         print()
     print(
         "Forecast, not measured. EP: ranks that share one copy of the experts. The last columns "
@@ -167,25 +167,19 @@ def _stage(task: Task, options: argparse.Namespace) -> dict[str, Any]:
         )
     except ConfigError as error:
         raise ConfigError(f"Stage {task.name!r}: {error}") from error
-    updates = recipe.training.updates
-    return {
-        "updates": updates,
-        "choices": [
-            {**choice.to_json(), "gpu_hours": choice.gpu_hours(updates)} for choice in found
-        ],
-        "refused": refused,
-    }
+    return {"updates": recipe.training.updates, "choices": found, "refused": refused}
 
 
 def _rows(stage: Mapping[str, Any]) -> Iterator[list[str]]:
     for choice in stage["choices"]:
+        hours = choice["seconds"] * stage["updates"] / 3600
         yield [
             str(choice["ranks"]),
             str(choice["expert_parallel_size"]),
             f"{choice['bytes'] / 2**30:.1f}",
             f"{1000 * choice['seconds']:,.0f}",
-            f"{choice['gpu_hours'] / choice['ranks']:,.1f}",
-            f"{choice['gpu_hours']:,.0f}",
+            f"{hours:,.1f}",
+            f"{choice['ranks'] * hours:,.0f}",
             *(f"{seconds / choice['seconds']:.0%}" for seconds in choice["time"].values()),
         ]
 

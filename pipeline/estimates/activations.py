@@ -85,8 +85,9 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
 
     The model may be on the meta device.
     """
-    hidden = batch.tokens * _width(model)
-    layers = [_layer_bytes(layer, batch, width=_width(model)) for layer in _layers(model)]
+    width = model.spec.model.width
+    hidden = batch.tokens * width
+    layers = [_layer_bytes(layer, batch, width=width) for layer in _layers(model)]
     parts = dict.fromkeys(("attention", "feed-forward", "experts", "embeddings", "ends"), 0)
     if batch.recomputes:
         parts["inputs of layers"] = len(layers) * hidden * batch.value
@@ -125,10 +126,6 @@ def _layers(model: Transformer) -> Iterator[EncoderLayer | DecoderLayer]:
         for layer in stack.layers:
             assert isinstance(layer, EncoderLayer | DecoderLayer)
             yield layer
-
-
-def _width(model: Transformer) -> int:
-    return model.spec.model.width
 
 
 def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int) -> tuple[str, int]:

@@ -2,13 +2,16 @@
 
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.errors import ConfigError
+from pipeline.estimates.disk import sizes
 from pipeline.estimates.memory import estimate
 from pipeline.jobs.plan import Task
 from pipeline.jobs.site import Allocation, num_bytes
 from pipeline.training.engine import merge_ds_config
 
-MANY_GROUPS = 32
-"""Language groups assumed if data decides their number; they hardly change the memory."""
+_FEWER_BYTES = (
+    "Use more processes, fewer per node, smaller micro-batches (batches.tokens) or "
+    "training.recompute_layers; `mmnmt estimate` shows what takes it."
+)
 
 
 def refuse_unfit(task: Task, allocation: Allocation) -> None:
@@ -36,13 +39,9 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
     gpu = num_bytes(node.gpu_memory) if on_gpu else None
     if host is None and gpu is None:
         return
-    moe, modules = recipe.model.moe, recipe.model.language_modules
-    by_group = moe is not None and moe.decoder_router == "language_group"
     needed = estimate(
         recipe,
-        vocabulary_size=recipe.tokenizer.ids,
-        num_groups=((moe and moe.num_groups) or MANY_GROUPS) if by_group else 0,
-        num_languages=len(modules.languages) if modules and modules.languages else 1,
+        **sizes(recipe),
         processes=allocation.tasks,
         ds_config=task.config["ds_config"],
         device="cuda" if on_gpu else "cpu",
@@ -58,12 +57,6 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
             f"{allocation.tasks_per_node} ranks need {_gib(on_node)} of a node's memory, where it "
             f"has {_gib(host)}. {_FEWER_BYTES}"
         )
-
-
-_FEWER_BYTES = (
-    "Use more processes, fewer per node, smaller micro-batches (batches.tokens) or "
-    "training.recompute_layers; `mmnmt estimate` shows what takes it."
-)
 
 
 def _gib(size: int) -> str:

@@ -15,7 +15,7 @@ experts, so that a run stays below it unless its routing is skewed.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -112,9 +112,7 @@ class MemoryEstimate:
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as a JSON object."""
         return {
-            "device": self.device,
-            "phases": {phase: dict(parts) for phase, parts in self.phases.items()},
-            "host": dict(self.host),
+            **asdict(self),
             "peak_phase": self.peak_phase,
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
@@ -124,53 +122,42 @@ class MemoryEstimate:
 def estimate(
     recipe: Recipe,
     *,
-    vocabulary_size: int,
-    num_groups: int,
     processes: int,
     ds_config: Mapping[str, Any],
     device: Device = "cuda",
     sentence_length: int | None = None,
-    num_languages: int = 1,
+    **sizes: int,
 ) -> MemoryEstimate:
     """Estimate the memory of a training run per rank.
 
     Args:
         recipe: settings of model and training.
-        ds_config: DeepSpeed's configuration.
-        vocabulary_size: number of ids, language tokens included.
-        num_groups: number of language groups; 0 if decoders route by token.
         processes: number of ranks.
+        ds_config: DeepSpeed's configuration.
         device: device of the model.
         sentence_length: tokens per sentence, tags included. It matters if attention keeps its
             scores (on CPU, unless its kernel is fused). None: the worst length that the recipe
             allows.
-        num_languages: number of languages that have modules, in a model with language modules.
+        sizes: sizes of the model that the data decides: ``vocabulary_size``, ``num_groups``, and
+            ``num_languages`` that have modules.
 
     Raises:
         ConfigError: recipe, ds_config and number of ranks do not fit together.
     """
-    spec = placeholder_spec(
-        recipe.model,
-        vocabulary_size=vocabulary_size,
-        num_groups=num_groups,
-        num_languages=num_languages,
-        output_size=recipe.tokenizer.output_ids,
-    )
-    model = shape_of_model(spec)
+    model = shape_of(recipe, **sizes)
     zero = ZeroSettings.of(recipe, ds_config, processes=processes)
-    batch = _micro_batch(
-        recipe, zero, device=device, processes=processes, sentence_length=sentence_length
-    )
+    batch = _micro_batch(recipe, zero, device=device, processes=processes, length=sentence_length)
     groups = optimizer_groups(model, recipe, processes=processes)
+    tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
     held = _HeldByZero(
         zero,
         groups,
         device=device,
-        embedding=_largest_embedding(model),
+        embedding=max(tables, default=0),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
     kept = _passes(recipe) * sum(activation_bytes(model, batch).values())
-    working = _working_bytes(recipe, batch, vocabulary_size=vocabulary_size)
+    working = _working_bytes(recipe, batch, vocabulary_size=sizes["vocabulary_size"])
     phases: dict[Phase, Parts] = {
         "start": held.start(),
         "backward": {**held.backward(), "activations": kept, "working": working},
@@ -183,6 +170,12 @@ def estimate(
             sent = CPU_SENT * sum(parts.values()) if processes > 1 else 0
             phases[phase] = {**parts, "allocator": round(CPU_HEAP + free + sent)}
     return MemoryEstimate(phases=phases, host=held.host(), device=device)
+
+
+def shape_of(recipe: Recipe, **sizes: int) -> Transformer:
+    """Return a recipe's model on the meta device; ``sizes`` are those that the data decides."""
+    spec = placeholder_spec(recipe.model, **sizes, output_size=recipe.tokenizer.output_ids)
+    return shape_of_model(spec)
 
 
 @dataclass(frozen=True)
@@ -204,8 +197,6 @@ class ZeroSettings:
     """Micro-batches of a pass."""
     overlaps: bool
     """Whether gradients are reduced while the backward pass goes on."""
-    sums_on_all: bool
-    """Whether gradients are all-reduced, or else reduced to the rank that owns them."""
     offloads: bool
 
     @classmethod
@@ -232,19 +223,8 @@ class ZeroSettings:
             ),
             passes=merged["gradient_accumulation_steps"],
             overlaps=bool(settings.get("overlap_comm", False)),
-            sums_on_all=bool(settings.get("use_multi_rank_bucket_allreduce", True)),
             offloads=offload.get("device", "none") != "none",
         )
-
-    @property
-    def buckets(self) -> int:
-        """Return the number of reduce buckets: one is filled while the other is being reduced."""
-        return 2 if self.overlaps else 1
-
-    @property
-    def accumulates(self) -> bool:
-        """Return whether a rank makes more than one pass per update."""
-        return self.passes > 1
 
     @property
     def accumulates_wider(self) -> bool:
@@ -253,37 +233,28 @@ class ZeroSettings:
 
 
 def _micro_batch(
-    recipe: Recipe,
-    zero: "ZeroSettings",
-    *,
-    device: Device,
-    processes: int,
-    sentence_length: int | None,
+    recipe: Recipe, zero: ZeroSettings, *, device: Device, processes: int, length: int | None
 ) -> MicroBatchShape:
     """Return the full micro-batches of a pass; without a length, of the one that keeps the most."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
     batch = MicroBatchShape(
         tokens=recipe.batches.tokens * zero.per_pass,
-        length=min(sentence_length or longest, recipe.batches.tokens),
+        length=min(length or longest, recipe.batches.tokens),
         value=zero.value,
         device=device,
         regularization=Regularization.of(recipe.training),
         is_spread=expert_parallel_size(recipe, ranks=processes) > 1,
         recomputes=recipe.training.recompute_layers,
     )
-    if sentence_length is not None:
+    if length is not None:
         return batch
-    head_width = _head_width(recipe.model)
+    head_width = recipe.model.width // recipe.model.num_heads
 
     def scores_kept(batch: MicroBatchShape) -> tuple[int, int]:
         return batch.length * batch.score_bytes(head_width=head_width), batch.length
 
     lengths = range(1, batch.length + 1)
     return max((replace(batch, length=length) for length in lengths), key=scores_kept)
-
-
-def _head_width(model: ModelConfig) -> int:
-    return model.width // model.num_heads
 
 
 @dataclass(frozen=True)
@@ -313,12 +284,6 @@ class OptimizerGroup:
             first, last = bisect_right(edges, low) - 1, bisect_left(edges, low + self.share)
             covered.append(edges[min(last, len(edges) - 1)] - edges[first])
         return max(covered)
-
-
-def _largest_embedding(model: Transformer) -> int:
-    """Return the values of the largest embedding table that has a gradient."""
-    tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
-    return max(tables, default=0)
 
 
 def optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> list[OptimizerGroup]:
@@ -419,10 +384,12 @@ class _HeldByZero:
         else:
             widened = FLOAT32 if zero.value < FLOAT32 else 0
             gradients, flat = zero.value * self.covering, (zero.value + widened) * share
+        shared = [group.values for group in self.groups if group.ranks > 1]
+        gathered = zero.value * max(shared, default=0) if self.device == "cpu" else 0  # by gloo
         return {
             **self._always(),
             "gradients": gradients,
-            "temporaries": max(norm, flat, self._gathered()),
+            "temporaries": max(norm, flat, gathered),
         }
 
     def host(self) -> dict[str, int]:
@@ -433,7 +400,7 @@ class _HeldByZero:
         zero = self.zero
         if not zero.offloads:
             return {}
-        gathers = zero.accumulates and not zero.accumulates_wider
+        gathers = zero.passes > 1 and not zero.accumulates_wider
         gradients = FLOAT32 * self.share + (zero.value * self.covering if gathers else 0)
         return {
             "master weights": FLOAT32 * self.share,
@@ -459,7 +426,7 @@ class _HeldByZero:
     def _accumulated(self) -> int:
         """Return the bytes of gradients between two micro-batches of an update."""
         zero = self.zero
-        if not zero.accumulates:
+        if zero.passes == 1:
             return 0
         if zero.stage == 1:
             return zero.accumulated * self.values
@@ -497,12 +464,8 @@ class _HeldByZero:
         copied = is_shared or zero.accumulates_wider
         widened = zero.sent if zero.sent != size else 0  # in another type
         reserved = zero.bucket if self.device == "cuda" else filled
-        return size * zero.buckets * reserved + (filled * (size + widened) if copied else 0)
-
-    def _gathered(self) -> int:
-        """Return the bytes of the buffer into which gloo gathers new parameters."""
-        shared = [group.values for group in self.groups if group.ranks > 1]
-        return self.zero.value * max(shared, default=0) if self.device == "cpu" else 0
+        buckets = 2 if zero.overlaps else 1  # one is filled while the other is being reduced
+        return size * buckets * reserved + (filled * (size + widened) if copied else 0)
 
 
 def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
@@ -519,9 +482,11 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
     embedding = batch.value * vocabulary_size * recipe.model.width
     pads = batch.device == "cuda" and pads_outputs(outputs, batch.dtype)
     matrix = batch.value * outputs * recipe.model.width if pads else 0
+    loss = _passes(recipe) * (matrix + _loss_bytes(batch, outputs=outputs))
+    if _passes(recipe) > 1:  # gradients of the logits by the divergence of the two passes
+        loss += (2 if recipe.loss.distillation == "symmetric" else 1) * batch.value * logits
     return max(
-        _passes(recipe) * (matrix + _loss_bytes(batch, outputs=outputs))
-        + _divergence_bytes(recipe, batch, outputs=outputs),
+        loss,
         (2 if pads else 1) * batch.value * logits + embedding + 2 * matrix,
         embedding + _layer_temporaries(recipe.model, batch),
     )
@@ -542,17 +507,10 @@ def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
     return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * outputs
 
 
-def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, outputs: int) -> int:
-    """Return the bytes of the logits' gradients of both passes of fuse distillation."""
-    if recipe.loss.objective != "fuse_distillation":
-        return 0
-    gradients = 2 if recipe.loss.distillation == "symmetric" else 1
-    return gradients * batch.tokens * batch.value * outputs
-
-
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:
     """Return the peak bytes of gradients inside one layer, of hidden values or of scores."""
     routes = 1 if model.moe is None else model.moe.top_k
     hidden = batch.tokens * (4 * model.width + 2 * routes * model.feed_forward_width) * batch.value
     scores = model.num_heads * batch.tokens * batch.length * 3 * batch.value
-    return max(hidden, scores if batch.score_bytes(head_width=_head_width(model)) else 0)
+    keeps_scores = batch.score_bytes(head_width=model.width // model.num_heads) > 0
+    return max(hidden, scores if keeps_scores else 0)

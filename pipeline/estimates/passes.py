@@ -1,12 +1,12 @@
 """Count the launches of a training pass and of a decoding step on the meta device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.batching.batch import Batch, Packing
+from pipeline.batching.batch import Batch, Example, collate
 from pipeline.config.recipe import Recipe
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.hypotheses import Source
@@ -22,28 +22,24 @@ from pipeline.training.losses import training_loss
 
 SENTENCE_LENGTH = 32
 """Assumed tokens per sentence, tags included: about the mean of OPUS-100."""
+PROMPT = 0, 0
+"""First ids of a decoder's input."""
 
 
 def count_training(
-    recipe: Recipe,
-    *,
-    vocabulary_size: int,
-    num_groups: int,
-    num_languages: int = 1,
-    per_pass: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
+    recipe: Recipe, *, per_pass: int = 1, dtype: torch.dtype = torch.bfloat16, **sizes: int
 ) -> Counted:
     """Count the forward pass, loss and backward pass of full micro-batches that share a pass.
 
+    ``sizes`` are the numbers of ids, groups and languages that the data decides.
+
     Half of the sentences are one token shorter than the others, so that there is padding. If the
     recipe spreads the experts over ranks, the work is that of one of them, which holds its share of
-    the experts and gets as many rows as it sends.
+    the experts and gets as many rows as it sends. Layers are not recomputed.
     """
     size, no_group = recipe.training.expert_parallel_size, None
     exchange = _EvenExchange(no_group, 0, size) if size > 1 else None  # type: ignore[arg-type]
-    sizes = vocabulary_size, num_groups, num_languages
-    model = _model(recipe, *sizes, expert_parallel=exchange).to(dtype).train()
-    model.recomputes = recipe.training.recompute_layers
+    model = _model(recipe, sizes, exchange).to(dtype).train()
     batch = micro_batch(per_pass * recipe.batches.tokens).to(META)
     even = _routes_per_expert(recipe.model, len(batch.target_N))
     with LaunchCounter(host_number=even) as counter:
@@ -81,23 +77,22 @@ class _EvenExchange(ExpertParallel):
 
     def all_to_all(self, out: Tensor, given: Tensor, /, *_splits: list[int] | None) -> None:
         """Note the bytes of rows, and leave ``out`` as it is."""
+        del out
         if given.is_floating_point():
             self.sent.append(tensor_bytes(given))
 
 
-def count_decoding_step(
-    recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
-) -> Counted:
+def count_decoding_step(recipe: Recipe, **sizes: int) -> Counted:
     """Count one step of decoding, with the recipe's search.
 
     The batch is full, no sentence ends, and the cache does not grow.
     """
-    model = _model(recipe, vocabulary_size, num_groups, num_languages).eval()
+    model = _model(recipe, sizes).eval()
     model.to(torch.bfloat16 if recipe.decoding.precision == "bfloat16" else torch.float32)
-    beams, prompt = recipe.decoding.beam_size, (0, 0)
+    beams = recipe.decoding.beam_size
     sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * beams), 1)
     sources = [
-        Source([0] * (SENTENCE_LENGTH - index % 2), prompt, 0, 0) for index in range(sentences)
+        Source([0] * (SENTENCE_LENGTH - index % 2), PROMPT, 0, 0) for index in range(sentences)
     ]
     even = _routes_per_expert(recipe.model, sentences * beams)
     with torch.no_grad():  # inference mode would record composite operators, not their parts
@@ -105,53 +100,33 @@ def count_decoding_step(
             search = Search(model, sources, recipe.decoding, eos_id=1)
             first_R = search.advance(model.project(search.states.begin()))
             assert first_R is not None, "no sentence ends"
-            x_RD = search.states.step(first_R, len(prompt))
+            x_RD = search.states.step(first_R, len(PROMPT))
         with LaunchCounter(host_number=even) as counter:
             next_R = search.advance(model.project(x_RD))
             assert next_R is not None, "no sentence ends"
-            search.states.step(next_R, len(prompt) + 1)
+            search.states.step(next_R, len(PROMPT) + 1)
     return counter.counted
 
 
 def _model(
-    recipe: Recipe,
-    vocabulary_size: int,
-    num_groups: int,
-    num_languages: int,
-    **settings: Any,
+    recipe: Recipe, sizes: Mapping[str, int], exchange: ExpertParallel | None = None
 ) -> Transformer:
-    spec = placeholder_spec(
-        recipe.model,
-        vocabulary_size=vocabulary_size,
-        num_groups=num_groups,
-        num_languages=num_languages,
-        output_size=recipe.tokenizer.output_ids,
-    )
-    regularization = Regularization.of(recipe.training)
-    return build_model(spec, regularization=regularization, device=META, **settings)
+    spec = placeholder_spec(recipe.model, **sizes, output_size=recipe.tokenizer.output_ids)
+    rates = Regularization.of(recipe.training)
+    return build_model(spec, regularization=rates, expert_parallel=exchange, device=META)
 
 
 def micro_batch(tokens: int) -> Batch:
     """Return a batch that fills the budget with sentences of two lengths, with ids 0."""
     length = min(SENTENCE_LENGTH, tokens)
-    packing = Packing.from_lengths(
-        [length - index % 2 for index in range(max(tokens // length, 1))]
-    )
-    id_N = torch.zeros_like(packing.index_N)
-    label_rows_L = packing.position_N.nonzero().flatten()  # all tokens but the first of each prompt
-    language_B = torch.zeros(packing.batch, dtype=torch.int64)
-    return Batch(
-        source_N=id_N,
-        source=packing,
-        target_N=id_N,
-        target=packing,
-        label_rows_L=label_rows_L,
-        labels_L=torch.zeros_like(label_rows_L),
-        source_language_B=language_B,
-        target_language_B=language_B,
-        pair_B=language_B,
-        line_B=language_B,
-    )
+    lengths = [length - index % 2 for index in range(max(tokens // length, 1))]
+    examples = [
+        Example(
+            [0] * (each - 1), [0] * (each - 2), (), PROMPT, source_language=0, target_language=0
+        )
+        for each in lengths
+    ]
+    return collate(examples, eos_id=0)
 
 
 def _routes_per_expert(model: ModelConfig, tokens: int) -> int:

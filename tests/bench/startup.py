@@ -148,7 +148,7 @@ def compare_starts(directory: Path, options: Options) -> list[Row]:
 
     starts = {
         "describe": command("describe", "--recipe", "demo_moe"),
-        "estimate": command("estimate", "--recipe", ESTIMATED),
+        "estimate": command("estimate", ESTIMATED),
         "translate one line": command(*TRANSLATE, given=LINE),
         "translate one line, the first time": lambda: translate_first(directory),
         "pretrain to its first update": lambda: first_update(directory),
