@@ -47,7 +47,7 @@ DEFAULT_SHARE = 0.8
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.86), (64, 256, 0.75), (64, 64, 0.6))
 """Rows and columns of a tile of a product, and its speed relative to the fastest."""
 SPLITS = (1, 2, 4, 8)
-LEAST_INNER = 512
+LEAST_INNER = 128
 """Inner length below which a product is not split further."""
 START_SECONDS = {"product": 4e-6, "grouped product": 6e-6}
 """Time of a kernel on the GPU besides its work."""
