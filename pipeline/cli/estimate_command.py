@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,11 @@ def _estimate_recipe(options: argparse.Namespace) -> int:
         document |= {name: step.to_json() for name, step in steps.items()}
         print(json.dumps(document, indent=1, ensure_ascii=False))
         return 0
-    rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in memory.table()]
+    rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in _memory_rows(memory)]
     print(text_table(["part", "bytes per rank", "GiB"], rows))
     for name, step in steps.items():
         print(f"\n{name}: {len(step.counted.host_waits)} waits of the host")
-        print(text_table(["kind", "launches", "GB", "ms"], step.table()))
+        print(text_table(["kind", "launches", "GB", "ms"], [*_step_rows(step)]))
         print(
             f"{1000 * step.seconds:.1f} ms: the GPU takes {1000 * step.kernel_seconds:.1f}, "
             f"the host {1000 * step.host_seconds:.1f}"
@@ -87,8 +88,29 @@ def _estimate_recipe(options: argparse.Namespace) -> int:
     if device is None:
         print("\nTime on a CPU is not estimated: measure some updates (metrics.jsonl).")
     else:
-        print(f"\nForecast, not measured. {device.source}. Without the optimizer and reductions.")
+        print(f"\nForecast for {options.device.upper()} SXM, without optimizer and reductions.")
     return 0
+
+
+def _memory_rows(memory: Any) -> Iterator[tuple[str, int]]:
+    """Yield (part, bytes) of the peak phase and their sum, then of the host and their sum."""
+    yield from ((part, size) for part, size in memory.phases[memory.peak_phase].items() if size)
+    yield f"{memory.device}, at its peak ({memory.peak_phase})", memory.device_bytes
+    yield from ((f"host: {part}", size) for part, size in memory.host.items())
+    if memory.host:
+        yield "host", memory.host_bytes
+
+
+def _step_rows(step: Any) -> Iterator[list[str]]:
+    """Yield kind, launches, GB and milliseconds of kernels, and their sums."""
+    launches = step.counted.launches
+    moved = Counter({"in all": sum(launch.bytes for launch in launches)})
+    for launch in launches:
+        moved[launch.kind] += launch.bytes
+    numbers = {**step.counted.kinds, "in all": len(launches)}
+    kernels = sorted(step.kernels.items(), key=lambda item: -item[1])
+    for kind, seconds in (*kernels, ("in all", step.kernel_seconds)):
+        yield [kind, f"{numbers[kind]:,}", f"{moved[kind] / 1e9:.2f}", f"{1000 * seconds:.2f}"]
 
 
 def _steps(recipe: Recipe, device: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,13 @@ class _Forecast:
         """
         check_ranks(self.recipe, ranks=ranks)
         usable = MEMORY_SHARE * self.device.memory
-        needed = {size: self._memory(ranks, size) for size in self._expert_parallel_sizes(ranks)}
+        expert_sizes = [expert_parallel_size(self.recipe, ranks=ranks)]
+        if self.recipe.model.moe is not None:
+            expert_sizes = expert_parallel_sizes(self.recipe, ranks=ranks)
+        needed = {}
+        given: dict[str, Any] = {"processes": ranks, "ds_config": self.ds_config, **self.sizes}
+        for size in expert_sizes:
+            needed[size] = estimate(at_size(self.recipe, size), **given).device_bytes
         if min(needed.values()) > usable:
             raise ConfigError(
                 f"A GPU would need at least {min(needed.values()) / 2**30:.1f} GiB, and "
@@ -90,17 +96,9 @@ class _Forecast:
             "time": times[fastest],
         }
 
-    def _expert_parallel_sizes(self, ranks: int) -> list[int]:
-        if self.recipe.model.moe is None:
-            return [expert_parallel_size(self.recipe, ranks=ranks)]
-        return expert_parallel_sizes(self.recipe, ranks=ranks)
-
-    def _memory(self, ranks: int, size: int) -> int:
-        settings = {"ds_config": self.ds_config, "device": "cuda", **self.sizes}
-        return estimate(at_size(self.recipe, size), processes=ranks, **settings).device_bytes
-
     @cache  # noqa: B019  # lives as long as one command
-    def _pass(self, size: int, per_pass: int, dtype: torch.dtype) -> StepTime:
+    def _pass(self, size: int, per_pass: int, value: int) -> StepTime:
+        dtype = torch.float32 if value == FLOAT32 else torch.bfloat16
         spread = at_size(self.recipe, size)
         with meta_stands_for(self.device.capability):
             counted = count_training(spread, per_pass=per_pass, dtype=dtype, **self.sizes)
@@ -110,28 +108,21 @@ class _Forecast:
         """Return the seconds of an update by term."""
         spread = at_size(self.recipe, size)
         zero = ZeroSettings.of(spread, self.ds_config, processes=ranks)
-        step = self._pass(
-            size, zero.per_pass, torch.float32 if zero.value == FLOAT32 else torch.bfloat16
-        )
+        step = self._pass(size, zero.per_pass, zero.value)
         groups = optimizer_groups(shape_of(spread, **self.sizes), spread, processes=ranks)
         summed = zero.passes * SUMMED_BYTES * sum(group.values for group in groups)
         moved = summed + UPDATED_BYTES * sum(group.share for group in groups)
         reduced = zero.passes * zero.sent if zero.stage == 2 else zero.accumulated
+        strides = [1] + (len(groups) - 1) * [size]  # the groups of experts come after the first
         reduce, gather = (
             sum(
-                gather_seconds(
-                    self.device,
-                    width * group.values,
-                    ranks=group.ranks,
-                    stride=size if index else 1,
-                )
-                for index, group in enumerate(groups)  # the experts' groups come after the first
+                gather_seconds(self.device, width * each.values, ranks=each.ranks, stride=stride)
+                for each, stride in zip(groups, strides, strict=True)
             )
             for width in (reduced, zero.value)
         )
-        rows = sum(
-            all_to_all_seconds(self.device, sent, ranks=size) for sent in step.counted.exchanged
-        )
+        sent = step.counted.exchanged
+        rows = sum(all_to_all_seconds(self.device, each, ranks=size) for each in sent)
         again, rows_again = (4 / 3, 3 / 2) if spread.training.recompute_layers else (1, 1)
         return {
             "passes": zero.passes * again * step.seconds,

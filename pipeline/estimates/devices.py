@@ -9,9 +9,6 @@ import torch
 from pipeline.config.ds_config import precision_of
 from pipeline.errors import ConfigError, hint
 
-CPU = "cpu"
-"""Name of a processor among devices: its memory is estimated, its time is not."""
-
 
 @dataclass(frozen=True)
 class Device:
@@ -26,7 +23,6 @@ class Device:
         nvlink: bytes per second that a GPU sends to others of its node.
         adapter: bytes per second that a GPU sends to other nodes, in NVIDIA's DGX.
         capability: CUDA's number of its architecture, by which kernels choose.
-        source: source of the numbers.
     """
 
     memory: float
@@ -37,22 +33,12 @@ class Device:
     nvlink: float
     adapter: float
     capability: tuple[int, int]
-    source: str
 
 
-DEVICES = {
-    "a100": Device(
-        *(80e9, 2.039e12, 312e12, 19.5e12, 108, 300e9, 25e9, (8, 0)),
-        source="NVIDIA A100 data sheet, 80GB SXM",
-    ),
-    "h100": Device(
-        *(80e9, 3.35e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
-        source="NVIDIA H100 data sheet, SXM",
-    ),
-    "h200": Device(
-        *(141e9, 4.8e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
-        source="NVIDIA H200 data sheet, SXM",
-    ),
+DEVICES = {  # by NVIDIA's data sheets of SXM modules: A100 of 80 GB, H100, H200
+    "a100": Device(80e9, 2.039e12, 312e12, 19.5e12, 108, 300e9, 25e9, (8, 0)),
+    "h100": Device(80e9, 3.35e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
+    "h200": Device(141e9, 4.8e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
 }
 
 
@@ -62,9 +48,9 @@ def device_named(name: str) -> Device:
     Raises:
         ConfigError: there is none of that name.
     """
-    if name.lower() not in DEVICES:
-        raise ConfigError(f"There is no device {name!r}{hint(name.lower(), [*DEVICES, CPU])}")
-    return DEVICES[name.lower()]
+    if name not in DEVICES:
+        raise ConfigError(f"There is no device {name!r}{hint(name, [*DEVICES, 'cpu'])}")
+    return DEVICES[name]
 
 
 def peak_operations(ds_config: Mapping[str, Any]) -> float | None:

@@ -24,9 +24,8 @@ def refuse_unfit(task: Task, allocation: Allocation) -> None:
     if not {"model", "batches"} <= set(task.stage.sections):
         return
     recipe = load_recipe(task.recipe, task.overrides)
-    ds_config = task.config["ds_config"]
     try:
-        merge_ds_config(ds_config, recipe, world_size=allocation.tasks)
+        merge_ds_config(task.config["ds_config"], recipe, world_size=allocation.tasks)
         _refuse_size(task, recipe, allocation)
     except ConfigError as error:
         raise ConfigError(f"Stage {task.name}: {error}") from error
@@ -51,7 +50,8 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
             f"a rank needs {_gib(needed.device_bytes)} at its peak, where a GPU has {_gib(gpu)}. "
             f"{_FEWER_BYTES}"
         )
-    on_node = allocation.tasks_per_node * (needed.host_bytes if on_gpu else needed.total_bytes)
+    on_host = needed.host_bytes + (0 if on_gpu else needed.device_bytes)
+    on_node = allocation.tasks_per_node * on_host
     if host is not None and on_node > host:
         raise ConfigError(
             f"{allocation.tasks_per_node} ranks need {_gib(on_node)} of a node's memory, where it "

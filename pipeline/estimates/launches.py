@@ -134,10 +134,7 @@ def _is_upload(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 
 class _AsOnCuda(TorchFunctionMode):
-    """Use CUDA's operators for attention and dropout, which the meta device would decompose.
-
-    It also counts uploads of Python lists, for which there is no operator.
-    """
+    """Use CUDA's attention and dropout, and count uploads of lists, which are no operators."""
 
     def __init__(self, count_wait: Callable[[str], None]) -> None:
         super().__init__()
@@ -150,7 +147,8 @@ class _AsOnCuda(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _fused_attention(*args, **kwargs)
         if func is F.dropout:
-            return _native_dropout(*args, **kwargs)
+            rate = kwargs["p"] * kwargs["training"]
+            return torch.native_dropout(args[0], rate, True)[0] if rate else args[0]
         result = func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             if result.is_meta and not isinstance(args[-1], Tensor):
@@ -178,11 +176,6 @@ def _fused_attention(
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.shape[-2])
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal)[0]
-
-
-def _native_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Any:
-    assert not inplace, "not used"
-    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 def _waits_of_indices(

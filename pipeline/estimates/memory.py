@@ -20,11 +20,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.batching.world_sizes import (
-    check_ranks,
-    expert_parallel_size,
-    passes_per_update,
-)
+from pipeline.batching.world_sizes import check_ranks, expert_parallel_size, passes_per_update
 from pipeline.config.ds_config import micro_batches_per_pass, precision_of
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
@@ -93,21 +89,6 @@ class MemoryEstimate:
     def host_bytes(self) -> int:
         """Return the sum of the host's parts."""
         return sum(self.host.values())
-
-    @property
-    def total_bytes(self) -> int:
-        """Return the sum of device and host, which is the memory of a rank on CPU."""
-        return self.device_bytes + self.host_bytes
-
-    def table(self) -> list[tuple[str, int]]:
-        """Return (part, bytes) of the peak phase and their sum, then of the host and their sum."""
-        peak = self.phases[self.peak_phase]
-        rows = [(part, size) for part, size in peak.items() if size]
-        rows.append((f"{self.device}, at its peak ({self.peak_phase})", self.device_bytes))
-        rows += [(f"host: {part}", size) for part, size in self.host.items()]
-        if self.host:
-            rows.append(("host", self.host_bytes))
-        return rows
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as a JSON object."""
@@ -183,21 +164,14 @@ class ZeroSettings:
     """Settings of recipe and ds_config that determine memory and traffic; sizes in bytes."""
 
     stage: int
-    value: int
-    """Size of a parameter."""
-    accumulated: int
-    """Size of an accumulated gradient."""
-    sent: int
-    """Size of a gradient that is being reduced."""
-    bucket: int
-    """Values per reduce bucket."""
-    passes: int
-    """Forward and backward passes of a rank per update."""
-    per_pass: int
-    """Micro-batches of a pass."""
-    overlaps: bool
-    """Whether gradients are reduced while the backward pass goes on."""
-    offloads: bool
+    value: int  # of a parameter
+    accumulated: int  # of an accumulated gradient
+    sent: int  # of a gradient that is being reduced
+    bucket: int  # values per reduce bucket
+    passes: int  # forward and backward passes of a rank per update
+    per_pass: int  # micro-batches of a pass
+    overlaps: bool  # whether gradients are reduced while the backward pass goes on
+    offloads: bool  # whether the optimizer is in host memory
 
     @classmethod
     def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "ZeroSettings":
@@ -211,19 +185,17 @@ class ZeroSettings:
         value = FLOAT32 if precision_of(merged) == "fp32" else 2
         sizes = {"fp32": FLOAT32, "bf16": 2, "fp16": 2, None: value}
         kind = merged.get("data_types", {}).get("grad_accum_dtype")
-        offload = settings.get("offload_optimizer") or {}
+        turns = passes_per_update(recipe, ranks=processes)
         return cls(
             stage=settings["stage"],
             value=value,
             accumulated=sizes[kind],
             sent=sizes.get(merged.get("communication_data_type"), value),
             bucket=int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)),
-            per_pass=min(
-                micro_batches_per_pass(ds_config), passes_per_update(recipe, ranks=processes)
-            ),
+            per_pass=min(micro_batches_per_pass(ds_config), turns),
             passes=merged["gradient_accumulation_steps"],
             overlaps=bool(settings.get("overlap_comm", False)),
-            offloads=offload.get("device", "none") != "none",
+            offloads=(settings.get("offload_optimizer") or {}).get("device", "none") != "none",
         )
 
     @property
@@ -341,21 +313,14 @@ class _HeldByZero:
         self.largest = max(size for group in groups for size in group.sizes)
 
     def start(self) -> dict[str, int]:
-        """Return the parts at the start.
-
-        The model is built in float32; then each group is copied into a flat buffer, one by one.
-        """
+        """Return the parts while a model built in float32 is copied, group by group."""
         value = self.zero.value
         copied = value * max(group.values for group in self.groups) + self._state(FLOAT32)
         as_built = (FLOAT32 - value) * self.values
         return {"parameters": value * (self.values + self.frozen), "copies": max(copied, as_built)}
 
     def backward(self) -> dict[str, int]:
-        """Return the parts in the last backward pass.
-
-        Gradients of earlier micro-batches exist; ZeRO's buckets exist from the first new gradient
-        on.
-        """
+        """Return the parts in the last backward pass: gradients of earlier ones, and buckets."""
         return {
             **self._always(),
             "gradients": self._accumulated(),
@@ -363,19 +328,13 @@ class _HeldByZero:
         }
 
     def reduce(self) -> dict[str, int]:
-        """Return the parts when gradients are reduced.
-
-        Every new gradient exists, or has gone through a bucket into this rank's share.
-        """
+        """Return the parts when every gradient exists, or has been reduced into a rank's share."""
         return {**self._always(), "gradients": self._reduced(), "buckets": self._buckets()}
 
     def step(self) -> dict[str, int]:
-        """Return the parts in the optimizer's step.
-
-        The norm needs one tensor in float64; then each group's gradients become one tensor.
-        """
+        """Return the parts in the optimizer's step, where a group's gradients become one tensor."""
         zero = self.zero
-        norm = FLOAT64 * self.largest
+        norm = FLOAT64 * self.largest  # of one tensor
         share = max(group.share for group in self.groups)
         if zero.offloads:
             gradients, flat = 0, 0
@@ -393,10 +352,7 @@ class _HeldByZero:
         }
 
     def host(self) -> dict[str, int]:
-        """Return the parts on the host, with offload.
-
-        They are the optimizer, float32 gradients and new parameters of this rank's share.
-        """
+        """Return the parts on the host, with offload: all that belongs to this rank's share."""
         zero = self.zero
         if not zero.offloads:
             return {}
@@ -453,8 +409,7 @@ class _HeldByZero:
     def _buckets(self) -> int:
         """Return the bytes of the reduce buckets, and of the copies of one that is being sent.
 
-        On CPU, only the written part of a buffer becomes resident. A tensor larger than a bucket is
-        reduced in place.
+        On CPU, only what is written becomes resident. Larger tensors are reduced in place.
         """
         zero = self.zero
         size = zero.accumulated if zero.stage == 1 else zero.value

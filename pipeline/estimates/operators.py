@@ -38,11 +38,9 @@ KINDS = {
         *("full_like", "new_full", "fill_", "arange", "scalar_tensor", "eye"),
     ),
     "sum": ("sum", "cumsum", "max"),
-    "sort": ("sort", "topk", "argsort", "searchsorted", "repeat_interleave"),
 }
 """Kind → operators; all others are elementwise."""
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
-BIASED = {"addmm", "_addmm_activation", "baddbmm"}
 READ_BY_INDEX = {"index_select", "index", "embedding", "gather"}
 """Operators that read only as much of their first tensor as they write."""
 ADDED_TO = {"scatter_", "scatter_add_", "index_put_", "_index_put_impl_"}
@@ -96,11 +94,11 @@ def launch_of(
     given: Sequence[Tensor],
     made: Sequence[Tensor],
 ) -> Launch:
-    """Return the launch of an operator, from its arguments and the tensors among them."""
+    """Return the launch of an operator, from its arguments, and tensors given and made."""
     kind = KIND_OF.get(name, "elementwise")
     product, blocks = None, 0
     if "product" in kind:
-        x, y = args[1:3] if name in BIASED else args[:2]
+        x, y = args[1:3] if "add" in name else args[:2]  # after a bias
         product = x.numel() // x.shape[-1], y.shape[-1], x.shape[-1]
     elif kind == "attention":
         named = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
@@ -111,11 +109,10 @@ def launch_of(
 
 def _attention_blocks(named: dict[str, Any]) -> int:
     query = named["query"]
-    if "cum_seq_q" in named:  # packed sentences: (N, H, K)
+    pairs, lengths = prod(query.shape[:2]), (query.shape[-2], named["key"].shape[-2])
+    if "cum_seq_q" in named:  # packed sentences (N, H, K), else (B, H, T, K)
         pairs = (len(named["cum_seq_q"]) - 1) * query.shape[1]
         lengths = named["max_q"], named["max_k"]
-    else:  # (B, H, T, K)
-        pairs, lengths = prod(query.shape[:2]), (query.shape[-2], named["key"].shape[-2])
     return int(pairs * prod(ceil(length / ATTENTION_TILE) for length in lengths))
 
 

@@ -49,10 +49,7 @@ def count_training(
 
 @dataclass(frozen=True)
 class _EvenExchange(ExpertParallel):
-    """Expert parallelism of one rank without the others: every expert gets equally many rows.
-
-    On the meta device, received rows have a shape and no values, so that nothing is sent.
-    """
+    """Expert parallelism of one rank without the others: every expert gets equally many rows."""
 
     sent: list[int] = field(default_factory=list)
     """Bytes of each all-to-all of rows, including rows that stay on the rank."""
@@ -75,9 +72,8 @@ class _EvenExchange(ExpertParallel):
         ]
         return RowCounts(even_SE, even_SE, count_E)
 
-    def all_to_all(self, out: Tensor, given: Tensor, /, *_splits: list[int] | None) -> None:
-        """Note the bytes of rows, and leave ``out`` as it is."""
-        del out
+    def all_to_all(self, _out: Tensor, given: Tensor, /, *_splits: list[int] | None) -> None:
+        """Note the bytes of rows; what arrives has a shape and no values on the meta device."""
         if given.is_floating_point():
             self.sent.append(tensor_bytes(given))
 

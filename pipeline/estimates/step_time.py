@@ -12,7 +12,7 @@ The shares and block times were set for an H100 and compared with passes measure
 (``tests/estimates/test_step_time.py``). They are assumed to hold for an A100 as well.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -31,19 +31,8 @@ GROUPED_SHARE = 0.485
 """Share of the peak that a grouped product holds."""
 COPY_SHARE = 0.9
 """Share of the bandwidth that a large copy reaches; the following are shares of this one."""
-SHARES = {
-    "sum": 0.35,
-    "norm": 0.45,
-    "softmax": 0.7,
-    "dropout": 0.75,
-    "gather or scatter": 0.6,
-    "elementwise": 0.85,
-    "copy": 0.85,
-    "grouped product": 0.85,
-    "product": 0.9,
-    "sort": 0.2,
-}
-DEFAULT_SHARE = 0.8
+DEFAULT_SHARE = 0.85
+SHARES = {"sum": 0.35, "norm": 0.45, "softmax": 0.7, "dropout": 0.75, "gather or scatter": 0.6}
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.86), (64, 256, 0.75), (64, 64, 0.6))
 """Rows and columns of a tile of a product, and its speed relative to the fastest."""
 SPLITS = (1, 2, 4, 8)
@@ -54,21 +43,17 @@ START_SECONDS = {"product": 4e-6, "grouped product": 6e-6}
 DEFAULT_START, LEAST_SECONDS = 0.7e-6, 1.8e-6
 SPLIT_SECONDS, SPLIT_SHARE = 2e-6, 0.55
 """Time of adding the parts of a split product besides its bytes, and its share of the bandwidth."""
-BLOCK_SECONDS = {False: 5e-6, True: 9.5e-6}
-"""Time of a thread block of flash attention, forward and backward."""
-RESIDENT_BLOCKS = {False: 2, True: 1}
-"""Thread blocks that a multiprocessor runs at a time."""
-ATTENTION_START = 3e-6
+FORWARD_BLOCK, BACKWARD_BLOCK, ATTENTION_START = 5e-6, 9.5e-6, 3e-6
+"""Time of a thread block of flash attention, of which two run at once forward, and its start."""
 GRADIENT_ENDS, ENDS_BLOCKS = 16e-6, 1024
 """Time of the two kernels around attention's backward pass, for up to this many blocks."""
 
 
 def kernel_seconds(launch: Launch, device: Device) -> float:
     """Return the forecast time of one launch on the GPU."""
-    bandwidth = COPY_SHARE * device.bandwidth
     share = SHARES.get(launch.kind, DEFAULT_SHARE)
     start = START_SECONDS.get(launch.kind, DEFAULT_START)
-    moving = launch.bytes / (bandwidth * share)
+    moving = launch.bytes / (COPY_SHARE * device.bandwidth * share)
     peak = device.half if launch.dtype.itemsize < torch.float32.itemsize else device.float32
     if launch.kind == "attention":
         return _attention_seconds(launch, device)
@@ -99,12 +84,10 @@ def _product_seconds(rows: int, columns: int, inner: int, *, peak: float, device
 
 
 def _attention_seconds(launch: Launch, device: Device) -> float:
-    is_backward = launch.operator.endswith("backward")
-    at_once = RESIDENT_BLOCKS[is_backward] * device.multiprocessors
-    seconds = ceil(launch.blocks / at_once) * BLOCK_SECONDS[is_backward]
-    if is_backward:
-        return seconds + GRADIENT_ENDS * max(1.0, launch.blocks / ENDS_BLOCKS)
-    return seconds + ATTENTION_START
+    if launch.operator.endswith("backward"):
+        ends = GRADIENT_ENDS * max(1.0, launch.blocks / ENDS_BLOCKS)
+        return ceil(launch.blocks / device.multiprocessors) * BACKWARD_BLOCK + ends
+    return ceil(launch.blocks / (2 * device.multiprocessors)) * FORWARD_BLOCK + ATTENTION_START
 
 
 @dataclass(frozen=True)
@@ -128,19 +111,6 @@ class StepTime:
     def seconds(self) -> float:
         """Return the longer of both."""
         return max(self.kernel_seconds, self.host_seconds)
-
-    def table(self) -> list[list[str]]:
-        """Return rows of kind, launches, GB and milliseconds of kernels, and their sum."""
-        moved: Counter[str] = Counter()
-        for launch in self.counted.launches:
-            moved[launch.kind] += launch.bytes
-        numbers = self.counted.kinds
-        rows = [
-            [kind, f"{numbers[kind]:,}", f"{moved[kind] / 1e9:.2f}", f"{1000 * seconds:.2f}"]
-            for kind, seconds in sorted(self.kernels.items(), key=lambda item: -item[1])
-        ]
-        count, size = len(self.counted.launches), moved.total() / 1e9
-        return [*rows, ["in all", f"{count:,}", f"{size:.2f}", f"{1000 * self.kernel_seconds:.2f}"]]
 
     def to_json(self) -> dict[str, Any]:
         """Return the step as a JSON object."""

@@ -22,7 +22,7 @@ from pipeline.estimates.passes import count_training
 from pipeline.estimates.step_time import step_time
 
 H100 = DEVICES["h100"]
-SIZES = {"vocabulary_size": 500, "num_groups": 0}
+SIZES: dict[str, Any] = {"vocabulary_size": 500, "num_groups": 0}
 BF16 = load_ds_config("zero1_bf16")
 
 

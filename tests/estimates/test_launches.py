@@ -262,9 +262,8 @@ def test_packed_attention_has_a_block_per_head_and_tiles_of_a_sentence() -> None
     """Sentences of at most 200 queries and 300 keys: 2 tiles of queries by 3 of keys."""
     x = torch.empty(3 * 200, 4, 16, device=META, dtype=torch.bfloat16)
     bound_B = torch.empty(4, device=META, dtype=torch.int32)
-    spans = (Spans(bound_B, longest) for longest in (200, 300))
     with LaunchCounter() as mode:
-        attend_packed(x, x, x, **dict(zip(("queries", "keys"), spans, strict=True)))
+        attend_packed(x, x, x, queries=Spans(bound_B, 200), keys=Spans(bound_B, 300))
     (attention,) = mode.counted.launches
     assert attention.kind == "attention"
     assert attention.blocks == 3 * 4 * 2 * 3

@@ -325,7 +325,6 @@ def test_offload_moves_the_optimizer_to_the_host() -> None:
         assert moved.host[name] == kept.phases["step"][name] > 0
         assert moved.phases["step"][name] == 0
     assert moved.device_bytes < kept.device_bytes
-    assert moved.total_bytes == moved.device_bytes + moved.host_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
