@@ -233,14 +233,14 @@ def loaded_after_commands(*commands: list[str], given: Sequence[str] = ()) -> li
     return found
 
 
-def test_a_command_that_only_counts_loads_neither_a_compiler_nor_deepspeed() -> None:
-    described, estimated = loaded_after_commands(
-        ["describe", "--recipe", "mmnmt_opus100+smoke"], ["estimate", "demo_moe"]
+def test_commands_that_launch_nothing_load_no_compiler() -> None:
+    described, needed = loaded_after_commands(
+        ["describe", "--recipe", "mmnmt_opus100+smoke"],
+        ["estimate", "demo_moe", "--device", "cpu"],
     )
     assert "torch" in described
     assert not (SLOW | {"numba", "deepspeed"}) & described
-    assert "pipeline.kernels.expert_products" in estimated
-    assert not {"numba", "transformers"} & estimated
+    assert not (SLOW | {"numba"}) & needed
 
 
 def test_a_few_lines_are_translated_without_compiled_loops(tmp_path: Path) -> None:
