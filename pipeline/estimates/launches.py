@@ -4,12 +4,11 @@ The meta device has shapes but no values, and our kernels take the branches of a
 (:func:`~pipeline.kernels.products.meta_stands_for`). A *launch* is one operator below autograd that
 has work on the device: all operators except views and allocations. Operators that CUDA fuses
 (attention, dropout, norms) count as one launch, even if they run several kernels. A *wait* is a
-copy to the host, or a copy from host memory that is not pinned. Collectives, and the work of
-DeepSpeed and the optimizer, are not counted.
+copy to the host, or a copy from host memory that is not pinned. Collectives are not counted.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -55,9 +54,10 @@ class LaunchCounter(TorchDispatchMode):
         """Return the launches and waits so far."""
         return Counted(tuple(self._launches), tuple(self._host_waits))
 
-    def launched(self, name: str, tensors: Iterable[Tensor] = ()) -> None:
+    def launched(self, name: str, arguments: Sequence[Any], _options: dict[str, Any]) -> None:
         """Count the launch of a fused kernel of ours, which moves each of its tensors once."""
-        self._launches.append(Launch(name, "fused kernel", sum(map(tensor_bytes, tensors))))
+        size = sum(tensor_bytes(one) for one in arguments if isinstance(one, Tensor))
+        self._launches.append(Launch(name, "fused kernel", size))
 
     def __enter__(self) -> "LaunchCounter":
         super().__enter__()  # type: ignore[no-untyped-call]

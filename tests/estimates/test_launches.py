@@ -272,7 +272,7 @@ def test_packed_attention_has_a_block_per_head_and_tiles_of_a_sentence() -> None
 def test_a_fused_kernel_is_one_launch_that_moves_its_tensors_once() -> None:
     x = torch.empty(8, 16, device=META, dtype=torch.bfloat16)
     with LaunchCounter() as mode:
-        mode.launched("residual_norm", [x, torch.empty_like(x)])
+        mode.launched("residual_norm", (x, torch.empty_like(x), None, 16), {"num_warps": 4})
     assert mode.counted.kinds == {"fused kernel": 1}
     assert mode.counted.launches[0].bytes == 2 * 8 * 16 * 2
 
