@@ -19,12 +19,12 @@ from pipeline.cli.checkpoint_commands import (
 from pipeline.cli.cluster_commands import CLUSTER_COMMANDS
 from pipeline.cli.doctor_command import DOCTOR_COMMANDS
 from pipeline.cli.ending import guarded, own_rank
+from pipeline.cli.estimate_command import ESTIMATE_COMMANDS
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.plan_commands import PLAN_COMMANDS
 from pipeline.cli.recipe_commands import RECIPE_COMMANDS
 from pipeline.cli.report_command import REPORT_COMMANDS
 from pipeline.cli.serve_command import SERVE_COMMANDS
-from pipeline.cli.simulate_command import SIMULATE_COMMANDS
 from pipeline.cli.stage_commands import stage_main
 from pipeline.cli.survey_command import SURVEY_COMMANDS
 from pipeline.distributed.world import leave
@@ -39,7 +39,7 @@ COMMANDS = (
     *CLUSTER_COMMANDS,
     *DOCTOR_COMMANDS,
     *RECIPE_COMMANDS,
-    *SIMULATE_COMMANDS,
+    *ESTIMATE_COMMANDS,
     *SURVEY_COMMANDS,
     *REPORT_COMMANDS,
     *EXPORT_COMMANDS,

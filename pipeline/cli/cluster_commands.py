@@ -4,6 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
+from pipeline.cli.estimate_command import MAX_RANKS
 from pipeline.cli.parser import Command, whole_number
 from pipeline.cli.plan_commands import (
     add_place_options,
@@ -12,7 +13,6 @@ from pipeline.cli.plan_commands import (
     placed_plan,
     plan_dir,
 )
-from pipeline.cli.recipe_commands import MAX_RANKS
 from pipeline.jobs.plan import Task, load_plan, place_plan
 from pipeline.jobs.scheduler import Scheduler
 from pipeline.jobs.site import Allocation, load_site

@@ -1,29 +1,22 @@
-"""Describe recipes, and estimate the memory and time of their models."""
+"""Describe recipes: their settings, and the parameters of their models."""
 
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 
 from pipeline.artifacts.settings import MAX_VOCABULARY
 from pipeline.cli.parser import (
     Command,
-    add_ds_config_option,
     add_set_option,
     chosen_recipe,
     whole_number,
 )
 from pipeline.config.documents import toml_lines, toml_value
-from pipeline.config.ds_config import load_ds_config
 from pipeline.config.overrides import leaf_settings, override_texts, parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
 from pipeline.config.settings import MAX_GROUPS, shown
 from pipeline.errors import ConfigError
-from pipeline.machine import rare_collections
 from pipeline.terminal import text_table
-
-MAX_RANKS = 10**5
-"""Most ranks of an estimate, which run elsewhere."""
 
 
 def _describe(options: argparse.Namespace) -> int:
@@ -161,70 +154,6 @@ def _list(_options: argparse.Namespace) -> int:
     return 0
 
 
-def _estimate_memory(options: argparse.Namespace) -> int:
-    recipe = chosen_recipe(options)
-    from pipeline.estimates.memory import estimate  # once the recipe is known to be good
-
-    estimated = estimate(
-        recipe,
-        **_sizes_of(recipe, options),
-        processes=options.processes,
-        ds_config=load_ds_config(options.ds_config),
-        device=options.device,
-    )
-    if options.json:
-        print(json.dumps(estimated.to_json(), indent=1, ensure_ascii=False))
-        return 0
-    rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in estimated.table()]
-    print(text_table(["part", "bytes per rank", "GiB"], rows))
-    return 0
-
-
-def _estimate_time(options: argparse.Namespace) -> int:
-    recipe = chosen_recipe(options)
-    sizes = _sizes_of(recipe, options)
-    with rare_collections():
-        import torch  # once the recipe is known to be good
-
-        from pipeline.estimates import operators, step_time
-        from pipeline.kernels.products import meta_stands_for
-
-    device = step_time.device_named(options.device)
-    with meta_stands_for(device.capability), rare_collections():
-        steps = {
-            "training micro-batch": operators.count_training(recipe, dtype=torch.bfloat16, **sizes),
-            "decoding step": operators.count_decoding_step(recipe, **sizes),
-        }
-    times = {name: step_time.least_time(counted, device) for name, counted in steps.items()}
-    exchanged = step_time.expert_exchanges(recipe)
-    if options.json:
-        found = {name: time.to_json() for name, time in times.items()}
-        document = {"device": options.device, **found, "expert exchanges": asdict(exchanged)}
-        print(json.dumps(document, indent=1, ensure_ascii=False))
-        return 0
-    head = ["launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
-    for name, time in times.items():
-        print(f"{name}, copies to the host: {len(time.counted.host_copies)}")
-        if options.by_place:
-            print(text_table(["place", *head], time.table_by_place()) + "\n")
-        print(text_table(["part", *head], time.table()) + "\n")
-    if exchanged.layers:
-        print(
-            f"Experts on {exchanged.size} ranks, of which the tables count one: it sends "
-            f"{exchanged.sent_bytes / 1e9:.2f} GB to the others per micro-batch, on top of the "
-            f"table, and {exchanged.host_copies} of its copies to the host are numbers of rows, in "
-            f"{exchanged.layers} layers.\n"
-        )
-    print(
-        "Counted on the meta device, not measured. Training of one rank in bfloat16, decoding in "
-        f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
-        f"{1e6 * step_time.LAUNCH_SECONDS:.3g} µs per launch, assumed; memory and arithmetic as "
-        f"in: {device.source}. Without recomputed layers, optimizer, gradient reduction and other "
-        "ranks."
-    )
-    return 0
-
-
 def _add_recipe_and_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
     add_set_option(parser)
@@ -263,37 +192,6 @@ def _add_describe_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_memory_options(parser: argparse.ArgumentParser) -> None:
-    _add_recipe_and_sizes(parser)
-    parser.add_argument(
-        "--processes",
-        type=whole_number(MAX_RANKS),
-        required=True,
-        metavar="N",
-        help="ranks of the run",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="device of the model (default: cuda)",
-    )
-    add_ds_config_option(parser)
-
-
-def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
-    _add_recipe_and_sizes(parser)
-    parser.add_argument(
-        "--device",
-        default="h100",
-        metavar="GPU",
-        help="v100, a100, h100 or h200 (default: h100)",
-    )
-    parser.add_argument(
-        "--by-place", action="store_true", help="add a row for every module of the model"
-    )
-
-
 def _add_no_options(_parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -306,16 +204,4 @@ RECIPE_COMMANDS = (
         _describe,
     ),
     Command("recipes", "list the recipes that ship", _add_no_options, _list),
-    Command(
-        "memory",
-        "estimate the memory of a training rank, part by part",
-        _add_memory_options,
-        _estimate_memory,
-    ),
-    Command(
-        "estimate",
-        "count the GPU kernels of a training and a decoding step, and estimate their least time",
-        _add_estimate_options,
-        _estimate_time,
-    ),
 )

@@ -9,9 +9,9 @@ R routes; e bytes of a value in the model's dtype.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +40,23 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch filled to the token budget, and properties that decide what is kept."""
+    """A micro-batch filled to the token budget, and properties that decide what is kept.
+
+    Attributes:
+        tokens: N, number of tokens of the source, and of the target.
+        length: L, length of every sentence.
+        value: e, bytes of a value in the model's dtype.
+        is_spread: whether experts are spread over several ranks.
+        recomputes: whether only inputs of layers are kept, and layers recomputed one at a time.
+    """
 
     tokens: int
-    """N: number of tokens of the source, and of the target."""
     length: int
-    """L: length of every sentence."""
     value: int
-    """e: bytes of a value in the model's dtype."""
     device: Device
     regularization: Regularization
     is_spread: bool = False
-    """Whether experts are spread over several ranks."""
     recomputes: bool = False
-    """Whether only the inputs of layers are kept, and layers are recomputed one at a time."""
 
     def score_bytes(self, *, head_width: int) -> int:
         """Return the bytes kept per query, key and head: probabilities, dropout's factors, output.
@@ -85,8 +88,12 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
 
     The model may be on the meta device.
     """
-    hidden = batch.tokens * _width(model)
-    layers = [_layer_bytes(layer, batch, width=_width(model)) for layer in _layers(model)]
+    width = model.spec.model.width
+    hidden = batch.tokens * width
+    layers = [
+        _layer_bytes(layer, batch, width=width)
+        for layer in (*model.encoder.layers, *model.decoder.layers)
+    ]
     parts = dict.fromkeys(("attention", "feed-forward", "experts", "embeddings", "ends"), 0)
     if batch.recomputes:
         parts["inputs of layers"] = len(layers) * hidden * batch.value
@@ -95,21 +102,16 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
         for part, size in layer.items():
             parts[part] += size
     parts["embeddings"] = 2 * hidden * batch.dropout_bytes(batch.regularization.dropout)
-    norms = [
-        norm
-        for stack in (model.encoder, model.decoder)
-        for norm in (stack.embedding_norm, stack.final_norm)
-        if norm is not None
-    ]
+    sides = model.encoder, model.decoder
+    norms = [norm for side in sides for norm in (side.embedding_norm, side.final_norm) if norm]
     parts["ends"] = (len(norms) + 2) * hidden * batch.value
     parts["front"] = _saved_by_front(model.spec, batch)
     return parts
 
 
-def _layer_bytes(
-    layer: EncoderLayer | DecoderLayer, batch: MicroBatchShape, *, width: int
-) -> dict[str, int]:
+def _layer_bytes(layer: nn.Module, batch: MicroBatchShape, *, width: int) -> dict[str, int]:
     """Return the bytes that one layer keeps, by part."""
+    assert isinstance(layer, EncoderLayer | DecoderLayer)
     attentions = [module for module in layer.children() if isinstance(module, Attention)]
     part, size = _feed_forward_part(layer.feed_forward, batch, width=width)
     size += sum(
@@ -120,17 +122,6 @@ def _layer_bytes(
     return {"attention": sum(_attention_bytes(one, batch) for one in attentions), part: size}
 
 
-def _layers(model: Transformer) -> Iterator[EncoderLayer | DecoderLayer]:
-    for stack in (model.encoder, model.decoder):
-        for layer in stack.layers:
-            assert isinstance(layer, EncoderLayer | DecoderLayer)
-            yield layer
-
-
-def _width(model: Transformer) -> int:
-    return model.spec.model.width
-
-
 def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int) -> tuple[str, int]:
     match module:
         case FeedForward() if isinstance(module.up, nn.Linear):
@@ -139,7 +130,7 @@ def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int)
             return "experts", _moe_bytes(module, batch)
         case _:
             ends = 2 * batch.value + batch.dropout_bytes(batch.regularization.dropout)
-            inside = _saved_by_feed_forward(module, batch, width=width)
+            inside = _saved_bytes(module, _through_feed_forward, batch, width=width)
             return "feed-forward", ends * batch.tokens * width + inside
 
 
@@ -220,28 +211,18 @@ def _saved_by_front(spec: ModelSpec, batch: MicroBatchShape) -> int:
     return max(with_front - _saved_bytes(model, _through_encoder, batch, width=dense.width), 0)
 
 
-def _through_encoder(model: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Tensor:
+def _through_encoder(model: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Any:
     assert isinstance(model, Transformer)
     source = Source(torch.zeros_like(tokens.position_N), packing, tokens, model.embedding)
-    states: Tensor = model.front(x_ND, source, Passage(model.encoder.layers, packing, tokens))
-    return states
+    return model.front(x_ND, source, Passage(model.encoder.layers, packing, tokens))
 
 
-def _saved_by_feed_forward(module: nn.Module, batch: MicroBatchShape, *, width: int) -> int:
-    def run(module: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Tensor:
-        del packing
-        states: Tensor = module(x_ND, tokens)[0]
-        return states
-
-    return _saved_bytes(module, run, batch, width=width)
+def _through_feed_forward(module: nn.Module, x_ND: Tensor, _: Packing, tokens: Tokens) -> Any:
+    return module(x_ND, tokens)[0]
 
 
 def _saved_bytes(
-    module: nn.Module,
-    run: Callable[[nn.Module, Tensor, Packing, Tokens], Tensor],
-    batch: MicroBatchShape,
-    *,
-    width: int,
+    module: nn.Module, run: Callable[..., Any], batch: MicroBatchShape, *, width: int
 ) -> int:
     """Return the bytes of the tensors that autograd saves, without weights and input."""
     meta = torch.device("meta")

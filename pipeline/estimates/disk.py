@@ -4,15 +4,14 @@ Weights and states are in float32 (``training/engine.py``): a state holds a para
 moments. Corpora and shards depend on the raw text and are not counted.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.config.recipe import Recipe
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import PlacedPlan
 from pipeline.model.parameters import count_parameters
 
-WEIGHT_BYTES = 4
-STATE_BYTES = 3 * 4
+WEIGHT_BYTES, STATE_BYTES = 4, 3 * 4
 STAGES = ("pretrain", "upcycle", "finetune")
 """Stages that write a model of ``[model]``."""
 
@@ -47,29 +46,20 @@ def plan_space(placed: PlacedPlan, recipes: Mapping[str, Recipe]) -> tuple[int, 
         placed: the plan; finished stages are left out.
         recipes: stage of the plan → its recipe.
     """
-    spaces = [
-        disk_space(
-            recipes[task.name],
-            parameters=parameters_of(recipes[task.name]),
-            trains=task.stage.trains,
-        )
-        for task in makers(placed.tasks)
-        if not task.is_made
-    ]
+    spaces = []
+    for task in placed.tasks:
+        if task.stage.name in STAGES and not task.is_made:
+            recipe = recipes[task.name]
+            spaces.append(
+                disk_space(recipe, parameters=_parameters(recipe), trains=task.stage.trains)
+            )
     kept = sum(space.kept for space in spaces)
     return kept + max((space.peak - space.kept for space in spaces), default=0), kept
 
 
-def makers(tasks: Iterable[Task]) -> list[Task]:
-    """Return the stages of a plan that make a model of ``[model]``."""
-    return [task for task in tasks if task.stage.name in STAGES]
-
-
-def parameters_of(recipe: Recipe) -> int:
-    """Return the parameters of a recipe's model; at least, where the data decides a size."""
-    return count_parameters(recipe.model, output_size=recipe.tokenizer.output_ids, **sizes(recipe))[
-        "total"
-    ]
+def _parameters(recipe: Recipe) -> int:
+    output_size = recipe.tokenizer.output_ids
+    return count_parameters(recipe.model, output_size=output_size, **sizes(recipe))["total"]
 
 
 def sizes(recipe: Recipe) -> dict[str, int]:

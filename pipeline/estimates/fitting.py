@@ -2,13 +2,16 @@
 
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.errors import ConfigError
+from pipeline.estimates.disk import sizes
 from pipeline.estimates.memory import estimate
 from pipeline.jobs.plan import Task
 from pipeline.jobs.site import Allocation, num_bytes
 from pipeline.training.engine import merge_ds_config
 
-MANY_GROUPS = 32
-"""Language groups assumed if data decides their number; they hardly change the memory."""
+_FEWER_BYTES = (
+    "Use more processes, fewer per node, smaller micro-batches (batches.tokens) or "
+    "training.recompute_layers; `mmnmt estimate` shows what takes it."
+)
 
 
 def refuse_unfit(task: Task, allocation: Allocation) -> None:
@@ -21,9 +24,8 @@ def refuse_unfit(task: Task, allocation: Allocation) -> None:
     if not {"model", "batches"} <= set(task.stage.sections):
         return
     recipe = load_recipe(task.recipe, task.overrides)
-    ds_config = task.config["ds_config"]
     try:
-        merge_ds_config(ds_config, recipe, world_size=allocation.tasks)
+        merge_ds_config(task.config["ds_config"], recipe, world_size=allocation.tasks)
         _refuse_size(task, recipe, allocation)
     except ConfigError as error:
         raise ConfigError(f"Stage {task.name}: {error}") from error
@@ -36,13 +38,9 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
     gpu = num_bytes(node.gpu_memory) if on_gpu else None
     if host is None and gpu is None:
         return
-    moe, modules = recipe.model.moe, recipe.model.language_modules
-    by_group = moe is not None and moe.decoder_router == "language_group"
     needed = estimate(
         recipe,
-        vocabulary_size=recipe.tokenizer.ids,
-        num_groups=((moe and moe.num_groups) or MANY_GROUPS) if by_group else 0,
-        num_languages=len(modules.languages) if modules and modules.languages else 1,
+        **sizes(recipe),
         processes=allocation.tasks,
         ds_config=task.config["ds_config"],
         device="cuda" if on_gpu else "cpu",
@@ -52,18 +50,13 @@ def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
             f"a rank needs {_gib(needed.device_bytes)} at its peak, where a GPU has {_gib(gpu)}. "
             f"{_FEWER_BYTES}"
         )
-    on_node = allocation.tasks_per_node * (needed.host_bytes if on_gpu else needed.total_bytes)
+    on_host = needed.host_bytes + (0 if on_gpu else needed.device_bytes)
+    on_node = allocation.tasks_per_node * on_host
     if host is not None and on_node > host:
         raise ConfigError(
             f"{allocation.tasks_per_node} ranks need {_gib(on_node)} of a node's memory, where it "
             f"has {_gib(host)}. {_FEWER_BYTES}"
         )
-
-
-_FEWER_BYTES = (
-    "Use more processes, fewer per node, smaller micro-batches (batches.tokens) or "
-    "training.recompute_layers; `mmnmt memory` shows what takes it."
-)
 
 
 def _gib(size: int) -> str:

@@ -15,16 +15,12 @@ experts, so that a run stays below it unless its routing is skewed.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.batching.world_sizes import (
-    check_ranks,
-    expert_parallel_size,
-    passes_per_update,
-)
+from pipeline.batching.world_sizes import check_ranks, expert_parallel_size, passes_per_update
 from pipeline.config.ds_config import micro_batches_per_pass, precision_of
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
@@ -94,27 +90,10 @@ class MemoryEstimate:
         """Return the sum of the host's parts."""
         return sum(self.host.values())
 
-    @property
-    def total_bytes(self) -> int:
-        """Return the sum of device and host, which is the memory of a rank on CPU."""
-        return self.device_bytes + self.host_bytes
-
-    def table(self) -> list[tuple[str, int]]:
-        """Return (part, bytes) of the peak phase and their sum, then of the host and their sum."""
-        peak = self.phases[self.peak_phase]
-        rows = [(part, size) for part, size in peak.items() if size]
-        rows.append((f"{self.device}, at its peak ({self.peak_phase})", self.device_bytes))
-        rows += [(f"host: {part}", size) for part, size in self.host.items()]
-        if self.host:
-            rows.append(("host", self.host_bytes))
-        return rows
-
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as a JSON object."""
         return {
-            "device": self.device,
-            "phases": {phase: dict(parts) for phase, parts in self.phases.items()},
-            "host": dict(self.host),
+            **asdict(self),
             "peak_phase": self.peak_phase,
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
@@ -124,76 +103,42 @@ class MemoryEstimate:
 def estimate(
     recipe: Recipe,
     *,
-    vocabulary_size: int,
-    num_groups: int,
     processes: int,
     ds_config: Mapping[str, Any],
     device: Device = "cuda",
     sentence_length: int | None = None,
-    num_languages: int = 1,
+    **sizes: int,
 ) -> MemoryEstimate:
     """Estimate the memory of a training run per rank.
 
     Args:
         recipe: settings of model and training.
-        ds_config: DeepSpeed's configuration.
-        vocabulary_size: number of ids, language tokens included.
-        num_groups: number of language groups; 0 if decoders route by token.
         processes: number of ranks.
+        ds_config: DeepSpeed's configuration.
         device: device of the model.
         sentence_length: tokens per sentence, tags included. It matters if attention keeps its
             scores (on CPU, unless its kernel is fused). None: the worst length that the recipe
             allows.
-        num_languages: number of languages that have modules, in a model with language modules.
+        sizes: sizes of the model that the data decides: ``vocabulary_size``, ``num_groups``, and
+            ``num_languages`` that have modules.
 
     Raises:
         ConfigError: recipe, ds_config and number of ranks do not fit together.
     """
-    model = shape_of_model(
-        placeholder_spec(
-            recipe.model,
-            vocabulary_size=vocabulary_size,
-            num_groups=num_groups,
-            num_languages=num_languages,
-            output_size=recipe.tokenizer.output_ids,
-        )
-    )
-    return estimate_of(
-        model,
-        recipe,
-        vocabulary_size=vocabulary_size,
-        processes=processes,
-        ds_config=ds_config,
-        device=device,
-        sentence_length=sentence_length,
-    )
-
-
-def estimate_of(
-    model: Transformer,
-    recipe: Recipe,
-    *,
-    vocabulary_size: int,
-    processes: int,
-    ds_config: Mapping[str, Any],
-    device: Device = "cuda",
-    sentence_length: int | None = None,
-) -> MemoryEstimate:
-    """Estimate as :func:`estimate` does, for a recipe whose model is built on the meta device."""
+    model = shape_of(recipe, **sizes)
     zero = ZeroSettings.of(recipe, ds_config, processes=processes)
-    batch = _micro_batch(
-        recipe, zero, device=device, processes=processes, sentence_length=sentence_length
-    )
+    batch = _micro_batch(recipe, zero, device=device, processes=processes, length=sentence_length)
     groups = optimizer_groups(model, recipe, processes=processes)
+    tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
     held = _HeldByZero(
         zero,
         groups,
         device=device,
-        embedding=_largest_embedding(model),
+        embedding=max(tables, default=0),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
     kept = _passes(recipe) * sum(activation_bytes(model, batch).values())
-    working = _working_bytes(recipe, batch, vocabulary_size=vocabulary_size)
+    working = _working_bytes(recipe, batch, vocabulary_size=sizes["vocabulary_size"])
     phases: dict[Phase, Parts] = {
         "start": held.start(),
         "backward": {**held.backward(), "activations": kept, "working": working},
@@ -208,28 +153,25 @@ def estimate_of(
     return MemoryEstimate(phases=phases, host=held.host(), device=device)
 
 
+def shape_of(recipe: Recipe, **sizes: int) -> Transformer:
+    """Return a recipe's model on the meta device; ``sizes`` are those that the data decides."""
+    spec = placeholder_spec(recipe.model, **sizes, output_size=recipe.tokenizer.output_ids)
+    return shape_of_model(spec)
+
+
 @dataclass(frozen=True)
 class ZeroSettings:
     """Settings of recipe and ds_config that determine memory and traffic; sizes in bytes."""
 
     stage: int
-    value: int
-    """Size of a parameter."""
-    accumulated: int
-    """Size of an accumulated gradient."""
-    sent: int
-    """Size of a gradient that is being reduced."""
-    bucket: int
-    """Values per reduce bucket."""
-    passes: int
-    """Forward and backward passes of a rank per update."""
-    per_pass: int
-    """Micro-batches of a pass."""
-    overlaps: bool
-    """Whether gradients are reduced while the backward pass goes on."""
-    sums_on_all: bool
-    """Whether gradients are all-reduced, or else reduced to the rank that owns them."""
-    offloads: bool
+    value: int  # of a parameter
+    accumulated: int  # of an accumulated gradient
+    sent: int  # of a gradient that is being reduced
+    bucket: int  # values per reduce bucket
+    passes: int  # forward and backward passes of a rank per update
+    per_pass: int  # micro-batches of a pass
+    overlaps: bool  # whether gradients are reduced while the backward pass goes on
+    offloads: bool  # whether the optimizer is in host memory
 
     @classmethod
     def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "ZeroSettings":
@@ -243,31 +185,18 @@ class ZeroSettings:
         value = FLOAT32 if precision_of(merged) == "fp32" else 2
         sizes = {"fp32": FLOAT32, "bf16": 2, "fp16": 2, None: value}
         kind = merged.get("data_types", {}).get("grad_accum_dtype")
-        offload = settings.get("offload_optimizer") or {}
+        turns = passes_per_update(recipe, ranks=processes)
         return cls(
             stage=settings["stage"],
             value=value,
             accumulated=sizes[kind],
             sent=sizes.get(merged.get("communication_data_type"), value),
             bucket=int(settings.get("reduce_bucket_size", DEFAULT_BUCKET)),
-            per_pass=min(
-                micro_batches_per_pass(ds_config), passes_per_update(recipe, ranks=processes)
-            ),
+            per_pass=min(micro_batches_per_pass(ds_config), turns),
             passes=merged["gradient_accumulation_steps"],
             overlaps=bool(settings.get("overlap_comm", False)),
-            sums_on_all=bool(settings.get("use_multi_rank_bucket_allreduce", True)),
-            offloads=offload.get("device", "none") != "none",
+            offloads=(settings.get("offload_optimizer") or {}).get("device", "none") != "none",
         )
-
-    @property
-    def buckets(self) -> int:
-        """Return the number of reduce buckets: one is filled while the other is being reduced."""
-        return 2 if self.overlaps else 1
-
-    @property
-    def accumulates(self) -> bool:
-        """Return whether a rank makes more than one pass per update."""
-        return self.passes > 1
 
     @property
     def accumulates_wider(self) -> bool:
@@ -276,37 +205,28 @@ class ZeroSettings:
 
 
 def _micro_batch(
-    recipe: Recipe,
-    zero: "ZeroSettings",
-    *,
-    device: Device,
-    processes: int,
-    sentence_length: int | None,
+    recipe: Recipe, zero: ZeroSettings, *, device: Device, processes: int, length: int | None
 ) -> MicroBatchShape:
     """Return the full micro-batches of a pass; without a length, of the one that keeps the most."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
     batch = MicroBatchShape(
         tokens=recipe.batches.tokens * zero.per_pass,
-        length=min(sentence_length or longest, recipe.batches.tokens),
+        length=min(length or longest, recipe.batches.tokens),
         value=zero.value,
         device=device,
         regularization=Regularization.of(recipe.training),
         is_spread=expert_parallel_size(recipe, ranks=processes) > 1,
         recomputes=recipe.training.recompute_layers,
     )
-    if sentence_length is not None:
+    if length is not None:
         return batch
-    head_width = _head_width(recipe.model)
+    head_width = recipe.model.width // recipe.model.num_heads
 
     def scores_kept(batch: MicroBatchShape) -> tuple[int, int]:
         return batch.length * batch.score_bytes(head_width=head_width), batch.length
 
     lengths = range(1, batch.length + 1)
     return max((replace(batch, length=length) for length in lengths), key=scores_kept)
-
-
-def _head_width(model: ModelConfig) -> int:
-    return model.width // model.num_heads
 
 
 @dataclass(frozen=True)
@@ -336,12 +256,6 @@ class OptimizerGroup:
             first, last = bisect_right(edges, low) - 1, bisect_left(edges, low + self.share)
             covered.append(edges[min(last, len(edges) - 1)] - edges[first])
         return max(covered)
-
-
-def _largest_embedding(model: Transformer) -> int:
-    """Return the values of the largest embedding table that has a gradient."""
-    tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
-    return max(tables, default=0)
 
 
 def optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> list[OptimizerGroup]:
@@ -399,21 +313,14 @@ class _HeldByZero:
         self.largest = max(size for group in groups for size in group.sizes)
 
     def start(self) -> dict[str, int]:
-        """Return the parts at the start.
-
-        The model is built in float32; then each group is copied into a flat buffer, one by one.
-        """
+        """Return the parts while a model built in float32 is copied, group by group."""
         value = self.zero.value
         copied = value * max(group.values for group in self.groups) + self._state(FLOAT32)
         as_built = (FLOAT32 - value) * self.values
         return {"parameters": value * (self.values + self.frozen), "copies": max(copied, as_built)}
 
     def backward(self) -> dict[str, int]:
-        """Return the parts in the last backward pass.
-
-        Gradients of earlier micro-batches exist; ZeRO's buckets exist from the first new gradient
-        on.
-        """
+        """Return the parts in the last backward pass: gradients of earlier ones, and buckets."""
         return {
             **self._always(),
             "gradients": self._accumulated(),
@@ -421,19 +328,13 @@ class _HeldByZero:
         }
 
     def reduce(self) -> dict[str, int]:
-        """Return the parts when gradients are reduced.
-
-        Every new gradient exists, or has gone through a bucket into this rank's share.
-        """
+        """Return the parts when every gradient exists, or has been reduced into a rank's share."""
         return {**self._always(), "gradients": self._reduced(), "buckets": self._buckets()}
 
     def step(self) -> dict[str, int]:
-        """Return the parts in the optimizer's step.
-
-        The norm needs one tensor in float64; then each group's gradients become one tensor.
-        """
+        """Return the parts in the optimizer's step, where a group's gradients become one tensor."""
         zero = self.zero
-        norm = FLOAT64 * self.largest
+        norm = FLOAT64 * self.largest  # of one tensor
         share = max(group.share for group in self.groups)
         if zero.offloads:
             gradients, flat = 0, 0
@@ -442,21 +343,20 @@ class _HeldByZero:
         else:
             widened = FLOAT32 if zero.value < FLOAT32 else 0
             gradients, flat = zero.value * self.covering, (zero.value + widened) * share
+        shared = [group.values for group in self.groups if group.ranks > 1]
+        gathered = zero.value * max(shared, default=0) if self.device == "cpu" else 0  # by gloo
         return {
             **self._always(),
             "gradients": gradients,
-            "temporaries": max(norm, flat, self._gathered()),
+            "temporaries": max(norm, flat, gathered),
         }
 
     def host(self) -> dict[str, int]:
-        """Return the parts on the host, with offload.
-
-        They are the optimizer, float32 gradients and new parameters of this rank's share.
-        """
+        """Return the parts on the host, with offload: all that belongs to this rank's share."""
         zero = self.zero
         if not zero.offloads:
             return {}
-        gathers = zero.accumulates and not zero.accumulates_wider
+        gathers = zero.passes > 1 and not zero.accumulates_wider
         gradients = FLOAT32 * self.share + (zero.value * self.covering if gathers else 0)
         return {
             "master weights": FLOAT32 * self.share,
@@ -482,7 +382,7 @@ class _HeldByZero:
     def _accumulated(self) -> int:
         """Return the bytes of gradients between two micro-batches of an update."""
         zero = self.zero
-        if not zero.accumulates:
+        if zero.passes == 1:
             return 0
         if zero.stage == 1:
             return zero.accumulated * self.values
@@ -509,8 +409,7 @@ class _HeldByZero:
     def _buckets(self) -> int:
         """Return the bytes of the reduce buckets, and of the copies of one that is being sent.
 
-        On CPU, only the written part of a buffer becomes resident. A tensor larger than a bucket is
-        reduced in place.
+        On CPU, only what is written becomes resident. Larger tensors are reduced in place.
         """
         zero = self.zero
         size = zero.accumulated if zero.stage == 1 else zero.value
@@ -520,12 +419,8 @@ class _HeldByZero:
         copied = is_shared or zero.accumulates_wider
         widened = zero.sent if zero.sent != size else 0  # in another type
         reserved = zero.bucket if self.device == "cuda" else filled
-        return size * zero.buckets * reserved + (filled * (size + widened) if copied else 0)
-
-    def _gathered(self) -> int:
-        """Return the bytes of the buffer into which gloo gathers new parameters."""
-        shared = [group.values for group in self.groups if group.ranks > 1]
-        return self.zero.value * max(shared, default=0) if self.device == "cpu" else 0
+        buckets = 2 if zero.overlaps else 1  # one is filled while the other is being reduced
+        return size * buckets * reserved + (filled * (size + widened) if copied else 0)
 
 
 def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
@@ -542,9 +437,11 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
     embedding = batch.value * vocabulary_size * recipe.model.width
     pads = batch.device == "cuda" and pads_outputs(outputs, batch.dtype)
     matrix = batch.value * outputs * recipe.model.width if pads else 0
+    loss = _passes(recipe) * (matrix + _loss_bytes(batch, outputs=outputs))
+    if _passes(recipe) > 1:  # gradients of the logits by the divergence of the two passes
+        loss += (2 if recipe.loss.distillation == "symmetric" else 1) * batch.value * logits
     return max(
-        _passes(recipe) * (matrix + _loss_bytes(batch, outputs=outputs))
-        + _divergence_bytes(recipe, batch, outputs=outputs),
+        loss,
         (2 if pads else 1) * batch.value * logits + embedding + 2 * matrix,
         embedding + _layer_temporaries(recipe.model, batch),
     )
@@ -565,17 +462,10 @@ def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
     return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * outputs
 
 
-def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, outputs: int) -> int:
-    """Return the bytes of the logits' gradients of both passes of fuse distillation."""
-    if recipe.loss.objective != "fuse_distillation":
-        return 0
-    gradients = 2 if recipe.loss.distillation == "symmetric" else 1
-    return gradients * batch.tokens * batch.value * outputs
-
-
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:
     """Return the peak bytes of gradients inside one layer, of hidden values or of scores."""
     routes = 1 if model.moe is None else model.moe.top_k
     hidden = batch.tokens * (4 * model.width + 2 * routes * model.feed_forward_width) * batch.value
     scores = model.num_heads * batch.tokens * batch.length * 3 * batch.value
-    return max(hidden, scores if batch.score_bytes(head_width=_head_width(model)) else 0)
+    keeps_scores = batch.score_bytes(head_width=model.width // model.num_heads) > 0
+    return max(hidden, scores if keeps_scores else 0)

@@ -9,8 +9,7 @@ from pipeline.batching.world_sizes import even_per_pass, passes_per_update
 from pipeline.config.ds_config import MAX_PER_PASS, PER_PASS, asks_for_largest_passes
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects, world_size
-from pipeline.estimates.memory import estimate_of
-from pipeline.model.building import shape_of_model
+from pipeline.estimates.memory import estimate
 from pipeline.model.spec import ModelSpec
 from pipeline.stages.stage import StageCall
 
@@ -53,16 +52,17 @@ def most_per_pass(
         ranks: number of ranks.
         memory: bytes of the GPU with the least memory.
     """
-    model, turns = shape_of_model(spec), passes_per_update(recipe, ranks=ranks)
+    turns = passes_per_update(recipe, ranks=ranks)
     enough = ENOUGH_TOKENS * OF_WIDTH**2 // spec.model.width**2
     number = min(max(enough // recipe.batches.tokens, 1), turns, MAX_PER_PASS)
     while (number := even_per_pass(turns, most=number)) > 1:
-        needed = estimate_of(
-            model,
+        needed = estimate(
             recipe,
-            vocabulary_size=spec.vocabulary_size,
             processes=ranks,
             ds_config={**ds_config, PER_PASS: number},
+            vocabulary_size=spec.vocabulary_size,
+            num_groups=spec.num_groups,
+            num_languages=len(spec.languages),
         )
         if needed.device_bytes <= SHARE_OF_MEMORY * memory:
             break

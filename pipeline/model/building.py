@@ -166,7 +166,7 @@ def build_model(
         count = sum(parameter.numel() for parameter in model.parameters())
         raise ConfigError(
             f"There is no memory for the {count:,} parameters of this rank. Make [model] smaller, "
-            "or spread the experts over more ranks (`mmnmt memory` estimates the need)."
+            "or spread the experts over more ranks (`mmnmt estimate` computes the need)."
         ) from error
     for module in model.modules():
         if isinstance(module, StackedModules):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from pipeline.extensions.installed import INSTALLED
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, Side
 from pipeline.model.transformer import Stack, Transformer
 
@@ -67,14 +66,6 @@ class Extension(Protocol):
     def shares_multiplied(self, model: Transformer) -> dict[int, float]:
         """Return multiplications per token and parameter, where they are not :meth:`shares_met`."""
         return {}
-
-    def operator_parts(self) -> tuple[tuple[type, str], ...]:
-        """Return module types, and the part under which their operators are counted."""
-        return ()
-
-    def exchanges_rows(self, model: ModelConfig, layer: int) -> bool:
-        """Return whether a layer exchanges rows between ranks (expert parallelism)."""
-        return False
 
     # Checkpoints
 

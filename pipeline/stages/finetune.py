@@ -21,8 +21,8 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
+from pipeline.estimates.devices import peak_operations
 from pipeline.estimates.pass_size import micro_batches_that_fit
-from pipeline.estimates.step_time import peak_operations
 from pipeline.model.regularization import Regularization
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group

@@ -17,8 +17,8 @@ from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave, local_device
+from pipeline.estimates.devices import peak_operations
 from pipeline.estimates.pass_size import micro_batches_that_fit
-from pipeline.estimates.step_time import peak_operations
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary

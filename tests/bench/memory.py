@@ -187,7 +187,7 @@ class Case:
             device="cpu",
             sentence_length=self.length,
         )
-        return found.total_bytes
+        return found.device_bytes + found.host_bytes
 
 
 QUICK_RUNS = [Case("small", "bf16 zero2", 128)]

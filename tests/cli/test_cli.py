@@ -28,7 +28,7 @@ from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, guarded
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import load_recipe
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -39,7 +39,6 @@ from pipeline.errors import (
     Interrupted,
     RankLost,
 )
-from pipeline.estimates.step_time import expert_exchanges
 from pipeline.jobs.attempts import REPORTS, read_ends
 from pipeline.model.settings import ModelConfig
 from pipeline.stages.registry import STAGES
@@ -68,8 +67,8 @@ TRAIN = Stage(
 )
 
 OTHER_VERBS = (
-    *("run", "status", "submit", "cancel", "logs", "doctor", "describe", "recipes", "memory"),
-    *("estimate", "simulate", "survey", "report", "serve", "checkpoint", "export"),
+    *("run", "status", "submit", "cancel", "logs", "doctor", "describe", "recipes"),
+    *("estimate", "survey", "report", "serve", "checkpoint", "export"),
 )
 
 
@@ -1015,7 +1014,7 @@ def test_a_number_of_processes_that_is_none_is_named(
     number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["memory", "--recipe", "demo_moe", "--processes", number])
+        cli.main(["estimate", "demo_moe", "--processes", number])
     assert f"'{number}' is not a whole number from 1 to " in capsys.readouterr().err
 
 
@@ -1188,87 +1187,6 @@ def test_ctrl_c_at_any_moment_of_a_stage_with_workers_is_one_sentence(tmp_path: 
         assert names_in(tmp_path) == ["raw", "recipe.toml"]
 
 
-@pytest.mark.slow
-def test_the_operators_of_a_step_are_counted_for_the_sizes_and_the_card_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = ["estimate", "--recipe", "demo_moe", "--vocabulary", "500"]
-    assert cli.main(arguments) == 0
-    said = capsys.readouterr().out
-    waits = expert_exchanges(load_recipe("demo_moe")).host_copies
-    assert waits > 0
-    assert f"training micro-batch, copies to the host: {waits}\n" in said
-    assert "Experts on 2 ranks, of which the tables count one" in said
-    assert "H100" in said
-    assert [line.split(" ")[0] for line in said.splitlines()].count("attention") == 2
-    assert "feed_forward.router" not in said
-    assert cli.main([*arguments, "--by-place"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    (router,) = (row for row in rows if row[:1] == ["encoder.layers.1.feed_forward.router"])
-    assert router[-1] == "launches"
-    assert cli.main([*arguments, "--device", "a100", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["device"] == "a100"
-    for name in ("training micro-batch", "decoding step"):
-        parts = found[name]["parts"].values()
-        assert found[name]["launches"] == sum(part["launches"] for part in parts) > 0
-        assert found[name]["seconds_at_least"] > 0
-    assert cli.main([*arguments, "--groups", "3"]) == EXIT_USER_ERROR
-    assert "does not route by language group" in capsys.readouterr().err
-
-
-def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told: list[dict[str, Any]] = []
-
-    class Estimate:
-        def table(self) -> list[tuple[str, int]]:
-            return [("weights", 3 * 2**29), ("in all", 2**31)]
-
-        def to_json(self) -> dict[str, int]:
-            return dict(self.table())
-
-    def estimate(recipe: Recipe, **options: Any) -> Estimate:
-        told.append({"updates": recipe.training.updates, **options})
-        return Estimate()
-
-    module = types.ModuleType("pipeline.estimates.memory")
-    monkeypatch.setattr(module, "estimate", estimate, raising=False)
-    monkeypatch.setitem(sys.modules, "pipeline.estimates.memory", module)
-    arguments = ["memory", "--recipe", str(bench.recipe_path), "--processes", "4"]
-    assert cli.main(arguments) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[2:] == [
-        ["weights", "1,610,612,736", "1.50"],
-        ["in", "all", "2,147,483,648", "2.00"],
-    ]
-    assert cli.main([*arguments, "--groups", "3"]) == EXIT_USER_ERROR
-    assert "does not route by language group" in capsys.readouterr().err
-    with bench.recipe_path.open("a") as recipe:
-        recipe.write('\n[model.moe]\ndecoder_router = "language_group"\n')
-    sizes = ["--vocabulary", "99", "--groups", "3"]
-    assert (
-        cli.main([*arguments, *sizes, "--ds-config", "cpu_bf16", "--device", "cpu", "--json"]) == 0
-    )
-    assert json.loads(capsys.readouterr().out) == {"weights": 3 * 2**29, "in all": 2**31}
-    assert told == [
-        {
-            "updates": 10,
-            "vocabulary_size": vocabulary,
-            "num_groups": groups,
-            "num_languages": 1,
-            "processes": 4,
-            "ds_config": load_ds_config(ds_config),
-            "device": device,
-        }
-        for vocabulary, groups, ds_config, device in [
-            (64_000, 0, "cpu_fp32", "cuda"),
-            (99, 3, "cpu_bf16", "cpu"),
-        ]
-    ]
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -1384,14 +1302,13 @@ def test_numbers_of_options_have_ranges(
     assert " to 1" in said or "at most 1" in said
 
 
-@pytest.mark.parametrize("verb", ["describe", "memory", "estimate"])
+@pytest.mark.parametrize("verb", [["describe", "--recipe"], ["estimate"]])
 def test_a_vocabulary_that_one_hot_embeddings_have_no_room_for_is_one_sentence(
-    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "one_hot.toml"
     recipe.write_text('[model]\nwidth = 256\n[model.embedding]\ninput = "one_hot"\n')
-    more = ["--processes", "1"] if verb == "memory" else []
-    arguments = [verb, "--recipe", str(recipe), "--vocabulary", "300", *more]
+    arguments = [*verb, str(recipe), "--vocabulary", "300"]
     assert cli.main(arguments) == EXIT_USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert "the vocabulary of 300 does not fit a width of 256" in line

@@ -1,20 +1,24 @@
-"""The least time of a step, and the exchanges of expert parallelism against recorded ones."""
+"""The forecast of a step's time against measured passes, and exchanges against recorded ones."""
 
-from typing import Any, cast
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.passes import join
 from torch import Tensor
 
 from pipeline.config.recipe import Recipe
-from pipeline.estimates.operators import META, OperatorCounter, count_training, micro_batch
+from pipeline.estimates.devices import DEVICES, peak_operations
+from pipeline.estimates.launches import META, LaunchCounter
+from pipeline.estimates.operators import KIND_OF, Counted, Launch
+from pipeline.estimates.passes import count_training, micro_batch
 from pipeline.estimates.step_time import (
-    DEVICES,
     LAUNCH_SECONDS,
-    expert_exchanges,
-    least_time,
-    peak_operations,
+    PRODUCT_SHARE,
+    START_SECONDS,
+    kernel_seconds,
+    step_time,
 )
 from pipeline.kernels import slot_products
 from pipeline.kernels.products import meta_stands_for
@@ -26,6 +30,89 @@ from pipeline.training.losses import training_loss
 DROPLESS = {"num_experts": 4, "every": 2}
 CAPACITY = {**DROPLESS, "dispatch": "capacity"}
 BY_LANGUAGE = {"kind": "language_experts"}
+MEASURED = {
+    "dense, 4,096 tokens": 31.7,
+    "dense, 16,384 tokens": 120.3,
+    "experts, 16,384 tokens": 152.0,
+}
+"""Milliseconds of forward and backward on an H200, PyTorch 2.11, before kernels were fused.
+
+The first is the time of the kernels (torch.profiler), since the host takes longer. In the last, the
+50 of 202 ms that ``embedding_bag`` took for sums of biases are left out: a product sums them now.
+"""
+HOST_MILLISECONDS = 31.9
+"""Host time of the first pass."""
+
+
+def measured_pass(name: str) -> Counted:
+    """Return the launches of a measured pass as they were counted then."""
+    rows = json.loads(Path(__file__).with_name("measured_passes.json").read_text())[name]
+    launches: list[Launch] = []
+    for count, operator, size, dtype, product, blocks in rows:
+        launch = Launch(
+            operator,
+            KIND_OF.get(operator, "elementwise"),
+            size,
+            getattr(torch, dtype),
+            product and tuple(product),
+            blocks,
+        )
+        launches += count * [launch]
+    return Counted(tuple(launches))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_forecast_of_kernels_is_within_a_tenth_of_what_was_measured(name: str) -> None:
+    forecast = 1000 * step_time(measured_pass(name), DEVICES["h200"]).kernel_seconds
+    assert 0.9 < forecast / MEASURED[name] < 1.1
+
+
+def test_a_small_pass_is_bound_by_the_host_and_a_large_one_by_the_gpu() -> None:
+    small, large = (
+        step_time(measured_pass(f"dense, {tokens} tokens"), DEVICES["h200"])
+        for tokens in ("4,096", "16,384")
+    )
+    assert 1000 * small.seconds == pytest.approx(HOST_MILLISECONDS, rel=0.01)
+    assert small.seconds == small.host_seconds > small.kernel_seconds
+    assert large.seconds == large.kernel_seconds > large.host_seconds == small.host_seconds
+
+
+def product(rows: int, columns: int, inner: int) -> Launch:
+    return Launch("mm", "product", 0, torch.bfloat16, (rows, columns, inner))
+
+
+def test_a_product_takes_a_wave_of_tiles_at_a_time() -> None:
+    """132 multiprocessors compute 132 tiles of 128 × 256 at once; one more needs a second wave."""
+    device, inner = DEVICES["h100"], 1000  # too short to be split
+    one, full, over = (
+        kernel_seconds(product(128 * count, 256, inner), device) for count in (1, 132, 133)
+    )
+    assert one < full < over
+    arithmetic = 2 * 128 * 132 * 256 * inner / (PRODUCT_SHARE * device.half)
+    assert full - START_SECONDS["product"] == pytest.approx(arithmetic)
+
+
+def test_a_product_with_few_outputs_splits_its_inner_dimension() -> None:
+    device = DEVICES["h100"]
+    short, long = (kernel_seconds(product(1024, 1024, inner), device) for inner in (1000, 16000))
+    assert long < 8 * short
+
+
+def test_other_kernels_take_their_bytes_over_the_bandwidth_of_the_device() -> None:
+    launch = Launch("add", "elementwise", 10**9)
+    on = {name: kernel_seconds(launch, device) for name, device in DEVICES.items()}
+    assert on["h200"] < on["h100"] < on["a100"]
+    assert 10**9 / on["h200"] < DEVICES["h200"].bandwidth
+
+
+def test_the_kinds_add_up_to_the_kernels_of_a_step() -> None:
+    found = count_training(recipe_of(None, size=1), vocabulary_size=100, num_groups=0)
+    time = step_time(found, DEVICES["h100"])
+    assert {*time.kernels} == {*found.kinds}
+    assert sum(time.kernels.values()) == time.kernel_seconds
+    document = time.to_json()
+    assert document["launches"] == len(found.launches) == sum(document["kinds"].values())
+    assert document["host_seconds"] == LAUNCH_SECONDS * len(found.launches)
 
 
 def recipe_of(
@@ -49,16 +136,14 @@ def recipe_of(
     )
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     ("moe", "modules", "layers"), [(DROPLESS, None, 3), (None, BY_LANGUAGE, 6)]
 )
-def test_the_bytes_are_those_that_a_micro_batch_exchanges(
+def test_the_counted_exchanges_are_those_of_a_micro_batch(
     monkeypatch: pytest.MonkeyPatch,
     moe: dict[str, Any] | None,
     modules: dict[str, Any] | None,
     layers: int,
-    recomputes: bool,
 ) -> None:
     """Records the exchanges of one rank whose partner sends back what it gets."""
     exchanged: list[int] = []
@@ -69,20 +154,17 @@ def test_the_bytes_are_those_that_a_micro_batch_exchanges(
             exchanged.append(given.numel() * given.element_size())
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", send_back)
-    recipe = recipe_of(moe, size=2, modules=modules, recomputes=recomputes)
+    recipe = recipe_of(moe, size=2, modules=modules)
     group: Any = None
     spec = placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0)
     model = build_model(spec, expert_parallel=ExpertParallel(group, rank=0, size=2))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    model.recomputes = recomputes
     batch = micro_batch(recipe.batches.tokens)
     training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
-    found = expert_exchanges(recipe)
-    assert found.layers == layers
-    assert len(exchanged) == found.of_rows == (6 if recomputes else 4) * layers
-    assert found.bytes == sum(exchanged)
-    assert found.sent_bytes == found.bytes // 2
+    found = count_training(recipe, vocabulary_size=40, num_groups=0, num_languages=2)
+    assert len(found.exchanged) == 4 * layers
+    assert sorted(found.exchanged) == sorted(exchanged)
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
@@ -121,9 +203,9 @@ def test_the_host_waits_once_per_moe_layer_and_once_per_side_with_language_exper
     batch = micro_batch(recipe.batches.tokens).to(META)
     assert len(batch.source_N) == len(batch.target_N)
     even = len(batch.source_N) // 2  # of two routes to four experts, or of one to two languages
-    with meta_stands_for(capability), OperatorCounter(host_number=even, model=model) as mode:
+    with meta_stands_for(capability), LaunchCounter(host_number=even) as mode:
         training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
-    assert expert_exchanges(recipe).host_copies == len(mode.counted.host_copies) == waits
+    assert len(mode.counted.host_waits) == waits
 
 
 @pytest.mark.parametrize(
@@ -140,46 +222,21 @@ def test_products_without_groups_wait_for_numbers_of_rows_once_even_if_they_are_
         recipe = recipe_of(moe, size=size, modules=modules)
         with meta_stands_for((8, 0)):
             found = count_training(recipe, vocabulary_size=40, num_groups=0, num_languages=2)
-        assert len(found.host_copies) == waits
+        assert len(found.host_waits) == waits
 
 
-def test_micro_batches_that_share_a_pass_share_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *_, **__: None)
-    recipe, group = recipe_of(DROPLESS, size=2), cast(Any, None)
-    model = build_model(
-        placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0),
-        device=META,
-        expert_parallel=ExpertParallel(group, rank=0, size=2),
-    )
-    model.to(torch.bfloat16)
-    batch = micro_batch(recipe.batches.tokens)
+def test_micro_batches_that_share_a_pass_share_its_waits() -> None:
+    recipe = recipe_of(DROPLESS, size=2)
     for per_pass in (1, 2):
-        even = per_pass * len(batch.source_N) // 2  # of two routes to four experts
-        joined = (join([batch] * per_pass) if per_pass > 1 else batch).to(META)
-        with OperatorCounter(host_number=even, model=model) as mode:
-            training_loss(model, joined, recipe.loss).objective.backward()
-        assert len(mode.counted.host_copies) == 3
+        found = count_training(recipe, vocabulary_size=40, num_groups=0, per_pass=per_pass)
+        assert len(found.host_waits) == 3
 
 
-@pytest.mark.parametrize(("moe", "size"), [(None, 1), (DROPLESS, 1)])
-def test_experts_of_one_rank_exchange_nothing(moe: dict[str, Any] | None, size: int) -> None:
-    found = expert_exchanges(recipe_of(moe, size=size))
-    assert (found.bytes, found.sent_bytes, found.host_copies) == (0, 0, 0)
-
-
-def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
-    found = count_training(recipe_of(None, size=1), vocabulary_size=100, num_groups=0)
-    device = DEVICES["h100"]
-    time = least_time(found, device)
-    attention = time.parts["attention"]
-    assert attention.launch_seconds == LAUNCH_SECONDS * len(found.parts["attention"])
-    assert attention.seconds == attention.launch_seconds > attention.byte_seconds
-    assert attention.bound == "launches"
-    assert time.seconds == pytest.approx(sum(part.seconds for part in time.parts.values()))
-    assert time.to_json()["launches"] == len(found.launches)
-    assert sum(place.multiply_adds for place in time.places.values()) == sum(
-        part.multiply_adds for part in time.parts.values()
-    )
+@pytest.mark.parametrize("moe", [None, DROPLESS])
+def test_experts_of_one_rank_exchange_nothing(moe: dict[str, Any] | None) -> None:
+    found = count_training(recipe_of(moe, size=1), vocabulary_size=40, num_groups=0)
+    assert not found.exchanged
+    assert not found.host_waits
 
 
 @pytest.mark.parametrize(
@@ -190,7 +247,7 @@ def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
         ("NVIDIA A100-SXM4-80GB", {"bf16": {"enabled": False}}, 19.5e12),
         ("NVIDIA H100 80GB HBM3", {"bf16": {"enabled": True}}, 989e12),
         ("NVIDIA H200", {}, 67e12),
-        ("Tesla V100-SXM2-32GB", {"fp16": {"enabled": True}}, 125e12),
+        ("Tesla V100-SXM2-32GB", {"fp16": {"enabled": True}}, None),
         ("NVIDIA A100-PCIE-80GB", {}, None),
         ("NVIDIA H100 NVL", {}, None),
         ("NVIDIA GH200 480GB", {}, None),

@@ -6,8 +6,7 @@ To add a front end, write a module, a settings class in ``settings.py`` and a ``
 
 from torch import nn
 
-from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, ScaleRouter
-from pipeline.extensions.byte_front_ends.local import LocalConvolution
+from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
 from pipeline.extensions.byte_front_ends.msc import Msc
 from pipeline.extensions.byte_front_ends.msha import Msha
 from pipeline.extensions.byte_front_ends.ncf import Ncf, NgramConvolution
@@ -51,8 +50,3 @@ class ByteFrontEnds(Extension):
             if isinstance(module, NgramConvolution)
             for parameter in module.parameters()
         }
-
-    def operator_parts(self) -> tuple[tuple[type, str], ...]:
-        """Return the part "front" for the modules of all front ends."""
-        kinds = (LocalConvolution, ScaleRouter, Msc, Msha, AdaMsha, Ncf, Wsf)
-        return tuple((kind, "front") for kind in kinds)

@@ -76,14 +76,6 @@ class LanguageModules(Extension):
             case ClsrConfig() as config:
                 add_gates(spec, config, stack)
 
-    def exchanges_rows(self, model: ModelConfig, layer: int) -> bool:
-        """Return whether a layer has language experts, which may be spread over ranks."""
-        return has_language_experts(model, layer)
-
-    def operator_parts(self) -> tuple[tuple[type, str], ...]:
-        """Return the parts of modules; low-rank modules belong to the layers that they are in."""
-        return (LanguageExperts, "experts"), (ConditionalRouting, "language modules")
-
     def parts(self, model: Transformer) -> dict[int, str]:
         """Return the part "language modules" for all parameters of language modules."""
         return {id(one): "language modules" for each in _stacks(model) for one in each.parameters()}

@@ -9,15 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.estimates.operators import (
-    META,
-    Counted,
-    OperatorCounter,
-    count_decoding_step,
-    count_training,
-)
-from pipeline.estimates.simulation import with_micro_batches_joined
-from pipeline.estimates.step_time import DEVICES, DeviceName, expert_exchanges
+from pipeline.estimates.devices import DEVICES
+from pipeline.estimates.launches import META, LaunchCounter
+from pipeline.estimates.operators import Counted
+from pipeline.estimates.passes import count_decoding_step, count_training
+from pipeline.kernels.attention import Spans, attend_packed
+from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.products import meta_stands_for
 from pipeline.kernels.slot_products import copied_to
 
@@ -89,14 +86,18 @@ def test_no_count_grows_with_tokens_or_experts(
 
 @pytest.mark.parametrize("moe", [None, MOE, CAPACITY, BY_GROUP])
 def test_no_training_micro_batch_waits_for_the_device(moe: dict[str, Any] | None) -> None:
-    assert not counted(small_recipe(moe=moe, label_smoothing=0.1)).host_copies
+    assert not counted(small_recipe(moe=moe, label_smoothing=0.1)).host_waits
 
 
 def test_the_papers_dense_model_launches_few_operators_and_its_loss_very_few() -> None:
     found = count_training(load_recipe("dense_opus100"), vocabulary_size=64000, num_groups=0)
     assert 1000 < len(found.launches) <= 1600
-    assert len(found.parts["loss"]) <= 120
-    assert not found.host_copies
+    assert not found.host_waits
+    logits_LV = torch.empty(4096, 64000, device=META, dtype=torch.bfloat16, requires_grad=True)
+    labels_L = torch.zeros(4096, device=META, dtype=torch.int64)
+    with LaunchCounter() as counter:
+        summed_cross_entropy(logits_LV, labels_L)[0].backward()
+    assert 0 < len(counter.counted.launches) <= 120
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -128,7 +129,7 @@ EIGHT = {"num_experts": 8, "every": 2}
 @pytest.mark.parametrize("device", ["a100", "h100"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_rank_reads_its_share_of_the_experts_and_computes_as_many_rows(
-    ranks: int, device: DeviceName
+    ranks: int, device: str
 ) -> None:
     """Closed form: R routes of width D through E / ranks experts of hidden width F, two layers.
 
@@ -137,9 +138,8 @@ def test_a_rank_reads_its_share_of_the_experts_and_computes_as_many_rows(
     """
     recipe = small_recipe(moe=EIGHT, ranks=ranks)
     with meta_stands_for(DEVICES[device].capability):
-        all_products = [
-            launch for launch in counted(recipe).parts["experts"] if launch.kind == "matrix product"
-        ]
+        launches = counted(recipe).launches
+    all_products = [one for one in launches if one.operator in ("_grouped_mm", "bmm", "baddbmm")]
     routes, width, hidden, held = 2 * (8 * 32 + 8 * 31), 32, 64, 8 // ranks
     of_biases = {routes * width * 8, routes * hidden * 8}
     products = [launch for launch in all_products if launch.multiply_adds not in of_biases]
@@ -174,10 +174,9 @@ def test_the_papers_experts_on_eight_ranks_wait_once_per_layer_and_pass(per_pass
     """12 waits per micro-batch, and 6 if two share a pass (``micro_batches_per_pass``)."""
     recipe = load_recipe("moe_opus100")
     assert recipe.training.expert_parallel_size == 8
-    joined = with_micro_batches_joined(recipe, per_pass)
-    waits = count_training(joined, vocabulary_size=64000, num_groups=0).host_copies
-    assert len(waits) == expert_exchanges(joined).host_copies == 12
-    assert {copy.part for copy in waits} == {"dispatch"}
+    found = count_training(recipe, vocabulary_size=64000, num_groups=0, per_pass=per_pass)
+    assert len(found.host_waits) == 12
+    assert len(found.exchanged) == 4 * 12
 
 
 FRONTS: dict[str, dict[str, Any]] = {
@@ -205,8 +204,7 @@ def test_a_front_adds_a_bounded_number_of_launches_and_no_wait(
         for one in (None, FRONTS[front])
     )
     assert 0 < len(fronted.launches) - len(plain.launches) <= MORE_THAN_PLAIN
-    assert len(fronted.host_copies) == len(plain.host_copies) == 0
-    assert fronted.parts["front"]
+    assert len(fronted.host_waits) == len(plain.host_waits) == 0
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -234,64 +232,49 @@ def test_a_decoding_step_waits_once_per_moe_layer_more_in_single_precision(preci
         return count_decoding_step(recipe, vocabulary_size=100, num_groups=0)
 
     dense, moe = step(None), step(MOE)
-    waits = [copy for copy in moe.host_copies if copy.part == "experts"]
-    assert len(waits) == (1 if precision == "float32" else 0)
-    assert len(moe.host_copies) - len(waits) == len(dense.host_copies) == 3
-    assert {copy.part for copy in dense.host_copies} == {"beam search"}
-
-
-def test_every_launch_has_the_part_it_belongs_to_in_both_directions() -> None:
-    found = counted(small_recipe(moe=MOE))
-    parts = {part: {launch.is_backward for launch in found.parts[part]} for part in found.parts}
-    both = {False, True}
-    assert parts.pop("ends") >= {False}
-    assert parts.pop("dispatch") >= {False}
-    assert parts == {
-        "attention": both,
-        "feed-forward": both,
-        "experts": both,
-        "router": both,
-        "embedding": both,
-        "norms and residuals": both,
-        "loss": both,
-    }
-
-
-def test_every_launch_has_its_place_in_the_model_and_layers_of_a_kind_have_as_many() -> None:
-    found = counted(small_recipe(moe=MOE, layers=4))
-    assert sum(map(len, found.places.values())) == len(found.launches)
-    assert {"loss", "embedding", "encoder", "decoder"} <= set(found.places)
-    for module in ("self_attention", "self_attention_norm", "feed_forward"):
-        in_encoder, in_decoder = (f"{side}.layers.2.{module}" for side in ("encoder", "decoder"))
-        assert len(found.places[in_encoder]) == len(found.places[in_decoder]) > 0
-    backward = {launch.place for launch in found.launches if launch.is_backward}
-    for side in ("encoder", "decoder"):
-        for layer in (1, 3):
-            assert f"{side}.layers.{layer}.feed_forward.experts" in backward
-            assert f"{side}.layers.{layer}.feed_forward.router" in backward
+    assert len(dense.host_waits) == 3
+    assert len(moe.host_waits) - len(dense.host_waits) == (precision == "float32")
 
 
 def test_products_are_counted_as_their_shapes_say() -> None:
     x_ND = torch.empty(6, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
     weight_FD = torch.empty(16, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
-    with OperatorCounter() as mode:
+    with LaunchCounter() as mode:
         F.linear(x_ND, weight_FD).sum().backward()
     products = [launch for launch in mode.counted.launches if launch.multiply_adds]
     assert [launch.multiply_adds for launch in products] == [6 * 8 * 16] * 3
     assert products[0].bytes == 2 * (6 * 8 + 8 * 16 + 6 * 16)
-    assert [launch.is_backward for launch in products] == [False, True, True]
 
 
 def test_attention_and_dropout_are_one_launch_each_way_and_views_none() -> None:
     x = torch.empty(2, 4, 16, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
-    with OperatorCounter() as mode:
+    with LaunchCounter() as mode:
         y = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
         F.dropout(y.transpose(1, 2).detach().view(2, 16, 4, 8), 0.3)
     assert [launch.operator for launch in mode.counted.launches] == [
         "_scaled_dot_product_flash_attention",
         "native_dropout",
     ]
-    assert mode.counted.launches[0].multiply_adds == 2 * (2 * 4 * 16 * 16 * 8) // 2
+    assert mode.counted.launches[0].blocks == 2 * 4
+
+
+def test_packed_attention_has_a_block_per_head_and_tiles_of_a_sentence() -> None:
+    """Sentences of at most 200 queries and 300 keys: 2 tiles of queries by 3 of keys."""
+    x = torch.empty(3 * 200, 4, 16, device=META, dtype=torch.bfloat16)
+    bound_B = torch.empty(4, device=META, dtype=torch.int32)
+    with LaunchCounter() as mode:
+        attend_packed(x, x, x, queries=Spans(bound_B, 200), keys=Spans(bound_B, 300))
+    (attention,) = mode.counted.launches
+    assert attention.kind == "attention"
+    assert attention.blocks == 3 * 4 * 2 * 3
+
+
+def test_a_fused_kernel_is_one_launch_that_moves_its_tensors_once() -> None:
+    x = torch.empty(8, 16, device=META, dtype=torch.bfloat16)
+    with LaunchCounter() as mode:
+        mode.launched("residual_norm", (x, torch.empty_like(x), None, 16), {"num_warps": 4})
+    assert mode.counted.kinds == {"fused kernel": 1}
+    assert mode.counted.launches[0].bytes == 2 * 8 * 16 * 2
 
 
 @pytest.mark.parametrize(
@@ -336,9 +319,9 @@ def test_attention_and_dropout_are_one_launch_each_way_and_views_none() -> None:
 )
 def test_a_copy_that_the_host_waits_for_is_counted_instead_of_failing(copy: Any) -> None:
     x: Tensor = torch.empty(5, device=META)
-    with OperatorCounter() as mode:
+    with LaunchCounter() as mode:
         copy(x)
-    assert len(mode.counted.host_copies) == 1
+    assert len(mode.counted.host_waits) == 1
 
 
 @pytest.mark.parametrize(
@@ -360,9 +343,9 @@ def test_a_copy_that_the_host_waits_for_is_counted_instead_of_failing(copy: Any)
 )
 def test_what_the_host_does_not_wait_for_is_not_counted(make: Any) -> None:
     x: Tensor = torch.empty(5, device=META)
-    with OperatorCounter() as mode:
+    with LaunchCounter() as mode:
         make(x)
-    assert not mode.counted.host_copies
+    assert not mode.counted.host_waits
 
 
 def test_copies_for_which_the_host_does_not_wait_come_from_pinned_memory() -> None:
@@ -376,7 +359,7 @@ def test_copies_for_which_the_host_does_not_wait_come_from_pinned_memory() -> No
 @pytest.mark.parametrize("count", [torch.bincount, torch.unique, torch.unique_consecutive])
 def test_an_operator_whose_shape_depends_on_values_fails(count: Any) -> None:
     """It would wait for the device, and its shape is unknown."""
-    with OperatorCounter(), pytest.raises((NotImplementedError, RuntimeError)):
+    with LaunchCounter(), pytest.raises((NotImplementedError, RuntimeError)):
         count(torch.empty(5, dtype=torch.int64, device=META))
 
 
@@ -399,7 +382,7 @@ def test_rows_of_logits_in_16_bits_are_multiplied_as_those_of_a_multiple_of_64(
 
 def test_a_loss_with_smoothing_takes_a_few_launches_more() -> None:
     plain, smoothed = (
-        len(counted(small_recipe(label_smoothing=rate)).parts["loss"]) for rate in (0.0, 0.1)
+        len(counted(small_recipe(label_smoothing=rate)).launches) for rate in (0.0, 0.1)
     )
     assert plain < smoothed <= plain + 50
 
@@ -421,7 +404,7 @@ MODULES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 @pytest.mark.parametrize("device", ["a100", "h100"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_language_modules_launch_few_operators_for_any_mixture_and_hardly_wait(
-    kind: str, device: DeviceName
+    kind: str, device: str
 ) -> None:
     """The meta device has no values: what runs there cannot depend on the languages of a batch.
 
@@ -439,7 +422,5 @@ def test_language_modules_launch_few_operators_for_any_mixture_and_hardly_wait(
             for languages in (9, 16)
         )
     assert len(found.launches) <= most[device]
-    assert len(found.host_copies) == WAITS.get((kind, device), 0)
-    assert ("language modules" in found.parts) == kind.startswith("CLSR")
-    assert ("experts" in found.parts) == (kind == "language experts")
+    assert len(found.host_waits) == WAITS.get((kind, device), 0)
     assert found.kinds == others.kinds

@@ -1,0 +1,138 @@
+"""The command ``mmnmt estimate``: what it prints for a recipe and for a plan, and what it refuses.
+
+The arithmetic is tested in ``tests/estimates``.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.errors import EXIT_USER_ERROR
+from pipeline.estimates.devices import DEVICES
+
+DEMO = ["estimate", "demo", "--only", "dense", "--only", "moe", "--processes", "4"]
+SMALL = ["--vocabulary", "500"]
+
+
+def test_a_recipe_has_tables_of_memory_launches_and_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["estimate", "demo_moe", *SMALL]) == 0
+    memory, training, decoding, last = capsys.readouterr().out.split("\n\n")
+    assert memory.splitlines()[-1].startswith("cuda, at its peak")
+    assert training.startswith("training micro-batch: ")
+    assert re.search(r"\nand \d+ all-to-alls of [\d.]+ GB in all", training)  # experts on 2 ranks
+    assert decoding.startswith("decoding step: ")
+    for table in (training, decoding):
+        assert re.search(r"\n[\d.]+ ms: the GPU takes [\d.]+, the host [\d.]+", table)
+    assert "H100" in last
+
+
+def test_a_recipe_as_json_has_the_same_numbers_for_the_device_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = {}
+    for device in ("A100", "h200"):
+        assert cli.main(["estimate", "demo_moe", *SMALL, "--device", device, "--json"]) == 0
+        found[device] = json.loads(capsys.readouterr().out)
+    for document in found.values():
+        memory = document["memory"]
+        assert memory["device"] == "cuda"
+        assert memory["device_bytes"] == sum(memory["phases"][memory["peak_phase"]].values())
+        for name in ("training micro-batch", "decoding step"):
+            step = document[name]
+            assert step["launches"] == sum(step["kinds"].values()) > 0
+            assert step["seconds"] == max(step["kernel_seconds"], step["host_seconds"])
+    assert found["A100"]["device"] == "a100"
+    assert found["A100"]["processes"] == 2
+    slow, fast = (found[name]["training micro-batch"]["kernel_seconds"] for name in found)
+    assert slow > fast
+
+
+def test_more_processes_hold_less_each(capsys: pytest.CaptureFixture[str]) -> None:
+    needed = []
+    for processes in ("1", "2"):
+        arguments = ["estimate", "demo_moe", *SMALL, "--processes", processes, "--json"]
+        assert cli.main(arguments) == 0
+        needed.append(json.loads(capsys.readouterr().out)["memory"]["device_bytes"])
+    assert needed[0] > needed[1]
+
+
+def test_on_a_cpu_memory_is_estimated_and_time_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", "demo_moe", *SMALL, "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "\ncpu, at its peak" in said
+    assert " ms" not in said
+    assert "Time on a CPU is not estimated" in said
+    assert cli.main([*DEMO, "--device", "cpu"]) == EXIT_USER_ERROR
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_plan_has_a_row_per_number_of_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([*DEMO, "--set", "batches.micro_batches=2"]) == 0
+    dense, moe, last = capsys.readouterr().out.split("\n\n")
+    for name, table in (("dense", dense), ("moe", moe)):
+        lines = table.splitlines()
+        assert re.fullmatch(rf"{name}: [\d,]+ updates", lines[0])
+        assert [row.split()[0] for row in lines[3:5]] == ["1", "2"]
+        for row in lines[3:5]:
+            assert 98 <= sum(map(int, re.findall(r"(\d+)%", row))) <= 102
+        assert lines[5].startswith("4 GPUs cannot serve: 4 ranks are more than the 2 micro-batches")
+    assert "Forecast, not measured." in last
+
+
+@pytest.mark.slow
+def test_a_plan_as_json_names_sizes_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*DEMO, "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [*stages] == ["dense", "moe"]
+    for stage in stages.values():
+        assert [choice["ranks"] for choice in stage["choices"]] == [1, 2]
+        assert [*stage["refused"]] == ["4"]
+        for choice in stage["choices"]:
+            assert choice["seconds"] == pytest.approx(sum(choice["time"].values()))
+    assert {choice["expert_parallel_size"] for choice in stages["dense"]["choices"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["demo", "--device", "h10"], "There is no device 'h10'. Did you mean 'h100'?"),
+        (["demo_dense", "--device", "a10"], "There is no device 'a10'. Did you mean 'a100'?"),
+        (["demo"], "Stage 'moe_lgr': Recipe 'demo_moe_lgr' takes its number of language groups"),
+        (["demo", "--only", "clean"], "Plan 'demo' has no stage to estimate."),
+        (["demo", "--only", "mo"], "plan 'demo' has no such stage. Did you mean 'moe'?"),
+        (["demo_dens"], "There is no recipe or plan 'demo_dens'. Did you mean 'demo_dense'?"),
+        (["demo_dense", "--only", "dense"], "Recipe 'demo_dense' has no stages."),
+        (["demo_moe", "--groups", "3"], "does not route by language group"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_sentence(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["estimate", *options]) == EXIT_USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_files_are_told_apart_by_their_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, plan = tmp_path / "recipe.toml", tmp_path / "plan.toml"
+    recipe.write_text('parent = "demo_dense"\n')
+    plan.write_text("[stages]\n")
+    assert cli.main(["estimate", str(recipe), "--device", "cpu"]) == 0
+    assert cli.main(["estimate", str(plan), "--device", "cpu"]) == EXIT_USER_ERROR
+    assert "has no stage to estimate" in capsys.readouterr().err
+
+
+def test_the_help_names_all_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in (*DEVICES, "cpu"))
