@@ -480,12 +480,14 @@ def benchmarks_page(results: Path) -> str:
         if "__main__" not in text:
             continue
         files = sorted(results.glob(f"{script.stem}-*.json"))
-        if not files:
+        open_rows = _open_rows(script)
+        if not files and not open_rows:
             without.append(code(script.stem))
             continue
         about = ast.get_docstring(ast.parse(text)) or ""
         parts += [f"## {script.stem}\n", sentence(about.split("\n\n")[0]) + "\n"]
-        parts += [part for path in files for part in _result(path)]
+        parts += [part for path in files for part in _result(path, open_rows)]
+        parts += [] if files else [_rows_table(open_rows)]
     if without:
         parts += ["## No stored results\n", f"{', '.join(without)}.\n"]
     return page("Benchmarks", introduction, *parts)
@@ -495,8 +497,29 @@ COMPARED = ("case", "metric", "ours", "peer", "ratio", "target", "holds")
 NOT_VERSIONS = ("processor", "threads", "commit", "date", "note", "rows", "rows_before")
 
 
-def _result(path: Path) -> list[str]:
-    """Return where and when a result was measured, its table, and its other figures."""
+def _open_rows(script: Path) -> list[dict[str, Any]]:
+    """Return a row that is not measured for each case in the goals of a script, if it has any."""
+    goals = script.with_name(f"{script.stem}_goals.py")
+    if not goals.is_file():
+        return []
+    known = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(goals.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GOALS"
+    )
+    cases = chain.from_iterable(section.items() for section in known.values())
+    unknown = "not measured"
+    return [
+        {"case": case, "unit": unit, "measured": unknown, "goal": goal, "holds": unknown}
+        for case, (unit, goal) in cases
+    ]
+
+
+def _result(path: Path, open_rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return where and when a result was measured, its table, and its other figures.
+
+    Rows that are open follow where the result has none of their case.
+    """
     found = json.loads(path.read_text(encoding="utf-8"))
     versions = {
         name: value
@@ -513,15 +536,20 @@ def _result(path: Path) -> list[str]:
     parts = ["; ".join(f"{name}: {prose(str(value))}" for name, value in measured.items()) + ".\n"]
     if "note" in found:
         parts.append(sentence(f"Note: {found['note']}") + "\n")
-    rows = found["rows"]
-    head = [*COMPARED] if set(rows[0]) == set(COMPARED) else list(rows[0])
-    cells = [[_figure(row[name]) for name in head] for row in rows]
-    parts.append(table([name.replace("_", " ") for name in head], cells))
+    cases = {row["case"] for row in found["rows"] if "case" in row}
+    rows = [*found["rows"], *(row for row in open_rows if row["case"] not in cases)]
+    parts.append(_rows_table(rows))
     for name, figures in found.items():
         if isinstance(figures, Mapping):
             body = [[key.replace("_", " "), _figure(value)] for key, value in figures.items()]
             parts.append(table([name.replace("_", " "), "figure"], body))
     return parts
+
+
+def _rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = [*COMPARED] if set(rows[0]) == set(COMPARED) else list(rows[0])
+    cells = [[_figure(row[name]) for name in head] for row in rows]
+    return table([name.replace("_", " ") for name in head], cells)
 
 
 def _figure(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The script that answers the open questions on a GPU, as far as a machine without one can tell."""
+"""The script that measures on a GPU, as far as a machine without one can tell."""
 
 import json
 import os
@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import product
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pipeline.stages.registry import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests" / "bench" / "gpu.py"
-PAGE = ROOT / "docs" / "how-to" / "gpu.md"
+NOT_ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -29,43 +30,80 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
 
 
-def test_the_page_lists_the_questions_of_the_script() -> None:
-    from gpu import HEAD, QUESTIONS, table
+@pytest.mark.parametrize(
+    ("goal", "good", "bad"),
+    [("<= 25", 25, 25.1), (">= 0.45", 0.45, 0.44), ("0.9 to 1.1", 0.9, 1.2), ("", 3.0, None)],
+)
+def test_a_measurement_holds_within_its_goal(goal: str, good: float, bad: float | None) -> None:
+    from gpu_goals import row
 
-    listed = table(HEAD, [question.cells() for question in QUESTIONS])
-    assert listed in PAGE.read_text(encoding="utf-8"), (
-        "docs/how-to/gpu.md is out of date: copy what `python tests/bench/gpu.py --list` prints"
-    )
-
-
-def test_all_questions_together_take_no_longer_than_they_promise() -> None:
-    from gpu import MINUTES, QUESTIONS
-
-    assert sum(question.seconds for question in QUESTIONS) <= 60 * MINUTES
-    assert f"at most {MINUTES} minutes" in PAGE.read_text(encoding="utf-8")
+    assert row("pass", "ms", goal, good).holds is True
+    assert bad is None or row("pass", "ms", goal, bad).holds is False
+    assert not goal or row("pass", "ms", goal, float("nan")).holds is False
+    assert row("pass", "ms", goal, "failed: no memory").holds == "not measured"
 
 
-def test_rows_of_a_question_that_fails_or_hangs_are_kept() -> None:
-    from gpu import MARK, answer, row
+def test_every_section_has_cases_and_every_goal_can_be_read() -> None:
+    from gpu import SECTIONS
+    from gpu_goals import GOALS, row
 
-    found = row("dense", "number", 2, 3, most=1.5)
-    line = MARK + json.dumps(vars(found))
-    endings = {"raise SystemExit('no memory')": "failed", "time.sleep(60)": "stopped after 5 s"}
-    for ending, status in endings.items():
+    assert GOALS.keys() == SECTIONS.keys()
+    cases = [case for known in GOALS.values() for case in known]
+    assert len(set(cases)) == len(cases)
+    goals = [goal for known in GOALS.values() for _, goal in known.values() if goal]
+    assert all(row("", "", goal, float("nan")).holds is False for goal in goals)
+
+
+def _absent(_asked: object) -> Iterator[tuple[str, Any]]:
+    yield "search step / mmnmt estimate", 1.0
+    raise ModuleNotFoundError("No module named 'ctranslate2'")
+
+
+def _broken(_asked: object) -> Iterator[tuple[str, Any]]:
+    yield "search step / mmnmt estimate", 1.0
+    raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize(
+    ("section", "why"),
+    [
+        (_absent, "not measured: No module named 'ctranslate2'"),
+        (_broken, "failed: RuntimeError('no memory')"),
+    ],
+)
+def test_a_section_that_ends_early_keeps_its_rows_and_says_why(
+    section: Callable[[Any], Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu
+    from gpu_goals import rows_of
+    from gpu_steps import Asked
+
+    monkeypatch.setitem(gpu.SECTIONS, "search", section)
+    rows = rows_of("search", dict(gpu.outcome("search", Asked(quick=True, demo=ROOT))))
+    assert [one.measured for one in rows] == [why, 1.0]
+
+
+def test_rows_of_a_process_that_fails_or_hangs_are_kept() -> None:
+    from gpu import MARK, in_a_process
+
+    line = MARK + json.dumps(["dense", 3.5])
+    endings = {
+        "raise SystemExit(3)": "failed: exit code 3",
+        "time.sleep(60)": "failed: stopped after 5 seconds",
+    }
+    for ending, why in endings.items():
         code = f"import time; print('noise'); print({line!r}, flush=True); {ending}"
-        how, rows = answer([sys.executable, "-c", code], seconds=5)
-        assert how.startswith(status)
-        assert rows == [found]
-    assert answer([sys.executable, "-c", ""], seconds=300) == ("measured", [])
+        found = in_a_process([sys.executable, "-c", code], name="passes", limit=5)
+        assert dict(found) == {"dense": 3.5, "passes": why}
 
 
-def test_a_question_s_process_ends_when_the_script_is_asked_to_end(tmp_path: Path) -> None:
+def test_a_section_s_process_ends_when_the_script_is_asked_to_end(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
-    question = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    section = f"import os, time; open({str(noted)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
     asks = (
         f"import sys; sys.path[:0] = {[str(SCRIPT.parent), str(SCRIPT.parents[1])]}; import gpu; "
-        "gpu.end_questions_on_request(); "
-        f"gpu.answer([sys.executable, '-c', {question!r}], seconds=99)"
+        "gpu.end_sections_on_request(); "
+        f"list(gpu.in_a_process([sys.executable, '-c', {section!r}], name='passes', limit=99))"
     )
     process = subprocess.Popen([sys.executable, "-c", asks])
     try:
@@ -80,39 +118,30 @@ def test_a_question_s_process_ends_when_the_script_is_asked_to_end(tmp_path: Pat
         os.kill(int(noted.read_text()), 0)
 
 
-def test_a_measurement_that_is_no_number_does_not_hold() -> None:
-    from gpu import row
+def test_the_stages_of_two_cards_have_options_and_recipes_that_exist() -> None:
+    from gpu import stage_options
+    from gpu_steps import Asked
 
-    assert row("dense", "number", 1, 1, most=1).holds
-    assert row("dense", "number", 0, 0, most=1).holds
-    assert not row("dense", "number", 0, 1, most=1).holds
-    assert not row("dense", "number", 1, float("nan"), most=1).holds
-
-
-def test_the_stages_of_questions_have_options_and_recipes_that_exist() -> None:
-    from gpu import DS_CONFIGS, PAPER, Asked, stage_options
-
-    for recipe, name, quick in product(("demo_moe", PAPER[0]), DS_CONFIGS, (False, True)):
-        arguments = stage_options(Asked(quick=quick, demo=Path("demo")), recipe, name)
-        options = stage_parser(STAGES["pretrain"]).parse_args([*arguments, "--out", "run"])
-        assert chosen_recipe(options).training.dropout == 0
-        assert load_ds_config(options.ds_config)
+    arguments = stage_options(Asked(quick=False, demo=Path("demo")), "run")
+    options = stage_parser(STAGES["pretrain"]).parse_args(arguments)
+    assert chosen_recipe(options).training.dropout == 0
+    assert load_ds_config(options.ds_config)
 
 
-def test_the_process_of_a_question_prints_its_rows(tmp_path: Path) -> None:
-    arguments = ["--here", "--quick", "--only", "vocabulary"]
+@NOT_ON_A_GPU
+@pytest.mark.parametrize(
+    ("options", "why"), [(["--quick"], "not measured: --quick"), ([], "not measured: needs a GPU")]
+)
+def test_the_result_file_has_a_row_for_every_case(
+    options: list[str], why: str, tmp_path: Path
+) -> None:
+    from gpu_goals import GOALS
+
+    arguments = [*options, "--only", "kernels", "--json", "gpu.json"]
     done = run_script(SCRIPT, arguments, folder=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert '"case": "logits and gradients"' in done.stdout
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_the_result_says_so_for_every_question(tmp_path: Path) -> None:
-    done = run_script(SCRIPT, ["--json", "gpu.json"], folder=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    assert {"processor", "torch", "commit", "date"} <= found.keys()
-    assert found["rows"] == []
-    assert all("GPU" in status for status in found["status"].values())
-    written = (tmp_path / "gpu.md").read_text(encoding="utf-8")
-    assert all(command in written for command in found["status"])
+    assert {"processor", "torch", "commit", "clocks before", "clocks after"} <= found.keys()
+    measured = {row["case"]: row["measured"] for row in found["rows"]}
+    expected = {case: "not measured" for known in GOALS.values() for case in known}
+    assert measured == expected | dict.fromkeys(GOALS["kernels"], why)

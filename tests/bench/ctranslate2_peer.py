@@ -60,12 +60,14 @@ def ctranslate2_search(
     beams: int,
     new_tokens: int,
     at_once: int,
+    device: str = "cpu",
 ) -> Callable[[], Sequences]:
     """A search that returns the tokens after the prompt, ``at_once`` sentences at a time.
 
     The process ends with this one.
     """
-    settings = {"compute_type": compute_type, "inter_threads": 1, "intra_threads": threads}
+    settings: dict[str, str | int] = {"device": device, "compute_type": compute_type}
+    settings |= {"inter_threads": 1, "intra_threads": threads}
     sources = [[*map(str, (*one.source_prefix, *one.source, EOS_ID))] for one in examples]
     prefixes = [[*map(str, one.decoder_prompt[1:])] for one in examples]
     length = new_tokens + len(prefixes[0])

@@ -36,6 +36,7 @@ from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.kernels.cpu import has_bfloat16_products
 from pipeline.model.building import build_model
+from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import translation_loss
@@ -71,7 +72,13 @@ class Case:
     shortest: int
     longest: int
 
-    def model(self, dtype: torch.dtype, *, moe: MoEConfig | None = None) -> Transformer:
+    def model(
+        self,
+        dtype: torch.dtype,
+        *,
+        moe: MoEConfig | None = None,
+        rates: Regularization | None = None,
+    ) -> Transformer:
         spec = tiny_spec(
             moe=moe,
             vocabulary=self.vocabulary,
@@ -81,7 +88,7 @@ class Case:
             num_heads=8,
             max_positions=128,
         )
-        model = build_model(spec)
+        model = build_model(spec, regularization=rates)
         initialize_weights(model, seed=1)
         return model.to(DEVICE, dtype)
 

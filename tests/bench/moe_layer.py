@@ -40,7 +40,6 @@ from pipeline.model.feed_forward import FeedForward
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import TokenRouter
 from pipeline.model.settings import MoEConfig
-from pipeline.training.engine import connect
 
 TOP_K = 2
 BALANCE_WEIGHT = 0.1
@@ -315,6 +314,8 @@ def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row
 
 def main() -> None:
     """Every shape in both precisions."""
+    from pipeline.training.engine import connect  # needs DeepSpeed, which gpu.py does without
+
     options = parse_options(__doc__ or "")
     shapes: tuple[Shape, ...] = QUICK_SHAPES if options.quick else SHAPES
     if DEVICE.type == "cuda" and not options.quick:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
-import transformers
 from cases import declared_cases, is_declared
 
 WARM_UP = 8
@@ -181,7 +181,7 @@ def environment(options: Options) -> dict[str, str | int]:
         "processor": device,
         "threads": options.threads,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),
         "python": platform.python_version(),
         **provenance(),
     }

@@ -7,9 +7,11 @@ from torch import Tensor
 from transformers import M2M100Config, M2M100ForConditionalGeneration
 
 from pipeline.batching.batch import Packing
+from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import Transformer
 
 AttentionKernel = Literal["eager", "sdpa"]
+NO_DROPOUT = Regularization()
 
 LAYER_NAMES = {
     "self_attention_norm": "self_attn_layer_norm",
@@ -29,7 +31,13 @@ LAYER_NAMES = {
 """Names within a layer: ours → Hugging Face's."""
 
 
-def m2m100_peer(model: Transformer, *, eos_id: int, kernel: AttentionKernel = "sdpa") -> Any:
+def m2m100_peer(
+    model: Transformer,
+    *,
+    eos_id: int,
+    kernel: AttentionKernel = "sdpa",
+    rates: Regularization = NO_DROPOUT,
+) -> Any:
     """A peer with copies of the model's weights, on its device, in its dtype, not in training."""
     ours = model.spec.model
     config_type: Any = M2M100Config
@@ -46,8 +54,9 @@ def m2m100_peer(model: Transformer, *, eos_id: int, kernel: AttentionKernel = "s
         encoder_layerdrop=0.0,
         decoder_layerdrop=0.0,
         activation_function=ours.activation,
-        dropout=0.0,
-        attention_dropout=0.0,
+        dropout=rates.dropout,
+        attention_dropout=rates.attention_dropout,
+        activation_dropout=0.0,
         scale_embedding=ours.scale_embedding,
         pad_token_id=model.spec.pad_id,
         bos_token_id=0,

@@ -119,8 +119,11 @@ def write_artifact(directory: Path, kind: Kind, stage: str) -> Any:
     return new_artifact(directory, kind=kind, stage=stage, config={}, inputs={})
 
 
-def make_inputs(directory: Path) -> Inputs:
+def make_inputs(
+    directory: Path, *, lengths: tuple[int, int] = (1, 14), recipe: Recipe | None = None
+) -> Inputs:
     """Sentences whose target repeats the source, through the stages that prepare data."""
+    recipe = recipe or make_recipe()
     generator = random.Random(1)
     codes = sorted({code for pair in PAIRS for code in pair.split("-")})
     with write_artifact(directory / "corpus", "corpus", "clean") as writer:
@@ -131,7 +134,7 @@ def make_inputs(directory: Path) -> Inputs:
             counts: dict[Split, int] = {"train": train_lines, "valid": VALID_LINES[pair]}
             for split, count in counts.items():
                 lines = [
-                    "".join(generator.choices("abcd", k=generator.randint(1, 14)))
+                    "".join(generator.choices("abcd", k=generator.randint(*lengths)))
                     for _ in range(count)
                 ]
                 for code in pair.split("-"):
@@ -144,7 +147,6 @@ def make_inputs(directory: Path) -> Inputs:
         write_tokenizer(writer.directory, description=description, model=None)
     with write_artifact(directory / "groups", "groups", "group_languages") as writer:
         writer.write_json("groups.json", {"groups": {c: int(c == "ru") for c in codes}})
-    recipe = make_recipe()
     corpus = open_artifact(directory / "corpus", kind="corpus")
     tokenizer = open_artifact(directory / "tokenizer", kind="tokenizer")
     texts = {"corpus": corpus, "tokenizer": tokenizer}
