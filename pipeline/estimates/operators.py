@@ -5,7 +5,8 @@ values, and every operator is recorded. Our kernels take the same branches there
 
 A *launch* is one call of an operator, as PyTorch dispatches it below autograd, that has work on the
 device: all operators except views and :data:`LAUNCHES_NOTHING`. Operators that CUDA fuses
-(attention, dropout, norms, grouped products) count as one launch, even if they run several kernels.
+(attention, dropout, norms, grouped products) count as one launch, even if they run several kernels,
+and so does a kernel of our own (:mod:`pipeline.kernels.triton_kernels`).
 Collectives, and the work of DeepSpeed and the optimizer on gradients, are not counted. With expert
 parallelism, the work is that of one rank (:func:`count_training`).
 """
@@ -35,6 +36,7 @@ from pipeline.batching.batch import Batch, Packing
 from pipeline.config.recipe import Recipe
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.hypotheses import Source
+from pipeline.kernels.launching import launches_counted_by
 from pipeline.kernels.slot_products import copied_to
 from pipeline.model.attention import Attention
 from pipeline.model.building import build_model
@@ -76,10 +78,12 @@ KINDS = {
         "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_efficient_attention_backward",
+        *("attention_forward", "attention_backward_queries", "attention_backward_keys"),
     ),
     "norm or softmax": (
         *("native_layer_norm", "native_layer_norm_backward", "_softmax", "_log_softmax"),
-        *("_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"),
+        *("_softmax_backward_data", "_log_softmax_backward_data", "logsumexp", "cross_entropy"),
+        *("residual_forward", "residual_backward"),
     ),
     "dropout": ("native_dropout", "native_dropout_backward", "uniform_"),
     "gather or scatter": (
@@ -92,11 +96,17 @@ KINDS = {
         *("zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "full"),
         *("full_like", "new_full", "fill_", "arange", "scalar_tensor", "eye"),
     ),
-    "sum or extreme": ("sum", "mean", "amax", "cumsum", "max"),
+    "sum or extreme": ("sum", "mean", "amax", "cumsum", "max", "add_sums"),
     "sort": ("sort", "topk", "argsort", "searchsorted", "repeat_interleave"),
 }
 """Kinds of operators; all others are elementwise."""
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+KERNEL_PRODUCTS = {
+    "attention_forward": 2,
+    "attention_backward_queries": 3,
+    "attention_backward_keys": 4,
+}
+"""Products of queries and keys that kernels of packed attention compute."""
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operators whose indices may be Boolean or on the host."""
 READ_BY_INDEX = {"index_select", "index", "embedding", "gather"}
@@ -372,6 +382,7 @@ class OperatorCounter(TorchDispatchMode):
         self._host_copies: list[HostCopy] = []
         self._node_parts = _PartsOfNodes(model)
         self._fused = _FusedAsOnCuda(self._count_upload)
+        self._own_kernels = launches_counted_by(self._count_kernel)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -386,9 +397,11 @@ class OperatorCounter(TorchDispatchMode):
     def __enter__(self) -> "OperatorCounter":
         super().__enter__()  # type: ignore[no-untyped-call]
         self._fused.__enter__()  # type: ignore[no-untyped-call]
+        self._own_kernels.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._own_kernels.__exit__(*error)
         self._fused.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -429,6 +442,28 @@ class OperatorCounter(TorchDispatchMode):
                 )
             )
         return result
+
+    def _count_kernel(self, name: str, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+        """Count a kernel of our own, which reads or writes each of its tensors once."""
+        (part, place), is_backward = self._node_parts.part()
+        given = _tensors(arguments)
+        products = KERNEL_PRODUCTS.get(name, 0)
+        multiply_adds = 0
+        if products:
+            query, key, _, _, bound_B = given[:5]
+            whole = products * query.numel() * len(key) // (len(bound_B) - 1)
+            multiply_adds = whole // 2 if options["CAUSAL"] else whole
+        self._launches.append(
+            Launch(
+                operator=name,
+                part=part,
+                place=place,
+                is_backward=is_backward,
+                bytes=sum(map(_size, given)),
+                multiply_adds=multiply_adds,
+                dtype=given[0].dtype if multiply_adds else None,
+            )
+        )
 
     def _from_host(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return placeholder values for a copy to the host; None for any other operator."""
