@@ -265,6 +265,20 @@ def head_rows(x, first, stride, head, limit, K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
+def head_tile(x, first, stride, head, limit, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr):
+    """Return a tile of one head, (ROWS, BK), with zeros where there is none."""
+    tile, mask = head_rows(x, first, stride, head, limit, K, ROWS, BK)
+    return tl.load(tile, mask=mask, other=0.0)
+
+
+@triton.jit
+def noise_key(seed_N, row_N, i, exists, site):
+    """Return the part of the random bits that the keys of a query share."""
+    seed = tl.load(seed_N + i, mask=exists, other=0)
+    return key_of(seed, site, tl.load(row_N + i, mask=exists, other=0))
+
+
+@triton.jit
 def keys_of(i, exists, sentence_N, bound_B, key_bound_B, CAUSAL: tl.constexpr):
     """Return the first key of each query's sentence, and the end of the keys that it sees."""
     sentence = tl.load(sentence_N + i, mask=exists, other=0)
@@ -295,20 +309,16 @@ def attention_forward(
     low, high = keys_of(i, exists, sentence_N, bound_B, key_bound_B, CAUSAL)
     start = tl.min(tl.where(exists, low, LARGEST), 0)
     stop = tl.max(high, 0)
-    q_tile, q_mask = head_rows(q, first, q_stride, head, queries, K, BN, BK)
-    query = tl.load(q_tile, mask=q_mask, other=0.0)
+    query = head_tile(q, first, q_stride, head, queries, K, BN, BK)
     if seed_N is not None:
-        seed = tl.load(seed_N + i, mask=exists, other=0)
-        key_N = key_of(seed, site + head, tl.load(row_N + i, mask=exists, other=0))
+        key_N = noise_key(seed_N, row_N, i, exists, site + head)
     peak = tl.full([BN], LOWEST, tl.float32)
     total = tl.zeros([BN], tl.float32)
     result = tl.zeros([BN, BK], tl.float32)
     for m in range(start, stop, BM):
         j = m + tl.arange(0, BM)
-        k_tile, k_mask = head_rows(k, m, k_stride, head, stop, K, BM, BK)
-        v_tile, v_mask = head_rows(v, m, v_stride, head, stop, K, BM, BK)
-        key = tl.load(k_tile, mask=k_mask, other=0.0)
-        value = tl.load(v_tile, mask=v_mask, other=0.0)
+        key = head_tile(k, m, k_stride, head, stop, K, BM, BK)
+        value = head_tile(v, m, v_stride, head, stop, K, BM, BK)
         is_seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
         score = tl.where(is_seen, score, -float("inf"))
@@ -350,25 +360,19 @@ def attention_backward_queries(
     start = tl.min(tl.where(exists, low, LARGEST), 0)
     stop = tl.max(high, 0)
     stride = tl.full([], HEADS * K, tl.int32)
-    q_tile, mask = head_rows(q, first, q_stride, head, queries, K, BN, BK)
-    c_tile, mask = head_rows(context, first, stride, head, queries, K, BN, BK)
-    d_tile, mask = head_rows(d_context, first, stride, head, queries, K, BN, BK)
-    query = tl.load(q_tile, mask=mask, other=0.0)
-    d_result = tl.load(d_tile, mask=mask, other=0.0)
-    result = tl.load(c_tile, mask=mask, other=0.0)
+    query = head_tile(q, first, q_stride, head, queries, K, BN, BK)
+    result = head_tile(context, first, stride, head, queries, K, BN, BK)
+    d_result = head_tile(d_context, first, stride, head, queries, K, BN, BK)
     inner = tl.sum(d_result.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(inner_NH + i * HEADS + head, inner, mask=exists)
     normalizer = tl.load(normalizer_NH + i * HEADS + head, mask=exists, other=0.0)
     if seed_N is not None:
-        seed = tl.load(seed_N + i, mask=exists, other=0)
-        key_N = key_of(seed, site + head, tl.load(row_N + i, mask=exists, other=0))
+        key_N = noise_key(seed_N, row_N, i, exists, site + head)
     gradient = tl.zeros([BN, BK], tl.float32)
     for m in range(start, stop, BM):
         j = m + tl.arange(0, BM)
-        k_tile, k_mask = head_rows(k, m, k_stride, head, stop, K, BM, BK)
-        v_tile, v_mask = head_rows(v, m, v_stride, head, stop, K, BM, BK)
-        key = tl.load(k_tile, mask=k_mask, other=0.0)
-        value = tl.load(v_tile, mask=v_mask, other=0.0)
+        key = head_tile(k, m, k_stride, head, stop, K, BM, BK)
+        value = head_tile(v, m, v_stride, head, stop, K, BM, BK)
         is_seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
         weight = tl.where(is_seen, tl.exp2(score - normalizer[:, None]), 0.0)
@@ -405,20 +409,16 @@ def attention_backward_keys(
     start = tl.min(tl.where(exists, low, LARGEST), 0)
     stop = tl.max(high, 0)
     stride = tl.full([], HEADS * K, tl.int32)
-    k_tile, mask = head_rows(k, first, k_stride, head, keys, K, BM, BK)
-    v_tile, mask = head_rows(v, first, v_stride, head, keys, K, BM, BK)
-    key = tl.load(k_tile, mask=mask, other=0.0)
-    value = tl.load(v_tile, mask=mask, other=0.0)
+    key = head_tile(k, first, k_stride, head, keys, K, BM, BK)
+    value = head_tile(v, first, v_stride, head, keys, K, BM, BK)
     d_key = tl.zeros([BM, BK], tl.float32)
     d_value = tl.zeros([BM, BK], tl.float32)
     column = j - key_start
     for n in range(start, stop, BN):
         i = n + tl.arange(0, BN)
         is_query = i < stop
-        q_tile, q_mask = head_rows(q, n, q_stride, head, stop, K, BN, BK)
-        d_tile, d_mask = head_rows(d_context, n, stride, head, stop, K, BN, BK)
-        query = tl.load(q_tile, mask=q_mask, other=0.0)
-        d_result = tl.load(d_tile, mask=d_mask, other=0.0)
+        query = head_tile(q, n, q_stride, head, stop, K, BN, BK)
+        d_result = head_tile(d_context, n, stride, head, stop, K, BN, BK)
         normalizer = tl.load(normalizer_NH + i * HEADS + head, mask=is_query, other=0.0)
         inner = tl.load(inner_NH + i * HEADS + head, mask=is_query, other=0.0)
         # Scores are transposed, keys by queries, so that products take them out of registers.
@@ -427,8 +427,7 @@ def attention_backward_keys(
         weight = tl.where(is_seen, tl.exp2(score - normalizer[None, :]), 0.0)
         used = weight
         if seed_N is not None:
-            seed = tl.load(seed_N + i, mask=is_query, other=0)
-            key_N = key_of(seed, site + head, tl.load(row_N + i, mask=is_query, other=0))
+            key_N = noise_key(seed_N, row_N, i, is_query, site + head)
             kept = is_kept(key_N[None, :], column[:, None], threshold)
             used = tl.where(kept, weight, 0.0)
         d_value += tl.dot(used.to(d_result.dtype), d_result, input_precision="ieee")
