@@ -8,6 +8,7 @@ Legend: N rows, I inputs, O outputs, P programs that share the rows.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation, activate, linear
 from pipeline.kernels.residuals import PROGRAMS, total_of
 
+SUMMING_ROWS = 8
+"""Rows of ones that sum the columns of a matrix by a product; the fewest with aligned memory."""
 MAX_BLOCK = 1024
 """Most columns of a block: 4 warps of which every thread reads 16 bytes of bfloat16."""
 
@@ -37,16 +40,62 @@ def activated_linear(
     return y_NO if activation is None else activate(y_NO, activation)
 
 
-def joint_linear(x_NI: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Return the results of several linear layers of the same shape, in training by one product.
+class JointParameters:
+    """Matrices and biases of linear layers that read the same states, below each other.
 
-    Their matrices are copied below each other first, which is little work beside the product.
+    One product then serves several layers in training, forward and backward. The parameters stay
+    as they are; all groups are copied once per pass, which is little work beside the products.
     """
-    if not (is_fused(x_NI) and torch.is_grad_enabled()):
-        return tuple(linear(x_NI, layer.weight, layer.bias) for layer in layers)
-    weight_OI = torch.cat([layer.weight for layer in layers])
-    bias_O = torch.cat([layer.bias for layer in layers])
-    return sliced(activated_linear(x_NI, weight_OI, bias_O), len(layers))
+
+    def __init__(self, groups: Sequence[Sequence[nn.Linear]]) -> None:
+        """Join the layers of each group, which have the same number of outputs."""
+        parameters = [
+            getattr(layer, name)
+            for group in groups
+            for name in ("weight", "bias")
+            for layer in group
+        ]
+        joined: tuple[Tensor, ...] = _JoinParameters.apply(  # type: ignore[no-untyped-call]
+            [len(group) for group in groups], *parameters
+        )
+        pairs = zip(joined[::2], joined[1::2], strict=True)
+        self._pairs = {id(group[0]): pair for group, pair in zip(groups, pairs, strict=True)}
+
+    def apply(self, x_NI: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+        """Return the results of the layers of a group; None if the layers are no group."""
+        pair = self._pairs.get(id(layers[0]))
+        return None if pair is None else sliced(activated_linear(x_NI, *pair), len(layers))
+
+
+def joins_parameters(x: Tensor) -> bool:
+    """Return whether training on states like ``x`` uses :class:`JointParameters`."""
+    return is_fused(x) and torch.is_grad_enabled()
+
+
+class _JoinParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sizes: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
+        left = list(parameters)
+        joined: list[Tensor] = []
+        views: list[Tensor] = []
+        for size in (size for size in sizes for _ in ("weight", "bias")):
+            parts, left = left[:size], left[size:]
+            whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
+            joined.append(whole)
+            views += whole.chunk(size)
+        torch._foreach_copy_(views, list(parameters))
+        ctx.sizes = sizes
+        ctx.set_materialize_grads(False)
+        return tuple(joined)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        parts: list[Tensor | None] = []
+        sizes = (size for size in ctx.sizes for _ in ("weight", "bias"))
+        for size, whole in zip(sizes, gradients, strict=True):
+            parts += [None] * size if whole is None else whole.chunk(size)
+        return None, *parts
 
 
 def open_linear(x_NI: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -74,11 +123,22 @@ class _ActivatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI, value_NO = ctx.saved_tensors
-        dy_NO, d_bias_O = activation_gradients(gradients[0], value_NO, ctx.activation)
+        if ctx.activation is None:
+            dy_NO = gradients[0].contiguous()
+            # One product for all sums: rows of ones, as many as the kernels of GPUs compute anyway.
+            d_bias_O = (_ones(len(dy_NO), dy_NO.dtype, dy_NO.device) @ dy_NO)[0]
+        else:
+            dy_NO, d_bias_O = activation_gradients(gradients[0], value_NO, ctx.activation)
         wants_dx, wants_d_weight = ctx.needs_input_grad[:2]
         dx_NI = dy_NO @ weight_OI if wants_dx else None
         d_weight_OI = dy_NO.t() @ x_NI if wants_d_weight else None
         return dx_NI, d_weight_OI, d_bias_O, None
+
+
+@lru_cache(maxsize=4)
+def _ones(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones for the sums of so many rows; cached, as both sides of a pass have few sizes."""
+    return torch.ones(SUMMING_ROWS, rows, dtype=dtype, device=device)
 
 
 def activation_gradients(

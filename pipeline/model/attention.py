@@ -4,6 +4,7 @@ Legend: B batch, T query length, S key length, N real tokens, R rows of a decodi
 width, H heads, K head width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -108,10 +109,13 @@ class Attention(nn.Module):
         memory_ND: Tensor,
         memory: Packing,
         tokens: Tokens,
+        keys_values: Sequence[Tensor] = (),
     ) -> Tensor | Unbiased:
         """Return cross-attention from the real tokens of ``packing`` to those of ``memory``."""
         of_memory = tokens.over(memory)
-        key_ND, value_ND = project_jointly((self.key, self.value), memory_ND, of_memory)
+        if not keys_values:
+            keys_values = project_jointly((self.key, self.value), memory_ND, of_memory)
+        key_ND, value_ND = keys_values
         states = Projected(project(self.query, x_ND, tokens), key_ND, value_ND)
         return project_last(self.output, self._attend(states, packing, memory), tokens)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
-from pipeline.kernels.activations import activated_linear, joint_linear, open_linear
+from pipeline.kernels.activations import JointParameters, activated_linear, open_linear
 from pipeline.kernels.noise import Noise
 from pipeline.kernels.placement import Limits, RouteNumbers
 from pipeline.kernels.products import Activation, Linear, activate
@@ -38,6 +38,7 @@ class Tokens:
         progress: share of training done before this update, 0 to 1; read in training only.
         shares: the micro-batches that share the pass; None for a single one.
         noise: keys of the tokens' random numbers; None outside training.
+        joint: parameters of layers that share products; None: every layer has its own.
     """
 
     sentence_N: Tensor
@@ -49,6 +50,7 @@ class Tokens:
     progress: float = 0.0
     shares: Shares | None = None
     noise: Noise | None = None
+    joint: JointParameters | None = None
 
     @cached_property
     def source_language_N(self) -> Tensor:
@@ -142,10 +144,8 @@ def project_jointly(
     layers: Sequence[nn.Module], x_ND: Tensor, tokens: Tokens
 ) -> tuple[Tensor, ...]:
     """Apply linear layers of the same shape, or their replacements, to the same states."""
-    linear = [layer for layer in layers if type(layer) is Linear]
-    if len(linear) == len(layers):
-        return joint_linear(x_ND, linear)
-    return tuple(project(layer, x_ND, tokens) for layer in layers)
+    found = tokens.joint.apply(x_ND, layers) if tokens.joint else None
+    return found or tuple(project(layer, x_ND, tokens) for layer in layers)
 
 
 class Unbiased(NamedTuple):

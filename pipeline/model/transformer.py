@@ -23,7 +23,7 @@ L predicted tokens.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,9 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
+from pipeline.kernels.activations import JointParameters, joins_parameters
 from pipeline.kernels.noise import dropout_in
+from pipeline.kernels.products import Linear
 from pipeline.kernels.residuals import dropped
 from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.embedding import Embedding
@@ -162,12 +164,20 @@ class DecoderLayer(nn.Module):
         }
 
     def forward(
-        self, x: Residual, packing: Packing, memory_ND: Tensor, memory: Packing
+        self,
+        x: Residual,
+        packing: Packing,
+        memory_ND: Tensor,
+        memory: Packing,
+        keys_values: Sequence[Tensor] = (),
     ) -> Residual:
-        """Apply the layer to all positions of the packed target at once."""
+        """Apply the layer to all positions of the packed target at once.
+
+        ``keys_values`` are keys and values of the memory (N, D), if they have been computed.
+        """
         attend, attend_to_source, transform = self.sublayers.values()
         x = attend(x, packing, x.tokens, is_causal=True)
-        x = attend_to_source(x, packing, memory_ND, memory, x.tokens)
+        x = attend_to_source(x, packing, memory_ND, memory, x.tokens, keys_values)
         return transform(x, x.tokens)
 
     def step(self, x_RD: Tensor, cache: LayerCache, tokens: Tokens) -> Tensor:
@@ -283,14 +293,18 @@ class Transformer(nn.Module):
             source_packing, target_packing = source_packing.noisy(salt), target_packing.noisy(salt)
         source = self.tokens_of(source_packing, *languages, route=route, progress=progress)
         target = self.tokens_of(target_packing, *languages, route=route, progress=progress)
+        joint = self._joint_parameters(source_ND)
+        source, target = replace(source, joint=joint), replace(target, joint=joint)
         memory_ND, reports = self.encode(
             batch.source_N, source_ND, source_packing, source, begins_N=batch.source_begins_N
         )
         gate_shares = [source.shares] * len(reports.gates)
         x_ND = self.decoder.enter(target_ND, target, self.positions_TD)
         x = Residual(x_ND, target)
-        for layer in self.decoder.layers:
-            states = target_packing, memory_ND, source_packing
+        keys_values = joint.apply(memory_ND, self._memory_projections()) if joint else None
+        for index, layer in enumerate(self.decoder.layers):
+            own = keys_values[2 * index : 2 * index + 2] if keys_values else ()
+            states = target_packing, memory_ND, source_packing, own
             x = reports.take(run_layer(layer, x, *states, recomputes=self._recomputes_now))
         logits_LV = self.project(x.sum().index_select(0, batch.label_rows_L))
         gate_shares += [target.shares] * (len(reports.gates) - len(gate_shares))
@@ -338,6 +352,29 @@ class Transformer(nn.Module):
         """
         target_ND = self.embedding(self.token_of_language[x.tokens.target_language_N])
         return layer(Residual(x.sum() + target_ND, x.tokens), packing, **options)
+
+    def _joint_parameters(self, x_ND: Tensor) -> JointParameters | None:
+        """Return the parameters of layers that share products in a pass on states like ``x_ND``.
+
+        These are the queries, keys and values of self-attention, and the keys and values of all
+        cross-attentions, but for replaced layers. Layers that are recomputed keep no keys.
+        """
+        if not joins_parameters(x_ND):
+            return None
+        groups: list[list[nn.Module]] = []
+        for layer in (*self.encoder.layers, *self.decoder.layers):
+            assert isinstance(layer, EncoderLayer | DecoderLayer)
+            own = layer.self_attention
+            groups.append([own.query, own.key, own.value])
+        if not self._recomputes_now:
+            groups.append(self._memory_projections())
+        linear = ([one for one in group if type(one) is Linear] for group in groups)
+        pairs = zip(linear, groups, strict=True)
+        return JointParameters([own for own, group in pairs if len(own) == len(group) > 0])
+
+    def _memory_projections(self) -> list[nn.Module]:
+        layers = [layer.cross_attention for layer in self.decoder_layers()]
+        return [projection for one in layers for projection in (one.key, one.value)]
 
     @property
     def _recomputes_now(self) -> bool:
