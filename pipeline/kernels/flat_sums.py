@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_EXACT = 2**16
-"""Values of which a CPU sums the squares in float32 with an error below 1e-6.
+_ROW = 1024
+"""Values of which squares are summed in float32; the sums of rows are summed in float64.
 
-PyTorch's norm keeps a few running sums in float32; over 50 M values it is off by 0.4 %.
+On a CPU, PyTorch keeps a few running sums of all values: over 50 M values it is off by 0.4 %, with
+rows by 1e-8, in the same time.
 """
 
 
@@ -60,8 +61,14 @@ class FlatSums:
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all values, in float64, not finite if a value is not."""
-    if tensors[0].device.type == "cpu":
-        tensors = [part for tensor in tensors for part in tensor.split(_EXACT)]
-    norms = torch.stack(torch._foreach_norm(tensors)).double()
-    return norms.dot(norms)
+    """Return the sum of the squares of all values of flat tensors, in float64.
+
+    It is not finite if one of the values is not.
+    """
+    norms = []
+    for tensor in tensors:
+        whole = len(tensor) // _ROW * _ROW
+        for rows in (tensor[:whole].view(-1, _ROW), tensor[None, whole:]):
+            if rows.numel():
+                norms.append(torch.linalg.vector_norm(rows, dim=1))
+    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64).square()

@@ -290,10 +290,10 @@ def test_tensors_joined_for_a_gpu_lie_where_their_sums_do(dtype: torch.dtype) ->
     assert sums.buffer.count_nonzero() == 12
 
 
-def test_the_norm_of_many_values_is_exact_to_a_millionth() -> None:
+def test_the_norm_of_many_values_is_exact_to_seven_digits() -> None:
     values = torch.randn(5_000_000, generator=torch.Generator().manual_seed(1))
     expected = float(values.double().square().sum())
-    assert float(squared_norm([values[:3], values[3:]])) == pytest.approx(expected, rel=1e-6)
+    assert float(squared_norm([values[:3], values[3:]])) == pytest.approx(expected, rel=1e-7)
 
 
 # ---------------------------------------------------------------- operators and waits
