@@ -10,6 +10,7 @@ something happens; its collaborators do it:
 - :mod:`~pipeline.training.resuming`: resuming from the newest state; the mean of the last states
 """
 
+import gc
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -101,14 +102,20 @@ class TrainingRun:
             # One choice for all ranks: the order in which gradients arrive depends on the kernels.
             with using_cpu_kernels(from_rank_zero(by_processor())):
                 self._rehearse()
-                self._train()
+                try:
+                    self._train()
+                finally:
+                    gc.unfreeze()
                 self.publishing.publish(self.position, self.resumed, averaged=self.averaged)
 
     def _train(self) -> None:
         with self.stop, self._progress_bar() as bar, closing(self._updates()) as updates:
             self._validate_if_due()
+            first = self.position.update + 1
             while not self._is_done():
                 self._update(updates)
+                if self.position.update == first:
+                    _freeze_objects()
                 bar.advance(note=self.metrics.note)
                 self._validate_if_due()
                 self._save_if_due()
@@ -198,3 +205,13 @@ class TrainingRun:
         """Make the mean of the last states the result of the run, instead of the best weights."""
         self.averaged = self.mean.load(end=self.position.update)
         self.saving.save_mean(self.averaged, self.validation.run(before_batch=self._stop_if_asked))
+
+
+def _freeze_objects() -> None:
+    """Leave the objects that exist now out of garbage collections, until ``gc.unfreeze``.
+
+    Modules, model and optimizer stay for the whole run. A full collection would visit all of them,
+    while the GPU waits for work.
+    """
+    gc.collect()
+    gc.freeze()
