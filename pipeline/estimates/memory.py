@@ -37,6 +37,7 @@ from pipeline.model.spec import placeholder_spec
 from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
+from pipeline.training.flat_gradients import has_flat_gradients
 
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]
@@ -230,6 +231,8 @@ class ZeroSettings:
     sums_on_all: bool
     """Whether gradients are all-reduced, or else reduced to the rank that owns them."""
     offloads: bool
+    flat: bool
+    """Whether gradients are summed in float32 in flat buffers, which stay."""
 
     @classmethod
     def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "ZeroSettings":
@@ -257,6 +260,7 @@ class ZeroSettings:
             overlaps=bool(settings.get("overlap_comm", False)),
             sums_on_all=bool(settings.get("use_multi_rank_bucket_allreduce", True)),
             offloads=offload.get("device", "none") != "none",
+            flat=has_flat_gradients(merged),
         )
 
     @property
@@ -435,6 +439,12 @@ class _HeldByZero:
         zero = self.zero
         norm = FLOAT64 * self.largest
         share = max(group.share for group in self.groups)
+        if zero.flat:
+            return {
+                **self._always(),
+                "gradients": FLOAT32 * self.values,
+                "temporaries": self._gathered(),
+            }
         if zero.offloads:
             gradients, flat = 0, 0
         elif zero.accumulates_wider:
@@ -482,6 +492,8 @@ class _HeldByZero:
     def _accumulated(self) -> int:
         """Return the bytes of gradients between two micro-batches of an update."""
         zero = self.zero
+        if zero.flat:
+            return FLOAT32 * self.values
         if not zero.accumulates:
             return 0
         if zero.stage == 1:
@@ -493,6 +505,9 @@ class _HeldByZero:
     def _reduced(self) -> int:
         """Return the bytes of gradients at the end of the last backward pass of an update."""
         zero = self.zero
+        if zero.flat:  # a GPU joins new gradients of 16 bits before it adds them
+            joins = self.device == "cuda" and zero.accumulates and zero.value < FLOAT32
+            return (FLOAT32 + zero.value * (2 if joins else 1)) * self.values
         if zero.stage == 1:
             whole = zero.accumulated * self.values
             compact = FLOAT32 * self.share if zero.accumulates_wider else 0
@@ -513,6 +528,8 @@ class _HeldByZero:
         reduced in place.
         """
         zero = self.zero
+        if zero.flat:
+            return 0
         size = zero.accumulated if zero.stage == 1 else zero.value
         fitting = [s for group in self.groups for s in group.sizes if s <= zero.bucket]
         filled = min(zero.bucket, sum(fitting))

@@ -37,11 +37,11 @@ class FlatSums:
         lengths = zip(sizes, offsets, ends, strict=True)
         self._gaps = [end - start - size.numel() for size, start, end in lengths]
 
-    def set(self, tensors: Sequence[Tensor]) -> None:
+    def set(self, tensors: tuple[Tensor, ...]) -> None:
         """Replace the sums by these tensors, in any floating-point type."""
         torch._foreach_copy_(self.views, tensors)
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
+    def add(self, tensors: tuple[Tensor, ...]) -> None:
         """Add tensors of one floating-point type to the sums."""
         if self.buffer.device.type == "cuda" and tensors[0].dtype != self.buffer.dtype:
             # of different types, _foreach_add_ launches a kernel per tensor
@@ -49,7 +49,7 @@ class FlatSums:
         else:
             torch._foreach_add_(self.views, tensors)
 
-    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _joined(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the tensors as one, in the layout of the buffer."""
         zeros = tensors[0].new_zeros(max(self._gaps))
         parts = []
@@ -71,4 +71,5 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
         for rows in (tensor[:whole].view(-1, _ROW), tensor[None, whole:]):
             if rows.numel():
                 norms.append(torch.linalg.vector_norm(rows, dim=1))
-    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64).square()
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
+    return norm.square()
