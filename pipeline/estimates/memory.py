@@ -33,6 +33,7 @@ from pipeline.model.spec import placeholder_spec
 from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
+from pipeline.training.flat_gradients import has_flat_gradients
 
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]
@@ -172,6 +173,7 @@ class ZeroSettings:
     per_pass: int  # micro-batches of a pass
     overlaps: bool  # whether gradients are reduced while the backward pass goes on
     offloads: bool  # whether the optimizer is in host memory
+    flat: bool  # whether gradients are summed in float32 in flat buffers, which stay
 
     @classmethod
     def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "ZeroSettings":
@@ -196,6 +198,7 @@ class ZeroSettings:
             passes=merged["gradient_accumulation_steps"],
             overlaps=bool(settings.get("overlap_comm", False)),
             offloads=(settings.get("offload_optimizer") or {}).get("device", "none") != "none",
+            flat=has_flat_gradients(merged),
         )
 
     @property
@@ -336,6 +339,12 @@ class _HeldByZero:
         zero = self.zero
         norm = FLOAT64 * self.largest  # of one tensor
         share = max(group.share for group in self.groups)
+        if zero.flat:
+            return {
+                **self._always(),
+                "gradients": FLOAT32 * self.values,
+                "temporaries": self._gathered(),
+            }
         if zero.offloads:
             gradients, flat = 0, 0
         elif zero.accumulates_wider:
@@ -382,6 +391,8 @@ class _HeldByZero:
     def _accumulated(self) -> int:
         """Return the bytes of gradients between two micro-batches of an update."""
         zero = self.zero
+        if zero.flat:
+            return FLOAT32 * self.values
         if zero.passes == 1:
             return 0
         if zero.stage == 1:
@@ -393,6 +404,9 @@ class _HeldByZero:
     def _reduced(self) -> int:
         """Return the bytes of gradients at the end of the last backward pass of an update."""
         zero = self.zero
+        if zero.flat:  # a GPU joins new gradients of 16 bits before it adds them
+            joins = self.device == "cuda" and zero.accumulates and zero.value < FLOAT32
+            return (FLOAT32 + zero.value * (2 if joins else 1)) * self.values
         if zero.stage == 1:
             whole = zero.accumulated * self.values
             compact = FLOAT32 * self.share if zero.accumulates_wider else 0
@@ -412,6 +426,8 @@ class _HeldByZero:
         On CPU, only what is written becomes resident. Larger tensors are reduced in place.
         """
         zero = self.zero
+        if zero.flat:
+            return 0
         size = zero.accumulated if zero.stage == 1 else zero.value
         fitting = [s for group in self.groups for s in group.sizes if s <= zero.bucket]
         filled = min(zero.bucket, sum(fitting))

@@ -61,8 +61,10 @@ class _Group:
     """Gradients of all parameters, in float32."""
     weights: Tensor
     """All parameters, in the model's precision; they are views of it."""
+    share: Tensor
+    """This rank's part of the weights."""
     master: Tensor
-    """This rank's part in float32; its gradient is this rank's part of the sums."""
+    """The share in float32; its gradient is this rank's part of the sums."""
     ranks: dist.ProcessGroup
 
     @property
@@ -80,12 +82,10 @@ class _Group:
         else:
             dist.all_reduce(self.sums.buffer, group=self.ranks)
 
-    def publish(self) -> None:
-        """Set the weights of all ranks to the master weights."""
-        share = _part_of(self.weights, self.ranks)
-        share.copy_(self.master)
+    def gather(self) -> None:
+        """Take the new weights of the other ranks."""
         if dist.get_world_size(self.ranks) > 1:
-            dist.all_gather_into_tensor(self.weights, share, group=self.ranks)
+            dist.all_gather_into_tensor(self.weights, self.share, group=self.ranks)
 
 
 class FlatGradients:
@@ -112,9 +112,8 @@ class FlatGradients:
         the sums by itself would spare that.
         """
         gradients = torch.autograd.grad(
-            objective,
+            objective * (scale * self._zero.loss_scale),
             [parameter for group in self._parameters for parameter in group],
-            torch.full_like(objective, scale * self._zero.loss_scale),
             materialize_grads=True,
         )
         start = 0
@@ -143,10 +142,15 @@ class FlatGradients:
         norm = square.sqrt()
         optimizer, scale = self._zero.optimizer, self._zero.loss_scale
         optimizer.grad_scale = self._divisor(norm, scale)
-        optimizer.found_inf = norm.lt(math.inf).logical_not().float()  # also for NaN
+        # a comparison with NaN is false
+        optimizer.found_inf = torch.logical_not(
+            norm < math.inf, out=torch.empty_like(norm, dtype=torch.float32)
+        )
         optimizer.step()
+        shares, masters = zip(*((group.share, group.master) for group in self._groups), strict=True)
+        torch._foreach_copy_(shares, masters)
         for group in self._groups:
-            group.publish()
+            group.gather()
         self._is_empty = True
         *_, scaled = on_host = torch.cat((sums, norm.view(1))).cpu()
         is_finite = math.isfinite(scaled)
@@ -171,7 +175,7 @@ def _group(zero: Any, index: int) -> _Group:
     ranks = zero.real_dp_process_group[index]
     master = zero.single_partition_of_fp32_groups[index]
     master.grad = _part_of(sums.buffer, ranks)
-    return _Group(sums, weights, master, ranks)
+    return _Group(sums, weights, _part_of(weights, ranks), master, ranks)
 
 
 def _scatters(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ something happens; its collaborators do it:
 - :mod:`~pipeline.training.resuming`: resuming from the newest state; the mean of the last states
 """
 
+import gc
 import sys
 import time
 from collections.abc import Generator
@@ -109,13 +110,18 @@ class TrainingRun:
                     self._train()
                 except torch.OutOfMemoryError as error:
                     raise self._out_of_memory() from error
+                finally:
+                    gc.unfreeze()
                 self.publishing.publish(self.position, self.resumed, averaged=self.averaged)
 
     def _train(self) -> None:
         with self.stop, self._progress_bar() as bar, closing(self._updates()) as updates:
             self._validate_if_due()
+            first = self.position.update + 1
             while not self._is_done():
                 self._update(updates)
+                if self.position.update == first:
+                    _freeze_objects()
                 bar.advance(note=self.metrics.note)
                 self._validate_if_due()
                 self._save_if_due()
@@ -258,3 +264,13 @@ class TrainingRun:
         """Make the mean of the last states the result of the run, instead of the best weights."""
         self.averaged = self.mean.load(end=self.position.update)
         self.saving.save_mean(self.averaged, self.validation.run(before_batch=self._stop_if_asked))
+
+
+def _freeze_objects() -> None:
+    """Leave the objects that exist now out of garbage collections, until ``gc.unfreeze``.
+
+    Modules, model and optimizer stay for the whole run. A full collection would visit all of them,
+    while the GPU waits for work.
+    """
+    gc.collect()
+    gc.freeze()

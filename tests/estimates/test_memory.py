@@ -422,12 +422,27 @@ def test_an_accumulation_type_deepspeed_does_not_know_is_refused() -> None:
 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_gradients_of_earlier_micro_batches_are_there_during_the_last_one(processes: int) -> None:
+    ds_config = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
     once, twice = (
-        estimated(make_recipe(ModelConfig(), micro_batches=count * processes), processes=processes)
+        estimated(
+            make_recipe(ModelConfig(), micro_batches=count * processes),
+            processes=processes,
+            ds_config=ds_config,
+        )
         for count in (1, 2)
     )
     backward = twice.phases["backward"]
     assert backward["gradients"] - once.phases["backward"]["gradients"] == backward["parameters"]
+
+
+@pytest.mark.parametrize("ds_config", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+def test_flat_gradients_stay_in_float32_and_a_pass_adds_its_own(ds_config: dict[str, Any]) -> None:
+    phases = estimated(make_recipe(ModelConfig()), ds_config=ds_config, processes=4).phases
+    values = phases["step"]["master weights"]  # float32, of a quarter of the values
+    for phase in ("backward", "step"):
+        assert phases[phase]["gradients"] == 4 * values
+    assert phases["reduce"]["gradients"] == 4 * values + phases["step"]["parameters"]
+    assert phases["reduce"]["buckets"] == 0
 
 
 def test_micro_batches_that_share_a_pass_are_kept_together() -> None:
