@@ -41,7 +41,6 @@ Kind = Literal[
     "shards",
     "mixture",
     "groups",
-    "shortlist",
     "checkpoint",
     "training_state",
     "translations",
@@ -77,10 +76,6 @@ FILES: dict[Kind, dict[str, str]] = {
     },
     "mixture": {"mixture.json": "training lines and sampling probability of every pair, by phase"},
     "groups": {"groups.json": "the language groups, and how they were made"},
-    "shortlist": {
-        "shortlist.json": "fingerprint of the tokenizer, and pieces per row",
-        "DIRECTION.pieces": "rows of a source piece and its likely target pieces, int32",
-    },
     "checkpoint": {
         "model.json": "shape of the model",
         "weights/NAME.safetensors": "the weights, one tensor per global expert",
@@ -312,6 +307,7 @@ some micro-batches. Manifests leave out [logging] and [saving] altogether.
 REMOVED: dict[str, tuple[Any, ...]] = {
     "clean.language_min_characters": (40,),
     "clean.near_duplicate_similarity": (0.8,),
+    "decoding.shortlist": ("",),
     "evaluation.word_lines": (100_000,),
     "shards.segmentation_nbest": (64,),
     "training.cpu_kernels": ("processor", "measured"),

@@ -33,7 +33,6 @@ from pipeline.decoding.hypotheses import (
     not_numbers,
     stopping_rule,
 )
-from pipeline.decoding.listed_outputs import ListedOutputs
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
 from pipeline.kernels.logits import best_tokens, log_normalizer
@@ -108,7 +107,6 @@ class Search:
         specials = frozenset((model.spec.pad_id, eos_id))
         self.restrictions = Restrictions.of(sources, specials=specials)
         self.constraints = Constraints.of(sources, specials=specials, eos_id=eos_id)
-        self.listed = self._listed_outputs(sources)
         self.states = DecoderStates(model, sources, route=config.route)
         self.prompt_length = self.states.prompt_length
         positions = model.spec.model.max_positions - self.prompt_length
@@ -136,15 +134,8 @@ class Search:
         progress.advance()
         searched = self.active
         x_RD = self.states.begin() if self.next_R is None else self._feed(self.next_R)
-        self.next_R = self.advance((self.listed or self.model).project(x_RD))
+        self.next_R = self.advance(self.model.project(x_RD))
         return {one.index: self._best(one) for one in searched if one.done}
-
-    def _listed_outputs(self, sources: Sequence[Source]) -> ListedOutputs | None:
-        lists = [source.pieces for source in sources if source.pieces is not None]
-        if not lists:
-            return None
-        is_constrained = self.restrictions is not None or self.constraints is not None
-        return ListedOutputs(self.model, lists, is_whole=is_constrained)
 
     def _feed(self, next_R: Tensor) -> Tensor:
         """Feed the last token of every beam; return the decoder's states for the next one."""
@@ -179,8 +170,6 @@ class Search:
         self.scores_BJ = torch.cat([self.scores_BJ, other.scores_BJ])
         self.next_R = torch.cat([self.next_R, other.next_R])
         self.states.join(other.states)
-        if self.listed is not None and other.listed is not None:
-            self.listed.join(other.listed)
         return shift
 
     def drop(self, indices: Container[int]) -> None:
@@ -222,8 +211,6 @@ class Search:
         keep_B = torch.tensor(keep, device=self.device)
         beam_BJ = beam_BJ[keep_B]
         self.states.keep(keep_B, beam_BJ)
-        if self.listed is not None:
-            self.listed.keep(keep)
         self.active = [self.active[row] for row in keep]
         self.scores_BJ = self.scores_BJ[keep_B]
         self.tokens_BJT = self.tokens_BJT[keep_B[:, None], beam_BJ]
@@ -245,23 +232,18 @@ class Search:
         """
         logits_RV = logits_RV.float()
         normalizer_R = log_normalizer(logits_RV)
-        pad_column, eos_column = self.model.spec.pad_id, self.eos_id
-        if self.listed is not None:
-            pad_column, eos_column = map(self.listed.column, (pad_column, eos_column))
-        logits_RV[:, pad_column] = -torch.inf
+        logits_RV[:, self.model.spec.pad_id] = -torch.inf
         active = [sentence.index for sentence in self.active]
         if self.restrictions is not None:
             length = self.active[0].length  # of all: nothing has joined
             self.restrictions.apply(logits_RV, self.tokens_BJT, active=active, length=length)
         at_limit = self._at_limit()
         if self.rule.forces_end_at_limit:
-            force_end(logits_RV, at_limit, eos_id=eos_column)
+            force_end(logits_RV, at_limit, eos_id=self.eos_id)
         if self.constraints is not None:
             self.constraints.bar_ends(logits_RV, self.tokens_BJT, active=active)
         width = min(2 * self.beams, logits_RV.shape[1])
         best_RC, token_RC = best_tokens(logits_RV, width)
-        if self.listed is not None:
-            token_RC = self.listed.tokens(token_RC)
         total_RC = best_RC + (self.scores_BJ.view(-1) - normalizer_R)[:, None]
         total_BX = total_RC.view(len(self.active), -1)
         # At the first token a small vocabulary has fewer candidates than there are beams.

@@ -5,11 +5,9 @@ To add a stopping rule, write a class like :class:`FairseqRule`, add its name to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,9 +35,6 @@ class Source:
     """Sequences of tokens that every hypothesis must contain."""
     begins: tuple[bool, ...] = ()
     """Whether each token begins a word of the segmenter; empty if the language has no segmenter."""
-    pieces: npt.NDArray[np.int64] | None = field(default=None, compare=False)
-    """Tokens that the translation may have, ascending; None: all. Beam search alone heeds them, and
-    all sources of a search have them or none has."""
 
 
 @dataclass(frozen=True)

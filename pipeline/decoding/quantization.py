@@ -14,7 +14,6 @@ experts.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -84,29 +83,11 @@ class QuantizedLinear(nn.Module):
         """The loop for one row, and the weights, scales and bias that it takes."""
         from pipeline.kernels.compiled_loops import multiply_in_8_bits
 
-        weight_OI, scale_O = self._unpacked
-        bias_O = None if self.bias_O is None else self.bias_O.numpy()
-        return multiply_in_8_bits, weight_OI.numpy(), scale_O.numpy(), bias_O
-
-    def outputs(self, index_U: Tensor) -> "QuantizedLinear":
-        """Return the layer with only these of its outputs, without bias."""
-        weight_OI, scale_O = self._unpacked
-        chosen = copy(self)
-        chosen.bias_O, chosen.for_single_rows = None, False
-        zero_U = torch.zeros(len(index_U), dtype=torch.int64)
-        with _quietly():
-            quantized = torch._make_per_channel_quantized_tensor(
-                weight_OI[index_U], scale_O[index_U].double(), zero_U, axis=0
-            )
-            chosen.packed = torch.ops.quantized.linear_prepack(quantized, None)
-        return chosen
-
-    @cached_property
-    def _unpacked(self) -> tuple[Tensor, Tensor]:
-        """Whole numbers of the weights, and the scale of every output."""
         with _quietly():
             weight_OI, _ = torch.ops.quantized.linear_unpack(self.packed)
-            return weight_OI.int_repr(), weight_OI.q_per_channel_scales().float()
+            number_OI, scale_O = weight_OI.int_repr(), weight_OI.q_per_channel_scales().float()
+        bias_O = None if self.bias_O is None else self.bias_O.numpy()
+        return multiply_in_8_bits, number_OI.numpy(), scale_O.numpy(), bias_O
 
 
 class QuantizedExperts(nn.Module):

@@ -8,8 +8,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
 from typing import Literal, Self
 
 import torch
@@ -17,7 +15,6 @@ import torch
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis, Word
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.shortlist import Pieces, Shortlist
 from pipeline.artifacts.tokenizer import Tags, Tokenizer, tags
 from pipeline.checkpoints.checkpoint import (
     load_model,
@@ -137,9 +134,6 @@ class Translator:
             CometChoice(config.comet, against_others=config.choose == "mbr")
             if config.asks_comet
             else None
-        )
-        self._shortlist = (
-            Shortlist(Path(config.shortlist), self.tokenizer) if config.shortlist else None
         )
         if config.router_language:
             self.show_router(config.router_language)
@@ -484,14 +478,7 @@ class Translator:
             prefix=part.prefix,
             banned=self._banned,
             required=part.required,
-            pieces=self._pieces(part),
         )
-
-    def _pieces(self, part: _Part) -> Pieces | None:
-        if self._shortlist is None:
-            return None
-        given = chain(part.prefix, *part.required)
-        return self._shortlist.pieces(part.direction, part.tokens, given)
 
 
 @dataclass
