@@ -6,7 +6,7 @@ To add a stopping rule, write a class like :class:`FairseqRule`, add its name to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.terminal import counted
+
+Number = TypeVar("Number", int, Tensor)
+"""A length, or the lengths of several sentences."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class StoppingRule(Protocol):
     forces_end_at_limit: bool
     """Whether a hypothesis must end at the length limit; otherwise it is taken unfinished."""
 
-    def counted_length(self, length: int, *, prompt_length: int) -> int:
+    def counted_length(self, length: Number, *, prompt_length: int) -> Number:
         """Return the length that divides the score of a hypothesis.
 
         Args:
@@ -59,12 +62,12 @@ class StoppingRule(Protocol):
             prompt_length: tokens of the forced prompt, the decoder's start token included.
         """
 
-    def is_done(self, *, worst_ended: float, best_running: float) -> bool:
-        """Return whether a sentence with ``beam_size`` ended hypotheses is done.
+    def is_done(self, *, worst_ended: Tensor, best_running: Tensor) -> Tensor | bool:
+        """Return whether each sentence with ``beam_size`` ended hypotheses is done.
 
         Args:
-            worst_ended: score of the worst ended hypothesis.
-            best_running: score of the best unfinished hypothesis if it ended now.
+            worst_ended: score of the worst ended hypothesis, (B,).
+            best_running: score of the best unfinished hypothesis if it ended now, (B,).
         """
 
 
@@ -76,11 +79,11 @@ class FairseqRule:
 
     forces_end_at_limit = True
 
-    def counted_length(self, length: int, *, prompt_length: int) -> int:  # noqa: ARG002
+    def counted_length(self, length: Number, *, prompt_length: int) -> Number:  # noqa: ARG002
         """Return the length without the prompt."""
         return length
 
-    def is_done(self, *, worst_ended: float, best_running: float) -> bool:  # noqa: ARG002
+    def is_done(self, *, worst_ended: Tensor, best_running: Tensor) -> bool:  # noqa: ARG002
         """Return True: ``beam_size`` hypotheses are enough."""
         return True
 
@@ -94,11 +97,11 @@ class HuggingFaceRule:
 
     forces_end_at_limit = False
 
-    def counted_length(self, length: int, *, prompt_length: int) -> int:
+    def counted_length(self, length: Number, *, prompt_length: int) -> Number:
         """Return the length with the prompt, the decoder's start token excluded."""
         return length + prompt_length - 1
 
-    def is_done(self, *, worst_ended: float, best_running: float) -> bool:
+    def is_done(self, *, worst_ended: Tensor, best_running: Tensor) -> Tensor:
         """Return whether the worst ended hypothesis scores at least the best running one."""
         return worst_ended >= best_running
 

@@ -1,4 +1,4 @@
-"""8-bit weights for translation on CPU: linear layers, experts and the output projection.
+"""Precision of translation, and 8-bit weights on CPU: linear layers, experts, output projection.
 
 Weights are quantized symmetrically per output. Activations are quantized on the fly, each row by
 its own largest magnitude, so that a translation does not depend on its batch (PyTorch's dynamic
@@ -126,6 +126,16 @@ class QuantizedStack(nn.Module):
 
         side_by_side(serve, [len(y) * self.bias_EO.shape[1] * x_RI.shape[1] for y in slices[2]])
         return y_RO
+
+
+def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights for a ``decoding.precision``; 8 bits are made from float32."""
+    is_half = precision == "bfloat16"
+    if precision == "auto":  # the meta device stands for a GPU that computes in bfloat16
+        is_half = device.type == "meta" or (
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+    return torch.bfloat16 if is_half else torch.float32
 
 
 def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:

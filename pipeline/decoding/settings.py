@@ -37,9 +37,10 @@ class DecodingConfig(Settings):
     """Largest product of source tokens and active hypotheses (beam_size or samples) of a batch."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Rule that ends a sentence and normalizes scores; see ``decoding/hypotheses.py``."""
-    precision: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Arithmetic of the model. int8, on CPU only: linear layers and experts in 8 bits, the rest in
-    float32; see ``decoding/quantization.py``."""
+    precision: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Arithmetic of the model. auto: bfloat16 on GPUs that compute in it, else float32. int8, on
+    CPU only: linear layers and experts in 8 bits, the rest in float32; see
+    ``decoding/quantization.py``."""
     route: Route = "specific"
     """Route through a model with language modules and a shared module."""
     sampling_temperature: Temperature = 1.0

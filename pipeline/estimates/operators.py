@@ -33,8 +33,10 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeline.batching.batch import Batch, Packing
 from pipeline.config.recipe import Recipe
-from pipeline.decoding.beam_search import Search
+from pipeline.decoding.beam_search import BeamStep, Search
+from pipeline.decoding.grid_search import Grid, grid_shape, suits_grids
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.quantization import weight_dtype
 from pipeline.kernels.slot_products import copied_to
 from pipeline.model.attention import Attention
 from pipeline.model.building import build_model
@@ -114,7 +116,9 @@ PARTS: tuple[tuple[type, str], ...] = (
     (nn.LayerNorm, "norms and residuals"),
     (Stack, "ends"),
     (Transformer, "ends"),
+    (BeamStep, "beam search"),
     (Search, "beam search"),
+    (Grid, "beam search"),
 )
 LOSS_MODULE = training_loss.__module__
 LOSS = "loss", "loss"
@@ -275,7 +279,7 @@ class _EvenExchange(ExpertParallel):
 def count_decoding_step(
     recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
 ) -> Counted:
-    """Count one step of decoding, with the recipe's search.
+    """Count one step of decoding with beam search, on a grid if the model allows it.
 
     The batch is full, no sentence ends, and the cache does not grow.
     """
@@ -285,7 +289,7 @@ def count_decoding_step(
         num_groups=num_groups,
         num_languages=num_languages,
     ).eval()
-    model.to(torch.bfloat16 if recipe.decoding.precision == "bfloat16" else torch.float32)
+    model.to(weight_dtype(recipe.decoding.precision, META))
     beams, prompt = recipe.decoding.beam_size, (0, 0)
     sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * beams), 1)
     sources = [
@@ -296,13 +300,13 @@ def count_decoding_step(
     with torch.no_grad():  # inference mode would record composite operators, not their parts
         with OperatorCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
-            first_R = search.advance(model.project(search.states.begin()))
-            assert first_R is not None, "no sentence ends"
-            x_RD = search.states.step(first_R, len(prompt))
+            search.step()
+            step: Callable[[], object] = search.step
+            if suits_grids(model, sources):
+                shape = grid_shape(sentences, SENTENCE_LENGTH)
+                step = Grid(search.extend, search.states, search.beams, shape=shape).step
         with OperatorCounter(host_number=even, model=model) as mode:
-            next_R = search.advance(model.project(x_RD))
-            assert next_R is not None, "no sentence ends"
-            search.states.step(next_R, len(prompt) + 1)
+            step()
     return mode.counted
 
 

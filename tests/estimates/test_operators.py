@@ -1,5 +1,6 @@
 """Launches on a GPU, counted on the meta device: budgets, and that counts are right."""
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -219,12 +220,11 @@ def test_a_front_adds_as_many_launches_to_a_deep_encoder_as_to_a_shallow_one(fro
     assert more[0] == more[1]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_a_decoding_step_waits_once_per_moe_layer_more_in_single_precision(precision: str) -> None:
-    """Padded products of experts have a shape that the host must know.
+@pytest.mark.parametrize("precision", ["auto", "float32"])
+def test_a_decoding_step_on_a_grid_waits_for_nothing(precision: str) -> None:
+    """Padded products of experts in single precision have a shape that the host must know.
 
-    A search waits for what ended, for the scores of what goes on, and for the copy of the rows that
-    it keeps.
+    With them, a search of its own waits for what is done, and for the copy of what it keeps.
     """
 
     def step(moe: dict[str, Any] | None) -> Counted:
@@ -234,10 +234,10 @@ def test_a_decoding_step_waits_once_per_moe_layer_more_in_single_precision(preci
         return count_decoding_step(recipe, vocabulary_size=100, num_groups=0)
 
     dense, moe = step(None), step(MOE)
-    waits = [copy for copy in moe.host_copies if copy.part == "experts"]
-    assert len(waits) == (1 if precision == "float32" else 0)
-    assert len(moe.host_copies) - len(waits) == len(dense.host_copies) == 3
-    assert {copy.part for copy in dense.host_copies} == {"beam search"}
+    assert dense.host_copies == ()
+    parts = Counter(copy.part for copy in moe.host_copies)
+    assert parts == ({"experts": 1, "beam search": 2} if precision == "float32" else {})
+    assert {"attention", "embedding", "beam search"} <= {*dense.parts}
 
 
 def test_every_launch_has_the_part_it_belongs_to_in_both_directions() -> None:
