@@ -256,7 +256,8 @@ class BeamStep:
         self, best_RC: Tensor, token_RC: Tensor, logits_RV: Tensor, at_limit_B: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Leave end-of-sentence as the only candidate where the length limit is reached."""
-        is_forced_R1 = at_limit_B.repeat_interleave(len(best_RC) // len(at_limit_B))[:, None]
+        is_forced_BJ = at_limit_B[:, None].expand(-1, len(best_RC) // len(at_limit_B))
+        is_forced_R1 = is_forced_BJ.reshape(-1, 1)
         end_RC = torch.full_like(best_RC, -torch.inf)
         end_RC[:, 0] = logits_RV[:, self.eos_id]
         return (

@@ -208,6 +208,21 @@ def grid_shape(sentences: int, positions: int) -> tuple[int, int]:
     return -(-sentences // SENTENCES) * SENTENCES, capacity(positions)
 
 
+def begin_search(
+    model: Transformer,
+    sources: Sequence[Source],
+    config: DecodingConfig,
+    *,
+    eos_id: int,
+    grids: Grids,
+) -> Search | GridSearch:
+    """Return the search of the model's device for these sources, of which no step is made."""
+    model.eval()
+    if suits_grids(model, sources):
+        return GridSearch(model, sources, config, eos_id=eos_id, grids=grids)
+    return Search(model, sources, config, eos_id=eos_id)
+
+
 def suits_grids(model: Transformer, sources: Sequence[Source]) -> bool:
     """Return whether these sources can be searched for by recorded steps.
 

@@ -27,7 +27,7 @@ from pipeline.decoding.beam_search import Search
 from pipeline.decoding.comet_choice import Candidates, CometChoice
 from pipeline.decoding.constraints import has_sequence
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
-from pipeline.decoding.grid_search import Grids, GridSearch, suits_grids
+from pipeline.decoding.grid_search import Grids, GridSearch, begin_search
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.minimum_bayes_risk import choose
 from pipeline.decoding.quantization import quantize, weight_dtype
@@ -364,11 +364,9 @@ class Translator:
         return self.begin_search(sources).run()
 
     def begin_search(self, sources: Sequence[Source]) -> Search | GridSearch:
-        """Return the beam search of this device for these sources, of which no step is made."""
-        model, eos_id = self.model.eval(), self.tokenizer.eos_id
-        if suits_grids(model, sources):
-            return GridSearch(model, sources, self.config, eos_id=eos_id, grids=self._grids)
-        return Search(model, sources, self.config, eos_id=eos_id)
+        """Return a beam search for these sources, of which no step is made."""
+        eos_id, grids = self.tokenizer.eos_id, self._grids
+        return begin_search(self.model, sources, self.config, eos_id=eos_id, grids=grids)
 
     def _chosen(
         self,
@@ -526,8 +524,8 @@ class Stream:
 
     Translations are those of :meth:`Translator.translate`. Lines join between two steps of a beam
     search on CPU. On other devices, and with forced or banned tokens, lines are searched for in
-    batches of similar length, one after the other. :meth:`add` translates at once what is sampled
-    or does not fit into one search.
+    batches of similar length, one after the other, and a step may be up to 8 tokens. :meth:`add`
+    translates at once what is sampled or does not fit into one search.
     """
 
     def __init__(self, translator: Translator) -> None:

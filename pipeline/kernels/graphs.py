@@ -6,6 +6,7 @@ the GPU to run them. A graph launches all of them at once.
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], Non
 
     The step runs once, for libraries to initialize, and is then recorded. It must read and write
     tensors that stay where they are, and wait for no value. All graphs share a memory pool: their
-    intermediate results must not outlive a step.
+    intermediate results do not outlive a step.
     """
     if device.type != "cuda":
         return step
@@ -25,21 +26,18 @@ def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], Non
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
+    graph, living = torch.cuda.CUDAGraph(), next(iter(_GRAPHS), None)
+    # PyTorch refuses the pool of graphs that are gone, so that a living graph names it.
+    pool = None if living is None else living.pool()
     # Other threads, such as those of a server, may call CUDA meanwhile.
-    with torch.cuda.graph(graph, pool=_pool(device), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
+    _GRAPHS.add(graph)
     replay: Callable[[], None] = graph.replay
     return replay
 
 
-_POOLS: dict[torch.device, Any] = {}
-
-
-def _pool(device: torch.device) -> Any:
-    if device not in _POOLS:
-        _POOLS[device] = torch.cuda.graph_pool_handle()
-    return _POOLS[device]
+_GRAPHS: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
 
 class HostCopy:

@@ -33,7 +33,7 @@ from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID
 
 from pipeline.batching.batch import Example, collate
-from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.grid_search import Grids, begin_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import quantize
 from pipeline.decoding.settings import DecodingConfig
@@ -77,12 +77,15 @@ def our_search(
         beam_size=beams, max_length_ratio=0, max_extra_length=NEW_TOKENS, stopping="huggingface"
     )
 
+    grids = Grids()
+
+    @torch.inference_mode()
     def search() -> Sequences:
-        return [
-            found.tokens
-            for start in range(0, len(sources), at_once)
-            for found in beam_search(model, sources[start : start + at_once], config, eos_id=PAD_ID)
-        ]
+        batches = [sources[start : start + at_once] for start in range(0, len(sources), at_once)]
+        searches = (
+            begin_search(model, batch, config, eos_id=PAD_ID, grids=grids) for batch in batches
+        )
+        return [found[0].tokens for one in searches for found in one.run()]
 
     return search
 

@@ -50,8 +50,9 @@ from pipeline.batching.batch import Batch
 from pipeline.batching.joining import join
 from pipeline.config.ds_config import ds_config_path
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.grid_search import Grids, begin_search
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.quantization import weight_dtype
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.estimates.activations import FLOAT32, MicroBatchShape, activation_bytes
 from pipeline.estimates.operators import (
@@ -344,10 +345,13 @@ def decoding(asked: Asked) -> Iterator[Row]:
         beam_size=4, max_length_ratio=0, max_extra_length=length, stopping="huggingface"
     )
 
+    grids = Grids()
+
+    @torch.inference_mode()
     def search() -> list[tuple[int, ...]]:
         # Padding is never generated, so that no sentence ends before its limit.
-        found = beam_search(model, sources, config, eos_id=model.spec.pad_id)
-        return [one.tokens for one in found]
+        begun = begin_search(model, sources, config, eos_id=model.spec.pad_id, grids=grids)
+        return [found[0].tokens for found in begun.run()]
 
     expected = search()
     model.to(DEVICE)
@@ -355,8 +359,8 @@ def decoding(asked: Asked) -> Iterator[Row]:
     yield row("translations as on the CPU", "number", len(expected), same, least=0.95, most=1)
 
     recipe = asked.recipes[0]
-    dtype = torch.bfloat16 if recipe.decoding.precision == "bfloat16" else torch.float32
-    model = random_model(recipe, asked, dtype=dtype).eval()
+    dtype = weight_dtype(recipe.decoding.precision, DEVICE)
+    model, grids = random_model(recipe, asked, dtype=dtype).eval(), Grids()
     sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * recipe.decoding.beam_size), 1)
     sources = random_sources(sentences, vocabulary=asked.vocabulary_size)
     limits = {"max_length_ratio": 0.0, "max_extra_length": length, "stopping": "huggingface"}
