@@ -179,8 +179,9 @@ class BeamStep:
         The logits may be overwritten.
         """
         beams = beams._replace(length_B=beams.length_B + 1)
-        score_BC, beam_BC, token_BC = self._candidates(beams, logits_RV, active)
-        beams = self._collect(beams, score_BC, beam_BC, token_BC)
+        limited_B = self._if_any(beams.length_B >= beams.limit_B)
+        score_BC, beam_BC, token_BC = self._candidates(beams, logits_RV, limited_B, active)
+        beams = self._collect(beams, score_BC, beam_BC, token_BC, limited_B)
         running_BJ, choice_BJ = self._running(
             score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
         )
@@ -189,9 +190,13 @@ class BeamStep:
             next_BJ=next_BJ,
             score_BJ=running_BJ,
             tokens_BJT=_appended(beams, beam_BJ, next_BJ),
-            done_B=self._done(beams, running_BJ),
+            done_B=self._done(beams, running_BJ, limited_B),
         )
         return extended, beam_BJ
+
+    def _if_any(self, is_so: Tensor) -> Tensor | None:
+        """Return the conditions, or None if it can be read that none is true."""
+        return None if self.reads and not is_so.any() else is_so
 
     def _running(self, running_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the J candidates that go on: the best, or with phrases the first by turn."""
@@ -203,7 +208,7 @@ class BeamStep:
         return running_BC.gather(1, choice_BJ), choice_BJ
 
     def _candidates(
-        self, beams: Beams, logits_RV: Tensor, active: Sequence[int]
+        self, beams: Beams, logits_RV: Tensor, limited_B: Tensor | None, active: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores, beams and tokens of each sentence's 2 · J best extensions, best first.
 
@@ -212,13 +217,13 @@ class BeamStep:
         (batch, rows), logits_RV = beams.score_BJ.shape, logits_RV.float()
         normalizer_R = log_normalizer(logits_RV)
         logits_RV[:, self.pad_id] = -torch.inf
-        at_limit_B = beams.length_B >= beams.limit_B
+        at_limit = [False] * batch if self.is_free or limited_B is None else limited_B.tolist()
         if not self.is_free:
-            self._constrain(beams, logits_RV, at_limit_B, active)
+            self._constrain(beams, logits_RV, at_limit, active)
         width = min(2 * self.beams, logits_RV.shape[1])
         best_RC, token_RC = best_tokens(logits_RV, width)
-        if self.rule.forces_end_at_limit and not (self.reads and not at_limit_B.any()):
-            best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, at_limit_B)
+        if self.rule.forces_end_at_limit and limited_B is not None:
+            best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
         before_R = beams.score_BJ.view(-1) - normalizer_R
         total_BX = (best_RC + before_R[:, None]).view(batch, -1)
         # At the first token a small vocabulary has fewer candidates than there are beams.
@@ -235,12 +240,12 @@ class BeamStep:
             logits_RV + before_R[:, None],
             _so_far(beams),
             active=active,
-            is_last=[here and not self.rule.forces_end_at_limit for here in at_limit_B.tolist()],
+            is_last=[here and not self.rule.forces_end_at_limit for here in at_limit],
         )
         return self._at_least_beams(dealt)
 
     def _constrain(
-        self, beams: Beams, logits_RV: Tensor, at_limit_B: Tensor, active: Sequence[int]
+        self, beams: Beams, logits_RV: Tensor, at_limit: Sequence[bool], active: Sequence[int]
     ) -> None:
         """Set the logits of tokens that the constraints forbid to -inf, in place."""
         so_far_BJT = _so_far(beams)
@@ -249,14 +254,14 @@ class BeamStep:
             self.restrictions.apply(logits_RV, so_far_BJT, active=active, length=length)
         if self.constraints is not None:
             if self.rule.forces_end_at_limit:
-                force_end(logits_RV, at_limit_B.tolist(), eos_id=self.eos_id)
+                force_end(logits_RV, at_limit, eos_id=self.eos_id)
             self.constraints.bar_ends(logits_RV, so_far_BJT, active=active)
 
     def _only_ends(
-        self, best_RC: Tensor, token_RC: Tensor, logits_RV: Tensor, at_limit_B: Tensor
+        self, best_RC: Tensor, token_RC: Tensor, logits_RV: Tensor, limited_B: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Leave end-of-sentence as the only candidate where the length limit is reached."""
-        is_forced_BJ = at_limit_B[:, None].expand(-1, len(best_RC) // len(at_limit_B))
+        is_forced_BJ = limited_B[:, None].expand(-1, len(best_RC) // len(limited_B))
         is_forced_R1 = is_forced_BJ.reshape(-1, 1)
         end_RC = torch.full_like(best_RC, -torch.inf)
         end_RC[:, 0] = logits_RV[:, self.eos_id]
@@ -275,18 +280,25 @@ class BeamStep:
         counted_B = self.rule.counted_length(beams.length_B, prompt_length=self.prompt_length)
         return score_BX.double() / counted_B.double().pow(self.penalty)[:, None]
 
-    def _collect(self, beams: Beams, score_BC: Tensor, beam_BC: Tensor, token_BC: Tensor) -> Beams:
+    def _collect(
+        self,
+        beams: Beams,
+        score_BC: Tensor,
+        beam_BC: Tensor,
+        token_BC: Tensor,
+        limited_B: Tensor | None,
+    ) -> Beams:
         """Record the hypotheses that end here, out of the J best candidates.
 
         End-of-sentence ends a hypothesis, and so does the length limit if the rule forces no end.
         """
         score_BJ, beam_BJ, token_BJ = (x[:, : self.beams] for x in (score_BC, beam_BC, token_BC))
         has_end_BJ = ends_BJ = token_BJ == self.eos_id
-        if not self.rule.forces_end_at_limit:
-            ends_BJ = ends_BJ | (beams.length_B >= beams.limit_B)[:, None]
-        ends_BJ = ends_BJ & score_BJ.isfinite() & ~beams.done_B[:, None]
-        if self.reads and not ends_BJ.any():
+        if limited_B is not None and not self.rule.forces_end_at_limit:
+            ends_BJ = ends_BJ | limited_B[:, None]
+        if self._if_any(ends_BJ) is None:
             return beams
+        ends_BJ = ends_BJ & score_BJ.isfinite() & ~beams.done_B[:, None]
         new_BJ = self._normalized(beams, score_BJ).masked_fill(~ends_BJ, -torch.inf)
         score_BX = torch.cat([beams.ended_score_BJ, new_BJ], dim=1)
         length_BX = torch.cat(
@@ -302,12 +314,15 @@ class BeamStep:
             ended_tokens_BJT=_of_rows(tokens_BXT, best_BJ),
         )
 
-    def _done(self, beams: Beams, running_BJ: Tensor) -> Tensor:
+    def _done(self, beams: Beams, running_BJ: Tensor, limited_B: Tensor | None) -> Tensor:
+        done_B = beams.done_B if limited_B is None else beams.done_B | limited_B
         worst_B = beams.ended_score_BJ[:, -1]
+        full_B = self._if_any(worst_B > -torch.inf)
+        if full_B is None:
+            return done_B
         running_B = self._normalized(beams, running_BJ.amax(1, keepdim=True))[:, 0]
         ends_B = self.rule.is_done(worst_ended=worst_B, best_running=running_B)
-        is_full_B = worst_B > -torch.inf
-        return beams.done_B | (beams.length_B >= beams.limit_B) | (is_full_B & ends_B)
+        return done_B | (full_B & ends_B)
 
     def best(self, beams: Beams, rows: Sequence[int]) -> list[list[Translation]]:
         """Return the best hypotheses of sentences that are done.
@@ -443,6 +458,6 @@ class Search:
         if not rows:
             return
         keep_B = torch.tensor(rows, device=beam_BJ.device)
-        self.states.keep(keep_B, beam_BJ[keep_B])
+        self.states.keep(keep_B, beam_BJ[keep_B] if is_shorter else beam_BJ)
         if is_shorter:
             self.beams = self.beams.select(rows)

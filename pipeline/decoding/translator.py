@@ -347,12 +347,12 @@ class Translator:
         for batch in self._batches([len(part.tokens) for part in parts]):
             of_batch = [parts[index] for index in batch]
             sources = [self._source(part) for part in of_batch]
-            hypotheses = self._search(sources)
+            hypotheses = self.search(sources)
             found |= zip(batch, self._chosen(of_batch, sources, hypotheses), strict=True)
         return [found[index] for index in range(len(parts))]
 
     @torch.inference_mode()
-    def _search(self, sources: Sequence[Source]) -> list[list[Translation]]:
+    def search(self, sources: Sequence[Source]) -> list[list[Translation]]:
         """Find up to ``n_best`` hypotheses of every source, the translation first.
 
         Raises:
