@@ -58,7 +58,7 @@ class Grid:
 
     def load(self, beams: Beams, states: DecoderStates, rows: Sequence[int]) -> None:
         """Copy the sentences of these rows; those that are added to fill the grid are done."""
-        filled = [*rows, *rows[:1] * (self.sentences - len(rows))]
+        filled = [*rows, *[rows[0]] * (self.sentences - len(rows))]
         index_B = torch.tensor(filled, device=states.device)
         mine, theirs = [*self.beams, *self.states.tensors()], [*beams, *states.tensors()]
         for own, other in zip(mine, theirs, strict=True):

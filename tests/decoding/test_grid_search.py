@@ -153,7 +153,7 @@ class _Reads(TorchDispatchMode):
     """Collects operators that read a value on the host, or for which the host needs a shape."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(

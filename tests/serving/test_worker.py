@@ -58,7 +58,7 @@ def test_lines_that_are_translated_on_grids_are_translated_as_by_lists(
     expected = system.translator.translate(jobs)
     monkeypatch.setattr(grid_search, "suits_grids", lambda *_: True)  # as on a GPU
     with sparing_loops():
-        stream, found = Stream(system.translator), {}
+        stream, found = Stream(system.translator), dict[int, Hypothesis]()
         waiting = jobs
         while waiting or stream.is_busy:
             chosen = stream.choose(waiting, system.translator.lengths(waiting))
