@@ -314,6 +314,9 @@ REMOVED: dict[str, tuple[Any, ...]] = {
 }
 """Settings of earlier versions, which manifests still note, → values with the result of today."""
 
+NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "auto")}
+"""Settings → the default of earlier versions and of today: results of the first stay up to date."""
+
 THRESHOLDS = "training.resource_thresholds"
 STATES_SAVED = "training.checkpoint_every"
 
@@ -352,6 +355,7 @@ def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
         f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
         for name in sorted({*before, *after})
         if before.get(name, "unset") != after.get(name, "unset")
+        and (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name)
     ]
 
 
