@@ -215,9 +215,10 @@ def _estimate_time(options: argparse.Namespace) -> int:
             f"table, and {exchanged.host_copies} of its copies to the host are numbers of rows, in "
             f"{exchanged.layers} layers.\n"
         )
+    precision = recipe.decoding.precision.replace("auto", "bfloat16")
     print(
         "Counted on the meta device, not measured. Training of one rank in bfloat16, decoding in "
-        f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
+        f"{precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
         f"{1e6 * step_time.LAUNCH_SECONDS:.3g} µs per launch, assumed; memory and arithmetic as "
         f"in: {device.source}. Residual, dropout and norm are operators of their own, as without "
         "compiled_regions in the ds_config. Without recomputed layers, optimizer, gradient "
