@@ -85,7 +85,6 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             *("sampling_unit", "synthetic_share", "targets"),
         }
     },
-    "shortlist": {"shortlist": {"common", "translations"}},
     "group_languages": {
         "groups": {"extend", "max_group_share", "method", "pivot"},
         "languages": {"family"},
@@ -106,7 +105,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
             *("alignment_layer", "alignments", "banned", "choose", "comet", "n_best"),
-            *("required", "route", "shortlist", "utility"),
+            *("required", "route", "utility"),
             *("router_language", "sampling_temperature", "search", "seed", "targets", "top_k"),
             "top_p",
             "word_scores",

@@ -208,11 +208,11 @@ def test_the_score_of_a_split_line_is_the_mean_over_its_tokens(
 ) -> None:
     translator = Translator(checkpoint, DecodingConfig())
 
-    def answered(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
+    def answered(_: object, sources: Sequence[Source]) -> object:
         longest_first = [Translation((7, 7, 7), -2.0), Translation((7,), -1.0)]
         return [[one] for one in longest_first[: len(sources)]]
 
-    monkeypatch.setattr("pipeline.decoding.translator.search", answered)
+    monkeypatch.setattr(Translator, "search", answered)
     text = "Ein ziemlich langer erster Satz. Und ein zweiter."
     (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
     assert found.score == pytest.approx((4 * -2.0 + 2 * -1.0) / 6, abs=1e-4)
@@ -247,11 +247,11 @@ def test_the_parts_of_long_lines_are_batched_within_the_budget(
     translator = Translator(checkpoint, decoding)
     sizes: list[tuple[int, int]] = []
 
-    def recorded(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
+    def recorded(_: object, sources: Sequence[Source]) -> object:
         sizes.append((len(sources), max(len(source.tokens) for source in sources)))
         return [[Translation((), -1.0)] for _ in sources]
 
-    monkeypatch.setattr("pipeline.decoding.translator.search", recorded)
+    monkeypatch.setattr(Translator, "search", recorded)
     translator.translate([Job(Direction("de", "en"), 0, "Ein Satz. " * 100)])
     assert sum(count for count, _ in sizes) == 100
     assert all(count * longest * 2 <= 200 for count, longest in sizes)
@@ -327,11 +327,11 @@ def test_broken_bytes_are_dropped_and_counted_in_every_part_of_a_line(
     kept, sequences = ["a", "b", "", "c", "d\u00e9\ufffd"], [1, 2, 3, 1, 1]
     written = iter(broken)
 
-    def answered(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
+    def answered(_: object, sources: Sequence[Source]) -> object:
         rows = [[byte + len(SPECIALS) for byte in next(written)] for _ in sources]
         return [[Translation(tuple(row), -1.0)] for row in rows]
 
-    monkeypatch.setattr("pipeline.decoding.translator.search", answered)
+    monkeypatch.setattr(Translator, "search", answered)
     translator = Translator(checkpoint, DecodingConfig(tokens=1))
     jobs = [Job(Direction("de", "en"), number, f"Satz {number}") for number in range(5)]
     found = translator.translate(jobs)

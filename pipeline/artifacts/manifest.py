@@ -41,7 +41,6 @@ Kind = Literal[
     "shards",
     "mixture",
     "groups",
-    "shortlist",
     "checkpoint",
     "training_state",
     "translations",
@@ -77,10 +76,6 @@ FILES: dict[Kind, dict[str, str]] = {
     },
     "mixture": {"mixture.json": "training lines and sampling probability of every pair, by phase"},
     "groups": {"groups.json": "the language groups, and how they were made"},
-    "shortlist": {
-        "shortlist.json": "fingerprint of the tokenizer, and pieces per row",
-        "DIRECTION.pieces": "rows of a source piece and its likely target pieces, int32",
-    },
     "checkpoint": {
         "model.json": "shape of the model",
         "weights/NAME.safetensors": "the weights, one tensor per global expert",
@@ -312,11 +307,15 @@ some micro-batches. Manifests leave out [logging] and [saving] altogether.
 REMOVED: dict[str, tuple[Any, ...]] = {
     "clean.language_min_characters": (40,),
     "clean.near_duplicate_similarity": (0.8,),
+    "decoding.shortlist": ("",),
     "evaluation.word_lines": (100_000,),
     "shards.segmentation_nbest": (64,),
     "training.cpu_kernels": ("processor", "measured"),
 }
 """Settings of earlier versions, which manifests still note, → values with the result of today."""
+
+NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "auto")}
+"""Settings → the default of earlier versions and of today: results of the first stay up to date."""
 
 THRESHOLDS = "training.resource_thresholds"
 STATES_SAVED = "training.checkpoint_every"
@@ -356,6 +355,7 @@ def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
         f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
         for name in sorted({*before, *after})
         if before.get(name, "unset") != after.get(name, "unset")
+        and (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name)
     ]
 
 

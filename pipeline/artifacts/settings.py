@@ -329,15 +329,6 @@ class MixtureConfig(Settings):
         return self
 
 
-class ShortlistConfig(Settings):
-    """Target pieces to which beam search can be restricted (``decoding.shortlist``)."""
-
-    translations: Annotated[int, whole(1, 10**4)] = 20
-    """Most target pieces listed for a source piece: the likeliest."""
-    common: Annotated[int, whole(1, 10**6)] = 200
-    """Most frequent target pieces, which are listed for every sentence."""
-
-
 class GroupsConfig(Settings):
     """Language groups made by the stage group_languages (MMNMT, §4.1)."""
 

@@ -19,7 +19,6 @@ from pipeline.artifacts.settings import (
     MixtureConfig,
     OutsideTestsConfig,
     ShardsConfig,
-    ShortlistConfig,
     SyntheticConfig,
     TokenizerConfig,
 )
@@ -56,7 +55,6 @@ class CoreRecipe(Settings):
     tokenizer: TokenizerConfig = TokenizerConfig()
     shards: ShardsConfig = ShardsConfig()
     mixture: MixtureConfig = MixtureConfig()
-    shortlist: ShortlistConfig = ShortlistConfig()
     groups: GroupsConfig = GroupsConfig()
     languages: LanguagesConfig = LanguagesConfig()
     model: ModelConfig = ModelConfig()

@@ -7,18 +7,22 @@ and decides when a sentence is done.
 A sentence's translation does not depend on its batch (up to floating-point rounding): experts drop
 no token, and nothing is computed on padding.
 
-Legend: B unfinished sentences, J beams, R = B · J rows, C candidates, V vocabulary, T tokens so
-far.
+:class:`BeamStep` extends all beams by a token with tensor operators only, so that a GPU can replay
+it (:mod:`~pipeline.decoding.grid_search`). :class:`Search` reads after every step which sentences
+are done, and removes them.
+
+Legend: B unfinished sentences, J beams, R = B · J rows, C candidates, V vocabulary, T room
+for tokens of a hypothesis.
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoding.cached_keys import DecoderStates, of_last_columns
+from pipeline.decoding.cached_keys import DecoderStates, capacity
 from pipeline.decoding.constraints import (
     Candidates,
     Constraints,
@@ -33,7 +37,6 @@ from pipeline.decoding.hypotheses import (
     not_numbers,
     stopping_rule,
 )
-from pipeline.decoding.listed_outputs import ListedOutputs
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
 from pipeline.kernels.logits import best_tokens, log_normalizer
@@ -56,40 +59,313 @@ def beam_search_n_best(
     A source has fewer than ``n_best`` if fewer ended: a short length limit may not allow more. The
     prompts must have one length.
     """
-    model.eval()
-    return Search(model, sources, config, eos_id=eos_id).run()
+    return Search(model.eval(), sources, config, eos_id=eos_id).run()
 
 
-@dataclass
-class _Sentence:
-    """A sentence that is searched for, and its ended hypotheses."""
+class Beams(NamedTuple):
+    """The beams and ended hypotheses of the sentences of a search.
 
-    index: int
-    """Its place among all sentences of the search."""
-    limit: int
-    """Most tokens of a hypothesis."""
-    length: int = 0
-    """Number of tokens of its beams."""
-    hypotheses: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    """Score and tokens of the ended hypotheses, best first."""
-    done: bool = False
+    Before the first token a sentence has one beam. Ended hypotheses are sorted, best first.
 
-    def add(self, score: float, tokens: tuple[int, ...], *, keep: int) -> None:
-        self.hypotheses.append((score, tokens))
-        self.hypotheses.sort(key=lambda entry: -entry[0])
-        del self.hypotheses[keep:]
+    Attributes:
+        next_BJ: last token of every beam.
+        score_BJ: sum of its log-probabilities.
+        tokens_BJT: its tokens, from the first column on.
+        length_B: number of these tokens.
+        limit_B: most tokens of a hypothesis.
+        done_B: whether the search for the sentence has ended.
+        ended_score_BJ: scores of ended hypotheses in float64; -inf where there is none.
+        ended_tokens_BJT: their tokens.
+        ended_length_BJ: number of their tokens, without end-of-sentence.
+    """
+
+    next_BJ: Tensor
+    score_BJ: Tensor
+    tokens_BJT: Tensor
+    length_B: Tensor
+    limit_B: Tensor
+    done_B: Tensor
+    ended_score_BJ: Tensor
+    ended_tokens_BJT: Tensor
+    ended_length_BJ: Tensor
+
+    @classmethod
+    def before_first(cls, limits: Sequence[int], *, beams: int, device: torch.device) -> "Beams":
+        """Return the beams of sentences of which nothing is generated yet."""
+        limit_B = torch.tensor(limits, device=device)
+        none_B1, none_BJ = limit_B.new_zeros(len(limits), 1), limit_B.new_zeros(len(limits), beams)
+        return cls(
+            next_BJ=none_B1,
+            score_BJ=none_B1.float(),
+            tokens_BJT=none_B1[:, :, None],
+            length_B=torch.zeros_like(limit_B),
+            limit_B=limit_B,
+            done_B=torch.zeros_like(limit_B, dtype=torch.bool),
+            ended_score_BJ=none_BJ.double() - torch.inf,
+            ended_tokens_BJT=none_BJ[:, :, None],
+            ended_length_BJ=none_BJ,
+        )
+
+    def with_room(self, tokens: int) -> "Beams":
+        """Return the same beams with room for so many tokens."""
+        missing = tokens - self.tokens_BJT.shape[2]
+        if missing <= 0:
+            return self
+        return self._replace(
+            tokens_BJT=F.pad(self.tokens_BJT, (0, missing)),
+            ended_tokens_BJT=F.pad(self.ended_tokens_BJT, (0, missing)),
+        )
+
+    def last_tokens(self, prompt_length: int) -> tuple[Tensor, Tensor]:
+        """Return the last token of every beam and its position, (R,) each."""
+        position_B1 = (self.length_B + (prompt_length - 1))[:, None]
+        return self.next_BJ.flatten(), position_B1.expand_as(self.next_BJ).flatten()
+
+    def select(self, rows: Sequence[int]) -> "Beams":
+        """Return the beams of these sentences."""
+        index = torch.tensor(rows, device=self.done_B.device)
+        return Beams(*(part.index_select(0, index) for part in self))
+
+    def ended(self, rows: Sequence[int], *, n_best: int) -> list[list[Translation]]:
+        """Return the best ended hypotheses of these sentences."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.done_B.device)
+        parts = self.ended_score_BJ, self.ended_length_BJ, self.ended_tokens_BJT
+        on_host = [part.index_select(0, index)[:, :n_best].tolist() for part in parts]
+        return [
+            [
+                Translation(tuple(tokens[:length]), score)
+                for score, length, tokens in zip(*of_row, strict=True)
+                if score > -torch.inf
+            ]
+            for of_row in zip(*on_host, strict=True)
+        ]
+
+
+class BeamStep:
+    """Extend every beam by a token; without constraints, no step waits for a value of a tensor.
+
+    Attributes:
+        reads: whether values may be read where that saves operators, as on CPU.
+        restrictions, constraints: of the sentences, which ``active`` numbers in every step.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        sources: Sequence[Source],
+        config: DecodingConfig,
+        *,
+        eos_id: int,
+        prompt_length: int,
+    ) -> None:
+        self.pad_id, self.eos_id = model.spec.pad_id, eos_id
+        self.rule, self.penalty = stopping_rule(config), config.length_penalty
+        self.beams, self.n_best, self.prompt_length = config.beam_size, config.n_best, prompt_length
+        self.reads = model.device.type == "cpu"
+        specials = frozenset((self.pad_id, eos_id))
+        self.restrictions = Restrictions.of(sources, specials=specials)
+        self.constraints = Constraints.of(sources, specials=specials, eos_id=eos_id)
 
     @property
-    def worst(self) -> float:
-        return self.hypotheses[-1][0]
+    def is_free(self) -> bool:
+        """Whether nothing is forced, banned or required."""
+        return self.restrictions is None and self.constraints is None
+
+    def __call__(
+        self, beams: Beams, logits_RV: Tensor, active: Sequence[int] = ()
+    ) -> tuple[Beams, Tensor]:
+        """Return the extended beams, and the beam (B, J) that each of them extends.
+
+        The logits may be overwritten.
+        """
+        beams = beams._replace(length_B=beams.length_B + 1)
+        limited_B = self._if_any(beams.length_B >= beams.limit_B)
+        score_BC, beam_BC, token_BC = self._candidates(beams, logits_RV, limited_B, active)
+        beams = self._collect(beams, score_BC, beam_BC, token_BC, limited_B)
+        running_BJ, choice_BJ = self._running(
+            score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
+        )
+        beam_BJ, next_BJ = beam_BC.gather(1, choice_BJ), token_BC.gather(1, choice_BJ)
+        extended = beams._replace(
+            next_BJ=next_BJ,
+            score_BJ=running_BJ,
+            tokens_BJT=_appended(beams, beam_BJ, next_BJ),
+            done_B=self._done(beams, running_BJ, limited_B),
+        )
+        return extended, beam_BJ
+
+    def _if_any(self, is_so: Tensor) -> Tensor | None:
+        """Return the conditions, or None if it can be read that none is true."""
+        return None if self.reads and not is_so.any() else is_so
+
+    def _running(self, running_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the J candidates that go on: the best, or with phrases the first by turn."""
+        if self.constraints is None:
+            running_BJ, choice_BJ = running_BC.topk(self.beams, dim=1)
+            return running_BJ, choice_BJ
+        place_BC = (running_BC == -torch.inf).long().argsort(dim=1, stable=True)
+        choice_BJ = place_BC[:, : self.beams]
+        return running_BC.gather(1, choice_BJ), choice_BJ
+
+    def _candidates(
+        self, beams: Beams, logits_RV: Tensor, limited_B: Tensor | None, active: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scores, beams and tokens of each sentence's 2 · J best extensions, best first.
+
+        With required phrases there are more, ordered by their turn to get a place.
+        """
+        (batch, rows), logits_RV = beams.score_BJ.shape, logits_RV.float()
+        normalizer_R = log_normalizer(logits_RV)
+        logits_RV[:, self.pad_id] = -torch.inf
+        at_limit = [False] * batch if self.is_free or limited_B is None else limited_B.tolist()
+        if not self.is_free:
+            self._constrain(beams, logits_RV, at_limit, active)
+        width = min(2 * self.beams, logits_RV.shape[1])
+        best_RC, token_RC = best_tokens(logits_RV, width)
+        if self.rule.forces_end_at_limit and limited_B is not None:
+            best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
+        before_R = beams.score_BJ.view(-1) - normalizer_R
+        total_BX = (best_RC + before_R[:, None]).view(batch, -1)
+        # At the first token a small vocabulary has fewer candidates than there are beams.
+        missing = max(self.beams - total_BX.shape[1], 0)
+        total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
+        score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
+        token_BX = F.pad(token_RC.view(batch, -1), (0, missing))
+        beam_BC = (place_BC // width).clamp_max_(rows - 1)
+        token_BC = token_BX.gather(1, place_BC)
+        if self.constraints is None:
+            return score_BC, beam_BC, token_BC
+        dealt = self.constraints.allocate(
+            Candidates(score_BC, beam_BC, token_BC),
+            logits_RV + before_R[:, None],
+            _so_far(beams),
+            active=active,
+            is_last=[here and not self.rule.forces_end_at_limit for here in at_limit],
+        )
+        return self._at_least_beams(dealt)
+
+    def _constrain(
+        self, beams: Beams, logits_RV: Tensor, at_limit: Sequence[bool], active: Sequence[int]
+    ) -> None:
+        """Set the logits of tokens that the constraints forbid to -inf, in place."""
+        so_far_BJT = _so_far(beams)
+        if self.restrictions is not None:
+            length = so_far_BJT.shape[2] + 1
+            self.restrictions.apply(logits_RV, so_far_BJT, active=active, length=length)
+        if self.constraints is not None:
+            if self.rule.forces_end_at_limit:
+                force_end(logits_RV, at_limit, eos_id=self.eos_id)
+            self.constraints.bar_ends(logits_RV, so_far_BJT, active=active)
+
+    def _only_ends(
+        self, best_RC: Tensor, token_RC: Tensor, logits_RV: Tensor, limited_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Leave end-of-sentence as the only candidate where the length limit is reached."""
+        is_forced_BJ = limited_B[:, None].expand(-1, len(best_RC) // len(limited_B))
+        is_forced_R1 = is_forced_BJ.reshape(-1, 1)
+        end_RC = torch.full_like(best_RC, -torch.inf)
+        end_RC[:, 0] = logits_RV[:, self.eos_id]
+        return (
+            torch.where(is_forced_R1, end_RC, best_RC),
+            token_RC.masked_fill(is_forced_R1, self.eos_id),
+        )
+
+    def _at_least_beams(self, found: Candidates) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill up to J candidates with impossible ones."""
+        missing = (0, max(self.beams - found.score_BC.shape[1], 0))
+        score_BC = F.pad(found.score_BC, missing, value=-torch.inf)
+        return score_BC, F.pad(found.beam_BC, missing), F.pad(found.token_BC, missing)
+
+    def _normalized(self, beams: Beams, score_BX: Tensor) -> Tensor:
+        counted_B = self.rule.counted_length(beams.length_B, prompt_length=self.prompt_length)
+        return score_BX.double() / counted_B.double().pow(self.penalty)[:, None]
+
+    def _collect(
+        self,
+        beams: Beams,
+        score_BC: Tensor,
+        beam_BC: Tensor,
+        token_BC: Tensor,
+        limited_B: Tensor | None,
+    ) -> Beams:
+        """Record the hypotheses that end here, out of the J best candidates.
+
+        End-of-sentence ends a hypothesis, and so does the length limit if the rule forces no end.
+        """
+        score_BJ, beam_BJ, token_BJ = (x[:, : self.beams] for x in (score_BC, beam_BC, token_BC))
+        has_end_BJ = ends_BJ = token_BJ == self.eos_id
+        if limited_B is not None and not self.rule.forces_end_at_limit:
+            ends_BJ = ends_BJ | limited_B[:, None]
+        if self._if_any(ends_BJ) is None:
+            return beams
+        ends_BJ = ends_BJ & score_BJ.isfinite() & ~beams.done_B[:, None]
+        new_BJ = self._normalized(beams, score_BJ).masked_fill(~ends_BJ, -torch.inf)
+        score_BX = torch.cat([beams.ended_score_BJ, new_BJ], dim=1)
+        length_BX = torch.cat(
+            [beams.ended_length_BJ, beams.length_B[:, None] - has_end_BJ.long()], dim=1
+        )
+        tokens_BXT = torch.cat([beams.ended_tokens_BJT, _appended(beams, beam_BJ, token_BJ)], dim=1)
+        # Stable: of equal scores, the hypothesis that ended first stays in front.
+        sorted_BX, order_BX = score_BX.sort(dim=1, descending=True, stable=True)
+        best_BJ = order_BX[:, : self.beams]
+        return beams._replace(
+            ended_score_BJ=sorted_BX[:, : self.beams],
+            ended_length_BJ=length_BX.gather(1, best_BJ),
+            ended_tokens_BJT=_of_rows(tokens_BXT, best_BJ),
+        )
+
+    def _done(self, beams: Beams, running_BJ: Tensor, limited_B: Tensor | None) -> Tensor:
+        done_B = beams.done_B if limited_B is None else beams.done_B | limited_B
+        worst_B = beams.ended_score_BJ[:, -1]
+        full_B = self._if_any(worst_B > -torch.inf)
+        if full_B is None:
+            return done_B
+        running_B = self._normalized(beams, running_BJ.amax(1, keepdim=True))[:, 0]
+        ends_B = self.rule.is_done(worst_ended=worst_B, best_running=running_B)
+        return done_B | (full_B & ends_B)
+
+    def best(self, beams: Beams, rows: Sequence[int]) -> list[list[Translation]]:
+        """Return the best hypotheses of sentences that are done.
+
+        Raises:
+            CheckpointError: no score is a number.
+            ConfigError: no hypothesis has the required phrases.
+        """
+        found = beams.ended(rows, n_best=self.n_best) if rows else []
+        if not all(found):
+            raise not_numbers() if self.constraints is None else no_room_for_phrases()
+        return found
+
+
+def _so_far(beams: Beams) -> Tensor:
+    """Return the tokens before those of this step, of sentences that began together."""
+    return beams.tokens_BJT[:, :, : int(beams.length_B[0]) - 1]
+
+
+def _of_rows(x_BJT: Tensor, row_BX: Tensor) -> Tensor:
+    """Return the given rows of every sentence, (B, X, T)."""
+    batch, rows, length = x_BJT.shape
+    first_B = torch.arange(0, batch * rows, rows, device=row_BX.device)
+    row_N = (first_B[:, None] + row_BX).flatten()
+    return x_BJT.reshape(-1, length).index_select(0, row_N).view(*row_BX.shape, length)
+
+
+def _appended(beams: Beams, beam_BX: Tensor, token_BX: Tensor) -> Tensor:
+    """Return the tokens of the given beams with one more each, (B, X, T)."""
+    tokens_BXT = _of_rows(beams.tokens_BJT, beam_BX)
+    place_BX1 = (beams.length_B - 1)[:, None, None].expand(*token_BX.shape, 1)
+    return tokens_BXT.scatter_(2, place_BX1, token_BX[:, :, None])
 
 
 class Search:
-    """Beam search: unfinished sentences in order, their caches, ended hypotheses.
+    """Beam search: unfinished sentences in order, their caches and beams.
 
-    :meth:`run` searches for the given sources alone. Between two steps, others :meth:`join`, and
-    :meth:`drop` removes some. The tokens of every sentence end in the last column, behind columns
-    that it does not use.
+    :meth:`run` searches for the given sources only. Between two steps, others :meth:`join`, and
+    :meth:`drop` removes some.
+
+    Attributes:
+        active: number of each unfinished sentence among all sentences of the search.
+        longest: most tokens of a beam.
     """
 
     def __init__(
@@ -100,29 +376,19 @@ class Search:
         *,
         eos_id: int,
     ) -> None:
-        self.model, self.eos_id = model, eos_id
-        self.rule = stopping_rule(config)
-        self.length_penalty = config.length_penalty
-        self.beams, self.n_best = config.beam_size, config.n_best
-        self.device = model.device
-        specials = frozenset((model.spec.pad_id, eos_id))
-        self.restrictions = Restrictions.of(sources, specials=specials)
-        self.constraints = Constraints.of(sources, specials=specials, eos_id=eos_id)
-        self.listed = self._listed_outputs(sources)
+        self.model = model
         self.states = DecoderStates(model, sources, route=config.route)
         self.prompt_length = self.states.prompt_length
+        self.extend = BeamStep(
+            model, sources, config, eos_id=eos_id, prompt_length=self.prompt_length
+        )
         positions = model.spec.model.max_positions - self.prompt_length
-        self.active = [
-            _Sentence(index, length_limit(source, config, positions=positions))
-            for index, source in enumerate(sources)
-        ]
+        limits = [length_limit(source, config, positions=positions) for source in sources]
+        self.beams = Beams.before_first(limits, beams=config.beam_size, device=model.device)
+        self.active = [*range(len(sources))]
         self.sentences = len(sources)
         """Number of sentences, with those that are done."""
-        self.next_R: Tensor | None = None
-        """Last token of every beam; None before the first step."""
-        grid = (len(sources), 1)  # all beams begin alike
-        self.tokens_BJT = torch.empty(*grid, 0, dtype=torch.int64, device=self.device)
-        self.scores_BJ = torch.zeros(grid, device=self.device)
+        self.longest = 0
 
     def run(self) -> list[list[Translation]]:
         """Search until all sentences are done; return the best hypotheses of each."""
@@ -134,29 +400,32 @@ class Search:
     def step(self) -> dict[int, list[Translation]]:
         """Extend the beams by a token; return the hypotheses of each sentence that is done now."""
         progress.advance()
-        searched = self.active
-        x_RD = self.states.begin() if self.next_R is None else self._feed(self.next_R)
-        self.next_R = self.advance((self.listed or self.model).project(x_RD))
-        return {one.index: self._best(one) for one in searched if one.done}
+        beam_BJ = self.advance(self.model.project(self.feed()))
+        is_done = self.beams.done_B.tolist()
+        done = [row for row, ends in enumerate(is_done) if ends]
+        best = self.extend.best(self.beams, done)
+        found = {self.active[row]: of_row for row, of_row in zip(done, best, strict=True)}
+        self._keep([row for row, ends in enumerate(is_done) if not ends], beam_BJ)
+        return found
 
-    def _listed_outputs(self, sources: Sequence[Source]) -> ListedOutputs | None:
-        lists = [source.pieces for source in sources if source.pieces is not None]
-        if not lists:
-            return None
-        is_constrained = self.restrictions is not None or self.constraints is not None
-        return ListedOutputs(self.model, lists, is_whole=is_constrained)
+    def feed(self) -> Tensor:
+        """Feed the prompt or the last token of every beam; return the decoder's states, (R, D)."""
+        if not self.longest:
+            return self.states.begin()
+        return self.states.step(*self.beams.last_tokens(self.prompt_length))
 
-    def _feed(self, next_R: Tensor) -> Tensor:
-        """Feed the last token of every beam; return the decoder's states for the next one."""
-        lengths = [sentence.length for sentence in self.active]
-        position_B = torch.tensor(lengths, device=self.device) + (self.prompt_length - 1)
-        return self.states.step(next_R, position_B.repeat_interleave(self.beams))
+    def advance(self, logits_RV: Tensor) -> Tensor:
+        """Extend every beam by a token; return the beam (B, J) that each of them extends."""
+        self.longest += 1
+        self.beams, beam_BJ = self.extend(
+            self.beams.with_room(capacity(self.longest)), logits_RV, self.active
+        )
+        return beam_BJ
 
     @property
     def can_be_joined(self) -> bool:
-        """Whether sentences can join: constraints know those of their own batch alone."""
-        is_free = self.restrictions is None and self.constraints is None
-        return is_free and self.states.can_join
+        """Whether sentences can join: constraints know only the sentences of their own batch."""
+        return self.extend.is_free and self.states.can_join
 
     def join(self, other: "Search") -> int:
         """Take over the sentences of another search with the same model and settings.
@@ -166,167 +435,29 @@ class Search:
         Returns:
             Number to be added to the indices of the other's sentences.
         """
-        assert self.next_R is not None
-        assert other.next_R is not None
         shift = self.sentences
-        for sentence in other.active:
-            sentence.index += shift
-        self.active = [*self.active, *other.active]
+        self.active += [shift + index for index in other.active]
         self.sentences += other.sentences
-        longest = max(sentence.length for sentence in self.active)
-        tokens = (of_last_columns(one.tokens_BJT, longest) for one in (self, other))
-        self.tokens_BJT = torch.cat(list(tokens))
-        self.scores_BJ = torch.cat([self.scores_BJ, other.scores_BJ])
-        self.next_R = torch.cat([self.next_R, other.next_R])
+        self.longest = max(self.longest, other.longest)
+        room = capacity(self.longest)
+        pairs = zip(self.beams.with_room(room), other.beams.with_room(room), strict=True)
+        self.beams = Beams(*map(torch.cat, pairs))
         self.states.join(other.states)
-        if self.listed is not None and other.listed is not None:
-            self.listed.join(other.listed)
         return shift
 
     def drop(self, indices: Container[int]) -> None:
         """End the search for these sentences without a result; the search must have made a step."""
-        keep = [row for row, sentence in enumerate(self.active) if sentence.index not in indices]
-        if not keep:
-            self.active, self.next_R = [], None
-        elif len(keep) < len(self.active):
-            assert self.next_R is not None
-            next_BJ = self.next_R.view(-1, self.beams)
-            same_BJ = torch.arange(self.beams, device=self.device).expand_as(next_BJ)
-            self.next_R = self._keep(keep, same_BJ, next_BJ).flatten()
+        keep = [row for row, index in enumerate(self.active) if index not in indices]
+        own_J = torch.arange(self.beams.next_BJ.shape[1], device=self.model.device)
+        self._keep(keep, own_J.expand_as(self.beams.next_BJ))
 
-    def _best(self, sentence: _Sentence) -> list[Translation]:
-        if not sentence.hypotheses:
-            raise not_numbers() if self.constraints is None else no_room_for_phrases()
-        return [Translation(tokens, score) for score, tokens in sentence.hypotheses[: self.n_best]]
-
-    def advance(self, logits_RV: Tensor) -> Tensor | None:
-        """Extend every beam by a token; return these, or None when all sentences are done."""
-        for sentence in self.active:
-            sentence.length += 1
-        score_BC, beam_BC, token_BC = self._candidates(logits_RV)
-        self._collect(score_BC, beam_BC, token_BC)
-        running_BC = score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
-        running_BJ, choice_BJ = self._running(running_BC)
-        self._mark_done(running_BJ.amax(1).tolist())
-        keep = [row for row, sentence in enumerate(self.active) if not sentence.done]
-        if not keep:
-            self.active = []
-            return None
-        self.scores_BJ = running_BJ
-        token_BJ = self._keep(keep, beam_BC.gather(1, choice_BJ), token_BC.gather(1, choice_BJ))
-        self.tokens_BJT = torch.cat([self.tokens_BJT, token_BJ[:, :, None]], dim=2)
-        return token_BJ.flatten()
-
-    def _keep(self, keep: list[int], beam_BJ: Tensor, next_BJ: Tensor) -> Tensor:
-        """Keep only some sentences with the beams ``beam_BJ``; return their next tokens."""
-        keep_B = torch.tensor(keep, device=self.device)
-        beam_BJ = beam_BJ[keep_B]
-        self.states.keep(keep_B, beam_BJ)
-        if self.listed is not None:
-            self.listed.keep(keep)
-        self.active = [self.active[row] for row in keep]
-        self.scores_BJ = self.scores_BJ[keep_B]
-        self.tokens_BJT = self.tokens_BJT[keep_B[:, None], beam_BJ]
-        return next_BJ[keep_B]
-
-    def _running(self, running_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the J candidates that go on: the best, or with phrases the first by turn."""
-        if self.constraints is None:
-            running_BJ, choice_BJ = running_BC.topk(self.beams, dim=1)
-            return running_BJ, choice_BJ
-        place_BC = (running_BC == -torch.inf).long().argsort(dim=1, stable=True)
-        choice_BJ = place_BC[:, : self.beams]
-        return running_BC.gather(1, choice_BJ), choice_BJ
-
-    def _candidates(self, logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores, beams and tokens of each sentence's 2 · J best extensions, best first.
-
-        With required phrases there are more, ordered by their turn to get a place.
-        """
-        logits_RV = logits_RV.float()
-        normalizer_R = log_normalizer(logits_RV)
-        pad_column, eos_column = self.model.spec.pad_id, self.eos_id
-        if self.listed is not None:
-            pad_column, eos_column = map(self.listed.column, (pad_column, eos_column))
-        logits_RV[:, pad_column] = -torch.inf
-        active = [sentence.index for sentence in self.active]
-        if self.restrictions is not None:
-            length = self.active[0].length  # of all: nothing has joined
-            self.restrictions.apply(logits_RV, self.tokens_BJT, active=active, length=length)
-        at_limit = self._at_limit()
-        if self.rule.forces_end_at_limit:
-            force_end(logits_RV, at_limit, eos_id=eos_column)
-        if self.constraints is not None:
-            self.constraints.bar_ends(logits_RV, self.tokens_BJT, active=active)
-        width = min(2 * self.beams, logits_RV.shape[1])
-        best_RC, token_RC = best_tokens(logits_RV, width)
-        if self.listed is not None:
-            token_RC = self.listed.tokens(token_RC)
-        total_RC = best_RC + (self.scores_BJ.view(-1) - normalizer_R)[:, None]
-        total_BX = total_RC.view(len(self.active), -1)
-        # At the first token a small vocabulary has fewer candidates than there are beams.
-        missing = max(self.beams - total_BX.shape[1], 0)
-        total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
-        score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
-        token_BX = F.pad(token_RC.view(len(self.active), -1), (0, missing))
-        beam_BC = (place_BC // width).clamp_max_(self.scores_BJ.shape[1] - 1)
-        token_BC = token_BX.gather(1, place_BC)
-        if self.constraints is None:
-            return score_BC, beam_BC, token_BC
-        before_R = self.scores_BJ.view(-1) - normalizer_R
-        dealt = self.constraints.allocate(
-            Candidates(score_BC, beam_BC, token_BC),
-            logits_RV + before_R[:, None],
-            self.tokens_BJT,
-            active=active,
-            is_last=[here and not self.rule.forces_end_at_limit for here in at_limit],
-        )
-        return self._at_least_beams(dealt)
-
-    def _at_least_beams(self, found: Candidates) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill up to J candidates with impossible ones."""
-        missing = (0, max(self.beams - found.score_BC.shape[1], 0))
-        score_BC = F.pad(found.score_BC, missing, value=-torch.inf)
-        return score_BC, F.pad(found.beam_BC, missing), F.pad(found.token_BC, missing)
-
-    def _at_limit(self) -> list[bool]:
-        return [sentence.length >= sentence.limit for sentence in self.active]
-
-    def _normalized(self, score: float, length: int) -> float:
-        counted = self.rule.counted_length(length, prompt_length=self.prompt_length)
-        return float(score / counted**self.length_penalty)
-
-    def _collect(self, score_BC: Tensor, beam_BC: Tensor, token_BC: Tensor) -> None:
-        """Record the hypotheses that end here, out of the J best candidates.
-
-        End-of-sentence ends a hypothesis, and so does the length limit if the rule forces no end.
-        """
-        ends_BJ = token_BC[:, : self.beams] == self.eos_id
-        if not self.rule.forces_end_at_limit:
-            at_limit_B = torch.tensor(self._at_limit(), device=self.device)
-            ends_BJ = ends_BJ | at_limit_B[:, None]
-        ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
-        row_X, column_X = ends_BJ.nonzero().unbind(1)
-        if not len(row_X):
+    def _keep(self, rows: Sequence[int], beam_BJ: Tensor) -> None:
+        """Keep only these sentences, of which every row continues the past of ``beam_BJ``."""
+        is_shorter = len(rows) < len(self.active)
+        self.active = [self.active[row] for row in rows]
+        if not rows:
             return
-        past_XT = self.tokens_BJT[row_X, beam_BC[row_X, column_X]].tolist()
-        ends = zip(
-            row_X.tolist(),
-            past_XT,
-            token_BC[row_X, column_X].tolist(),
-            score_BC[row_X, column_X].tolist(),
-            strict=True,
-        )
-        for row, past, last, total in ends:
-            sentence = self.active[row]
-            own = past[len(past) - (sentence.length - 1) :]
-            tokens = (*own,) if last == self.eos_id else (*own, last)
-            score = self._normalized(total, sentence.length)
-            sentence.add(score, tokens, keep=self.beams)
-
-    def _mark_done(self, best_running: Sequence[float]) -> None:
-        for row, sentence in enumerate(self.active):
-            sentence.done = sentence.length >= sentence.limit
-            if len(sentence.hypotheses) >= self.beams:
-                best = self._normalized(best_running[row], sentence.length)
-                sentence.done |= self.rule.is_done(worst_ended=sentence.worst, best_running=best)
+        keep_B = torch.tensor(rows, device=beam_BJ.device)
+        self.states.keep(keep_B, beam_BJ[keep_B] if is_shorter else beam_BJ)
+        if is_shorter:
+            self.beams = self.beams.select(rows)

@@ -6,13 +6,16 @@ A sentence has one row while its prompt is fed, then as many rows as the search 
 - :class:`ListedKeys`, on CPU, keeps entries in the order in which they were computed, and each row
   lists its own. Only the lists move with the rows; nothing is padded, masked or cut into heads.
 - :class:`GridKeys`, on other devices and for dtypes that the loops do not read, keeps one grid of
-  entries for the rows of a sentence; a mask selects the past of each row.
+  entries for the rows of a sentence; a mask selects the past of each row. Between two steps that
+  have room, all tensors keep their shapes and addresses, and no step waits for a value.
 
 Legend: B unfinished sentences, J rows of each, R = B · J rows, N source tokens, D model width, H
-heads, K head width, S source length, P entries, T positions so far.
+heads, K head width, S entries of a grid, P entries of the target, T positions so far.
 """
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,14 +25,19 @@ from torch import Tensor
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
-from pipeline.kernels.attention import RowEntries, attend, attend_entries
+from pipeline.kernels.attention import RowEntries, attend, attend_entries, attention_mask
 from pipeline.kernels.cpu import can_loop
 from pipeline.model.attention import Attention
 from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
 
-CACHE_STEP = 16
-"""Positions that a grid grows by at a time, and initial positions of lists, which double."""
+FEWEST_POSITIONS = 16
+"""Positions that a cache has room for at first; it doubles."""
+
+
+def capacity(positions: int) -> int:
+    """Return the room for these positions: 16, or the next power of two."""
+    return max(FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
 
 
 class CachedKeys(Protocol):
@@ -37,8 +45,11 @@ class CachedKeys(Protocol):
 
     layers: list[LayerCache]
 
+    def make_room(self) -> None:
+        """Make room for one more entry per row."""
+
     def begin_step(self) -> None:
-        """Prepare every layer's past for one more entry per row."""
+        """Prepare every layer's past for one more entry per row, for which there is room."""
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """Keep only the sentences ``keep_B`` with their rows ``beam_BJ``, in that order."""
@@ -76,6 +87,9 @@ class ListedKeys:
         ]
         pairs = zip(self.pasts, self.sources, strict=True)
         self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
+
+    def make_room(self) -> None:
+        """Do nothing: every past grows on its own."""
 
     def begin_step(self) -> None:
         """Prepare every layer's past for one more entry per row."""
@@ -168,8 +182,8 @@ class _ListedPast:
 
     def __init__(self, keys: ListedKeys, attention: Attention, like: Tensor) -> None:
         self.keys, self.num_heads = keys, attention.num_heads
-        capacity = CACHE_STEP * len(keys.past.start_R)
-        self.key_PD = like.new_empty(capacity, like.shape[1])
+        entries = FEWEST_POSITIONS * len(keys.past.start_R)
+        self.key_PD = like.new_empty(entries, like.shape[1])
         self.value_PD = torch.empty_like(self.key_PD)
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
@@ -212,29 +226,69 @@ class GridKeys:
     def __init__(
         self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
     ) -> None:
-        batch = packing.batch
-        self.own_past_BJP = torch.zeros(batch, 1, 0, dtype=torch.bool, device=memory_ND.device)
-        self.start = self.stop = 0
-        """Range of the entries that this step adds."""
-        self.source_mask = None if packing.is_full else packing.mask_BT[:, None, None, :]
-        self.pasts = [_GridPast(self, layer.self_attention, memory_ND) for layer in layers]
-        self.sources = [
-            _GridSource(self, layer.cross_attention, memory_ND, packing, tokens) for layer in layers
-        ]
-        pairs = zip(self.pasts, self.sources, strict=True)
+        batch, width = packing.batch, memory_ND.shape[1]
+        self.own_past_BJP = memory_ND.new_zeros(batch, 1, 0, dtype=torch.bool)
+        self.source_BS, self.is_full = packing.mask_BT, packing.is_full
+        self.made = torch.zeros((), dtype=torch.int64, device=memory_ND.device)
+        """Number of entries, on the device: a step writes behind them."""
+        self.taken = 0
+        """Number of entries for which :meth:`make_room` was called."""
+        pasts, sources = [], []
+        for layer in layers:
+            own, cross = layer.self_attention, layer.cross_attention
+            empty_BHPK = own.heads(memory_ND.new_zeros(batch, 0, width))
+            source = cross.keys(memory_ND, packing, tokens)
+            pasts.append(_Entries(self, own, empty_BHPK, empty_BHPK, is_past=True))
+            of_source = _Entries(self, cross, source.key_BHSK, source.value_BHSK, is_past=False)
+            sources.append(of_source)
+        self._use(pasts, sources)
+
+    def _use(self, pasts: "list[_Entries]", sources: "list[_Entries]") -> None:
+        self.pasts, self.sources = pasts, sources
+        pairs = zip(pasts, sources, strict=True)
         self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
 
-    def begin_step(self) -> None:
-        """Prepare every layer's past for one more entry per row."""
-        rows = self.own_past_BJP.shape[1]
-        self.start, self.stop = self.stop, self.stop + rows
-        if self.stop > self.own_past_BJP.shape[2]:
-            more = CACHE_STEP * rows
+    def blank(self, batch: int, *, positions: int) -> "GridKeys":
+        """Return an empty cache with as many rows per sentence, for so many positions."""
+        new, (_, rows, _) = copy(self), self.own_past_BJP.shape
+        new.own_past_BJP = self.own_past_BJP.new_zeros(batch, rows, rows * positions)
+        new.source_BS, new.is_full = self.source_BS.new_zeros(batch, positions), False
+        new.made = torch.zeros_like(self.made)
+        new._use(
+            [one.blank(new, batch, rows * positions) for one in self.pasts],
+            [one.blank(new, batch, positions) for one in self.sources],
+        )
+        return new
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of a step: one number, and others with B as the first dimension."""
+        kept = [*self.pasts, *self.sources]
+        entries = [x_BHSK for one in kept for x_BHSK in (one.key_BHSK, one.value_BHSK)]
+        return [self.made, self.own_past_BJP, self.source_BS, *entries]
+
+    def make_room(self) -> None:
+        """Make room for one more entry per row: at first for 16, then for twice as many."""
+        _, rows, room = self.own_past_BJP.shape
+        self.taken += rows
+        if self.taken > room:
+            more = max(room, FEWEST_POSITIONS * rows)
             self.own_past_BJP = F.pad(self.own_past_BJP, (0, more))
             for past in self.pasts:
-                past.grow(more)
-        itself = torch.eye(rows, dtype=torch.bool, device=self.own_past_BJP.device)
-        self.own_past_BJP[:, :, self.start : self.stop] = itself
+                past.key_BHSK = F.pad(past.key_BHSK, (0, 0, 0, more))
+                past.value_BHSK = F.pad(past.value_BHSK, (0, 0, 0, more))
+
+    def begin_step(self) -> None:
+        """Prepare every layer's past for one more entry per row, for which there is room."""
+        batch, rows, _ = self.own_past_BJP.shape
+        itself_JJ = torch.eye(rows, dtype=torch.bool, device=self.made.device)
+        self.new_J = self.made + torch.arange(rows, device=self.made.device)
+        self.own_past_BJP.index_copy_(2, self.new_J, itself_JJ.expand(batch, -1, -1))
+        self.made += rows
+        like = self.pasts[0].key_BHSK
+        self.past_mask = attention_mask(self.own_past_BJP[:, None], beside=like)
+        self.source_mask = (
+            None if self.is_full else attention_mask(self.source_BS[:, None, None], beside=like)
+        )
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """Keep only these sentences and rows, in that order."""
@@ -242,73 +296,42 @@ class GridKeys:
         self.own_past_BJP = self.own_past_BJP[keep_B[:, None], beam_BJ]
         if len(keep_B) == batch:
             return
-        kept: list[_GridPast | _GridSource] = [*self.pasts, *self.sources]
-        for keys in kept:
-            keys.key_BHSK, keys.value_BHSK = keys.key_BHSK[keep_B], keys.value_BHSK[keep_B]
-        if self.source_mask is not None:
-            self.source_mask = self.source_mask[keep_B]
+        for one in (*self.pasts, *self.sources):
+            one.key_BHSK, one.value_BHSK = one.key_BHSK[keep_B], one.value_BHSK[keep_B]
+        self.source_BS = self.source_BS[keep_B]
 
 
-class _GridPast:
-    """Past of one layer: an entry per row and position; unwritten ones are 0 and masked."""
+@dataclass
+class _Entries:
+    """Grid of one layer: past, where unwritten entries are 0 and masked, or source, padded."""
 
-    def __init__(self, keys: GridKeys, attention: Attention, like: Tensor) -> None:
-        self.keys, self.attention = keys, attention
-        batch, heads = len(keys.own_past_BJP), attention.num_heads
-        self.key_BHSK = like.new_zeros(batch, heads, 0, like.shape[1] // heads)
-        self.value_BHSK = self.key_BHSK
+    keys: GridKeys
+    attention: Attention
+    key_BHSK: Tensor
+    value_BHSK: Tensor
+    is_past: bool
 
-    def grow(self, more: int) -> None:
-        self.key_BHSK = F.pad(self.key_BHSK, (0, 0, 0, more))
-        self.value_BHSK = F.pad(self.value_BHSK, (0, 0, 0, more))
+    def blank(self, keys: GridKeys, batch: int, entries: int) -> "_Entries":
+        """Return an empty grid for so many entries."""
+        _, heads, _, width = self.key_BHSK.shape
+        key_BHSK = self.key_BHSK.new_zeros(batch, heads, entries, width)
+        return _Entries(keys, self.attention, key_BHSK, torch.zeros_like(key_BHSK), self.is_past)
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
-        new = slice(self.keys.start, self.keys.stop)
-        self.key_BHSK[:, :, new] = _heads_of_sentences(self.attention, key_RD, self.key_BHSK)
-        self.value_BHSK[:, :, new] = _heads_of_sentences(self.attention, value_RD, self.key_BHSK)
+        new_J = self.keys.new_J
+        self.key_BHSK.index_copy_(2, new_J, self._heads(key_RD))
+        self.value_BHSK.index_copy_(2, new_J, self._heads(value_RD))
 
     def attend(self, query_RD: Tensor) -> Tensor:
-        mask = self.keys.own_past_BJP[:, None]
-        return _attend(self.attention, query_RD, self.key_BHSK, self.value_BHSK, mask)
+        """Attend with the rows of a sentence as positions of one query."""
+        keys = self.keys
+        mask = keys.past_mask if self.is_past else keys.source_mask
+        context_BHJK = attend(self._heads(query_RD), self.key_BHSK, self.value_BHSK, mask=mask)
+        return context_BHJK.transpose(1, 2).reshape(query_RD.shape)
 
-
-class _GridSource:
-    """Source tokens of one layer, padded."""
-
-    def __init__(
-        self,
-        keys: GridKeys,
-        attention: Attention,
-        memory_ND: Tensor,
-        packing: Packing,
-        tokens: Tokens,
-    ) -> None:
-        self.keys, self.attention = keys, attention
-        memory = attention.keys(memory_ND, packing, tokens)
-        self.key_BHSK = memory.key_BHSK.contiguous()
-        self.value_BHSK = memory.value_BHSK.contiguous()
-
-    def attend(self, query_RD: Tensor) -> Tensor:
-        mask = self.keys.source_mask
-        return _attend(self.attention, query_RD, self.key_BHSK, self.value_BHSK, mask)
-
-
-def _heads_of_sentences(attention: Attention, x_RD: Tensor, like_BHSK: Tensor) -> Tensor:
-    """Reshape (R, D) to (B, H, J, K)."""
-    return attention.heads(x_RD.view(len(like_BHSK), -1, x_RD.shape[1]))
-
-
-def _attend(
-    attention: Attention,
-    query_RD: Tensor,
-    key_BHSK: Tensor,
-    value_BHSK: Tensor,
-    mask: Tensor | None,
-) -> Tensor:
-    """Attend with the rows of a sentence as positions of one query."""
-    query_BHJK = _heads_of_sentences(attention, query_RD, key_BHSK)
-    context_BHJK = attend(query_BHJK, key_BHSK, value_BHSK, mask=mask)
-    return context_BHJK.transpose(1, 2).reshape(query_RD.shape)
+    def _heads(self, x_RD: Tensor) -> Tensor:
+        """Reshape (R, D) to (B, H, J, K)."""
+        return self.attention.heads(x_RD.view(len(self.key_BHSK), -1, x_RD.shape[1]))
 
 
 class DecoderStates:
@@ -347,6 +370,11 @@ class DecoderStates:
             ids_R: the tokens.
             position: position of all of them, or of each, (R,).
         """
+        self.keys.make_room()
+        return self.step_in_place(ids_R, position)
+
+    def step_in_place(self, ids_R: Tensor, position: int | Tensor) -> Tensor:
+        """Make a :meth:`step` for which the caches have room."""
         model, tokens = self.model, self._tokens(ids_R, position)
         self.keys.begin_step()
         embedded_RD = model.embedding(ids_R, is_target=True)
@@ -360,6 +388,26 @@ class DecoderStates:
         self.keys.keep(keep_B, beam_BJ)
         if len(keep_B) < len(self.languages_B2):
             self.languages_B2 = self.languages_B2[keep_B]
+
+    def blank(self, batch: int, *, positions: int) -> "DecoderStates":
+        """Return a decoder with an empty grid, in which :meth:`tensors` of this one have room."""
+        assert isinstance(self.keys, GridKeys)
+        new = copy(self)
+        new.keys = self.keys.blank(batch, positions=positions)
+        new.languages_B2 = self.languages_B2.new_zeros(batch, 2)
+        return new
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that steps read and write."""
+        assert isinstance(self.keys, GridKeys)
+        return [self.languages_B2, *self.keys.tensors()]
+
+    def reorder(self, beam_BJ: Tensor) -> None:
+        """Let the rows of every sentence continue those of ``beam_BJ``, in place."""
+        assert isinstance(self.keys, GridKeys)
+        own_past_BJP = self.keys.own_past_BJP
+        index_BJP = beam_BJ[:, :, None].expand_as(own_past_BJP)
+        own_past_BJP.copy_(own_past_BJP.gather(1, index_BJP))
 
     @property
     def can_join(self) -> bool:

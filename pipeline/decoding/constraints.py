@@ -200,7 +200,7 @@ class Constraints:
                     candidates, total_BJV[row], pasts, self.phrases[index], is_last=is_last[row]
                 )
             rows.append(candidates)
-        width = max(map(len, rows))
+        width = max(1, *map(len, rows))
         filled = [row + [(-torch.inf, 0, 0)] * (width - len(row)) for row in rows]
         score, beam, token = (
             torch.tensor([[entry[part] for entry in row] for row in filled], device=total_RV.device)

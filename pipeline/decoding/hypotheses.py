@@ -5,17 +5,18 @@ To add a stopping rule, write a class like :class:`FairseqRule`, add its name to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.terminal import counted
+
+Number = TypeVar("Number", int, Tensor)
+"""A length, or the lengths of several sentences."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,6 @@ class Source:
     """Sequences of tokens that every hypothesis must contain."""
     begins: tuple[bool, ...] = ()
     """Whether each token begins a word of the segmenter; empty if the language has no segmenter."""
-    pieces: npt.NDArray[np.int64] | None = field(default=None, compare=False)
-    """Tokens that the translation may have, ascending; None: all. Beam search alone heeds them, and
-    all sources of a search have them or none has."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class StoppingRule(Protocol):
     forces_end_at_limit: bool
     """Whether a hypothesis must end at the length limit; otherwise it is taken unfinished."""
 
-    def counted_length(self, length: int, *, prompt_length: int) -> int:
+    def counted_length(self, length: Number, *, prompt_length: int) -> Number:
         """Return the length that divides the score of a hypothesis.
 
         Args:
@@ -64,12 +62,12 @@ class StoppingRule(Protocol):
             prompt_length: tokens of the forced prompt, the decoder's start token included.
         """
 
-    def is_done(self, *, worst_ended: float, best_running: float) -> bool:
-        """Return whether a sentence with ``beam_size`` ended hypotheses is done.
+    def is_done(self, *, worst_ended: Tensor, best_running: Tensor) -> Tensor | bool:
+        """Return whether each sentence with ``beam_size`` ended hypotheses is done.
 
         Args:
-            worst_ended: score of the worst ended hypothesis.
-            best_running: score of the best unfinished hypothesis if it ended now.
+            worst_ended: score of the worst ended hypothesis, (B,).
+            best_running: score of the best unfinished hypothesis if it ended now, (B,).
         """
 
 
@@ -81,11 +79,11 @@ class FairseqRule:
 
     forces_end_at_limit = True
 
-    def counted_length(self, length: int, *, prompt_length: int) -> int:  # noqa: ARG002
+    def counted_length(self, length: Number, *, prompt_length: int) -> Number:  # noqa: ARG002
         """Return the length without the prompt."""
         return length
 
-    def is_done(self, *, worst_ended: float, best_running: float) -> bool:  # noqa: ARG002
+    def is_done(self, *, worst_ended: Tensor, best_running: Tensor) -> bool:  # noqa: ARG002
         """Return True: ``beam_size`` hypotheses are enough."""
         return True
 
@@ -99,11 +97,11 @@ class HuggingFaceRule:
 
     forces_end_at_limit = False
 
-    def counted_length(self, length: int, *, prompt_length: int) -> int:
+    def counted_length(self, length: Number, *, prompt_length: int) -> Number:
         """Return the length with the prompt, the decoder's start token excluded."""
         return length + prompt_length - 1
 
-    def is_done(self, *, worst_ended: float, best_running: float) -> bool:
+    def is_done(self, *, worst_ended: Tensor, best_running: Tensor) -> Tensor:
         """Return whether the worst ended hypothesis scores at least the best running one."""
         return worst_ended >= best_running
 

@@ -1,4 +1,4 @@
-"""8-bit weights for translation on CPU: linear layers, experts and the output projection.
+"""Precision of translation, and 8-bit weights on CPU: linear layers, experts, output projection.
 
 Weights are quantized symmetrically per output. Activations are quantized on the fly, each row by
 its own largest magnitude, so that a translation does not depend on its batch (PyTorch's dynamic
@@ -14,7 +14,6 @@ experts.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -84,29 +83,11 @@ class QuantizedLinear(nn.Module):
         """The loop for one row, and the weights, scales and bias that it takes."""
         from pipeline.kernels.compiled_loops import multiply_in_8_bits
 
-        weight_OI, scale_O = self._unpacked
-        bias_O = None if self.bias_O is None else self.bias_O.numpy()
-        return multiply_in_8_bits, weight_OI.numpy(), scale_O.numpy(), bias_O
-
-    def outputs(self, index_U: Tensor) -> "QuantizedLinear":
-        """Return the layer with only these of its outputs, without bias."""
-        weight_OI, scale_O = self._unpacked
-        chosen = copy(self)
-        chosen.bias_O, chosen.for_single_rows = None, False
-        zero_U = torch.zeros(len(index_U), dtype=torch.int64)
-        with _quietly():
-            quantized = torch._make_per_channel_quantized_tensor(
-                weight_OI[index_U], scale_O[index_U].double(), zero_U, axis=0
-            )
-            chosen.packed = torch.ops.quantized.linear_prepack(quantized, None)
-        return chosen
-
-    @cached_property
-    def _unpacked(self) -> tuple[Tensor, Tensor]:
-        """Whole numbers of the weights, and the scale of every output."""
         with _quietly():
             weight_OI, _ = torch.ops.quantized.linear_unpack(self.packed)
-            return weight_OI.int_repr(), weight_OI.q_per_channel_scales().float()
+            number_OI, scale_O = weight_OI.int_repr(), weight_OI.q_per_channel_scales().float()
+        bias_O = None if self.bias_O is None else self.bias_O.numpy()
+        return multiply_in_8_bits, number_OI.numpy(), scale_O.numpy(), bias_O
 
 
 class QuantizedExperts(nn.Module):
@@ -145,6 +126,16 @@ class QuantizedStack(nn.Module):
 
         side_by_side(serve, [len(y) * self.bias_EO.shape[1] * x_RI.shape[1] for y in slices[2]])
         return y_RO
+
+
+def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights for a ``decoding.precision``; 8 bits are made from float32."""
+    is_half = precision == "bfloat16"
+    if precision == "auto":  # the meta device stands for a GPU that computes in bfloat16
+        is_half = device.type == "meta" or (
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+    return torch.bfloat16 if is_half else torch.float32
 
 
 def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:

@@ -37,14 +37,10 @@ class DecodingConfig(Settings):
     """Largest product of source tokens and active hypotheses (beam_size or samples) of a batch."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Rule that ends a sentence and normalizes scores; see ``decoding/hypotheses.py``."""
-    precision: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Arithmetic of the model. int8, on CPU only: linear layers and experts in 8 bits, the rest in
-    float32; see ``decoding/quantization.py``."""
-    shortlist: str = ""
-    """Directory of a shortlist (``mmnmt shortlist``): beam search considers only the likely
-    translations of a sentence's pieces, which is faster (``decoding/listed_outputs.py``). Empty:
-    the whole vocabulary. Results record the directory, not its contents: write a new shortlist into
-    a new directory."""
+    precision: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Arithmetic of the model. auto: bfloat16 on GPUs that compute in it, else float32. int8, on
+    CPU only: linear layers and experts in 8 bits, the rest in float32; see
+    ``decoding/quantization.py``."""
     route: Route = "specific"
     """Route through a model with language modules and a shared module."""
     sampling_temperature: Temperature = 1.0
@@ -107,10 +103,6 @@ class DecodingConfig(Settings):
             raise ValueError(
                 'required phrases are found by beam search alone. Set search = "beam", or leave '
                 "them out"
-            )
-        if self.shortlist and self.search != "beam":
-            raise ValueError(
-                'a shortlist is for beam search alone. Set search = "beam", or leave it out'
             )
         if self.n_best > self.rows:
             raise ValueError(

@@ -8,8 +8,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain
-from pathlib import Path
 from typing import Literal, Self
 
 import torch
@@ -17,7 +15,6 @@ import torch
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis, Word
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.shortlist import Pieces, Shortlist
 from pipeline.artifacts.tokenizer import Tags, Tokenizer, tags
 from pipeline.checkpoints.checkpoint import (
     load_model,
@@ -26,13 +23,14 @@ from pipeline.checkpoints.checkpoint import (
     refuse_other_tokenizer,
 )
 from pipeline.config.settings import Route
-from pipeline.decoding.beam_search import Search, beam_search_n_best
+from pipeline.decoding.beam_search import Search
 from pipeline.decoding.comet_choice import Candidates, CometChoice
 from pipeline.decoding.constraints import has_sequence
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
+from pipeline.decoding.grid_search import Grids, GridSearch, begin_search
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.minimum_bayes_risk import choose
-from pipeline.decoding.quantization import quantize
+from pipeline.decoding.quantization import quantize, weight_dtype
 from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
 from pipeline.decoding.settings import DecodingConfig
@@ -120,8 +118,8 @@ class Translator:
         spec = read_spec(checkpoint)
         self.scheme = spec.tag_scheme
         refuse_route(checkpoint, spec, config.route)
-        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
+        dtype = weight_dtype(config.precision, device)
         self.model: Transformer = load_model(checkpoint, device=device, dtype=dtype)
         if config.precision == "int8":
             quantize(self.model, for_single_rows=config.rows == 1)
@@ -138,9 +136,7 @@ class Translator:
             if config.asks_comet
             else None
         )
-        self._shortlist = (
-            Shortlist(Path(config.shortlist), self.tokenizer) if config.shortlist else None
-        )
+        self._grids = Grids()
         if config.router_language:
             self.show_router(config.router_language)
 
@@ -351,9 +347,26 @@ class Translator:
         for batch in self._batches([len(part.tokens) for part in parts]):
             of_batch = [parts[index] for index in batch]
             sources = [self._source(part) for part in of_batch]
-            hypotheses = search(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
+            hypotheses = self.search(sources)
             found |= zip(batch, self._chosen(of_batch, sources, hypotheses), strict=True)
         return [found[index] for index in range(len(parts))]
+
+    @torch.inference_mode()
+    def search(self, sources: Sequence[Source]) -> list[list[Translation]]:
+        """Find up to ``n_best`` hypotheses of every source, the translation first.
+
+        Raises:
+            ConfigError: a constraint that no hypothesis can keep.
+            CheckpointError: the model's scores are not numbers.
+        """
+        if self.config.search == "sampling":
+            return sample(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
+        return self.begin_search(sources).run()
+
+    def begin_search(self, sources: Sequence[Source]) -> Search | GridSearch:
+        """Return a beam search for these sources, of which no step is made."""
+        eos_id, grids = self.tokenizer.eos_id, self._grids
+        return begin_search(self.model, sources, self.config, eos_id=eos_id, grids=grids)
 
     def _chosen(
         self,
@@ -484,14 +497,7 @@ class Translator:
             prefix=part.prefix,
             banned=self._banned,
             required=part.required,
-            pieces=self._pieces(part),
         )
-
-    def _pieces(self, part: _Part) -> Pieces | None:
-        if self._shortlist is None:
-            return None
-        given = chain(part.prefix, *part.required)
-        return self._shortlist.pieces(part.direction, part.tokens, given)
 
 
 @dataclass
@@ -518,8 +524,8 @@ class Stream:
 
     Translations are those of :meth:`Translator.translate`. Lines join between two steps of a beam
     search on CPU. On other devices, and with forced or banned tokens, lines are searched for in
-    batches of similar length, one after the other. :meth:`add` translates at once what is sampled
-    or does not fit into one search.
+    batches of similar length, one after the other, and a step may be up to 8 tokens. :meth:`add`
+    translates at once what is sampled or does not fit into one search.
     """
 
     def __init__(self, translator: Translator) -> None:
@@ -530,7 +536,7 @@ class Stream:
             and not (config.banned or config.required)
             and can_loop(translator.model.positions_TD)
         )
-        self._search: Search | None = None
+        self._search: Search | GridSearch | None = None
         self._searched: dict[int, _Searched] = {}
         """Sentence of the search → the part that it is."""
         self._ready: list[tuple[Job, Hypothesis]] = []
@@ -630,15 +636,13 @@ class Stream:
 
     def _begin(self, parts: Sequence[_Searched]) -> None:
         """Search for parts: make their first step, then let them join."""
-        model, config = self._translator.model.eval(), self._translator.config
-        eos_id = self._translator.tokenizer.eos_id
-        begun = Search(model, [one.source for one in parts], config, eos_id=eos_id)
+        begun = self._translator.begin_search([one.source for one in parts])
         searched = dict(enumerate(parts))
         self._collect(begun.step(), searched)
         if not begun.active:
             return
         shift = 0
-        if self._search is not None and self._search.active:
+        if isinstance(self._search, Search) and isinstance(begun, Search) and self._search.active:
             shift = self._search.join(begun)
         else:
             self._search = begun
@@ -669,24 +673,6 @@ def refuse_route(checkpoint: Artifact, spec: ModelSpec, route: Route) -> None:
             "no module that all languages share. Leave the route out, or name a model of fuse "
             "distillation."
         )
-
-
-def search(
-    model: Transformer, sources: Sequence[Source], config: DecodingConfig, *, eos_id: int
-) -> list[list[Translation]]:
-    """Find up to ``n_best`` hypotheses of every source, the translation first.
-
-    The prompts must have one length.
-
-    Raises:
-        ConfigError: a constraint that no hypothesis can keep.
-        CheckpointError: the model's scores are not numbers.
-    """
-    match config.search:
-        case "beam":
-            return beam_search_n_best(model, sources, config, eos_id=eos_id)
-        case "sampling":
-            return sample(model, sources, config, eos_id=eos_id)
 
 
 def _mean_score(translations: Sequence[Translation]) -> float:

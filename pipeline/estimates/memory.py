@@ -352,13 +352,13 @@ class _HeldByZero:
         else:
             widened = FLOAT32 if zero.value < FLOAT32 else 0
             gradients, flat = zero.value * self.covering, (zero.value + widened) * share
+        temporaries = max(norm, flat, self._gathered())
+        return {**self._always(), "gradients": gradients, "temporaries": temporaries}
+
+    def _gathered(self) -> int:
+        """Return the bytes of the buffer into which gloo gathers new parameters."""
         shared = [group.values for group in self.groups if group.ranks > 1]
-        gathered = zero.value * max(shared, default=0) if self.device == "cpu" else 0  # by gloo
-        return {
-            **self._always(),
-            "gradients": gradients,
-            "temporaries": max(norm, flat, gathered),
-        }
+        return self.zero.value * max(shared, default=0) if self.device == "cpu" else 0
 
     def host(self) -> dict[str, int]:
         """Return the parts on the host, with offload: all that belongs to this rank's share."""
@@ -405,7 +405,7 @@ class _HeldByZero:
         """Return the bytes of gradients at the end of the last backward pass of an update."""
         zero = self.zero
         if zero.flat:  # a GPU joins new gradients of 16 bits before it adds them
-            joins = self.device == "cuda" and zero.accumulates and zero.value < FLOAT32
+            joins = self.device == "cuda" and zero.passes > 1 and zero.value < FLOAT32
             return (FLOAT32 + zero.value * (2 if joins else 1)) * self.values
         if zero.stage == 1:
             whole = zero.accumulated * self.values

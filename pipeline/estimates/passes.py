@@ -1,6 +1,6 @@
 """Count the launches of a training pass and of a decoding step on the meta device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.config.recipe import Recipe
 from pipeline.decoding.beam_search import Search
+from pipeline.decoding.grid_search import Grid, grid_shape, suits_grids
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.quantization import weight_dtype
 from pipeline.estimates.launches import META, LaunchCounter
 from pipeline.estimates.operators import Counted, tensor_bytes
 from pipeline.model.building import build_model
@@ -84,12 +86,12 @@ class _EvenExchange(ExpertParallel):
 
 
 def count_decoding_step(recipe: Recipe, **sizes: int) -> Counted:
-    """Count one step of decoding, with the recipe's search.
+    """Count one step of decoding with beam search, on a grid if the model allows it.
 
     The batch is full, no sentence ends, and the cache does not grow.
     """
     model = _model(recipe, sizes).eval()
-    model.to(torch.bfloat16 if recipe.decoding.precision == "bfloat16" else torch.float32)
+    model.to(weight_dtype(recipe.decoding.precision, META))
     beams = recipe.decoding.beam_size
     sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * beams), 1)
     sources = [
@@ -99,13 +101,13 @@ def count_decoding_step(recipe: Recipe, **sizes: int) -> Counted:
     with torch.no_grad():  # inference mode would record composite operators, not their parts
         with LaunchCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
-            first_R = search.advance(model.project(search.states.begin()))
-            assert first_R is not None, "no sentence ends"
-            x_RD = search.states.step(first_R, len(PROMPT))
+            search.step()
+            step: Callable[[], object] = search.step
+            if suits_grids(model, sources):
+                shape = grid_shape(sentences, SENTENCE_LENGTH)
+                step = Grid(search.extend, search.states, search.beams, shape=shape).step
         with LaunchCounter(host_number=even) as counter:
-            next_R = search.advance(model.project(x_RD))
-            assert next_R is not None, "no sentence ends"
-            search.states.step(next_R, len(PROMPT) + 1)
+            step()
     return counter.counted
 
 

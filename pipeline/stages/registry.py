@@ -114,16 +114,6 @@ _CORE = (
         inputs={"shards": Input("shards", "tokenized sentences")},
     ),
     Stage(
-        name="shortlist",
-        module="data_prep.shortlist",
-        makes="shortlist",
-        help="list the likely translations of every piece, for faster beam search",
-        sections=("shortlist",),
-        inputs={"shards": Input("shards", "tokenized sentences")},
-        parallel="workers",
-        needs_recipe=False,
-    ),
-    Stage(
         name="group_languages",
         module="data_prep.group_languages",
         makes="groups",

@@ -18,6 +18,7 @@ from support.tiny_models import tiny_model
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
+from pipeline.batching.batch import Packing
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
 from pipeline.errors import EXIT_USER_ERROR
@@ -45,8 +46,9 @@ def choices_by_hand(translator: Translator, direction: Direction, lines: list[st
     found: Places = Counter()
     for line in filter(str.strip, lines):
         ids = torch.tensor([tag, *tokenizer.encode(line), tokenizer.eos_id])
-        positions = torch.arange(len(ids))
-        x_TD = model.encoder.enter(model.embedding(ids), positions, model.positions_TD)
+        language_B = torch.zeros(1, dtype=torch.int64)
+        tokens = model.tokens_of(Packing.from_lengths([len(ids)]), language_B, language_B)
+        x_TD = model.encoder.enter(model.embedding(ids), tokens, model.positions_TD)
         x_TD = layer.self_attention_norm(x_TD)
         for part in PARTS:
             state_TD = getattr(attention, part)(x_TD)

@@ -247,3 +247,10 @@ def test_a_removed_setting_counts_where_its_effect_was_another_than_todays() -> 
     noted["clean"]["near_duplicate_similarity"] = 0.7
     found = with_defaults(noted, sections=("clean", "training"))
     assert setting_changes(found, today) == ["clean.near_duplicate_similarity: 0.7 → unset"]
+
+
+def test_a_result_by_an_earlier_default_is_up_to_date_and_one_by_another_value_is_not() -> None:
+    today = {"decoding": {"precision": "auto"}}
+    assert setting_changes({"decoding": {"precision": "float32"}}, today) == []
+    assert len(setting_changes({"decoding": {"precision": "bfloat16"}}, today)) == 1
+    assert len(setting_changes(today, {"decoding": {"precision": "float32"}})) == 1

@@ -5,8 +5,7 @@ both sides, on ours by naming padding, which is never generated, as the token th
 
 CTranslate2 stands beside it where it is installed, in float32 and in 8 bits, with all sentences at
 once and with 8 of them one at a time; run the command with CT2_USE_MKL=1 and with CT2_USE_MKL=0 to
-see both of its libraries. It has no experts: those in 8 bits stand beside ours in float32. Searches
-with shortlists stand beside those without; the lists are as long as the settings allow.
+see both of its libraries. It has no experts: those in 8 bits stand beside ours in float32.
 
     python tests/bench/decode.py [--quick] [--rounds N] [--only PEER] [--json FILE]
 """
@@ -14,7 +13,7 @@ with shortlists stand beside those without; the lists are as long as the setting
 import copy
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ if __name__ == "__main__":
 
     prepare_process()  # before torch is loaded
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
@@ -34,10 +32,8 @@ from ratios import Options, Row, compare, interleaved, parse_options, report
 from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID
 
-from pipeline.artifacts.settings import ShortlistConfig
-from pipeline.artifacts.shortlist import Pieces
 from pipeline.batching.batch import Example, collate
-from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.grid_search import Grids, begin_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import quantize
 from pipeline.decoding.settings import DecodingConfig
@@ -49,17 +45,12 @@ CTRANSLATE2_TARGETS = {"float32": (1.15, 1.15), "int8": (1.1, 1.05)}
 """With one thread and with several, of all sentences at once; one at a time, the target is 1."""
 EXPERTS_TARGET = 1.3
 SENTENCES, ALONE, BEAMS, NEW_TOKENS = 32, 8, 5, 40
-SHORTLIST_TARGETS = {SENTENCES: 1.0, 1: 1.15}
-"""Of all sentences at once, and one at a time."""
-PEERS = ("generate", "ctranslate2", "experts", "shortlist")
+PEERS = ("generate", "ctranslate2", "experts")
 CASES = {
     r"beam search, (float32|bfloat16), against generate": "milliseconds",
     r"(beam 5, (float32|int8)|(beam 5|greedy), (float32|int8), one sentence at a time), against "
     r"CTranslate2 (with MKL|without MKL|as it chooses)": "milliseconds",
     r"beam 5, 8 experts, int8, against float32": "milliseconds",
-    r"beam 5, (float32|int8), shortlist(, one sentence at a time)?, against the whole vocabulary": (
-        "milliseconds"
-    ),
 }
 
 Sequences = list[tuple[int, ...]]
@@ -71,7 +62,6 @@ def our_search(
     *,
     beams: int = BEAMS,
     at_once: int = SENTENCES,
-    lists: Sequence[Pieces | None] | None = None,
 ) -> Callable[[], Sequences]:
     """A search that returns the tokens after the prompt, ``at_once`` sentences at a time."""
     sources = [
@@ -80,20 +70,22 @@ def our_search(
             one.decoder_prompt,
             one.source_language,
             one.target_language,
-            pieces=pieces,
         )
-        for one, pieces in zip(examples, lists or [None] * len(examples), strict=True)
+        for one in examples
     ]
     config = DecodingConfig(
         beam_size=beams, max_length_ratio=0, max_extra_length=NEW_TOKENS, stopping="huggingface"
     )
 
+    grids = Grids()
+
+    @torch.inference_mode()
     def search() -> Sequences:
-        return [
-            found.tokens
-            for start in range(0, len(sources), at_once)
-            for found in beam_search(model, sources[start : start + at_once], config, eos_id=PAD_ID)
-        ]
+        batches = [sources[start : start + at_once] for start in range(0, len(sources), at_once)]
+        searches = (
+            begin_search(model, batch, config, eos_id=PAD_ID, grids=grids) for batch in batches
+        )
+        return [found[0].tokens for one in searches for found in one.run()]
 
     return search
 
@@ -177,39 +169,6 @@ def experts_rows(options: Options) -> list[Row]:
     return compare(seconds, case=f"beam {BEAMS}, 8 experts, int8", target=EXPERTS_TARGET)
 
 
-def longest_lists(model: Transformer, examples: list[Example]) -> list[Pieces]:
-    """Lists of random pieces, as long as the default settings make them."""
-    rng, config = np.random.default_rng(1), ShortlistConfig()
-    every = np.arange(model.spec.vocabulary_size)
-    listed = {piece: rng.choice(every, config.translations) for piece in every.tolist()}
-    common = [PAD_ID, EOS_ID, *rng.choice(every, config.common)]
-    return [
-        np.unique(np.concatenate([common, one.source, *(listed[int(n)] for n in one.source)]))
-        for one in examples
-    ]
-
-
-def shortlist_rows(options: Options) -> list[Row]:
-    """Searches restricted to shortlists beside those over the whole vocabulary."""
-    model, examples = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
-    small = copy.deepcopy(model.eval())
-    quantize(small)
-    rows: list[Row] = []
-    for kind, one in (("float32", model), ("int8", small)):
-        for at_once, target in SHORTLIST_TARGETS.items():
-            lines = examples[: SENTENCES if at_once > 1 else ALONE]
-            lists = longest_lists(model, lines)
-            searches = {
-                "ours": our_search(one, lines, at_once=at_once, lists=lists),
-                "the whole vocabulary": our_search(one, lines, at_once=at_once),
-            }
-            seconds = interleaved(searches, rounds=options.rounds, warm_up=1)
-            alone = "" if at_once > 1 else ", one sentence at a time"
-            case = f"beam {BEAMS}, {kind}, shortlist{alone}"
-            rows += compare(seconds, case=case, target=target)
-    return rows
-
-
 def main() -> None:
     options = parse_options("Beam search, against Hugging Face's generate.", peers=PEERS)
     rows: list[Row] = []
@@ -220,8 +179,6 @@ def main() -> None:
         rows += ctranslate2_rows(options)
     if "experts" in measured:
         rows += experts_rows(options)
-    if "shortlist" in measured:
-        rows += shortlist_rows(options)
     model, _ = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
     shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"
     report(rows, options, shapes=shapes)

@@ -47,15 +47,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 import gpu_steps as steps
 from gpu_goals import GOALS, NOT_MEASURED, rows_of
 from gpu_steps import BFLOAT16, DEVICE, ROOT, Asked, changed, ratio, seconds
-from pipeline.batching.joining import join
 from plain_layer_peer import PlainLayer
 from ratios import provenance
+from support.passes import join
 from support.tiny_models import EOS_ID, random_examples, tokens_in_groups
 
 from pipeline.batching.batch import collate
 from pipeline.distributed.world import leave
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.model.regularization import Regularization
+from pipeline.model.tokens import Unbiased
 
 MINUTES = 9
 SECONDS = {"passes": 110, "training": 120, "ctranslate2": 100, "m2m100": 200}
@@ -143,6 +144,14 @@ def search(asked: Asked) -> Found:
     yield "search step / mmnmt estimate", step / estimate
 
 
+def whole(result: Tensor | Unbiased) -> Tensor:
+    """Return the result of a sublayer with its bias."""
+    if isinstance(result, Tensor):
+        return result
+    assert result.bias_D is not None
+    return result.y_ND + result.bias_D
+
+
 def kernels(asked: Asked) -> Found:
     """Compare parts of a layer in training with PyTorch's plain operators, in values and time."""
     recipe = changed(asked.dense, "model", encoder_layers=1, decoder_layers=1)
@@ -164,13 +173,19 @@ def kernels(asked: Asked) -> Found:
             [logits_LV],
         ),
         "attention": (
-            lambda x: layer.self_attention(x, batch.source, tokens),
+            lambda x: whole(layer.self_attention(x, batch.source, tokens)),
             lambda x: plain.self_attention(x, batch.source),
             [x_ND],
         ),
-        "feed-forward": (lambda x: layer.feed_forward(x, tokens)[0], plain.feed_forward, [x_ND]),
+        "feed-forward": (
+            lambda x: whole(layer.feed_forward(x, tokens)),
+            plain.feed_forward,
+            [x_ND],
+        ),
         "residual and norm": (
-            lambda x, y: layer.self_attention_norm.pass_on(x, y, layer.feed_forward_norm)[1],
+            lambda x, y: layer.self_attention_norm.pass_on(
+                x, y, None, None, following=layer.feed_forward_norm
+            )[1],
             lambda x, y: plain.norm(x + y, "feed_forward_norm"),
             [x_ND, y_ND],
         ),

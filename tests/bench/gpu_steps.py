@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from ratios import interleaved
+from support.passes import passes_of
 from support.tiny_models import EOS_ID, random_examples
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -25,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.grid_search import Grids, begin_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.distributed.world import World, distributed_world
 from pipeline.model.building import build_model
@@ -120,11 +121,15 @@ def searched(
     config = recipe.decoding.model_copy(update={**limits, "beam_size": 5})
     starts = range(0, len(sources), at_once)
     # Padding is never generated, so that no sentence ends before its limit.
-    eos_id = model.spec.pad_id
-    return lambda: [
-        beam_search(model.eval(), sources[start : start + at_once], config, eos_id=eos_id)
-        for start in starts
-    ]
+    eos_id, grids = model.spec.pad_id, Grids()
+
+    @torch.inference_mode()
+    def search() -> None:
+        for start in starts:
+            some = sources[start : start + at_once]
+            begin_search(model.eval(), some, config, eos_id=eos_id, grids=grids).run()
+
+    return search
 
 
 def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Callable[[], object]:
@@ -144,8 +149,7 @@ def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Cal
     )
     return partial(
         engine.train_step,
-        batches,
-        seeds=range(len(batches)),
+        passes_of(batches, per_pass=engine.per_pass),
         total_labels=sum(batch.num_labels for batch in batches),
         learning_rate=1e-4,
     )

@@ -147,7 +147,6 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "train_tokenizer": "--base --corpus --out --overwrite --recipe --set",
         "make_shards": "--corpus --mpi --out --overwrite --processes --recipe --set --tokenizer",
         "mix": "--out --overwrite --recipe --set --shards",
-        "shortlist": "--mpi --out --overwrite --processes --recipe --set --shards",
         "group_languages": "--checkpoint --out --overwrite --recipe --set --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
         "--processes --profile --recipe --set --shards",

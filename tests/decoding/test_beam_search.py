@@ -185,13 +185,12 @@ def test_sentences_that_are_dropped_leave_the_caches_and_the_others_as_they_are(
     with torch.inference_mode():
         search = Search(model, sources, config, eos_id=EOS_ID)
         found = {**search.step(), **search.step()}
-        dropped = {one.index for one in search.active if one.index % 3}
+        dropped = {index for index in search.active if index % 3}
         assert len(dropped) > 3
         search.drop({*dropped, 99})
         left = len(search.active)
         assert len(search.states.languages_B2) == left == 12 - len(dropped) - len(found)
-        assert search.next_R is not None
-        assert len(search.next_R) == 4 * left
+        assert search.beams.next_BJ.shape == (left, 4)
         while search.active:
             found |= search.step()
     assert {*found} == {*range(12)} - dropped
@@ -208,7 +207,6 @@ def test_a_search_whose_sentences_are_all_dropped_is_over() -> None:
         search.step()
         search.drop(range(3))
     assert search.active == []
-    assert search.next_R is None
 
 
 @pytest.mark.slow

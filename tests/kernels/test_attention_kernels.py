@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -245,7 +246,9 @@ def test_cross_attention_is_the_padded_one(
     memory_ND, tokens = torch.randn(8, 16), tokens_in_groups(packing.sentence_N)
 
     def run(x_ND: Tensor) -> Tensor:
-        return module.attend_to(x_ND, packing, memory_ND, memory, tokens)
+        y_ND = module.attend_to(x_ND, packing, memory_ND, memory, tokens)
+        assert isinstance(y_ND, Tensor)
+        return y_ND
 
     both_ways(module, run, torch.randn(8, 16), monkeypatch)
     assert operator.calls == 1
@@ -286,15 +289,18 @@ def test_the_operator_is_for_half_precision_on_cards_from_ampere_on(
     dtype: torch.dtype, head_width: int, capability: tuple[int, int], can: bool
 ) -> None:
     x = torch.empty(1, dtype=dtype, device="meta")
-    width = {"head_width": head_width, "has_dropout": False}
-    assert can_attend_packed(x, **width, capability=capability) == can
-    assert not can_attend_packed(torch.empty(1, dtype=dtype), **width)
+
+    def found(has_dropout: bool) -> bool:
+        kind: dict[str, Any] = {"has_dropout": has_dropout, "capability": capability}
+        return can_attend_packed(x, head_width=head_width, **kind)
+
+    assert found(False) == can
+    on_cpu = torch.empty(1, dtype=dtype)
+    assert not can_attend_packed(on_cpu, head_width=head_width, has_dropout=False)
     use_fused_kernels(False)
     try:
-        assert can_attend_packed(x, **width, capability=capability) == can
-        assert not can_attend_packed(
-            x, head_width=head_width, has_dropout=True, capability=capability
-        )
+        assert found(False) == can
+        assert not found(True)
     finally:
         use_fused_kernels(True)
 

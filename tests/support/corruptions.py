@@ -82,10 +82,6 @@ def hostile(name: str, content: bytes, *, below: str) -> Iterator[tuple[str, byt
         yield from tensors(content)
     if name.endswith(".npy"):
         yield from offsets(content)
-    if name.endswith(".pieces"):
-        yield "rows beyond the vocabulary", b"\xff\xff\xff\x7f" * (len(content) // 4)
-        yield "rows of negative pieces", b"\x80" * len(content)
-        yield "a row that is cut off", content[:-4]
     if name.endswith(".tokens"):
         yield "ids beyond the vocabulary", b"\xff" * len(content)
 

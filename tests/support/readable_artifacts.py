@@ -19,7 +19,6 @@ from data_prep import (
     import_tests,
     make_shards,
     mix,
-    shortlist,
     train_tokenizer,
 )
 from pipeline.artifacts.artifact import Artifact, open_artifact
@@ -135,7 +134,6 @@ def build_shelf(folder: Path) -> Shelf:
     shards = {"shards": shelf.open("shards")}
     mix.run(stage_call("mix", shelf.path("mixture"), shards))
     group_languages.run(stage_call("group_languages", shelf.path("groups"), shards))
-    shortlist.run(stage_call("shortlist", shelf.path("shortlist"), shards))
     write_checkpoint(shelf, "experts", moe=MOE)
     write_checkpoint(shelf, "dense", moe=None)
     state_dir = shelf.path("run.run") / "states" / "update-0000003"
@@ -388,13 +386,6 @@ def _translate(_: Shelf, directory: Path, __: Path) -> None:
     )
 
 
-def _shortlist(shelf: Shelf, directory: Path, _: Path) -> None:
-    decoding = DecodingConfig(
-        beam_size=2, max_extra_length=2, max_length_ratio=0, shortlist=str(directory)
-    )
-    Translator(shelf.open("dense"), decoding).translate([Job(Direction("de", "en"), 0, "Hallo")])
-
-
 def _finetune(shelf: Shelf, directory: Path, scratch: Path) -> None:
     inputs = {"checkpoint": open_artifact(directory, kind="checkpoint")}
     inputs["shards"] = shelf.open("shards")
@@ -510,8 +501,6 @@ READERS: tuple[Reader, ...] = (
     Reader("group_languages", "shards", _group, files="manifest.json"),
     Reader("mixture", "mixture", _mixture),
     Reader("groups", "groups", _groups),
-    Reader("shortlist", "shortlist", _shortlist, files="de-en"),
-    Reader("tokenizer of a shortlist", "shortlist", _shortlist, files="shortlist.json"),
     Reader("inspect a checkpoint", "experts", _inspect, without=_BIG, manifest=""),
     Reader("inspect a state", "run.run/states/update-0000003", _inspect, manifest=""),
     Reader("translate", "experts", _translate, without=(*_BIG, "routing.json")),

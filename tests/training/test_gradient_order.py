@@ -34,14 +34,14 @@ def train_with(world: World, *, zero: str, changes: Changes, bucket: int = BUCKE
     layer = engine.model.encoder.layers[0].feed_forward
     assert isinstance(layer, FeedForward)
 
-    def forward(x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, None]:
+    def forward(x_ND: Tensor, tokens: Tokens) -> Tensor:
         del tokens
         by_size = changes == "by size" and len(x_ND) >= BIAS_FIRST_FROM
         if by_size or (changes == "by rank" and world.rank == 1):
             hidden = F.linear(x_ND, layer.up.weight, layer.up.bias)
         else:
             hidden = linear(x_ND, layer.up.weight, layer.up.bias)
-        return layer.down(F.relu(hidden)), None
+        return layer.down(F.relu(hidden))
 
     layer.forward = forward  # type: ignore[method-assign]
     with using_cpu_kernels(OWN_NODES):

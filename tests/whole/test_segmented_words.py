@@ -34,12 +34,13 @@ from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import load_recipe
+from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import source_begins
 from pipeline.decoding.incoming_lines import IncomingLines, without_line_breaks
 from pipeline.decoding.line_filter import filter_lines
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.decoding.translator import Job, Translator, search
+from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.model.spec import ModelSpec
 
@@ -277,9 +278,9 @@ def test_a_line_is_translated_alone_as_among_others_and_by_its_words(
     assert [one.text for one in together] == [one.text for one in alone]
     assert [one.split > 0 for one in together] == [len(j.text.encode()) > 62 for j in jobs]
     blind = [replace(source, begins=()) for source in translator.sources(jobs)]
-    found = [search(translator.model, [one], decoding, eos_id=2)[0][0].tokens for one in blind]
+    found = [beam_search(translator.model, [one], decoding, eos_id=2)[0].tokens for one in blind]
     seeing = [
-        search(translator.model, [one], decoding, eos_id=2)[0][0].tokens
+        beam_search(translator.model, [one], decoding, eos_id=2)[0].tokens
         for one in translator.sources(jobs)
     ]
     differ = [a != b for a, b in zip(found, seeing, strict=True)]
@@ -295,8 +296,8 @@ def test_the_pass_over_a_translation_sees_the_words_that_the_search_saw(
     translator = Translator(checkpoint, config, segmenters=made.named)
     model, eos_id = translator.model, translator.tokenizer.eos_id
     sources = translator.sources([Job(Direction("ja", "de"), 0, LINES["de-ja"][0])])
-    (found,) = search(model, sources, config, eos_id=eos_id)
-    (forced,) = forced_pass(model, sources, found[:1], eos_id=eos_id)
+    found = beam_search(model, sources, config, eos_id=eos_id)
+    (forced,) = forced_pass(model, sources, found, eos_id=eos_id)
     steps = len(forced.log_p)
     assert sum(forced.log_p) / steps == pytest.approx(found[0].score, abs=1e-4)
     blind = [replace(source, begins=()) for source in sources]
