@@ -41,7 +41,8 @@ def train_with(world: World, *, zero: str, changes: Changes, bucket: int = BUCKE
             hidden = F.linear(x_ND, layer.up.weight, layer.up.bias)
         else:
             hidden = linear(x_ND, layer.up.weight, layer.up.bias)
-        return layer.down(F.relu(hidden))
+        y_ND: Tensor = layer.down(F.relu(hidden))
+        return y_ND
 
     layer.forward = forward  # type: ignore[method-assign]
     with using_cpu_kernels(OWN_NODES):
