@@ -84,6 +84,7 @@ def examine(
     checks: Sequence[Callable[[], Iterator[Finding]]] = (
         _packages,
         partial(_extras, patient),
+        _fused_kernels,
         _mpi,
         partial(_slurm, site),
         partial(_preflight, patient),
@@ -167,6 +168,27 @@ def _extras_of(task: Task, recipe: Recipe) -> Iterator[str]:
     ds_config = task.config.get("ds_config", {})
     if isinstance(ds_config, Mapping) and ds_config.get("tensorboard", {}).get("enabled"):
         yield "monitors"
+
+
+def _fused_kernels() -> Iterator[Finding]:
+    """Compare the fused kernels with their plain forms on this machine's GPU."""
+    import torch
+
+    from pipeline.kernels.launching import SWITCH, is_fused
+    from pipeline.model.fused_comparison import Sizes, compare
+
+    if not torch.cuda.is_available():
+        return
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    about = "fused kernels"
+    if not is_fused(torch.empty(1, device=device, dtype=dtype)):
+        yield Finding("note", about, f"not used: {SWITCH} is off, or the GPU is older than Ampere.")
+        return
+    for one in compare(device, Sizes(), dtype=dtype):
+        times = f"{1e3 * one.fused:.2f} ms, plain {1e3 * one.plain:.2f} ms"
+        text = f"{one.name}: {times}, values differ by {one.distance:.2%}"
+        fix = f". Set the environment variable {SWITCH} to off."
+        yield Finding("ok" if one.agrees else "wrong", about, text + ("." if one.agrees else fix))
 
 
 def _mpi() -> Iterator[Finding]:

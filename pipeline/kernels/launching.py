@@ -5,6 +5,7 @@ launch: CPUs do without Triton, and CUDA builds of PyTorch install it. On the me
 only counts, so that neither Triton nor a GPU is needed.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pipeline.errors import ConfigError
 from pipeline.kernels.products import meta_capability
 
 FUSED_CAPABILITY = (8, 0)
@@ -25,18 +27,24 @@ LaunchCounter = Callable[[str, Sequence[Any], dict[str, Any]], None]
 """Gets the name of a kernel, its arguments and its options."""
 
 
+SWITCH = "MMNMT_FUSED_KERNELS"
+"""Environment variable of a machine: ``off`` lets it use plain forms only. It changes rounding."""
+
+
+def _is_on() -> bool:
+    value = os.environ.get(SWITCH, "on")
+    if value not in ("on", "off"):
+        raise ConfigError(f"The environment variable {SWITCH} is {value!r}. Set it to on or off.")
+    return value == "on"
+
+
 class _Settings:
     """Settings of this process: backward passes of GPUs run in threads without our context."""
 
-    uses_fused_kernels = True
+    uses_fused_kernels = _is_on()
     interprets = False
     """Whether fused kernels run on CPU, too, in Triton's interpreter."""
     counters: tuple[LaunchCounter, ...] = ()
-
-
-def use_fused_kernels(is_on: bool) -> None:
-    """Set whether this process uses fused kernels where it can; by default it does."""
-    _Settings.uses_fused_kernels = is_on
 
 
 def is_fused(x: Tensor) -> bool:
@@ -98,6 +106,16 @@ def launches_counted_by(counter: LaunchCounter) -> Iterator[None]:
         yield
     finally:
         _Settings.counters = before
+
+
+@contextmanager
+def fused_kernels_off() -> Iterator[None]:
+    """Compute by plain forms inside the context."""
+    before, _Settings.uses_fused_kernels = _Settings.uses_fused_kernels, False
+    try:
+        yield
+    finally:
+        _Settings.uses_fused_kernels = before
 
 
 @contextmanager

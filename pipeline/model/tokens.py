@@ -152,7 +152,12 @@ class Unbiased(NamedTuple):
     """Result of a sublayer's last linear layer, whose bias is added with the residual."""
 
     y_ND: Tensor
-    bias_D: Tensor | None
+    bias_D: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Return the result with its bias."""
+        return self.y_ND + self.bias_D
 
 
 def project_last(layer: nn.Module, x_ND: Tensor, tokens: Tokens) -> Tensor | Unbiased:

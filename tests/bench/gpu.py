@@ -146,10 +146,7 @@ def search(asked: Asked) -> Found:
 
 def whole(result: Tensor | Unbiased) -> Tensor:
     """Return the result of a sublayer with its bias."""
-    if isinstance(result, Tensor):
-        return result
-    assert result.bias_D is not None
-    return result.y_ND + result.bias_D
+    return result if isinstance(result, Tensor) else result.total
 
 
 def kernels(asked: Asked) -> Found:

@@ -5,6 +5,7 @@ Triton reads when it is loaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.kernels import activations, logits, products, residuals
 from pipeline.kernels.activations import activated_linear
 from pipeline.kernels.attention import Spans, attend_packed, can_attend_packed
-from pipeline.kernels.launching import fused_on_cpu, is_fused, use_fused_kernels
+from pipeline.kernels.launching import fused_kernels_off, fused_on_cpu, is_fused
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise, keep
 from pipeline.kernels.packed_attention import sliced
@@ -31,6 +32,7 @@ from pipeline.kernels.residuals import (
     layer_norm,
     norm_of_sum,
 )
+from pipeline.model.fused_comparison import Sizes, compare
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.training.losses import training_loss
@@ -125,11 +127,8 @@ def test_fused_kernels_run_only_where_they_may() -> None:
     x = torch.zeros(2, 2)
     assert is_fused(x)
     assert not is_fused(x.double())
-    use_fused_kernels(False)
-    try:
+    with fused_kernels_off():
         assert not is_fused(x)
-    finally:
-        use_fused_kernels(True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -399,12 +398,25 @@ def test_a_model_with_fused_kernels_has_the_loss_and_gradient_of_the_plain_one(
     monkeypatch.setattr(products, "is_on_cpu", lambda _: False)
     parameters = list(network.parameters())
     results = []
-    for is_on in (True, False):
-        use_fused_kernels(is_on)
-        try:
+    for form in (nullcontext(), fused_kernels_off()):
+        with form:
             objective = training_loss(network, join(batches), config).objective
             results.append([objective, *torch.autograd.grad(objective * 0.5, parameters)])
-        finally:
-            use_fused_kernels(True)
     for found, expected in zip(*results, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm() + 1e-6
+
+
+def test_forms_are_compared_and_a_kernel_that_differs_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = Sizes(sentences=3, length=5, width=16, heads=2, vocabulary=40)
+    found = list(compare(torch.device("cpu"), sizes, dtype=torch.float32))
+    assert [one.name for one in found] == ["residual and norm", "activation", "attention", "loss"]
+    assert all(one.distance < 1e-5 and one.agrees for one in found)
+    assert all(one.fused > 0 and one.plain > 0 for one in found)
+    original = activations.activation_gradients
+    monkeypatch.setattr(
+        activations, "activation_gradients", lambda *a: [2 * d for d in original(*a)]
+    )
+    found = list(compare(torch.device("cpu"), sizes, dtype=torch.float32))
+    assert [one.name for one in found if not one.agrees] == ["activation"]

@@ -20,7 +20,7 @@ from pipeline.kernels.attention import (
     attention_mask,
     can_attend_packed,
 )
-from pipeline.kernels.launching import use_fused_kernels
+from pipeline.kernels.launching import fused_kernels_off
 from pipeline.kernels.noise import Dropout, Noise, weight_dropout
 from pipeline.model import attention as model
 from pipeline.model.attention import Attention
@@ -297,12 +297,9 @@ def test_the_operator_is_for_half_precision_on_cards_from_ampere_on(
     assert found(False) == can
     on_cpu = torch.empty(1, dtype=dtype)
     assert not can_attend_packed(on_cpu, head_width=head_width, has_dropout=False)
-    use_fused_kernels(False)
-    try:
+    with fused_kernels_off():
         assert found(False) == can
         assert not found(True)
-    finally:
-        use_fused_kernels(True)
 
 
 def test_the_operator_takes_the_arguments_in_this_order_and_has_a_derivative() -> None:

@@ -109,3 +109,23 @@ def test_long_sentences_use_flash_attention_without_gradients(
         spans = Spans(numbers[:3], 500, numbers)
         attend_packed(states, states, states, queries=spans, keys=spans)
     assert counted == ["flash", "attention_forward", "attention_forward"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("off", "False"), ("on", "True"), ("0", "MMNMT_FUSED_KERNELS is '0'")]
+)
+def test_a_machine_can_turn_fused_kernels_off(value: str, said: str) -> None:
+    program = (
+        "import torch\ntry:\n from pipeline.kernels.launching import is_fused\n"
+        " print(is_fused(torch.empty(1, device='meta')))\n"
+        "except Exception as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MMNMT_FUSED_KERNELS": value},
+        cwd=ROOT,
+        check=True,
+    )
+    assert said in done.stdout
