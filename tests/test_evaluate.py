@@ -443,8 +443,6 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     assert of_runs[1] == system_scores(alone, "x")["averages"]["into_pivot"]["all"]["bleu"]
     interval = document["significance"]["averages"]["into_pivot"]["all"]["bleu"]["intervals"]
     assert interval["tuned"]["low"] < min(of_runs) < max(of_runs) < interval["tuned"]["high"]
-    assert document["baseline_tests"]["runs"] == 2
-    assert document["baseline_tests"]["directions"] == {}, "two runs can find nothing"
     assert made.has("sentences/tuned@2/de-en.npz")
     assert made.statistics["systems"].keys() == {"dense", "tuned"}
     words = document["words"]["families"]["into_pivot"]["length"]["1–3"]
@@ -454,10 +452,10 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     assert "New updates" in text
     assert "Systems with one run have intervals over test lines alone" in text
     assert "Systems with several runs are shown by their first run." in text
-    assert "Directions are not tested one by one: with 2 seeds, a difference would" in text
+    assert "With two or three seeds, hardly any direction can be significant by itself" in text
     page = made.file("report.html").read_text(encoding="utf-8")
     whiskers = re.findall(r'class="whisker" style="left:([\d.]+)%;width:([\d.]+)%"', page)
-    assert interval["tuned"]["high"] > 100.0, "of two runs, a t distribution's"
+    assert interval["tuned"]["high"] > 100.0, "of two runs"
     assert len(whiskers) == page.count('class="whisker"')
     assert all(float(left) + float(width) <= 100.01 for left, width in whiskers)
     dense = system_scores(made, "dense")["averages"]["into_pivot"]["all"]["bleu"]
@@ -634,7 +632,7 @@ def test_a_report_without_bleu_is_judged_by_bleu_all_the_same(tmp_path: Path) ->
     assert "Not decided: copied does not translate in any direction." in text
     named = EvaluationConfig.model_validate({"scores": ["chrf"], "baseline": "perfect"})
     other = evaluated(stage_call(tmp_path / "other", corpus, systems, settings=named))
-    assert "| copied | 0 / 0 | 2 / 2 | 0 / 0 | 0 |" in other.file("report.md").read_text("utf-8")
+    assert "| copied | 0 | 2 | 0 | 0 |" in other.file("report.md").read_text("utf-8")
 
 
 def shouted(_: Direction, sources: list[str], __: list[str]) -> list[Hypothesis]:
@@ -857,36 +855,6 @@ def test_intervals_depend_on_the_seed_and_bold_follows_them(
         )
     )
     assert other.read_json("scores.json")["significance"] != significance
-
-
-@pytest.mark.slow
-def test_differences_are_drawn_as_often_as_their_number_needs(tmp_path: Path) -> None:
-    """Six tests need 120 resamples: of 100 none could be significant, however far apart."""
-
-    def fill(writer: ArtifactWriter) -> None:
-        for pair in TEST_LINES:
-            for code in pair.split("-"):
-                lines = "".join(
-                    f"line {one} {code} is number {one * 7 % 31}\n" for one in range(40)
-                )
-                writer.path(text_name("test", pair, code)).write_text(lines, encoding="utf-8")
-        writer.statistics["pairs"] = {pair: {"train": 50, "test": 40} for pair in TEST_LINES}
-
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", fill)
-    systems = {
-        "perfect": translations(tmp_path / "a", corpus, perfect),
-        "shuffled": translations(tmp_path / "b", corpus, shuffled),
-    }
-    settings = EvaluationConfig(resamples=100, language_accuracy=False)
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
-    tests = made.read_json("scores.json")["baseline_tests"]
-    assert (tests["tests"], tests["resamples"]) == (6, 120)
-    found = tests["directions"]["de-fr"]["bleu"]["shuffled"]
-    assert found["bootstrap"] == found["randomisation"] == 1 / 121
-    assert found["bootstrap_holm"] == found["randomisation_holm"] == pytest.approx(6 / 121)
-    text = made.file("report.md").read_text(encoding="utf-8")
-    assert "with 100 resamples (120 if fewer than 10 of these were as far apart)" in text
-    assert "| shuffled | 0 / 0 | 6 / 6 | 0 / 0 | 0 |" in text
 
 
 def write_many_lines(writer: ArtifactWriter) -> None:

@@ -42,7 +42,7 @@ from pipeline.evaluation.score_tables import (
     word_accuracy_section,
 )
 from pipeline.evaluation.scores import Evaluation, Interval, Significance, SystemScores
-from pipeline.evaluation.significance import MIN_LINES
+from pipeline.evaluation.statistics import MIN_LINES
 from pipeline.evaluation.tables import (
     BulletList,
     Cell,
@@ -379,9 +379,9 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
     )
     if evaluation.significance is not None:
         yield (
-            f"Confidence intervals hold the middle 95 % of {evaluation.significance.resamples:,} "
-            "bootstrap resamples of the test lines, which are the same for all systems. A score is "
-            "bold if its lead over every other system is significant at 95 % (paired bootstrap), "
+            "95 % confidence intervals have the standard error of "
+            f"{evaluation.significance.resamples:,} resamples of the test lines, the same for all "
+            "systems. A score is bold if its lead over every other system is significant at 95 %, "
             f"and if both its system and the baseline translate. {RULE} Test sets of "
             f"fewer than {MIN_LINES} lines have neither intervals nor bold scores."
         )
@@ -438,9 +438,9 @@ def _notes_on_seeds(systems: Sequence[SystemScores]) -> Iterator[str]:
         return
     yield (
         f"Scores of systems with several runs ({', '.join(repeated)}) are means over the runs; ± "
-        "is the standard deviation over runs. Their resamples add the standard error over seeds, "
-        "times a value of Student's t distribution, to the mean of the runs on the resampled "
-        "lines. Systems with the same seeds are paired by seed and line."
+        "is the standard deviation over runs. Their intervals add the standard error over seeds "
+        "by Student's t distribution; with two or three seeds they are too wide rather than too "
+        "narrow. Systems with the same seeds are paired by seed and line."
     )
     if len(repeated) < len(systems):
         yield (

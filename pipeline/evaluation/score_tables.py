@@ -19,8 +19,7 @@ from pipeline.evaluation.scores import (
     Scores,
     SystemScores,
 )
-from pipeline.evaluation.seed_errors import LEVEL, can_find, needed_errors
-from pipeline.evaluation.significance import MOST_RESAMPLES, SETTLED, needed_resamples
+from pipeline.evaluation.statistics import LEVEL
 from pipeline.evaluation.tables import (
     Cell,
     Heading,
@@ -153,7 +152,7 @@ def averages_section(evaluation: Evaluation, trained_for: TrainedFor) -> ReportS
     return ReportSection(
         "Average scores by resource group",
         "Arithmetic means over directions; each column states their number. A score in bold is "
-        "significantly better than that of every other system at 95 % (paired bootstrap), and both "
+        "significantly better than that of every other system at 95 %, and both "
         "its system and the baseline translate. The range beside a score is its 95 % confidence "
         "interval.",
         tables=main_tables(evaluation, trained_for),
@@ -357,47 +356,21 @@ def baseline_section(evaluation: Evaluation) -> ReportSection | None:
         return None
     return ReportSection(
         title,
-        "The range beside a difference is its 95 % confidence interval, over the resamples that "
-        "both systems share. The win ratio is the share of decided directions in which a system "
+        "The range beside a difference is its 95 % confidence interval. The win "
+        "ratio is the share of decided directions in which a system "
         "scores better than the baseline; a tie is no win." + _description_of_tests(evaluation),
         tables=tables,
     )
 
 
 def _description_of_tests(evaluation: Evaluation) -> str:
-    """Return a description of the tests, or the reason why there were none."""
-    tested, drawn = evaluation.baseline_tests, evaluation.significance
-    if tested is None or drawn is None:
+    tested = evaluation.baseline_tests
+    if tested is None:
         return ""
-    if tested.runs is not None and not can_find(tested.tests, runs=tested.runs):
-        return (
-            f" Directions are not tested one by one: with {tested.runs} seeds, a difference would "
-            f"have to be {needed_errors(tested.tests, runs=tested.runs):.0f} standard errors over "
-            f"seeds to reach the p-value of {LEVEL / tested.tests:.2g} that Holm's correction asks "
-            f"for, for {tested.tests:,} tests (directions × systems). The differences of averages "
-            "are what so few seeds can decide."
-        )
-    needed = needed_resamples(tested.tests)
-    if tested.resamples < needed:
-        return (
-            f" Differences are not tested: {tested.tests:,} tests need {needed:,} resamples, and "
-            f"at most {MOST_RESAMPLES:,} are drawn. To test them, set evaluation.resamples to "
-            "that number, or evaluate fewer directions or systems at once."
-        )
-    more = (
-        f" ({tested.resamples:,} if fewer than {SETTLED} of these were as far apart)"
-        if tested.resamples > drawn.resamples
-        else ""
-    )
-    counts = (
-        "The test is the paired bootstrap over seeds and lines"
-        if any(one.runs for one in evaluation.systems)
-        else "Each entry has two counts: by paired bootstrap / by approximate randomization"
-    )
     return (
         f" A difference is significant if its p-value is at most {LEVEL} after Holm's correction "
-        f"for {tested.tests:,} tests (directions × systems). {counts}, with "
-        f"{drawn.resamples:,} resamples{more}."
+        f"for {tested.tests:,} tests (directions × systems). With two or three seeds, hardly any "
+        "direction can be significant by itself: averages are what so few seeds can decide."
     )
 
 
@@ -474,11 +447,9 @@ def _undecided(evaluation: Evaluation, average: AverageColumn) -> int:
 
 
 def _test_tables(evaluation: Evaluation) -> Iterator[Table]:
-    """Count directions by their verdict; nothing if no difference could have been significant."""
+    """Count directions by their verdict."""
     tests = evaluation.baseline_tests
-    if tests is None or tests.resamples < needed_resamples(tests.tests):
-        return
-    if not can_find(tests.tests, runs=tests.runs):
+    if tests is None:
         return
     others = [one.name for one in evaluation.systems if one.name != tests.baseline]
     for column in evaluation.main_columns:
@@ -498,23 +469,12 @@ def _test_tables(evaluation: Evaluation) -> Iterator[Table]:
             )
 
 
-def _counts(column: Column, tests: Sequence[PairedTest]) -> list[str]:
-    """Count directions that are better, worse and neither, by each of the one or two tests."""
+def _counts(column: Column, tests: Sequence[PairedTest]) -> tuple[int, int, int]:
+    """Count directions that are significantly better, worse, and neither."""
     sign = 1.0 if column.larger_is_better else -1.0
-    by_test: list[list[float]] = [[one.bootstrap_holm for one in tests]]
-    randomised = [one.randomisation_holm for one in tests if one.randomisation_holm is not None]
-    if len(randomised) == len(tests):
-        by_test.append(randomised)
-    counts = []
-    for p_values in by_test:
-        sure = [
-            sign * one.difference
-            for one, p_value in zip(tests, p_values, strict=True)
-            if p_value <= LEVEL
-        ]
-        better, worse = sum(one > 0 for one in sure), sum(one < 0 for one in sure)
-        counts.append((better, worse, len(tests) - better - worse))
-    return [" / ".join(map(str, found)) for found in zip(*counts, strict=True)]
+    sure = [sign * one.difference for one in tests if one.p_value_holm <= LEVEL]
+    better, worse = sum(one > 0 for one in sure), sum(one < 0 for one in sure)
+    return better, worse, len(tests) - better - worse
 
 
 # Languages

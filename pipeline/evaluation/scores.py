@@ -94,23 +94,32 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Interval:
-    """95 % confidence interval of a score: the middle 95 % of its bootstrap resamples."""
+    """95 % confidence interval."""
 
     low: float
     high: float
 
 
 @dataclass(frozen=True)
+class Difference(Interval):
+    """Score of a system minus that of the baseline, with its confidence interval."""
+
+    value: float
+    p_value: float
+    """Not corrected for the number of comparisons."""
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Comparison of all systems by one score, over the same resampled lines."""
+    """Comparison of all systems by one score."""
 
     intervals: Mapping[str, Interval]
     """System → confidence interval."""
     best: str | None
-    """System that is better than every other one in 97.5 % of the resamples. None if there is none,
-    if it does not translate, or if the baseline does not."""
-    differences: Mapping[str, Interval] = field(default_factory=dict)
-    """Other system → confidence interval of its score minus the baseline's."""
+    """System that is significantly better than every other one. None if there is none, if it does
+    not translate, or if the baseline does not."""
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+    """Other system → its score minus the baseline's."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ class SharedLines:
 
 @dataclass(frozen=True)
 class Significance:
-    """Paired bootstrap of every direction and average with enough test lines."""
+    """Comparisons in every direction and average with enough test lines."""
 
     resamples: int
     directions: Mapping[str, Mapping[str, Comparison]]
@@ -136,37 +145,26 @@ class Significance:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """One system against the baseline in one direction, by one score.
-
-    Both tests have a p-value and one with Holm's correction for the number of directions and
-    systems.
-    """
+    """One system against the baseline in one direction, by one score."""
 
     difference: float
     """Score of the system minus that of the baseline."""
-    bootstrap: float
-    bootstrap_holm: float
-    randomisation: float | None
-    """None if some system has several runs, as is the corrected one."""
-    randomisation_holm: float | None
+    p_value: float
+    p_value_holm: float
+    """Corrected for the number of directions and systems."""
 
 
 @dataclass(frozen=True)
 class BaselineTests:
-    """Paired tests of every direction with enough test lines."""
+    """Tests against the baseline in every direction with enough test lines."""
 
     baseline: str
     directions: Mapping[str, Mapping[str, Mapping[str, PairedTest]]]
     """Direction → name of a column → system → test."""
     tests: int
     """Number of tests that the p-values of a column are corrected for."""
-    resamples: int
-    """Number of resamples of the tests that the first resamples did not settle."""
     undecided: tuple[str, ...] = ()
     """Directions that are not tested because the baseline does not translate in them."""
-    runs: int | None = None
-    """Fewest runs of a system that has several; None: no system has. Of too few runs to find
-    anything (``seed_errors``), no direction is tested."""
 
 
 @dataclass(frozen=True)

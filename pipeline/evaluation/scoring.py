@@ -3,19 +3,20 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
-from pipeline.artifacts.corpus import Direction, languages, pair_name
+from pipeline.artifacts.corpus import Direction, languages
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
     average_by_language,
     average_scores,
+    by_group,
     confuse_languages,
     distinct_share,
     judge,
@@ -35,8 +36,6 @@ from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.line_sets import LineSet, find_line_sets
 from pipeline.evaluation.repeated_runs import group_runs, merge_runs, merge_words, seed_of
 from pipeline.evaluation.score_slot import (
-    Column,
-    Floats,
     LineStatistics,
     Rows,
     Score,
@@ -44,8 +43,10 @@ from pipeline.evaluation.score_slot import (
 )
 from pipeline.evaluation.scores import (
     BaselineTests,
+    Comparison,
     DirectionScores,
     Evaluation,
+    Quality,
     ReferenceScores,
     Scores,
     SharedLines,
@@ -54,21 +55,13 @@ from pipeline.evaluation.scores import (
     Verdicts,
     WordAccuracy,
 )
-from pipeline.evaluation.seed_errors import SeedErrors, can_find
-from pipeline.evaluation.significance import (
+from pipeline.evaluation.statistics import (
     MIN_LINES,
-    BootstrapTask,
-    PairedBootstrapTask,
-    PValues,
-    RandomisationTask,
-    bootstrap_p_values,
-    compare_all,
-    compare_with_baseline,
-    in_two_rounds,
-    p_values_of_draws,
-    randomisation_p_values,
+    ResampleTask,
+    Sample,
+    compare,
+    correct_tests,
     resampled_scores,
-    second_round,
 )
 from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_language
 from pipeline.languages import language
@@ -394,51 +387,73 @@ def _significance(
     call: StageCall,
     pool: Pool | None,
 ) -> tuple[Significance, BaselineTests | None]:
-    """Compare the systems in every direction that has enough lines, by resampling them."""
-    large = [profile.direction for profile in profiles if profile.test_lines >= MIN_LINES]
-    names = [one.name for one in systems]
+    """Compare the systems in every direction and average with enough lines, by resampling them."""
+    lines = {str(one.direction): one.test_lines for one in profiles}
+    large = [one.direction for one in profiles if one.test_lines >= MIN_LINES]
     pairs = [*dict.fromkeys(direction.pair for direction in large)]
     line_sets = find_line_sets(call.artifacts["corpus"], pairs)
-    tasks = _bootstrap_tasks(
+    tasks = _resample_tasks(
         systems, large, scores=scores, line_sets=line_sets, writer=writer, call=call
     )
-    draws = _by_key(resampled_scores, tasks, pool=pool, label="resample")
-    columns = [score.column for score in scores]
+    draws = dict(
+        zip(
+            tasks,
+            _in_parallel(resampled_scores, [*tasks.values()], label="resample", pool=pool),
+            strict=True,
+        )
+    )
+    columns = {score.column.name: score.column for score in scores}
     runs = [run for one in systems for run in one.runs or (one,)]
-    values = {
-        direction: _by_column(runs, direction, columns)
-        for direction in (str(profile.direction) for profile in profiles)
+    samples = {
+        direction: {
+            name: Sample(_of_runs(runs, direction, name), of_column, lines[direction])
+            for name, of_column in of_direction.items()
+        }
+        for direction, of_direction in draws.items()
     }
-    seeds = _seed_errors(systems, seed=call.recipe.evaluation.seed)
-    compared = compare_all(
-        values,
-        draws,
-        columns=columns,
-        systems=names,
-        profiles=profiles,
-        verdicts=verdicts,
+    places = _places(systems)
+
+    def compared(
+        directions: Sequence[str], qualities: Mapping[str, Quality]
+    ) -> dict[str, Comparison]:
+        translating = {name: one.translates for name, one in qualities.items()}
+        found = {}
+        for name, column in columns.items():
+            measured = [one for one in directions if name in runs[0].directions[one].scores]
+            if measured and all(name in samples.get(one, {}) for one in measured):
+                found[name] = compare(
+                    Sample.mean([samples[one][name] for one in measured]),
+                    places,
+                    column=column,
+                    baseline=verdicts.baseline,
+                    translating=translating,
+                )
+        return found
+
+    members = by_group({name: name for name in lines}, profiles=profiles)
+    significance = Significance(
         resamples=call.recipe.evaluation.resamples,
-        shared_lines=[SharedLines(one.pairs, one.sentences) for one in line_sets],
-        seeds=seeds,
+        directions={name: compared([name], verdicts.directions[name]) for name in lines},
+        averages={
+            family: {
+                group: compared(names, verdicts.averages[family][group])
+                for group, names in groups.items()
+            }
+            for family, groups in members.items()
+        },
+        shared_lines=tuple(SharedLines(one.pairs, one.sentences) for one in line_sets),
     )
     if len(systems) == 1 or not large:
-        return compared, None
-    tested = [name for name in tasks if verdicts.decides(name)]
-    return compared, _baseline_tests(
-        {name: tasks[name] for name in tested},
-        values,
-        {name: _by_column(systems, name, columns) for name in tested},
-        draws,
-        systems=names,
-        baseline=names.index(verdicts.baseline),
-        undecided=[name for name in tasks if name not in tested],
-        seeds=seeds,
-        call=call,
-        pool=pool,
+        return significance, None
+    return significance, correct_tests(
+        {name: significance.directions[name] for name in tasks if verdicts.decides(name)},
+        baseline=verdicts.baseline,
+        systems=len(systems),
+        undecided=[name for name in tasks if not verdicts.decides(name)],
     )
 
 
-def _bootstrap_tasks(
+def _resample_tasks(
     systems: Sequence[SystemScores],
     directions: Sequence[Direction],
     *,
@@ -446,8 +461,8 @@ def _bootstrap_tasks(
     line_sets: Sequence[LineSet],
     writer: ArtifactWriter,
     call: StageCall,
-) -> dict[str, BootstrapTask]:
-    """Return the resampling of every direction; those of a line set have the same draws."""
+) -> dict[str, ResampleTask]:
+    """Return the resampling of every direction; directions of a line set have the same draws."""
     settings = call.recipe.evaluation
     set_of = {pair: one for one in line_sets for pair in one.pairs}
     runs = [run for one in systems for run in one.run_names]
@@ -455,7 +470,7 @@ def _bootstrap_tasks(
     for direction in directions:
         lines = set_of.get(direction.pair)
         drawn = lines.pairs[0] if lines else direction.pair
-        found[str(direction)] = BootstrapTask(
+        found[str(direction)] = ResampleTask(
             [writer.path(_lines_name(run, str(direction))) for run in runs],
             scores,
             seed=derive_seed("bootstrap", settings.seed, drawn),
@@ -465,118 +480,14 @@ def _bootstrap_tasks(
     return found
 
 
-def _seed_errors(systems: Sequence[SystemScores], *, seed: int) -> SeedErrors | None:
-    """Return the runs of all systems; None if none has several."""
-    if not any(one.runs for one in systems):
-        return None
-    places = iter(range(sum(len(one.run_names) for one in systems)))
-    return SeedErrors(
-        runs=tuple(tuple(islice(places, len(one.run_names))) for one in systems),
-        labels=tuple(tuple(map(seed_of, one.run_names)) for one in systems),
-        seed=seed,
-    )
+def _places(systems: Sequence[SystemScores]) -> dict[str, dict[str, int]]:
+    """Return system → seed → place of the run among all runs."""
+    places = count()
+    return {one.name: {seed_of(run): next(places) for run in one.run_names} for one in systems}
 
 
-def _baseline_tests(
-    tasks: Mapping[str, BootstrapTask],
-    of_runs: Mapping[str, Mapping[str, Sequence[float]]],
-    of_systems: Mapping[str, Mapping[str, Sequence[float]]],
-    draws: Mapping[str, Mapping[str, Floats]],
-    *,
-    systems: Sequence[str],
-    baseline: int,
-    undecided: Sequence[str],
-    seeds: SeedErrors | None,
-    call: StageCall,
-    pool: Pool | None,
-) -> BaselineTests:
-    """Test every system against the baseline, with as many resamples as the tests need.
-
-    No direction is tested if systems have too few runs to find anything.
-
-    Args:
-        tasks: direction → first round of resamples.
-        of_runs: direction → name of a column → one score per run.
-        of_systems: the same with one score per system.
-        draws: results of the tasks.
-        systems: names.
-        baseline: index of the baseline among them.
-        undecided: directions that are not tested.
-        seeds: runs of the systems; None: every system has one.
-        call: of the stage.
-        pool: workers, if there are any.
-    """
-    seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
-    tests = (len(systems) - 1) * (len(tasks) + len(undecided))
-    runs = None if seeds is None else seeds.fewest_runs
-    if not can_find(tests, runs=runs):
-        return BaselineTests(systems[baseline], {}, tests, resamples, tuple(undecided), runs)
-    bootstrap = {
-        name: PairedBootstrapTask(task, baseline, of_runs[name], seeds)
-        for name, task in tasks.items()
-    }
-    tosses = {
-        name: RandomisationTask(
-            task.paths,
-            baseline,
-            task.scores,
-            seed=derive_seed("randomise", seed, pair_name(*name.split("-"))),
-            trials=resamples,
-        )
-        for name, task in tasks.items()
-        if seeds is None
-    }
-    of_draws: Mapping[str, PValues] = {
-        name: p_values_of_draws(draws[name], baseline=baseline, scores=task.scores, seeds=seeds)
-        for name, task in bootstrap.items()
-    }
-    of_tosses: Mapping[str, PValues] = _by_key(
-        randomisation_p_values, tosses, label="randomise", pool=pool
-    )
-    more = second_round(tests, resamples=resamples)
-    if more is not None:
-        of_draws = in_two_rounds(
-            of_draws,
-            lambda columns: _by_key(
-                bootstrap_p_values,
-                {name: bootstrap[name].again(columns[name], resamples=more) for name in columns},
-                label="resample again",
-                pool=pool,
-            ),
-            resamples=resamples,
-        )
-        of_tosses = in_two_rounds(
-            of_tosses,
-            lambda columns: _by_key(
-                randomisation_p_values,
-                {name: tosses[name].again(columns[name], trials=more) for name in columns},
-                label="randomise again",
-                pool=pool,
-            ),
-            resamples=resamples,
-        )
-    return compare_with_baseline(
-        of_systems,
-        of_draws,
-        None if seeds else of_tosses,
-        systems=systems,
-        baseline=baseline,
-        resamples=more or resamples,
-        undecided=undecided,
-        runs=runs,
-    )
-
-
-def _by_column(
-    systems: Sequence[SystemScores], direction: str, columns: Sequence[Column]
-) -> dict[str, list[float]]:
-    """Return one value per system or run of every score that all of them have in a direction."""
-    found = [one.directions[direction].scores for one in systems]
-    return {
-        column.name: [scores[column.name] for scores in found]
-        for column in columns
-        if all(column.name in scores for scores in found)
-    }
+def _of_runs(runs: Sequence[SystemScores], direction: str, column: str) -> list[float]:
+    return [run.directions[direction].scores[column] for run in runs]
 
 
 # Worker processes
@@ -593,18 +504,6 @@ def _worker_pool(processes: int, *, mpi: bool) -> Iterator[Pool | None]:
         return
     with open_pool(processes, mpi=mpi) as pool:
         yield pool
-
-
-def _by_key(
-    function: Callable[[Task], Result],
-    tasks: Mapping[str, Task],
-    *,
-    label: str,
-    pool: Pool | None,
-) -> dict[str, Result]:
-    """Run tasks in parallel; results have the keys of their tasks."""
-    found = _in_parallel(function, list(tasks.values()), pool=pool, label=label)
-    return dict(zip(tasks, found, strict=True))
 
 
 def _in_parallel(

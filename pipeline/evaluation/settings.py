@@ -43,9 +43,7 @@ class EvaluationConfig(Settings):
     """Side of the words that are grouped: words of references and translations, or the source words
     aligned to them (LOBEF, Figures 3 and 4)."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
-    """Resamples of the test lines, for confidence intervals and for the two tests against the
-    baseline. Holm's correction for m tests needs 20 m resamples: differences that remain open are
-    tested again with that number."""
+    """Resamples of the test lines, for confidence intervals and tests against the baseline."""
     seed: Seed = 1
     """Seed of langdetect and of the resamples."""
 

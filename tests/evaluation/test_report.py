@@ -6,12 +6,10 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.example_evaluation import (
-    DENSE,
     HOSTILE,
     IMPRINT,
     NAMES,
@@ -21,11 +19,9 @@ from support.example_evaluation import (
     sample,
 )
 
-from pipeline.artifacts.corpus import Direction, Resource
-from pipeline.evaluation.averages import average_scores, judge
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.charts import MARKERS, SERIES_COLORS
-from pipeline.evaluation.history import History, Parameters, SystemTraining
+from pipeline.evaluation.history import History
 from pipeline.evaluation.rendering import (
     escape_markdown,
     render_html,
@@ -40,8 +36,7 @@ from pipeline.evaluation.score_tables import (
     main_tables,
     separate_sections,
 )
-from pipeline.evaluation.scores import Evaluation, LanguageAverage
-from pipeline.evaluation.significance import compare_all
+from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.tables import (
     Cell,
     Heading,
@@ -498,128 +493,6 @@ def test_the_page_says_when_it_was_made_by_which_version_and_of_which_models() -
     assert "2024-02-29 12:30 UTC, mmnmt 1.2.3" in text
     assert "40 k" in text
     assert "experts rests on dense (8 updates) and routed (8 updates)." in text
-
-
-DEMO_SYSTEMS = (
-    *("dense", "dense, whole budget", "MoE", "MoE-LGR source", "Enc(dense)-Dec(MoE-LGR) assembled"),
-    "Enc(dense)-Dec(MoE-LGR) fine-tuned",
-)
-
-
-EMS = {**dict.fromkeys("0123456789", 0.636), **dict.fromkeys(".,: ", 0.337), "–": 0.5}
-"""Widths of characters of DejaVu Sans, the widest font of the style sheet; of others 0.65 at most
-on average."""
-
-
-def narrowest(frame: ElementTree.Element, style: str) -> float:
-    """The least width that a table can have, in pixels, by the rules of the style sheet."""
-    (padding,) = re.findall(r"\nth,td\{padding:\d+px (\d+)px[^}]*white-space:nowrap", style)
-    assert re.search(r"thead th,td\.words\{white-space:normal\}", style)
-    assert re.search(r"td\.words\{min-width:104px", style)
-    assert re.search(
-        r"tbody th\{white-space:normal;overflow-wrap:anywhere;min-width:140px\}", style
-    )
-    first, *rows = frame.iter("tr")
-    spanning = sum("rowspan" in one.attrib for one in first)
-    widths: dict[int, float] = {}
-    for line in rows or [first]:
-        in_body = line[0].get("scope") == "row"
-        for place, cell in enumerate(line, start=0 if in_body else spanning):
-            least = {"row": 140.0}.get(cell.get("scope") or "", 0.0)
-            if cell.get("class") == "words":
-                least = 104.0
-            if not least:
-                size = 14 if cell.tag == "td" else 13
-                texts = [((cell.text or "").strip(), size)]
-                texts += [
-                    ("".join(one.itertext()), 11 if one.tag == "small" else size) for one in cell
-                ]
-                pieces = [
-                    (piece, size)
-                    for text, size in texts
-                    for piece in ([text] if cell.tag == "td" else re.split(r"(?<=-)| ", text))
-                ]
-                least = max(
-                    size * sum(EMS.get(one, 0.65) for one in piece) for piece, size in pieces
-                )
-                least += 2 * int(padding)
-            widths[place] = max(widths.get(place, 0.0), least)
-    return sum(widths.values())
-
-
-def page_of(systems: tuple[str, ...], groups: tuple[Resource, ...]) -> str:
-    """A page of many systems with the largest figures there are: into English and out of it in all
-    resource groups, and zero-shot."""
-    found = evaluation()
-    first = found.systems[0]
-    profiles = [
-        replace(one, direction=Direction(*pair), resource=group)
-        for family, template in (
-            ("into", PROFILES[0]),
-            ("out", PROFILES[3]),
-            ("beside", PROFILES[1]),
-        )
-        for number, group in enumerate(groups if family != "beside" else (None,))
-        for one in [template]
-        for code in [f"x{number}"]
-        for pair in [{"into": (code, "en"), "out": ("en", code), "beside": ("de", code)}[family]]
-    ]
-    scores = {str(one.direction): {"bleu": 100.0, "chrf": 100.0} for one in profiles}
-    scored = {name: replace(first.directions["de-en"], scores=one) for name, one in scores.items()}
-    averages = average_scores(scores, profiles=profiles)
-    made = tuple(
-        replace(first, name=name, directions=scored, averages=averages) for name in systems
-    )
-    draws = {name: {"bleu": np.full((len(systems), 100), 100.0)} for name in scores}
-    verdicts = judge(made, baseline=systems[0], profiles=profiles)
-    shown = replace(
-        found,
-        columns=found.main_columns,
-        systems=made,
-        directions=tuple(profiles),
-        language_names={code: code for one in scores for code in one.split("-")},
-        references=None,
-        verdicts=verdicts,
-        significance=compare_all(
-            {name: {"bleu": [100.0] * len(systems)} for name in scores},
-            draws,
-            columns=found.main_columns[:1],
-            systems=systems,
-            profiles=profiles,
-            verdicts=verdicts,
-        ),
-        language_averages=(
-            LanguageAverage("family", "Indo-European", "into_pivot", 12, dict(scores_of(systems))),
-        ),
-    )
-    trainings = tuple(
-        SystemTraining(name, Parameters(1, 1), DENSE, (), complete=True) for name in systems
-    )
-    found_history = History(trainings=trainings)
-    return render_html(evaluation_report(shown, found_history, imprint=IMPRINT))
-
-
-def scores_of(systems: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    return {name: {"bleu": 100.0, "chrf": 100.0} for name in systems}
-
-
-def test_averages_with_their_zero_shot_column_and_all_systems_fit_a_screen_of_1280_pixels() -> None:
-    """The zero-shot column was hidden, as were systems in the averages by language."""
-    text = page_of(DEMO_SYSTEMS, ("extremely_low", "low", "medium", "high"))
-    (style,) = re.findall(r"<style>(.*?)</style>", text, flags=re.DOTALL)
-    (width, padding) = re.findall(r"\nmain\{max-width:(\d+)px;[^}]*padding:\d+px (\d+)px", style)[0]
-    room = min(int(width), 1280) - 2 * int(padding) - 2
-    frames = {
-        "".join(heading.itertext()): frame
-        for part in body(text).iter("section")
-        for heading, frame in zip(part, [*part][1:], strict=False)
-        if heading.tag == "h3" and frame.tag == "div"
-    }
-    for title in ("BLEU", "chrF++", "BLEU by family", "chrF++ by family"):
-        shown = "".join(frames[title].itertext())
-        assert all(name in shown for name in DEMO_SYSTEMS)
-        assert narrowest(frames[title], style) <= room, title
-    assert "Zero-shot" in "".join(frames["BLEU"].itertext())
 
 
 def test_names_of_systems_are_never_cut() -> None:
