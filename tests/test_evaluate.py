@@ -449,15 +449,10 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     assert words.keys() == {"dense", "tuned"}
     text = made.file("report.md").read_text(encoding="utf-8")
     assert "| tuned (2 runs) | 7 updates (1.8 ×), 3 new |" in text
-    assert "New updates" in text
+    assert "### New cost, where dense existed already" in text
     assert "Systems with one run have intervals over test lines alone" in text
     assert "Systems with several runs are shown by their first run." in text
     assert "With two or three seeds, hardly any direction can be significant by itself" in text
-    page = made.file("report.html").read_text(encoding="utf-8")
-    whiskers = re.findall(r'class="whisker" style="left:([\d.]+)%;width:([\d.]+)%"', page)
-    assert interval["tuned"]["high"] > 100.0, "of two runs"
-    assert len(whiskers) == page.count('class="whisker"')
-    assert all(float(left) + float(width) <= 100.01 for left, width in whiskers)
     dense = system_scores(made, "dense")["averages"]["into_pivot"]["all"]["bleu"]
     shown = document["significance"]["averages"]["into_pivot"]["all"]["bleu"]["differences"]
     low, high = shown["tuned"]["low"], shown["tuned"]["high"]
@@ -773,7 +768,7 @@ def test_without_it_nothing_is_called_zero_shot_and_a_warning_says_what_to_name(
     made = evaluated(stage_call(tmp_path / "out", outside, systems))
     text = made.file("report.md").read_text(encoding="utf-8")
     assert "Zero-shot" not in text
-    assert "Training data unknown all (6 directions)" in text
+    assert "Training data unknown (6 directions)" in text
     (warning,) = made.read_json("scores.json")["warnings"]
     assert "input 'training'" in warning
 
@@ -927,7 +922,8 @@ def test_analyses_stand_in_both_reports_and_their_pictures_on_the_page(
     page = made.file("report.html").read_text("utf-8")
     assert "## Lengths in bytes: &lt;opus&gt;" in markdown
     assert "<h2>Lengths in bytes: &lt;opus&gt;</h2>" in page
-    assert page.count('<rect class="fill') == 3
+    lengths_part = page[page.index("<h2>Lengths in bytes") :]
+    assert lengths_part.count('<rect class="fill') == 3
     assert "<rect" not in markdown
 
 

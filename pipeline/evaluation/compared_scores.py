@@ -8,9 +8,8 @@ from pipeline.errors import UserError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet import Comet
-from pipeline.evaluation.directions import FAMILIES, pivot_of
-from pipeline.evaluation.history import is_number
-from pipeline.evaluation.score_tables import title_of_family
+from pipeline.evaluation.directions import FAMILIES, pivot_of, title_of_family
+from pipeline.evaluation.spent import is_number
 from pipeline.evaluation.tables import (
     Cell,
     Heading,
@@ -41,8 +40,8 @@ def scores_section(name: str, evaluation: Artifact) -> ReportSection | None:
     pivot = _pivot(evaluation)
     titles = [
         Heading(
-            COLUMNS[column].heading if column in COLUMNS else column,
-            group=title_of_family(family, pivot=pivot),
+            f"{title_of_family(family, pivot=pivot)}, "
+            f"{COLUMNS[column].heading if column in COLUMNS else column}"
         )
         for family, column in shown
     ]

@@ -12,42 +12,29 @@ from typing import Self
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import pair_name, read_hypotheses, read_lines
 from pipeline.evaluation.averages import RULE
-from pipeline.evaluation.directions import FAMILIES, DirectionProfile
-from pipeline.evaluation.history import History
-from pipeline.evaluation.history_tables import (
-    budgets_section,
-    curves_section,
-    stages_section,
-    summaries_section,
-    trained_for,
-)
+from pipeline.evaluation.curves import curves_section
+from pipeline.evaluation.directions import FAMILIES, DirectionProfile, title_of_family
+from pipeline.evaluation.history import History, budgets_section, stages_section, trained_for
 from pipeline.evaluation.repeated_runs import group_runs
-from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.score_tables import (
-    AverageColumn,
+from pipeline.evaluation.score_sections import (
     TrainedFor,
-    average_columns,
     averages_section,
     baseline_section,
-    comparison_of_average,
     directions_by_family,
     directions_section,
-    distinct_outputs_section,
     family_title,
     language_averages_section,
     main_tables,
     output_languages_section,
+    overview_section,
     separate_sections,
-    title_of_family,
     word_accuracy_section,
 )
-from pipeline.evaluation.scores import Evaluation, Interval, Significance, SystemScores
+from pipeline.evaluation.scores import Evaluation, Significance, SystemScores
 from pipeline.evaluation.statistics import MIN_LINES
 from pipeline.evaluation.tables import (
     BulletList,
     Cell,
-    Panel,
-    PanelBar,
     Report,
     ReportSection,
     SampleText,
@@ -55,7 +42,6 @@ from pipeline.evaluation.tables import (
     TextSample,
     bullets,
     joined,
-    score_cell,
 )
 from pipeline.languages import language, parts_words_by_spaces
 from pipeline.seeds import derive_seed
@@ -122,22 +108,20 @@ def evaluation_report(
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
     training = _trained_for(evaluation, history)
     sections = (
-        _overview_section(evaluation, training),
+        overview_section(evaluation),
         _warnings_section(evaluation),
         averages_section(evaluation, training) if evaluation.main_columns else None,
         budgets_section(history),
         *separate_sections(evaluation, training),
-        distinct_outputs_section(evaluation),
         baseline_section(evaluation),
         language_averages_section(evaluation),
         output_languages_section(evaluation),
         word_accuracy_section(evaluation),
         *further,
-        curves_section(history, runs),
+        curves_section(history.curves, runs),
         _samples_section(evaluation, samples),
         directions_section(evaluation),
-        summaries_section(history),
-        stages_section(history, [*runs]),
+        stages_section(history),
         _notes_section(evaluation, history),
         _signatures_section(evaluation),
     )
@@ -177,66 +161,9 @@ def _facts(evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-# Overview
-
-
-def _overview_section(evaluation: Evaluation, training: TrainedFor) -> ReportSection | None:
-    columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
-    if not columns:
-        return None
-    titles = " and ".join(column.heading for column in columns)
-    return ReportSection(
-        "Overview",
-        f"Mean {titles} over all directions of each type. Bars run from 0 to 100; the mark at the "
-        "end of a bar is the 95 % confidence interval. Beside each name stands the training of the "
-        "system.",
-        panels=tuple(
-            Panel(
-                family_title(evaluation, average.family),
-                average.note,
-                tuple(
-                    (column.heading, bars)
-                    for column in columns
-                    if (bars := _bars(evaluation, training, average, column))
-                ),
-            )
-            for average in average_columns(evaluation)
-            if average.group == "all"
-        ),
-    )
-
-
-def _bars(
-    evaluation: Evaluation, training: TrainedFor, average: AverageColumn, column: Column
-) -> tuple[PanelBar, ...]:
-    """Return one bar per system; none if some system lacks the score."""
-    compared = comparison_of_average(evaluation, average, column)
-    bars = []
-    for place, system in enumerate(evaluation.systems):
-        score = system.averages[average.family]["all"].get(column.name)
-        if score is None:
-            return ()
-        interval = None if compared is None else compared.intervals[system.name]
-        bars.append(
-            PanelBar(
-                system.name,
-                training(system.name),
-                score_cell(score, decimals=column.decimals),
-                interval=None if interval is None else _within_bar(interval),
-                series=place,
-            )
-        )
-    return tuple(bars)
-
-
-def _within_bar(interval: Interval) -> tuple[float, float]:
-    """Return an interval cut to 0–100, beyond which that of two or three runs may reach."""
-    return min(max(interval.low, 0.0), 100.0), min(max(interval.high, 0.0), 100.0)
-
-
 def _warnings_section(evaluation: Evaluation) -> ReportSection | None:
     lists = bullets(evaluation.warnings)
-    return ReportSection("Warnings", lists=lists, style="warnings") if lists else None
+    return ReportSection("Warnings", lists=lists) if lists else None
 
 
 # Samples
@@ -321,7 +248,7 @@ def text_sample(sample: Sample, *, systems: Sequence[str], pivot: str | None) ->
     direction = sample.profile.direction
     source, target = direction.source, direction.target
     return TextSample(
-        f"{source} → {target}",
+        f"{language(source).name} → {language(target).name}",
         sample.line,
         (
             SampleText("source", sample.source, source),
@@ -338,7 +265,6 @@ def text_sample(sample: Sample, *, systems: Sequence[str], pivot: str | None) ->
                 if name in sample.translations
             ),
         ),
-        note=f"{language(source).name} → {language(target).name}",
         group=title_of_family(sample.profile.family, pivot=pivot),
     )
 
@@ -387,8 +313,9 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
         )
         yield from _notes_on_lines(evaluation.significance)
         yield from _notes_on_seeds(evaluation.systems)
+    directions = [str(one.direction) for one in evaluation.directions]
     for section, columns in evaluation.sections.items():
-        if any(average_columns(evaluation, column) for column in columns):
+        if any(evaluation.is_measured(one, name) for one in columns for name in directions):
             yield section.note
     if evaluation.undetectable:
         yield (

@@ -26,7 +26,7 @@ from pipeline.evaluation.directions import describe_directions
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.rendering import render_html, render_markdown, render_tables
 from pipeline.evaluation.report import Imprint, choose_samples, evaluation_report, summary_tables
-from pipeline.evaluation.score_tables import directions_by_family, family_title
+from pipeline.evaluation.score_sections import directions_by_family, family_title
 from pipeline.evaluation.scores import Evaluation, scores_document
 from pipeline.evaluation.scoring import score_systems
 from pipeline.evaluation.tables import ReportSection

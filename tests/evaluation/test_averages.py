@@ -1,5 +1,6 @@
 """Averages, verdicts, win ratios and confusion matrices: counted by hand, and shown in reports."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,15 +30,13 @@ from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.failed_outputs import LengthRatio
 from pipeline.evaluation.rendering import render_html, render_markdown
 from pipeline.evaluation.report import evaluation_report
-from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.score_tables import (
+from pipeline.evaluation.score_sections import (
     MATRIX_LANGUAGES,
-    average_columns,
     baseline_section,
-    distinct_outputs_section,
     language_averages_section,
     output_languages_section,
 )
+from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
     BaselineTests,
     Evaluation,
@@ -47,7 +46,7 @@ from pipeline.evaluation.scores import (
     scores_document,
 )
 from pipeline.evaluation.scoring import baseline_place
-from pipeline.evaluation.tables import Table
+from pipeline.evaluation.tables import ReportSection, Table
 
 MANY = {f"l{number:02}": 1 for number in range(MATRIX_LANGUAGES + 4)}
 MISSED = {"de-en": {"en": 9, "de": 1}, "en-de": {"de": 10}, "fr-de": {"de": 6, "fr": 3, "none": 1}}
@@ -166,30 +165,25 @@ def test_an_average_is_judged_by_its_mean_and_a_direction_by_itself() -> None:
 
 def test_both_reports_say_not_decided_where_the_baseline_does_not_translate() -> None:
     found = judged()
-    assert [(one.family, one.decided) for one in average_columns(found)][-2:] == [
-        ("out_of_pivot", True),
-        ("zero_shot", False),
-    ]
     text, page = both_forms(found)
-    assert "Zero-shot all (2 directions, not decided)" in text
+    assert "Zero-shot (2 directions, not decided)" in text
     assert page.count("<small>2 directions, not decided</small>") >= 2
     rows = [line for line in text.split("\n") if line.startswith(("| de → fr (", "| de → mg ("))]
-    assert [("not decided" in row) for row in rows] == [False, True]
-    assert page.count("<small>German → Malagasy, not decided</small>") == 1
+    assert [("not decided" in row) for row in rows] == [False, True] * 2
+    assert page.count("<small>German → Malagasy, not decided</small>") == 2
     (warning,) = found.warnings
     assert "Not decided in 1 of 5 directions" in warning
     assert "does not translate there: de-mg." in warning
 
 
-def test_the_share_of_distinct_outputs_stands_per_system_in_both_reports_and_the_document() -> None:
+def test_the_share_of_distinct_outputs_stands_per_system_in_the_report_and_the_document() -> None:
     found = judged(experts=42.5)
-    (table,) = distinct_outputs_section(found).tables
-    assert table.rows[0].texts == ("dense", *["97.0"] * 6)
-    assert table.rows[1].texts == ("experts", *["42.5"] * 6)
-    assert table.rows[-1].texts == ("Comparison with dense", *["decided"] * 5, "not decided")
-    text, page = both_forms(found)
-    assert f"| experts | {' | '.join(['42.5'] * 6)} |" in text
-    assert "<td>42.5</td>" in page
+    section = baseline_section(replace(found, wins=won(found.columns)))
+    assert section is not None
+    table = section.tables[-1]
+    assert table.title == "Distinct outputs, % of distinct sources"
+    assert table.rows[0].texts == ("dense", *["97.0"] * 3)
+    assert table.rows[1].texts == ("experts", *["42.5"] * 3)
     verdicts = scores_document(found)["verdicts"]
     assert verdicts["directions"]["de-en"]["experts"] == {
         "bleu": 31.0,
@@ -210,11 +204,11 @@ def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> Non
     )
     section = baseline_section(replace(found, wins=wins))
     assert section is not None
-    assert section.tables == ()
+    assert [one.title for one in section.tables] == ["Distinct outputs, % of distinct sources"]
     assert section.lead == "Not decided: dense does not translate in any direction."
 
 
-def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> None:
+def test_of_one_system_nothing_is_called_undecided() -> None:
     """There is no baseline that could have decided anything."""
     found = evaluation()
     alone = replace(
@@ -225,9 +219,7 @@ def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> N
         warnings=(),
     )
     assert undecided(alone.verdicts) == []
-    text, _ = both_forms(alone, system="dense")
-    assert "| dense | 97.0 |" in text
-    assert "not decided" not in text
+    assert "not decided" not in both_forms(alone, system="dense")[0]
 
 
 # Wins and tests
@@ -265,6 +257,7 @@ def whole_evaluation() -> Evaluation:
         systems=systems,
         baseline_tests=BaselineTests("dense", tests, 8, ("de-mg",)),
         language_averages=tuple(average_by_language(systems, profiles=PROFILES, pivot="en")),
+        confusion=confuse_languages(systems, profiles=PROFILES),
         wins=won(found.columns),
     )
 
@@ -337,10 +330,6 @@ def test_directions_whose_baseline_does_not_translate_are_won_by_none() -> None:
     assert BLEU["second"]["de-mg"] > BLEU["dense"]["de-mg"]
     assert BLEU["second"]["de-fr"] < BLEU["dense"]["de-fr"]
     assert wins.systems["experts"]["zero_shot"]["all"]["bleu"] == 0.0
-    section = baseline_section(whole_evaluation())
-    assert section is not None
-    (table,) = [one for one in section.tables if one.title == "BLEU: win ratio, %"]
-    assert table.rows[-1].texts == ("Directions not decided", *("0" for _ in range(5)), "1")
 
 
 def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> None:
@@ -355,12 +344,12 @@ def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> No
         *("BLEU by family", "chrF++ by family", "BLEU by script", "chrF++ by script")
     ]
     systems = ["dense", "experts", "baseline"]
-    assert titles(by_family) == ["Family", "Direction type", "Directions", *systems]
-    assert by_family.rows[1].texts == ("Germanic", "En → Any", "1", "20.0", "22.0", "2.0")
-    assert {row.texts[:3] for row in by_script.rows} == {
-        ("Latn", "Any → En", "1"),
-        ("Latn", "En → Any", "2"),
-        ("Latn", "Zero-shot", "2"),
+    assert titles(by_family) == ["Family and direction type", "Directions", *systems]
+    assert by_family.rows[1].texts == ("Germanic, En → Any", "1", "20.0", "22.0", "2.0")
+    assert {row.texts[:2] for row in by_script.rows} == {
+        ("Latn, Any → En", "1"),
+        ("Latn, En → Any", "2"),
+        ("Latn, Zero-shot", "2"),
     }
     tables = {
         table.title: {row.texts[0]: row.texts[1:] for row in table.rows}
@@ -371,13 +360,14 @@ def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> No
         "baseline": ("0", "1", "1", "1"),
     }
     assert tables["BLEU: win ratio, %"]["experts"][0] == "100.0"
-    table = languages.tables[0]
-    assert table.rows[0].texts[:3] == ("English (en)", "Any → En", "90.0 %; de 10.0")
-    assert table.rows[1].texts[:3] == (
-        "French (fr)",
-        "Zero-shot",
-        "33.3 %; en 50.0, de 13.3, none 3.3",
-    )
+    (table,) = languages.tables
+    assert table.rows[0].texts == ("baseline", "Zero-shot", "fr", "en", "50.0")
+    assert {row.texts[1:] for row in table.rows if row.texts[0] == "dense"} == {
+        ("Any → En", "en", "de", "10.0"),
+        ("Zero-shot", "fr", "en", "50.0"),
+        ("Zero-shot", "fr", "de", "13.3"),
+        ("Zero-shot", "fr", "none", "3.3"),
+    }
 
 
 def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:
@@ -405,8 +395,6 @@ def test_both_reports_and_the_document_hold_them() -> None:
     for title in ("Comparison with the baseline dense", "Output languages"):
         assert f"## {title}\n" in text
         assert f"<h2>{title}</h2>" in page
-    assert "| French (fr) | Zero-shot | 33.3 %; en 50.0, de 13.3, none 3.3 |" in text
-    assert "33.3 %; en 50.0, de 13.3, none 3.3</td>" in page
 
 
 def test_the_baseline_is_the_first_system_or_the_one_that_is_named() -> None:
@@ -456,24 +444,26 @@ def test_counts_of_a_familys_directions_into_a_language_are_summed() -> None:
     )
 
 
-def test_the_matrix_shows_shares_of_the_lines_asked_for_where_any_was_missed() -> None:
-    whole = told(MISSED)
-    section = output_languages_section(whole)
+def cells(section: ReportSection | None, title: str) -> dict[str, float]:
+    """Row and column of a map → its share, of every cell."""
     assert section is not None
-    matrices = {table.title: table for table in section.tables[1:]}
-    matrix = matrices["dense, Any → En: output language, % of lines"]
-    assert titles(matrix) == ["Target language", "de", "en"]
-    assert [row.texts for row in matrix.rows] == [("en", "10.0", "90.0")]
-    assert not any("En → Any" in title for title in matrices), "nothing was missed there"
-    text, page = both_forms(whole)
-    assert matrix.title in page
-    assert matrix.title not in text, "one per system and type of direction: too many for a text"
+    (figure,) = [one for one in section.figures if one.title == title]
+    shown = re.findall("<title>(.*?): (.*?)</title>", figure.svg)
+    return {name: float(value) for name, value in shown}
+
+
+def test_the_map_shows_shares_of_the_lines_asked_for_where_any_was_missed() -> None:
+    section = output_languages_section(told(MISSED))
+    found = cells(section, "dense, Any → En")
+    assert found == {"en, de": 10.0, "en, en": 90.0, "en, others": 0.0}
+    assert section is not None
+    assert not any("En → Any" in one.title for one in section.figures), "nothing was missed there"
 
 
 def test_languages_that_are_found_seldom_are_summed_up() -> None:
-    section = output_languages_section(told({"de-en": {"en": 80, **MANY}}))
-    assert section is not None
-    matrix = section.tables[1]
-    shares = dict(zip(titles(matrix), matrix.rows[0].texts, strict=True))
-    assert len(shares) == 1 + MATRIX_LANGUAGES + 1
-    assert (shares["en"], shares["others"]) == ("80.0", "5.0")
+    found = cells(output_languages_section(told({"de-en": {"en": 80, **MANY}})), "dense, Any → En")
+    assert len(found) == MATRIX_LANGUAGES + 1
+    total = 80 + len(MANY)
+    assert found["en, en"] == pytest.approx(100 * 80 / total, abs=0.1)
+    seldom = len(MANY) - (MATRIX_LANGUAGES - 1)
+    assert found["en, others"] == pytest.approx(100 * seldom / total, abs=0.01)
