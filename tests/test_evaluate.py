@@ -393,6 +393,28 @@ def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> N
     assert "no two pairs have half of their test lines in common" in reports["apart"][0]
 
 
+def test_the_nearest_neighbor_is_a_system_where_the_recipe_asks_for_it(tmp_path: Path) -> None:
+    """The one training line answers all test lines with a trigram of it; others are copied."""
+    training = artifact(tmp_path / "trained", "corpus", "clean", write_training_lines)
+    tests = corpus_of_tests(tmp_path / "tests")
+    systems = {"copied": translations(tmp_path / "a", tests, copied)}
+    settings = EvaluationConfig(nearest_neighbor=True, language_accuracy=False)
+    call = stage_call(tmp_path / "out", tests, systems, settings=settings, training=training)
+    made = evaluated(call)
+    assert [one["name"] for one in made.read_json("scores.json")["systems"]] == [
+        *("copied", "nearest neighbor")
+    ]
+    assert made.has("sentences/nearest neighbor/de-en.npz")
+    assert "| nearest neighbor | no training |" in made.file("report.md").read_text("utf-8")
+    answers = ["Die Kinder spielen im Garten.", "Where is the", "Where is the"]
+    expected = sacrebleu.corpus_chrf(answers, [TEST_LINES["de-en"]["en"]], word_order=2).score
+    found = system_scores(made, "nearest neighbor")["directions"]["de-en"]["scores"]["chrf"]
+    assert found == pytest.approx(expected)
+    taken = {"nearest neighbor": systems["copied"]}
+    with pytest.raises(ConfigError, match="Rename the system"):
+        evaluated(stage_call(tmp_path / "other", tests, taken, settings=settings))
+
+
 def damaged_by(seed: int) -> Translate:
     """Translations by a run: other words are lost with every seed."""
 
@@ -450,7 +472,7 @@ def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     text = made.file("report.md").read_text(encoding="utf-8")
     assert "| tuned (2 runs) | 7 updates (1.8 ×), 3 new |" in text
     assert "### New cost, where dense existed already" in text
-    assert "Systems with one run have intervals over test lines alone" in text
+    assert "Systems with one run have intervals over test lines only" in text
     assert "Systems with several runs are shown by their first run." in text
     assert "With two or three seeds, hardly any direction can be significant by itself" in text
     dense = system_scores(made, "dense")["averages"]["into_pivot"]["all"]["bleu"]
@@ -950,11 +972,7 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
     settings = EvaluationConfig(language_sets=sets, language_accuracy=False)
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
     document = made.read_json("scores.json")
-    found = {
-        (one["value"], one["family"]): one
-        for one in document["language_averages"]
-        if one["trait"] == "set"
-    }
+    found = {(one["name"], one["family"]): one for one in document["set_averages"]}
     scores = document["systems"][0]["directions"]
     means = {
         ("Both", "into_pivot"): ["de-en", "fr-en"],

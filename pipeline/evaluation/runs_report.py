@@ -10,8 +10,9 @@ from pipeline.evaluation.compared_scores import scores_section
 from pipeline.evaluation.curves import curves_section, losses_section
 from pipeline.evaluation.directions import describe_directions, pivot_of
 from pipeline.evaluation.history import History, budgets_section, checkpoint_of, trace_history
-from pipeline.evaluation.report import MARKED, Imprint, choose_samples, text_sample
+from pipeline.evaluation.report import Imprint
 from pipeline.evaluation.routing_tables import languages_section, loads_section
+from pipeline.evaluation.samples import choose_samples, samples_section
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.evaluation.tables import Report, ReportSection, bullets
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
@@ -90,15 +91,14 @@ def _samples_section(
         )
         if all(run.has(hypotheses_name(profile.direction)) for run in translations.values())
     ]
-    samples = choose_samples(corpus, translations, profiles=profiles, seed=EvaluationConfig().seed)
-    if not samples:
-        return None
-    pivot = pivot_of(training or corpus)
-    return ReportSection(
-        f"Translations of {corpus.directory.name}",
-        f"Test lines drawn at random. {MARKED} Systems with several runs are shown by their first.",
-        samples=tuple(text_sample(one, systems=[*systems], pivot=pivot) for one in samples),
+    samples = choose_samples(
+        corpus,
+        translations,
+        profiles=profiles,
+        seed=EvaluationConfig().seed,
+        pivot=pivot_of(training or corpus),
     )
+    return samples_section(f"Translations of {corpus.directory.name}", samples)
 
 
 def _notes_section(

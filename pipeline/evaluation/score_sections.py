@@ -406,37 +406,34 @@ def _distinct_table(evaluation: Evaluation) -> Table:
 # Languages
 
 
-def language_averages_section(evaluation: Evaluation) -> ReportSection | None:
-    """Return the main scores by family, script and set of the language that is not the pivot."""
+def sets_section(evaluation: Evaluation) -> ReportSection | None:
+    """Return the main scores by set of the language that is not the pivot, if there are sets."""
+    if not evaluation.set_averages:
+        return None
     names = [system.name for system in evaluation.systems]
-    tables = tuple(
+    tables = (
         Table(
-            f"{column.heading} by {trait}",
-            headings(f"{trait.capitalize()} and direction type", "Directions", *names),
+            f"{column.heading} by set",
+            headings("Set and direction type", "Directions", *names),
             tuple(
                 row(
-                    f"{one.value}, {family_title(evaluation, one.family)}",
+                    f"{one.name}, {family_title(evaluation, one.family)}",
                     one.directions,
                     *(
                         score_cell(one.systems[name].get(column.name), decimals=column.decimals)
                         for name in names
                     ),
                 )
-                for one in evaluation.language_averages
-                if one.trait == trait
+                for one in evaluation.set_averages
             ),
         )
-        for trait in ("family", "script", "set")
         for column in evaluation.main_columns
     )
-    tables = tuple(table for table in tables if table.rows)
-    if not tables:
-        return None
     return ReportSection(
-        "Averages by language",
-        "Arithmetic means over directions by language family, by script and by the recipe's "
-        "language sets. The language is the source if the pivot is the target, else the target.",
-        tables=tables,
+        "Averages by set of languages",
+        "Arithmetic means over directions by the recipe's language sets. The language is the "
+        "source if the pivot is the target, else the target.",
+        tables=tuple(tables),
     )
 
 

@@ -176,13 +176,10 @@ class Wins:
 
 
 @dataclass(frozen=True)
-class LanguageAverage:
-    """Mean scores over the directions of a family whose languages share a trait."""
+class SetAverage:
+    """Mean scores over the directions of a family whose languages are in a set of the recipe."""
 
-    trait: str
-    """``family``, ``script`` or ``set``."""
-    value: str
-    """Language family, ISO 15924 code of the script, or name of the recipe's set."""
+    name: str
     family: Family
     """Family of the directions."""
     directions: int
@@ -250,7 +247,7 @@ class Evaluation:
     significance: Significance | None = None
     baseline_tests: BaselineTests | None = None
     wins: Wins | None = None
-    language_averages: tuple[LanguageAverage, ...] = ()
+    set_averages: tuple[SetAverage, ...] = ()
     words: WordAccuracy | None = None
     confusion: Confusion = field(default_factory=dict)
 

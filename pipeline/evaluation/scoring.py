@@ -14,7 +14,7 @@ from pipeline.artifacts.corpus import Direction, languages
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
-    average_by_language,
+    average_by_set,
     average_scores,
     by_group,
     confuse_languages,
@@ -163,10 +163,8 @@ def _score_systems(
         wins=win_ratios(
             systems, baseline=baseline, columns=columns, profiles=profiles, verdicts=verdicts
         ),
-        language_averages=tuple(
-            average_by_language(
-                systems, profiles=profiles, pivot=pivot, sets=settings.language_sets
-            )
+        set_averages=tuple(
+            average_by_set(systems, profiles=profiles, pivot=pivot, sets=settings.language_sets)
         ),
         words=_word_accuracy(call, profiles=profiles, pool=pool),
         confusion=confuse_languages(systems, profiles=profiles),

@@ -33,6 +33,9 @@ class EvaluationConfig(Settings):
     """Whether to compute the language accuracies among ``scores``."""
     baseline: str = ""
     """System that the others are compared with in every direction. Empty: the first system."""
+    nearest_neighbor: bool = False
+    """Whether to add a baseline, "nearest neighbor", that answers each test line with the
+    translation of the most similar training line of the pair."""
     language_sets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Named sets of languages to average over, for example ``Long = ["my", "ta"]``. A direction
     belongs to the sets of its language that is not the pivot."""

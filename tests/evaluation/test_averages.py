@@ -14,7 +14,7 @@ from support.example_evaluation import BLEU, IMPRINT, PROFILES, evaluation, hist
 from pipeline.artifacts.corpus import Direction, Resource
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
-    average_by_language,
+    average_by_set,
     average_scores,
     confuse_languages,
     distinct_share,
@@ -33,8 +33,8 @@ from pipeline.evaluation.report import evaluation_report
 from pipeline.evaluation.score_sections import (
     MATRIX_LANGUAGES,
     baseline_section,
-    language_averages_section,
     output_languages_section,
+    sets_section,
 )
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
@@ -256,7 +256,9 @@ def whole_evaluation() -> Evaluation:
         found,
         systems=systems,
         baseline_tests=BaselineTests("dense", tests, 8, ("de-mg",)),
-        language_averages=tuple(average_by_language(systems, profiles=PROFILES, pivot="en")),
+        set_averages=tuple(
+            average_by_set(systems, profiles=PROFILES, pivot="en", sets={"German": ["de"]})
+        ),
         confusion=confuse_languages(systems, profiles=PROFILES),
         wins=won(found.columns),
     )
@@ -287,8 +289,8 @@ def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
             for one in systems
         )
     sets = {"Canada": ["fra-CA"], "all": ["fr", "fr_CA"], "France": ["fr_FR"]}
-    found = average_by_language(systems, profiles=profiles, pivot="en", sets=sets)
-    counts = {one.value: one.directions for one in found if one.trait == "set"}
+    found = average_by_set(systems, profiles=profiles, pivot="en", sets=sets)
+    counts = {one.name: one.directions for one in found}
     assert counts == {"Canada": 1, "all": 2, "France": 1}
 
 
@@ -334,23 +336,16 @@ def test_directions_whose_baseline_does_not_translate_are_won_by_none() -> None:
 
 def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> None:
     whole = whole_evaluation()
-    baseline, averages = baseline_section(whole), language_averages_section(whole)
+    baseline, averages = baseline_section(whole), sets_section(whole)
     languages = output_languages_section(whole)
     assert baseline is not None
     assert averages is not None
     assert languages is not None
-    by_family, _, by_script, _ = averages.tables
-    assert [table.title for table in averages.tables] == [
-        *("BLEU by family", "chrF++ by family", "BLEU by script", "chrF++ by script")
-    ]
+    by_set, _ = averages.tables
+    assert [table.title for table in averages.tables] == ["BLEU by set", "chrF++ by set"]
     systems = ["dense", "experts", "baseline"]
-    assert titles(by_family) == ["Family and direction type", "Directions", *systems]
-    assert by_family.rows[1].texts == ("Germanic, En → Any", "1", "20.0", "22.0", "2.0")
-    assert {row.texts[:2] for row in by_script.rows} == {
-        ("Latn, Any → En", "1"),
-        ("Latn, En → Any", "2"),
-        ("Latn, Zero-shot", "2"),
-    }
+    assert titles(by_set) == ["Set and direction type", "Directions", *systems]
+    assert by_set.rows[1].texts == ("German, En → Any", "1", "20.0", "22.0", "2.0")
     tables = {
         table.title: {row.texts[0]: row.texts[1:] for row in table.rows}
         for table in baseline.tables
@@ -370,17 +365,16 @@ def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> No
     }
 
 
-def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:
-    found = average_by_language(evaluation().systems, profiles=PROFILES, pivot="en")
+def test_averages_by_set_are_means_over_the_languages_that_are_not_the_pivot() -> None:
+    sets = {"Germanic": ["de"], "all": ["de", "fr", "mg"]}
+    found = average_by_set(evaluation().systems, profiles=PROFILES, pivot="en", sets=sets)
     means = {
-        (one.trait, one.value, one.family): (one.directions, one.systems["dense"]["bleu"])
-        for one in found
+        (one.name, one.family): (one.directions, one.systems["dense"]["bleu"]) for one in found
     }
     bleu = BLEU["dense"]
-    assert means["family", "Germanic", "into_pivot"] == (1, bleu["de-en"])
-    assert means["family", "Romance", "zero_shot"] == (1, bleu["de-fr"])
-    assert means["family", "Austronesian", "zero_shot"] == (1, bleu["de-mg"])
-    assert means["script", "Latn", "out_of_pivot"] == (2, (bleu["en-de"] + bleu["en-fr"]) / 2)
+    assert means["Germanic", "into_pivot"] == (1, bleu["de-en"])
+    assert means["all", "zero_shot"] == (2, (bleu["de-fr"] + bleu["de-mg"]) / 2)
+    assert means["all", "out_of_pivot"] == (2, (bleu["en-de"] + bleu["en-fr"]) / 2)
 
 
 def test_both_reports_and_the_document_hold_them() -> None:

@@ -22,8 +22,8 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.evaluation.report import differences
 from pipeline.evaluation.routing_tables import DEAD, OVERLOADED, similarity
+from pipeline.evaluation.samples import differences
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 

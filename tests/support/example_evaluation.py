@@ -15,7 +15,7 @@ from pipeline.evaluation.curves import Curve, CurvePoint
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.history import History, StageRun, SystemTraining
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
-from pipeline.evaluation.report import Imprint, Sample
+from pipeline.evaluation.report import Imprint
 from pipeline.evaluation.scores import (
     Comparison,
     Difference,
@@ -28,6 +28,7 @@ from pipeline.evaluation.scores import (
     SystemScores,
 )
 from pipeline.evaluation.spent import Spent
+from pipeline.evaluation.tables import SampleText, TextSample
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 IMPRINT = Imprint(made=datetime(2024, 2, 29, 12, 30, tzinfo=UTC), version="1.2.3")
@@ -173,11 +174,15 @@ def history(system_name: str) -> History:
     )
 
 
-def sample(system_name: str) -> Sample:
-    return Sample(
-        profile=PROFILES[1],
-        line=7,
-        source=HOSTILE,
-        reference="réf",
-        translations={"dense": "", system_name: HOSTILE, "baseline": "x"},
+def sample(system_name: str) -> TextSample:
+    texts = {"dense": "", system_name: HOSTILE, "baseline": "x"}
+    return TextSample(
+        "German → French",
+        7,
+        (
+            SampleText("source", HOSTILE, "de"),
+            SampleText("reference", "réf", "fr"),
+            *(SampleText(name, texts[name], "fr", place) for place, name in enumerate(texts)),
+        ),
+        group="Zero-shot",
     )

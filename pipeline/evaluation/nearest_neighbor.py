@@ -1,4 +1,4 @@
-"""Translate each test line by its nearest training neighbor: the baseline stage ``retrieve``.
+"""A baseline: translate each test line by its nearest training line.
 
 - Nearest is the largest cosine between TF-IDF vectors of character trigrams of the source sides: it
   needs no tokenizer, works in every script, and finds inflected forms.
@@ -10,7 +10,6 @@
 - Training lines are read in blocks, so that memory does not grow with the corpus.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
@@ -32,9 +31,10 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.errors import ArtifactError
-from pipeline.stages.stage import StageCall
-from pipeline.terminal import counted, listed, track
+from pipeline.terminal import track
 
+NEAREST_NEIGHBOR = "nearest neighbor"
+"""Name of the baseline among the systems."""
 BLOCK_LINES = 65_536
 NO_NEIGHBOR = -1
 
@@ -42,44 +42,33 @@ Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-def run(call: StageCall) -> None:
-    """Translate every test line of every direction by its nearest training neighbor."""
-    corpus = call.artifacts["corpus"]
-    trained = line_counts(corpus, "train")
-    lines: dict[str, int] = {}
-    copied: list[str] = []
-    empty = 0
-    with call.new_artifact() as writer:
-        for direction in track(directions(corpus, "test"), label="retrieve"):
-            hypotheses = [Hypothesis(text) for text in retrieve(corpus, direction)]
-            write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
-            lines[str(direction)] = len(hypotheses)
-            empty += sum(not hypothesis.text for hypothesis in hypotheses)
-            if direction.pair not in trained:
-                copied.append(str(direction))
-        writer.statistics.update(
-            lines=sum(lines.values()), empty=empty, directions=lines, copied_directions=copied
-        )
-        writer.summary.append(
-            f"{counted(sum(lines.values()), 'line')} in {counted(len(lines), 'direction')} "
-            f"answered; {empty:,} of the answers are empty"
-        )
-        if copied:
-            writer.summary.append(
-                f"{counted(len(copied), 'direction')} without training lines, answered with the "
-                f"source itself: {listed(copied)}"
-            )
+def retrieve_all(directory: Path, corpus: Artifact, *, training: Artifact) -> Artifact:
+    """Translate all test lines and write them as translations.
+
+    Args:
+        directory: of the translations.
+        corpus: with the test lines.
+        training: with the training lines.
+    """
+    with new_artifact(
+        directory, kind="translations", stage="evaluate", config={}, inputs={}
+    ) as writer:
+        for direction in track(directions(corpus, "test"), label=NEAREST_NEIGHBOR):
+            texts = retrieve(corpus, direction, training=training)
+            path = writer.path(hypotheses_name(direction))
+            write_hypotheses(path, [Hypothesis(text) for text in texts])
+    return open_artifact(directory, kind="translations")
 
 
-def retrieve(corpus: Artifact, direction: Direction) -> list[str]:
+def retrieve(corpus: Artifact, direction: Direction, *, training: Artifact) -> list[str]:
     """Return the target side of every test line's nearest training neighbor in a direction."""
     queries = read_lines(corpus, "test", direction.pair, direction.source)
-    if direction.pair not in line_counts(corpus, "train"):
+    if direction.pair not in line_counts(training, "train"):
         return queries
-    source_path = corpus.file(text_name("train", direction.pair, direction.source))
+    source_path = training.file(text_name("train", direction.pair, direction.source))
     neighbors = nearest_lines(source_path, queries)
     wanted = {int(line) for line in neighbors if line != NO_NEIGHBOR}
-    target_path = corpus.file(text_name("train", direction.pair, direction.target))
+    target_path = training.file(text_name("train", direction.pair, direction.target))
     found = {line: text for line, text in enumerate(iterate_lines(target_path)) if line in wanted}
     if missing := wanted - found.keys():
         raise ArtifactError(
@@ -233,9 +222,3 @@ def _blocks(path: Path, size: int) -> Iterator[list[str]]:
     lines = iterate_lines(path)
     while block := list(islice(lines, size)):
         yield block
-
-
-if __name__ == "__main__":
-    from pipeline.cli import stage_main
-
-    sys.exit(stage_main("retrieve"))
