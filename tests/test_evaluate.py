@@ -257,8 +257,8 @@ def test_copied_sources_are_in_the_wrong_language_and_references_in_the_right_on
     ceiling = made.read_json("scores.json")["references"]["averages"]
     for family, groups in system_scores(made, "perfect")["averages"].items():
         for group, scores in groups.items():
-            assert scores["language_accuracy"] == ceiling[family][group]
-    assert ceiling["into_pivot"]["all"]["restricted"] == 100.0
+            assert scores["language_accuracy"] == ceiling[family][group]["language_accuracy"]
+    assert ceiling["into_pivot"]["all"]["language_accuracy"]["restricted"] == 100.0
     confusion = made.read_json("scores.json")["confusion"]["language_restricted"]
     assert confusion["copied"]["zero_shot"] == {"de": {"fr": 1}, "fr": {"de": 1}}
     assert confusion["perfect"]["into_pivot"] == {"en": {"en": 5}}

@@ -8,10 +8,11 @@
   every line of a direction without training lines, is answered with the source line itself: a name
   or a number may be right as it stands, while an unrelated sentence never is.
 - Training lines are read in blocks, so that memory does not grow with the corpus.
+
+Legend: G trigrams of the training lines, N trigrams of some lines, P those of a block.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -37,6 +38,8 @@ NEAREST_NEIGHBOR = "nearest neighbor"
 """Name of the baseline among the systems."""
 BLOCK_LINES = 65_536
 NO_NEIGHBOR = -1
+NO_TRIGRAM = np.iinfo(np.int64).max
+"""Last of the sorted trigrams, so that a search for a larger one finds a place."""
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -92,23 +95,34 @@ def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LI
     Returns:
         (queries,) line numbers, NO_NEIGHBOR where no line shares a trigram.
     """
-    frequencies = DocumentFrequencies()
-    for block in _blocks(path, block_lines):
-        frequencies.add(count_trigrams(block))
-    query_grams = count_trigrams(queries)
-    query_ids, known = frequencies.identify(query_grams.keys)
-    query_weights = frequencies.weights(query_grams)
-    bounds = np.searchsorted(query_grams.lines, np.arange(len(queries) + 1))
-    wanted = np.unique(query_ids[known])
+    keys_G, frequency_G, total = _document_frequencies(path, block_lines)
+
+    def weigh(lines: list[str]) -> tuple[Integers, Integers, Floats]:
+        """Return line, place among all trigrams (-1: unknown) and weight of every trigram."""
+        line_N, key_N, count_N = count_trigrams(lines)
+        place_N = np.searchsorted(keys_G, key_N)
+        known_N = keys_G[place_N] == key_N
+        inverse_N = np.log((1 + total) / (1 + np.where(known_N, frequency_G[place_N], 0))) + 1
+        return line_N, np.where(known_N, place_N, -1), (1 + np.log(count_N)) * inverse_N
+
+    query_N, gram_N, weight_N = weigh(queries)
+    bounds = np.searchsorted(query_N, np.arange(len(queries) + 1))
     best = np.full(len(queries), NO_NEIGHBOR, dtype=np.int64)
     similarity = np.zeros(len(queries))
     start = 0
     for block in _blocks(path, block_lines):
-        index = InvertedIndex.build(count_trigrams(block), frequencies=frequencies, wanted=wanted)
+        line_P, posting_P, share_P = weigh(block)
+        share_P /= np.sqrt(np.bincount(line_P, share_P**2, minlength=len(block)))[line_P]
+        kept = np.flatnonzero(np.isin(posting_P, gram_N))
+        kept = kept[np.argsort(posting_P[kept], kind="stable")]
+        line_P, posting_P, share_P = line_P[kept], posting_P[kept], share_P[kept]
+        first_N, end_N = (np.searchsorted(posting_P, gram_N, side) for side in ("left", "right"))
         for query in range(len(queries)):
-            own = slice(bounds[query], bounds[query + 1])
-            ids, weights = query_ids[own][known[own]], query_weights[own][known[own]]
-            scores = index.scores(ids, weights, lines=len(block))
+            # The order of addition depends on the query alone: equal lines score exactly the same.
+            scores = np.zeros(len(block))
+            for own in range(bounds[query], bounds[query + 1]):
+                postings = slice(first_N[own], end_N[own])
+                scores[line_P[postings]] += weight_N[own] * share_P[postings]
             line = int(scores.argmax())
             if scores[line] > similarity[query]:
                 best[query], similarity[query] = start + line, scores[line]
@@ -116,106 +130,33 @@ def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LI
     return best
 
 
-@dataclass(frozen=True)
-class TrigramCounts:
-    """The distinct trigrams of every line, by line and then key; three arrays of one length."""
+def _document_frequencies(path: Path, block_lines: int) -> tuple[Integers, Integers, int]:
+    """Return all trigrams, sorted, the number of lines that contain each, and of all lines."""
+    keys_G, frequency_G = np.array([NO_TRIGRAM]), np.zeros(1, dtype=np.int64)
+    total = 0
+    for block in _blocks(path, block_lines):
+        _, key_N, _ = count_trigrams(block)
+        new, counts = np.unique(key_N, return_counts=True)
+        keys_G, places = np.unique(np.concatenate([keys_G, new]), return_inverse=True)
+        frequency_G = np.bincount(places, np.concatenate([frequency_G, counts])).astype(np.int64)
+        total += len(block)
+    return keys_G, frequency_G, total
 
-    lines: Integers
-    keys: Integers
-    """Trigrams: three code points in 21 bits each."""
-    counts: Integers
-    num_lines: int
 
+def count_trigrams(lines: list[str]) -> tuple[Integers, Integers, Integers]:
+    """Return line, trigram and count of the distinct character trigrams of every line, in order.
 
-def count_trigrams(lines: list[str]) -> TrigramCounts:
-    """Count the character trigrams of every line."""
+    A trigram is three code points in 21 bits each.
+    """
     texts = [f" {' '.join(line.casefold().split())} " for line in lines]
-    lengths = np.array([len(text) for text in texts], dtype=np.int64)
     points = np.frombuffer("".join(texts).encode("utf-32-le"), dtype="<u4").astype(np.int64)
-    owners = np.repeat(np.arange(len(texts)), lengths)
+    owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
     whole = owners[: len(points) - 2] == owners[2:]
-    packed = points[:-2] << 42 | points[1:-1] << 21 | points[2:]
-    vocabulary, ids = np.unique(packed[whole], return_inverse=True)
+    packed = (points[:-2] << 42 | points[1:-1] << 21 | points[2:])[whole]
+    vocabulary, ids = np.unique(packed, return_inverse=True)
     size = max(len(vocabulary), 1)
     codes, counts = np.unique(owners[:-2][whole] * size + ids, return_counts=True)
-    return TrigramCounts(
-        lines=codes // size,
-        keys=vocabulary[codes % size],
-        counts=counts.astype(np.int64),
-        num_lines=len(lines),
-    )
-
-
-@dataclass
-class DocumentFrequencies:
-    """The number of training lines that contain each trigram."""
-
-    keys: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Sorted trigrams; the index of a key is its id."""
-    counts: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    num_lines: int = 0
-
-    def add(self, grams: TrigramCounts) -> None:
-        """Count another block of lines."""
-        keys, counts = np.unique(grams.keys, return_counts=True)
-        merged, places = np.unique(np.concatenate([self.keys, keys]), return_inverse=True)
-        totals = np.zeros(len(merged), dtype=np.int64)
-        np.add.at(totals, places, np.concatenate([self.counts, counts]))
-        self.keys, self.counts = merged, totals
-        self.num_lines += grams.num_lines
-
-    def identify(self, keys: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Return the id of every key, and whether the training lines contain it."""
-        ids = np.searchsorted(self.keys, keys)
-        known = ids < len(self.keys)
-        known[known] = self.keys[ids[known]] == keys[known]
-        return ids, known
-
-    def weights(self, grams: TrigramCounts) -> Floats:
-        """Return the TF-IDF weight of every (line, trigram), before normalization."""
-        ids, known = self.identify(grams.keys)
-        frequency = np.zeros(len(ids))
-        frequency[known] = self.counts[ids[known]]
-        inverse = np.log((1 + self.num_lines) / (1 + frequency)) + 1
-        weights: Floats = (1 + np.log(grams.counts)) * inverse
-        return weights
-
-
-@dataclass(frozen=True)
-class InvertedIndex:
-    """Trigram id → the lines of a block that contain it, with their normalized weights."""
-
-    ids: Integers
-    """Sorted; the postings of ``ids[i]`` are ``starts[i]`` to ``starts[i + 1]``."""
-    starts: Integers
-    lines: Integers
-    weights: Floats
-
-    @classmethod
-    def build(
-        cls, grams: TrigramCounts, *, frequencies: DocumentFrequencies, wanted: Integers
-    ) -> "InvertedIndex":
-        """Index a block of training lines under the trigrams that queries ask for."""
-        weights = frequencies.weights(grams)
-        norms = np.sqrt(np.bincount(grams.lines, weights**2, minlength=grams.num_lines))
-        weights /= norms[grams.lines]
-        ids, _ = frequencies.identify(grams.keys)
-        kept = np.flatnonzero(np.isin(ids, wanted))
-        kept = kept[np.argsort(ids[kept], kind="stable")]
-        starts = np.append(np.searchsorted(ids[kept], wanted), len(kept))
-        return cls(ids=wanted, starts=starts, lines=grams.lines[kept], weights=weights[kept])
-
-    def scores(self, ids: Integers, weights: Floats, *, lines: int) -> Floats:
-        """Return the similarity of every line of the block to a query, up to the query's norm.
-
-        The order of addition depends on the query alone, so that equal lines score exactly the
-        same.
-        """
-        scores = np.zeros(lines)
-        for place, weight in zip(np.searchsorted(self.ids, ids), weights, strict=True):
-            postings = slice(self.starts[place], self.starts[place + 1])
-            scores[self.lines[postings]] += weight * self.weights[postings]
-        return scores
+    return codes // size, vocabulary[codes % size], counts.astype(np.int64)
 
 
 def _blocks(path: Path, size: int) -> Iterator[list[str]]:

@@ -9,6 +9,8 @@ from pipeline.evaluation.score_slot import Column, Section
 
 Scores = Mapping[str, float]
 """Name of a column → score, without scores that do not cover the direction."""
+Averages = Mapping[Family, Mapping[Group, Scores]]
+"""Mean scores over the directions of a family and resource tier."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class SystemScores:
 
     name: str
     directions: Mapping[str, DirectionScores]
-    averages: Mapping[Family, Mapping[Group, Scores]]
+    averages: Averages
     runs: tuple["SystemScores", ...] = ()
     """Scores of its runs, in the order given; empty if it has one."""
-    spread: Mapping[Family, Mapping[Group, Scores]] = field(default_factory=dict)
+    spread: Averages = field(default_factory=dict)
     """Standard deviations of the averages over runs; empty if it has one."""
 
     @property
@@ -71,7 +73,7 @@ class ReferenceScores:
     """Scores of the references themselves, as a perfect system would get them."""
 
     directions: Mapping[str, Scores]
-    averages: Mapping[Family, Mapping[Group, Scores]]
+    averages: Averages
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Wins:
     """Win ratios: the percentage of decided directions in which a system beats the baseline."""
 
     baseline: str
-    systems: Mapping[str, Mapping[Family, Mapping[Group, Scores]]]
+    systems: Mapping[str, Averages]
 
 
 @dataclass(frozen=True)
@@ -276,47 +278,44 @@ class Evaluation:
 
 def scores_document(evaluation: Evaluation) -> dict[str, Any]:
     """Return the contents of ``scores.json``; columns say where their scores are in it."""
-    columns = evaluation.columns
+    columns, references = evaluation.columns, evaluation.references
     found = {name: value for name, value in asdict(evaluation).items() if name != "columns"}
     found["systems"] = [_system_document(one, columns) for one in evaluation.systems]
-    found["references"] = _references_document(evaluation.references, columns)
+    found["references"] = references and {
+        "directions": {
+            name: _scores_document(one, columns) for name, one in references.directions.items()
+        },
+        "averages": _averages_document(references.averages, columns),
+    }
     return found
 
 
 def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[str, Any]:
-    return {
+    directions = {}
+    for name, one in system.directions.items():
+        found = asdict(one)
+        del found["quality"]  # verdicts have it
+        signatures, outcomes = found.pop("signatures"), found.pop("outcomes")
+        directions[name] = found | {
+            "scores": _scores_document(one.scores, columns),
+            **{f"{column}_signature": text for column, text in signatures.items()},
+            **{f"{column}_found": counts for column, counts in outcomes.items()},
+        }
+    document: dict[str, Any] = {
         "name": system.name,
-        "directions": {
-            name: {
-                "scores": _scores_document(one.scores, columns),
-                "lines": one.lines,
-                "empty": one.empty,
-                "truncated": one.truncated,
-                "invalid": one.invalid,
-                "invalid_sequences": one.invalid_sequences,
-                **{f"{column}_signature": text for column, text in one.signatures.items()},
-                **{f"{column}_found": dict(found) for column, found in one.outcomes.items()},
-            }
-            for name, one in system.directions.items()
-        },
-        "averages": {
-            family: {group: _scores_document(one, columns) for group, one in groups.items()}
-            for family, groups in system.averages.items()
-        },
-        **_runs_document(system, columns),
+        "directions": directions,
+        "averages": _averages_document(system.averages, columns),
     }
+    if system.runs:
+        document["spread"] = _averages_document(system.spread, columns)
+        document["runs"] = [_system_document(one, columns) for one in system.runs]
+    return document
 
 
-def _runs_document(system: SystemScores, columns: Sequence[Column]) -> dict[str, Any]:
-    """Return the scores of the runs of a system and their spread, if it has several."""
-    if not system.runs:
-        return {}
+def _averages_document(averages: Averages, columns: Sequence[Column]) -> dict[str, Any]:
     return {
-        "spread": {
-            family: {group: _scores_document(one, columns) for group, one in groups.items()}
-            for family, groups in system.spread.items()
-        },
-        "runs": [_system_document(one, columns) for one in system.runs],
+        family: {group: _scores_document(one, columns) for group, one in groups.items()}
+        for family, groups in averages.items()
     }
 
 
@@ -334,23 +333,3 @@ def _scores_document(scores: Scores, columns: Sequence[Column]) -> dict[str, Any
             place = place[key]
         place[last] = scores[column.name]
     return found
-
-
-def _references_document(
-    references: ReferenceScores | None, columns: Sequence[Column]
-) -> dict[str, Any] | None:
-    """Return the scores of the references by the last of their keys."""
-    if references is None:
-        return None
-    last = {column.name: column.keys[-1] for column in columns}
-
-    def renamed(scores: Scores) -> dict[str, float]:
-        return {last[name]: value for name, value in scores.items()}
-
-    return {
-        "directions": {name: renamed(one) for name, one in references.directions.items()},
-        "averages": {
-            family: {group: renamed(one) for group, one in groups.items()}
-            for family, groups in references.averages.items()
-        },
-    }

@@ -45,7 +45,7 @@ from pipeline.evaluation.scores import (
     Wins,
     scores_document,
 )
-from pipeline.evaluation.scoring import baseline_place
+from pipeline.evaluation.scoring import baseline_of
 from pipeline.evaluation.tables import ReportSection, Table
 
 MANY = {f"l{number:02}": 1 for number in range(MATRIX_LANGUAGES + 4)}
@@ -392,10 +392,10 @@ def test_both_reports_and_the_document_hold_them() -> None:
 
 
 def test_the_baseline_is_the_first_system_or_the_one_that_is_named() -> None:
-    assert baseline_place(["a", "b"], "") == 0
-    assert baseline_place(["a", "b"], "b") == 1
+    assert baseline_of(["a", "b"], "") == "a"
+    assert baseline_of(["a", "b"], "b") == "b"
     with pytest.raises(ConfigError, match="'c', which is none of the systems a, b"):
-        baseline_place(["a", "b"], "c")
+        baseline_of(["a", "b"], "c")
 
 
 # Output languages
