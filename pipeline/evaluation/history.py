@@ -66,20 +66,9 @@ class SystemTraining:
 
 
 @dataclass(frozen=True)
-class StageRun:
-    """A run of a stage that systems were made by."""
-
-    stage: str
-    folder: str
-    wall_seconds: float
-    systems: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class History:
-    """Runs behind the systems; inputs precede what was made from them."""
+    """Runs behind the systems."""
 
-    stages: tuple[StageRun, ...] = ()
     curves: tuple[Curve, ...] = ()
     missing: tuple[str, ...] = ()
     """Directories that are gone or have changed since."""
@@ -98,40 +87,33 @@ def checkpoint_of(system: Artifact) -> Artifact | None:
 
 
 def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] = ()) -> History:
-    """Follow the manifests of systems, or of their runs, back to the raw text.
+    """Follow the manifests of systems, or of their runs, back to their first trainings.
 
     Args:
         systems: name → translations or checkpoint.
         given: checkpoints that existed already, if new costs are asked for.
     """
-    runs: dict[Path, Artifact] = {}
-    users: dict[Path, list[str]] = {}
     curves, trainings, missing = [], [], set[str]()
     for name, system in systems.items():
-        behind = Lineage()
-        behind.add(system, follow=lambda record: record.kind != "raw")
-        missing |= behind.missing
-        for path, artifact in behind.found.items():
-            runs.setdefault(path, artifact)
-            users.setdefault(path, []).append(name)
-        training, last, before = trace_training(name, system, given=given)
+        training, last, before, gone = trace_training(name, system, given=given)
         trainings.append(training)
+        missing |= gone
         if last is not None and not read_metrics(last):
             missing.add(last.directory.name)
         elif last is not None:
             curves.append(read_curve(name, last, before=before if training.complete else None))
-    stages = (
-        StageRun(one.manifest.stage, path.name, one.manifest.run.wall_seconds, tuple(users[path]))
-        for path, one in runs.items()
+    return History(
+        tuple(curves),
+        tuple(sorted(missing)),
+        tuple(trainings),
+        tuple(one.directory.name for one in given),
     )
-    folders = tuple(one.directory.name for one in given)
-    return History(tuple(stages), tuple(curves), tuple(sorted(missing)), tuple(trainings), folders)
 
 
 def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
-) -> tuple[SystemTraining, Artifact | None, Spent]:
-    """Return the training of a system, the checkpoint of its last run, and the cost before it.
+) -> tuple[SystemTraining, Artifact | None, Spent, set[str]]:
+    """Return the training of a system, its last run, the cost before it, and what is missing.
 
     Args:
         name: of the system.
@@ -140,9 +122,9 @@ def trace_training(
     """
     checkpoint, translation = checkpoint_of(system), _translation_of(system)
     if checkpoint is None:
-        is_baseline = "checkpoint" not in system.manifest.inputs
-        nothing = SystemTraining(name, complete=is_baseline, translation=translation)
-        return nothing, None, Spent()
+        record = system.manifest.inputs.get("checkpoint")
+        nothing = SystemTraining(name, complete=record is None, translation=translation)
+        return nothing, None, Spent(), set() if record is None else {Path(record.path).name}
     lineage, runs = _trace_runs([checkpoint])
     spent = {identity: spent_by(members) for identity, members in runs.items()}
     _, already = _trace_runs(given)
@@ -162,7 +144,8 @@ def trace_training(
         translation=translation,
     )
     before = add_up(one for identity, one in spent.items() if identity != last)
-    return training, published(runs[last]) if last in runs else None, before
+    found = published(runs[last]) if last in runs else None
+    return training, found, before, lineage.missing
 
 
 def _translation_of(system: Artifact) -> Translation | None:
@@ -296,19 +279,3 @@ def _notes(history: History) -> Iterator[str]:
             yield f"{one.system} rests on {joined(one.runs)}."
         if not one.complete:
             yield f"{one.system}: some trainings can no longer be found; figures are lower bounds."
-
-
-def stages_section(history: History) -> ReportSection | None:
-    """Return the wall times of all stages behind the systems."""
-    if not history.stages:
-        return None
-    rows = (
-        row(one.stage, one.folder, format_duration(one.wall_seconds), ", ".join(one.systems))
-        for one in history.stages
-    )
-    titles = headings("Stage", "Folder", "Wall time", "Systems", words=["Folder", "Systems"])
-    return ReportSection(
-        "Stages and wall times",
-        "Every stage that the systems rest on, inputs first.",
-        tables=(Table("", titles, tuple(rows)),),
-    )

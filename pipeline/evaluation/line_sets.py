@@ -6,8 +6,8 @@ together. Equal text on a side that two pairs share tells which lines are the sa
 
 - A line has a key on each side: its text, how often the side has that text, and which of these
   occurrences it is. A repeated short line thus agrees only with a side that repeats it as often.
-- Two pairs are parallel if at least half of the lines of the shorter one have a key of the other or,
-  by way of a third pair, of one that is parallel to it: de-fr and en-ja over de-en.
+- Two pairs are parallel if at least half of the lines of the shorter one have a key of the other,
+  or by way of a third pair: de-fr and en-ja over de-en.
 - Within a set, lines with a common key are one sentence, unless that would put two lines of a pair
   into one. Keys of texts that occur once are taken first.
 """

@@ -9,7 +9,7 @@ from typing import Self
 from pipeline.artifacts.corpus import pair_name
 from pipeline.evaluation.averages import RULE
 from pipeline.evaluation.curves import curves_section
-from pipeline.evaluation.history import History, budgets_section, stages_section, trained_for
+from pipeline.evaluation.history import History, budgets_section, trained_for
 from pipeline.evaluation.samples import samples_section
 from pipeline.evaluation.score_sections import (
     TrainedFor,
@@ -95,7 +95,6 @@ def evaluation_report(
         curves_section(history.curves, runs),
         samples_section("Sample translations", samples),
         directions_section(evaluation),
-        stages_section(history),
         _notes_section(evaluation, history),
         _signatures_section(evaluation),
     )

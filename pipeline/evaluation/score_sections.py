@@ -284,7 +284,7 @@ def baseline_section(evaluation: Evaluation) -> ReportSection | None:
     title = f"Comparison with the baseline {verdicts.baseline}"
     if not any(verdicts.decides(str(one.direction)) for one in evaluation.directions):
         text = f"Not decided: {verdicts.baseline} does not translate in any direction."
-        return ReportSection(title, text, tables=(_distinct_table(evaluation),))
+        return ReportSection(title, text)
     lead = (
         "The range after a difference is its 95 % confidence interval. The win ratio is the share "
         "of decided directions in which a system scores better than the baseline; a tie is no win."
@@ -299,7 +299,6 @@ def baseline_section(evaluation: Evaluation) -> ReportSection | None:
         *_difference_tables(evaluation),
         *_win_tables(evaluation),
         *_test_tables(evaluation),
-        _distinct_table(evaluation),
     )
     return ReportSection(title, f"{lead} {RULE}", tables=tables)
 
@@ -382,25 +381,6 @@ def _counts(column: Column, tests: Sequence[PairedTest]) -> tuple[int, int, int]
     sure = [sign * one.difference for one in tests if one.p_value_holm <= LEVEL]
     better, worse = sum(one > 0 for one in sure), sum(one < 0 for one in sure)
     return better, worse, len(tests) - better - worse
-
-
-def _distinct_table(evaluation: Evaluation) -> Table:
-    averages = _means(evaluation)
-    qualities = evaluation.verdicts.averages
-    rows = (
-        row(
-            system.name,
-            *(
-                score_cell(qualities[family][group][system.name].distinct, decimals=1)
-                for family, group, _ in averages
-            ),
-        )
-        for system in evaluation.systems
-    )
-    titles = (heading for *_, heading in averages)
-    return Table(
-        "Distinct outputs, % of distinct sources", (*headings("System"), *titles), tuple(rows)
-    )
 
 
 # Languages

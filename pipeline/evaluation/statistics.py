@@ -300,42 +300,27 @@ def compare(
             baseline does not translate.
     """
     runs, lines = sample.runs_of(systems), sample.lines
-    to_baseline = {
-        name: difference(one, runs[baseline], lines=lines)
-        for name, one in runs.items()
-        if name != baseline
-    }
+    others = [name for name in runs if name != baseline]
+    to_baseline = {name: difference(runs[name], runs[baseline], lines=lines) for name in others}
+    sign = -1.0 if column.larger_is_better is False else 1.0
+    leader = max(runs, key=lambda name: sign * float(runs[name].measured_R.mean()))
+    leads = [
+        difference(runs[leader], one, lines=lines) for name, one in runs.items() if name != leader
+    ]
+    is_best = (
+        bool(leads)
+        and column.larger_is_better is not None
+        and (translating[leader] and translating[baseline])
+        and all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
+    )
     return Comparison(
         intervals={name: estimate(one, lines=lines).interval for name, one in runs.items()},
-        best=_best(runs, column, lines=lines, translating=translating, baseline=baseline),
+        best=leader if is_best else None,
         differences={
             name: Difference(found.interval.low, found.interval.high, found.value, found.p_value)
             for name, found in to_baseline.items()
         },
     )
-
-
-def _best(
-    runs: Mapping[str, Runs],
-    column: Column,
-    *,
-    lines: int,
-    translating: Mapping[str, bool],
-    baseline: str,
-) -> str | None:
-    if column.larger_is_better is None or len(runs) < 2:
-        return None
-    sign = 1.0 if column.larger_is_better else -1.0
-    leader = max(runs, key=lambda name: sign * float(runs[name].measured_R.mean()))
-    if not (translating[leader] and translating[baseline]):
-        return None
-    leads = [
-        difference(runs[leader], other, lines=lines)
-        for name, other in runs.items()
-        if name != leader
-    ]
-    is_ahead = all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
-    return leader if is_ahead else None
 
 
 def correct_tests(

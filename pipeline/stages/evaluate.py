@@ -6,8 +6,8 @@ split budgets into old and new. Output, an evaluation:
 
 - ``scores.json``: every score with its confidence interval, a function of the translations and
   references alone;
-- ``history.json``: loss curves, budgets and wall times of the runs behind the systems, as far as
-  they can still be found;
+- ``history.json``: loss curves and budgets of the runs behind the systems, as far as they can still
+  be found;
 - ``sentences/{run}/{direction}.npz``: per line, the sufficient statistics of every score, such
   as sacreBLEU's (``bleu``, ``chrf``) and whether the language was right (``language``,
   ``language_restricted``);

@@ -176,14 +176,8 @@ def test_both_reports_say_not_decided_where_the_baseline_does_not_translate() ->
     assert "does not translate there: de-mg." in warning
 
 
-def test_the_share_of_distinct_outputs_stands_per_system_in_the_report_and_the_document() -> None:
+def test_the_share_of_distinct_outputs_stands_in_the_document() -> None:
     found = judged(experts=42.5)
-    section = baseline_section(replace(found, wins=won(found.columns)))
-    assert section is not None
-    table = section.tables[-1]
-    assert table.title == "Distinct outputs, % of distinct sources"
-    assert table.rows[0].texts == ("dense", *["97.0"] * 3)
-    assert table.rows[1].texts == ("experts", *["42.5"] * 3)
     verdicts = scores_document(found)["verdicts"]
     assert verdicts["directions"]["de-en"]["experts"] == {
         "bleu": 31.0,
@@ -204,7 +198,7 @@ def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> Non
     )
     section = baseline_section(replace(found, wins=wins))
     assert section is not None
-    assert [one.title for one in section.tables] == ["Distinct outputs, % of distinct sources"]
+    assert section.tables == ()
     assert section.lead == "Not decided: dense does not translate in any direction."
 
 

@@ -348,9 +348,8 @@ def test_language_accuracy_is_averaged_and_counted_where_it_was_measured() -> No
     assert tables[2] == ["References", "", *["97.1"] * 3]
 
 
-def test_wall_times_and_budgets_stand_with_what_they_are_made_of() -> None:
+def test_budgets_stand_with_what_they_are_made_of() -> None:
     text = markdown()
-    assert ["clean", "clean", "4.0 s", "dense, experts"] in table_rows(text)
     (row,) = [row for row in table_rows(text) if row[0] == "experts" and "40 k" in row]
     assert row == [*("experts", "40 k", "2 k", "24", "2.7 k", "2.4 k", "24 M", "8 min 20 s")]
     assert "experts rests on dense, routed and tuned." in text

@@ -13,7 +13,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.curves import Curve, CurvePoint
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.history import History, StageRun, SystemTraining
+from pipeline.evaluation.history import History, SystemTraining
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
 from pipeline.evaluation.report import Imprint
 from pipeline.evaluation.scores import (
@@ -161,10 +161,6 @@ def history(system_name: str) -> History:
         system_name, total, ("dense", "routed", "tuned"), parameters=(40_000, 2_000)
     )
     return History(
-        stages=(
-            StageRun("clean", "clean", 4.0, ("dense", system_name)),
-            StageRun("pretrain", HOSTILE, 7200.0, (system_name,)),
-        ),
         curves=(
             Curve(system_name, points, points, before=before),
             Curve("dense", points[:1], ()),
