@@ -6,7 +6,8 @@ be many.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from pipeline.evaluation.averages import RULE
 from pipeline.evaluation.charts import Bar, bar_chart, heat_map
@@ -20,11 +21,10 @@ from pipeline.evaluation.directions import (
 )
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
+    Averages,
     Comparison,
     Evaluation,
-    Interval,
     PairedTest,
-    Scores,
     SystemScores,
 )
 from pipeline.evaluation.statistics import LEVEL
@@ -50,7 +50,6 @@ SHOWN_DIRECTIONS = 400
 
 TrainedFor = Callable[[str], str]
 """Name of a system → the training behind it, in a few words."""
-Averages = Mapping[Family, Mapping[Group, Scores]]
 
 
 def family_title(evaluation: Evaluation, family: Family) -> str:
@@ -67,50 +66,67 @@ def directions_by_family(evaluation: Evaluation) -> dict[Family, list[DirectionP
     return {family: profiles for family, profiles in members.items() if profiles}
 
 
-def _members(
-    evaluation: Evaluation, family: Family, group: Group, column: Column | None
-) -> list[DirectionProfile]:
-    """Return the directions that an average is over: those in which every system has the score."""
-    return [
-        one
-        for one in evaluation.directions
-        if one.family == family
-        and group in ("all", one.resource)
-        and (column is None or evaluation.is_measured(column, str(one.direction)))
-    ]
+@dataclass(frozen=True)
+class _Average:
+    """A score averaged over the directions of a family and tier: a column of tables."""
+
+    column: Column
+    family: Family
+    group: Group
+    heading: Heading
+    compared: Comparison | None
+    """How the systems compare; None if the test sets are too small."""
+
+    def value(self, averages: Averages) -> float | None:
+        return averages.get(self.family, {}).get(self.group, {}).get(self.column.name)
+
+    def cell(self, system: SystemScores) -> Cell:
+        return _score_cell(
+            system.name,
+            self.value(system.averages),
+            self.column,
+            self.compared,
+            spread=self.value(system.spread),
+        )
+
+    def difference(self, system: str) -> Cell:
+        found = None if self.compared is None else self.compared.differences[system]
+        if found is None:
+            return Cell(None)
+        sign = f"+.{self.column.decimals}f"
+        return Cell(found.value, sign, note=f"{found.low:{sign}} to {found.high:{sign}}")
 
 
-def _means(
-    evaluation: Evaluation, column: Column | None = None
-) -> list[tuple[Family, Group, Heading]]:
-    """Return the averages over all directions of a family, with their headings."""
-    found: list[tuple[Family, Group, Heading]] = []
-    for family in directions_by_family(evaluation):
-        members = _members(evaluation, family, "all", column)
-        if members:
-            title = family_title(evaluation, family)
-            found.append((family, "all", Heading(title, _note(evaluation, family, "all", members))))
+def _averages(
+    evaluation: Evaluation, column: Column, tiers_of: Family | None = None
+) -> list[_Average]:
+    """Return the averages of every family, or of the tiers of one family.
+
+    They are over the directions in which every system has the score.
+    """
+    found = []
+    keys: list[tuple[Family, Group]] = (
+        [(family, "all") for family in directions_by_family(evaluation)]
+        if tiers_of is None
+        else [(tiers_of, group) for group in GROUPS[1:]]
+    )
+    for family, group in keys:
+        members = [
+            one
+            for one in evaluation.directions
+            if one.family == family
+            and group in ("all", one.resource)
+            and evaluation.is_measured(column, str(one.direction))
+        ]
+        if not members:
+            continue
+        decided = _is_alone(evaluation) or evaluation.verdicts.decides_average(family, group)
+        note = counted(len(members), "direction") + ("" if decided else f", {NOT_DECIDED}")
+        title = family_title(evaluation, family) if tiers_of is None else group.replace("_", " ")
+        drawn = {} if evaluation.significance is None else evaluation.significance.averages
+        compared = drawn.get(family, {}).get(group, {}).get(column.name)
+        found.append(_Average(column, family, group, Heading(title, note), compared))
     return found
-
-
-def _tiers(
-    evaluation: Evaluation, family: Family, column: Column
-) -> list[tuple[Family, Group, Heading]]:
-    """Return the averages over the resource tiers of a family, if it has several."""
-    found: list[tuple[Family, Group, Heading]] = []
-    for group in GROUPS[1:]:
-        members = _members(evaluation, family, group, column)
-        if members:
-            note = _note(evaluation, family, group, members)
-            found.append((family, group, Heading(group.replace("_", " "), note)))
-    return found if len(found) > 1 else []
-
-
-def _note(
-    evaluation: Evaluation, family: Family, group: Group, members: Sequence[DirectionProfile]
-) -> str:
-    decided = _is_alone(evaluation) or evaluation.verdicts.decides_average(family, group)
-    return counted(len(members), "direction") + ("" if decided else f", {NOT_DECIDED}")
 
 
 def _is_alone(evaluation: Evaluation) -> bool:
@@ -118,18 +134,10 @@ def _is_alone(evaluation: Evaluation) -> bool:
     return len(evaluation.systems) == 1
 
 
-def _average(averages: Averages, family: Family, group: Group, column: Column) -> float | None:
-    return averages.get(family, {}).get(group, {}).get(column.name)
-
-
-def _compared(
-    evaluation: Evaluation, family: Family, group: Group, column: Column
-) -> Comparison | None:
-    """Return how the systems compare in an average; None if its test sets are too small."""
-    if evaluation.significance is None:
-        return None
-    of_family = evaluation.significance.averages.get(family, {})
-    return of_family.get(group, {}).get(column.name)
+def _table(title: str, averages: Sequence[_Average], rows: Iterable[Row], *first: Heading) -> Table:
+    return Table(
+        title, (*headings("System"), *first, *(one.heading for one in averages)), tuple(rows)
+    )
 
 
 # Averages
@@ -139,21 +147,16 @@ def overview_section(evaluation: Evaluation) -> ReportSection | None:
     """Return bars of the main scores over all directions of each type."""
     columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
     figures = []
-    for column in columns:
-        for family, group, heading in _means(evaluation, column):
-            compared = _compared(evaluation, family, group, column)
-            bars = [
-                Bar(
-                    system.name,
-                    round(system.averages[family][group][column.name], column.decimals),
-                    place,
-                    None if compared is None else _ends(compared.intervals[system.name]),
-                )
-                for place, system in enumerate(evaluation.systems)
-            ]
-            title = f"{column.title}, {heading.title}"
-            chart = bar_chart(bars, title=title, x_label=column.heading)
-            figures.append(Figure(chart, title=f"{title} ({heading.note})"))
+    for average in (one for column in columns for one in _averages(evaluation, column)):
+        column, compared, bars = average.column, average.compared, []
+        for place, system in enumerate(evaluation.systems):
+            found = None if compared is None else compared.intervals[system.name]
+            interval = None if found is None else (found.low, found.high)
+            value = round(average.value(system.averages) or 0.0, column.decimals)
+            bars.append(Bar(system.name, value, place, interval))
+        title = f"{column.title}, {average.heading.title}"
+        chart = bar_chart(bars, title=title, x_label=column.heading)
+        figures.append(Figure(chart, title=f"{title} ({average.heading.note})"))
     if not figures:
         return None
     return ReportSection(
@@ -164,10 +167,6 @@ def overview_section(evaluation: Evaluation) -> ReportSection | None:
     )
 
 
-def _ends(interval: Interval) -> tuple[float, float]:
-    return interval.low, interval.high
-
-
 def main_tables(evaluation: Evaluation, trained_for: TrainedFor) -> tuple[Table, ...]:
     """Return the averages of the main scores over all directions, one table per score."""
     return _mean_tables(evaluation, evaluation.main_columns, trained_for)
@@ -175,27 +174,22 @@ def main_tables(evaluation: Evaluation, trained_for: TrainedFor) -> tuple[Table,
 
 def averages_section(evaluation: Evaluation, trained_for: TrainedFor) -> ReportSection:
     """Return the averages of the main scores, by type of direction and by resource tier."""
+    by_tier = (
+        _table(
+            f"{column.heading}, {family_title(evaluation, family)}, by resource tier",
+            averages,
+            (row(_name(one), *(tier.cell(one) for tier in averages)) for one in evaluation.systems),
+        )
+        for column in evaluation.main_columns
+        for family in directions_by_family(evaluation)
+        if len(averages := _averages(evaluation, column, family)) > 1
+    )
     return ReportSection(
         "Average scores",
         "Arithmetic means over directions. A score in bold is significantly better than that of "
         "every other system at 95 %, and both its system and the baseline translate. The range "
         "after a score is its 95 % confidence interval.",
-        tables=(
-            *main_tables(evaluation, trained_for),
-            *(
-                Table(
-                    f"{column.heading}, {family_title(evaluation, family)}, by resource tier",
-                    (*headings("System"), *(heading for *_, heading in averages)),
-                    tuple(
-                        row(_name(system), *_system_cells(evaluation, system, averages, column))
-                        for system in evaluation.systems
-                    ),
-                )
-                for column in evaluation.main_columns
-                for family in directions_by_family(evaluation)
-                if (averages := _tiers(evaluation, family, column))
-            ),
-        ),
+        tables=(*main_tables(evaluation, trained_for), *by_tier),
     )
 
 
@@ -214,46 +208,23 @@ def _mean_tables(
     """Return one table per score that was measured anywhere; references come first."""
     tables = []
     for column in columns:
-        averages = _means(evaluation, column)
-        if not averages:
-            continue
+        averages = _averages(evaluation, column)
         rows = [
-            row(
-                _name(system),
-                trained_for(system.name),
-                *_system_cells(evaluation, system, averages, column),
-            )
-            for system in evaluation.systems
+            row(_name(one), trained_for(one.name), *(mean.cell(one) for mean in averages))
+            for one in evaluation.systems
         ]
         if evaluation.references is not None and column.ceiling:
-            of_references = evaluation.references.averages
-            values = [_average(of_references, *one[:2], column) for one in averages]
+            values = (one.value(evaluation.references.averages) for one in averages)
             cells = (score_cell(value, decimals=column.decimals) for value in values)
             rows.insert(0, row("References", "", *cells, is_ceiling=True))
-        first = headings("System", "Trained for", words=["Trained for"])
-        titles = (heading for *_, heading in averages)
-        tables.append(Table(column.heading, (*first, *titles), tuple(rows)))
+        if averages:
+            training = Heading("Trained for", is_number=False)
+            tables.append(_table(column.heading, averages, rows, training))
     return tuple(tables)
 
 
 def _name(system: SystemScores) -> Cell:
     return Cell(system.name, note=counted(len(system.runs), "run") if system.runs else "")
-
-
-def _system_cells(
-    evaluation: Evaluation,
-    system: SystemScores,
-    averages: Sequence[tuple[Family, Group, Heading]],
-    column: Column,
-) -> Iterator[Cell]:
-    for family, group, _ in averages:
-        yield _score_cell(
-            system.name,
-            _average(system.averages, family, group, column),
-            column,
-            _compared(evaluation, family, group, column),
-            spread=_average(system.spread, family, group, column),
-        )
 
 
 def _score_cell(
@@ -267,8 +238,8 @@ def _score_cell(
     """Return a score with its spread over runs and its interval, bold if it is the best one."""
     notes = [] if spread is None else [f"± {spread:.{column.decimals}f}"]
     if compared is not None:
-        low, high = _ends(compared.intervals[system])
-        notes.append(f"{low:.{column.decimals}f}–{high:.{column.decimals}f}")
+        found = compared.intervals[system]
+        notes.append(f"{found.low:.{column.decimals}f}–{found.high:.{column.decimals}f}")
     is_best = compared is not None and compared.best == system
     return score_cell(value, decimals=column.decimals, note=", ".join(notes), bold=is_best)
 
@@ -278,9 +249,9 @@ def _score_cell(
 
 def baseline_section(evaluation: Evaluation) -> ReportSection | None:
     """Return differences, win ratios and significant differences against the baseline."""
-    if evaluation.wins is None:
+    wins, verdicts, tested = evaluation.wins, evaluation.verdicts, evaluation.baseline_tests
+    if wins is None:
         return None
-    verdicts, tested = evaluation.verdicts, evaluation.baseline_tests
     title = f"Comparison with the baseline {verdicts.baseline}"
     if not any(verdicts.decides(str(one.direction)) for one in evaluation.directions):
         text = f"Not decided: {verdicts.baseline} does not translate in any direction."
@@ -295,57 +266,23 @@ def baseline_section(evaluation: Evaluation) -> ReportSection | None:
             f"correction for {tested.tests:,} tests (directions × systems). With two or three "
             "seeds, hardly any direction can be significant by itself: compare averages."
         )
-    tables = (
-        *_difference_tables(evaluation),
-        *_win_tables(evaluation),
-        *_test_tables(evaluation),
-    )
-    return ReportSection(title, f"{lead} {RULE}", tables=tables)
-
-
-def _difference_tables(evaluation: Evaluation) -> Iterator[Table]:
-    """Yield the differences of averages to the baseline, with their intervals, if there are any."""
-    baseline = evaluation.verdicts.baseline
-    others = [one.name for one in evaluation.systems if one.name != baseline]
+    tables = []
     for column in evaluation.columns:
-        averages = [
-            (heading, compared)
-            for family, group, heading in _means(evaluation, column)
-            if (compared := _compared(evaluation, family, group, column)) is not None
-        ]
-        sign = f"+.{column.decimals}f"
-        if averages and others:
-            yield Table(
-                f"{column.title}: difference to {baseline}",
-                (*headings("System"), *(heading for heading, _ in averages)),
-                tuple(
-                    row(
-                        name,
-                        *(
-                            Cell(
-                                found.value, sign, note=f"{found.low:{sign}} to {found.high:{sign}}"
-                            )
-                            for _, compared in averages
-                            for found in [compared.differences[name]]
-                        ),
-                    )
-                    for name in others
-                ),
-            )
-
-
-def _win_tables(evaluation: Evaluation) -> Iterator[Table]:
-    wins = evaluation.wins
+        averages = [one for one in _averages(evaluation, column) if one.compared is not None]
+        rows = [row(name, *(one.difference(name) for one in averages)) for name in wins.systems]
+        if averages:
+            name = f"{column.title}: difference to {verdicts.baseline}"
+            tables.append(_table(name, averages, rows))
     for column in evaluation.main_columns:
-        averages = _means(evaluation, column)
-        if wins is None or column.larger_is_better is None or not averages:
-            continue
-        rows = [
-            row(name, *(_win_ratio(_average(found, *one[:2], column)) for one in averages))
-            for name, found in wins.systems.items()
-        ]
-        titles = (Heading(heading.title) for *_, heading in averages)
-        yield Table(f"{column.title}: win ratio, %", (*headings("System"), *titles), tuple(rows))
+        averages = _averages(evaluation, column)
+        if column.larger_is_better is not None and averages:
+            rows = [
+                row(name, *(_win_ratio(one.value(shares)) for one in averages))
+                for name, shares in wins.systems.items()
+            ]
+            tables.append(_table(f"{column.title}: win ratio, %", averages, rows))
+    tables += _test_tables(evaluation)
+    return ReportSection(title, f"{lead} {RULE}", tables=tuple(tables))
 
 
 def _win_ratio(share: float | None) -> Cell:
