@@ -48,13 +48,10 @@ class CurvePoint:
     """Losses in nats per token after an update."""
 
     update: int
-    loss: float
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """Resource tier → validation loss."""
+    losses: Mapping[str, float]
+    """``all``, a resource tier or, for example, ``high/into_pivot`` → loss."""
     operations: float | None = None
     """Estimated floating-point operations up to the update."""
-    sides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Into or out of the pivot → resource tier → mean validation loss over directions."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +75,20 @@ def read_curve(system: str, checkpoint: Artifact, *, before: Spent | None) -> Cu
     for entry in metrics:
         if entry.get("kind") not in points or not is_number(entry.get("loss")):
             continue
+        update, resources = entry["update"], entry.get("resources")
+        directions = entry.get("directions")
         at = {
-            side: float(np.interp(entry["update"], [*known], [*known.values()]))
-            if len(known) > 1
-            else None
+            side: float(np.interp(update, [*known], [*known.values()])) if len(known) > 1 else None
             for side, known in tokens.items()
         }
-        resources = _losses(entry.get("resources"))
+        losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
+        if isinstance(directions, dict):
+            losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
+        known_losses = {key: loss for key, loss in losses.items() if is_number(loss)}
         points[entry["kind"]].append(
-            CurvePoint(
-                update=entry["update"],
-                loss=entry["loss"],
-                resources={tier: loss for tier, loss in resources.items() if loss is not None},
-                operations=operations_of(per_token, **at),
-                sides=mean_losses(_losses(entry.get("directions")), pivot=pivot, tiers=tiers),
-            )
+            CurvePoint(update, known_losses, operations_of(per_token, **at))
         )
     return Curve(system, tuple(points["train"]), tuple(points["validation"]), before, pivot)
-
-
-def _losses(found: object) -> dict[str, float | None]:
-    """Return the losses of an object of a line of metrics; None for those that are not finite."""
-    items = found.items() if isinstance(found, dict) else ()
-    return {name: loss if is_number(loss) else None for name, loss in items}
 
 
 def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
@@ -121,30 +109,23 @@ def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
 
 
 def mean_losses(
-    losses: Mapping[str, float | None], *, pivot: str | None, tiers: Mapping[str, Resource]
-) -> dict[str, dict[str, float]]:
-    """Return the mean losses of directions by side of the pivot and tier.
+    losses: Mapping[str, object], *, pivot: str | None, tiers: Mapping[str, Resource]
+) -> dict[str, float]:
+    """Return the mean losses of directions by tier and side of the pivot.
 
     Args:
-        losses: direction → loss. A mean with one that is None is left out.
+        losses: direction → loss. A mean with one that is no number is left out.
         pivot: language of the sides.
         tiers: pair → tier.
     """
-    found: dict[str, dict[str, list[float | None]]] = {}
+    found: dict[str, list[object]] = {}
     for direction, loss in losses.items():
         source, _, target = direction.partition("-")
         tier = tiers.get(pair_name(source, target))
         if tier is not None and pivot in (source, target):
-            side = PIVOT_SIDES[target != pivot]
-            found.setdefault(side, {}).setdefault(tier, []).append(loss)
-    return {
-        side: {
-            tier: fmean(loss for loss in members if loss is not None)
-            for tier, members in of_side.items()
-            if None not in members
-        }
-        for side, of_side in found.items()
-    }
+            found.setdefault(f"{tier}/{PIVOT_SIDES[target != pivot]}", []).append(loss)
+    numbers = {key: [one for one in members if is_number(one)] for key, members in found.items()}
+    return {key: fmean(known) for key, known in numbers.items() if len(known) == len(found[key])}
 
 
 # Sections
@@ -156,25 +137,25 @@ def losses_section(curves: Sequence[Curve]) -> ReportSection | None:
     if not systems:
         return None
     best = {
-        name: [min(run.validation, key=lambda one: one.loss) for run in runs]
+        name: [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
         for name, runs in systems.items()
     }
     last = {name: [run.validation[-1] for run in runs] for name, runs in systems.items()}
     tiers = [
         tier
         for tier in get_args(Resource)
-        if any(tier in one.resources for points in best.values() for one in points)
+        if any(tier in one.losses for points in best.values() for one in points)
     ]
     titles = ("System", "Runs", "Lowest", "At update", "Last", "At update")
     rows = (
         row(
             name,
             len(runs),
-            _mean_cell(one.loss for one in best[name]),
+            _mean_cell(one.losses["all"] for one in best[name]),
             _updates(best[name]),
-            _mean_cell(one.loss for one in last[name]),
+            _mean_cell(one.losses["all"] for one in last[name]),
             _updates(last[name]),
-            *(_mean_cell(one.resources.get(tier) for one in best[name]) for tier in tiers),
+            *(_mean_cell(one.losses.get(tier) for one in best[name]) for tier in tiers),
         )
         for name, runs in systems.items()
     )
@@ -214,24 +195,18 @@ def _updates(points: Sequence[CurvePoint]) -> str:
     return "–".join(f"{update:,}" for update in dict.fromkeys((ends[0], ends[-1])))
 
 
-Loss = Callable[[CurvePoint], float | None]
-
-
 def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> ReportSection | None:
     """Return the loss curves; ``places`` has the number of the color of every run's system."""
     pivots = {curve.pivot for curve in curves if curve.pivot is not None}
     pivot = pivots.pop() if len(pivots) == 1 else None
-    found = [
-        _figure("Validation", curves, places, lambda one: one.loss),
-        _figure("Validation", curves, places, lambda one: one.loss, by_operations=True),
-    ]
+    titles = {"all": "Validation"}
     for tier in get_args(Resource):
-        title = f"Validation, {tier.replace('_', ' ')} resource"
-        found.append(_figure(title, curves, places, _of_tier(tier)))
+        titles[tier] = f"Validation, {tier.replace('_', ' ')} resource"
         for side in PIVOT_SIDES:
-            title_of_side = f"{title}, {title_of_family(side, pivot=pivot)}"
-            found.append(_figure(title_of_side, curves, places, _of_side(side, tier)))
-    found.append(_figure("Training", curves, places, lambda one: one.loss, training=True))
+            titles[f"{tier}/{side}"] = f"{titles[tier]}, {title_of_family(side, pivot=pivot)}"
+    found = [_figure(title, curves, places, key) for key, title in titles.items()]
+    found.insert(1, _figure("Validation", curves, places, "all", by_operations=True))
+    found.append(_figure("Training", curves, places, "all", training=True))
     figures = tuple(one for one in found if one is not None)
     if not figures:
         return None
@@ -244,26 +219,18 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
     )
 
 
-def _of_tier(tier: str) -> Loss:
-    return lambda point: point.resources.get(tier)
-
-
-def _of_side(side: str, tier: str) -> Loss:
-    return lambda point: point.sides.get(side, {}).get(tier)
-
-
 def _figure(
     title: str,
     curves: Sequence[Curve],
     places: Mapping[str, int],
-    loss: Loss,
+    key: str,
     *,
     training: bool = False,
     by_operations: bool = False,
 ) -> Figure | None:
     series, left_out = [], []
     for system, runs in _by_system(curves).items():
-        placed = [_place(run, loss, training, by_operations) for run in runs]
+        placed = [_place(run, key, training, by_operations) for run in runs]
         known = [one for one in placed if one is not None]
         shared = [x for x in known[0] if all(x in one for one in known)] if known else []
         if len(known) < len(runs) or (all(known) and not shared):
@@ -283,7 +250,7 @@ def _figure(
 
 
 def _place(
-    curve: Curve, loss: Loss, training: bool, by_operations: bool
+    curve: Curve, key: str, training: bool, by_operations: bool
 ) -> dict[int, tuple[float, float]] | None:
     """Return update → position and loss; None if the positions are not known."""
     if curve.before is None:
@@ -293,11 +260,11 @@ def _place(
         return None
     found = {}
     for point in curve.training if training else curve.validation:
-        x, y = point.operations if by_operations else point.update, loss(point)
+        x = point.operations if by_operations else point.update
         if x is None:
             return None
-        if y is not None:
-            found[point.update] = (begin + x, y)
+        if key in point.losses:
+            found[point.update] = (begin + x, point.losses[key])
     return found
 
 

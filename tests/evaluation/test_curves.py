@@ -80,16 +80,15 @@ def test_losses_are_means_over_the_directions_of_a_tier(tmp_path: Path) -> None:
     history = trace_history({"dense": run})
     (curve,) = history.curves
     assert curve.pivot == "en"
-    assert [point.sides for point in curve.validation] == [
+    assert [
+        {key: loss for key, loss in point.losses.items() if "/" in key}
+        for point in curve.validation
+    ] == [
         {
-            "into_pivot": {
-                "high": fmean([1.0, 1.5]) / update,
-                "low": fmean([3.0, 4.5]) / update,
-            },
-            "out_of_pivot": {
-                "high": fmean([2.0, 2.25]) / update,
-                **({"low": fmean([5.0, 4.0])} if update == 1 else {}),
-            },
+            "high/into_pivot": fmean([1.0, 1.5]) / update,
+            "low/into_pivot": fmean([3.0, 4.5]) / update,
+            "high/out_of_pivot": fmean([2.0, 2.25]) / update,
+            **({"low/out_of_pivot": fmean([5.0, 4.0])} if update == 1 else {}),
         }
         for update in (1, 2)
     ]
@@ -108,7 +107,7 @@ def test_without_tiers_or_shards_there_are_no_sides(tmp_path: Path, training: ob
     run = trained(tmp_path / "dense", of, training)
     assert read_tiers(run) == (None, {})
     history = trace_history({"dense": run})
-    assert [point.sides for point in history.curves[0].validation] == [{}, {}]
+    assert [point.losses for point in history.curves[0].validation] == [{"all": 2.0}] * 2
     assert not any("→" in title for title in figures(history.curves))
 
 
@@ -146,7 +145,7 @@ def test_the_curve_of_an_assembled_model_begins_where_its_parts_trainings_end() 
 
 
 def test_a_curve_whose_ancestors_are_gone_is_left_out_and_named() -> None:
-    points = (CurvePoint(1, 3.0),)
+    points = (CurvePoint(1, {"all": 3.0}),)
     found = figures([Curve("dense", (), points), Curve("experts", (), points, before=None)])
     assert len(found) == 1
     for figure in found.values():
@@ -165,7 +164,9 @@ def test_a_curve_by_arithmetic_ends_at_what_the_run_has_spent(tmp_path: Path) ->
         [per_update, 2 * per_update, 3 * per_update]
     )
     assert "Validation by FLOP" in figures([curve])
-    uncounted = Curve("experts", (), (CurvePoint(1, 3.0),), before=Spent(1, None, None, None))
+    uncounted = Curve(
+        "experts", (), (CurvePoint(1, {"all": 3.0}),), before=Spent(1, None, None, None)
+    )
     found = figures([curve, uncounted])
     assert found["Validation by FLOP"].notes
     assert not found["Validation by updates"].notes

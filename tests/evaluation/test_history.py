@@ -50,7 +50,7 @@ def test_losses_that_were_not_finite_leave_a_gap_in_the_curves(tmp_path: Path) -
     run = training_run(tmp_path / "dense", [3.0, None, 2.0])
     (curve,) = trace_history({"dense": translated(tmp_path / "a", run)}).curves
     assert [point.update for point in curve.validation] == [1, 3]
-    assert [dict(point.resources) for point in curve.validation] == [{"high": 3.0}, {"high": 2.0}]
+    assert [point.losses["high"] for point in curve.validation] == [3.0, 2.0]
 
 
 def replaced(tmp_path: Path) -> Artifact:

@@ -152,7 +152,7 @@ DENSE = SystemTraining("dense", Spent(8, 900, 800, 4.8e6, 120.0), ("dense",))
 
 def history(system_name: str) -> History:
     points = tuple(
-        CurvePoint(update, 9.0 / update, {"high": 8.0 / update, "low": 10.0 / update})
+        CurvePoint(update, {"all": 9.0 / update, "high": 8.0 / update, "low": 10.0 / update})
         for update in range(1, 9)
     )
     before = Spent(16, 1800, 1600, 14.4e6, 300.0)
