@@ -206,9 +206,8 @@ class RandomWords:
 
     def extend(self, count: int) -> None:
         """Draw words until there are at least so many."""
-        missing = max(count - len(self.words), 0)
-        if missing:
-            missing = max(missing, len(self.words))
+        if count > len(self.words):
+            missing = max(count - len(self.words), len(self.words))
             drawn = self._random.getrandbits(32 * missing).to_bytes(4 * missing, "little")
             self.words = np.concatenate([self.words, np.frombuffer(drawn, dtype="<u4")])
 
@@ -216,10 +215,12 @@ class RandomWords:
         """Return the results of two calls of ``gauss(0, 1)`` from a position on."""
         found = self._normal_pairs.get(position)
         if found is None:
-            angle = self._uniform(position) * math.tau
-            radius = math.sqrt(-2.0 * math.log(1.0 - self._uniform(position + 2)))
-            found = (math.cos(angle) * radius, math.sin(angle) * radius)
-            self._normal_pairs[position] = found
+            angle, radius = self._uniform(position) * math.tau, 1.0 - self._uniform(position + 2)
+            radius = math.sqrt(-2.0 * math.log(radius))
+            found = self._normal_pairs[position] = (
+                math.cos(angle) * radius,
+                math.sin(angle) * radius,
+            )
         return found
 
     def _uniform(self, position: int) -> float:
@@ -376,13 +377,18 @@ class LanguageDetector:
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
-        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        found = self._detect_distinct(tuple(places))
-        return [found[places[text]] for text in texts]
-
-    def detect(self, text: str) -> str | None:
-        """Return the most probable language of one text."""
-        return self.detect_all([text])[0]
+        distinct = tuple(dict.fromkeys(texts))
+        probabilities, counts = self._probable(distinct), grams_of_lines(distinct).counts
+        best, most = probabilities.argmax(axis=1).tolist(), probabilities.max(axis=1).tolist()
+        found = {
+            text: None
+            if not count
+            else self._names[place]
+            if share > MIN_PROBABILITY
+            else UNCERTAIN
+            for text, count, place, share in zip(distinct, counts.tolist(), best, most, strict=True)
+        }
+        return [found[text] for text in texts]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
         """Return the languages that a text may be in with their probabilities, the best first.
@@ -401,14 +407,6 @@ class LanguageDetector:
             prior=self._prior,
             seed=self._seed,
         )
-
-    def _detect_distinct(self, texts: tuple[str, ...]) -> list[str | None]:
-        probabilities, counts = self._probable(texts), grams_of_lines(texts).counts
-        best, most = probabilities.argmax(axis=1).tolist(), probabilities.max(axis=1).tolist()
-        return [
-            None if not count else self._names[place] if share > MIN_PROBABILITY else UNCERTAIN
-            for count, place, share in zip(counts.tolist(), best, most, strict=True)
-        ]
 
 
 @lru_cache(maxsize=4)
