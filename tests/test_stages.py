@@ -111,13 +111,13 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             "word_scores",
         }
     },
-    "retrieve": {},
     "analyze_scales": {},
     "analyze_languages": {},
     "analyze_lengths": {},
     "evaluate": {
         "evaluation": {
             *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores", "seed"),
+            "nearest_neighbor",
             *("resamples", "word_accuracy", "word_side"),
         },
         "training": {"resource_thresholds"},

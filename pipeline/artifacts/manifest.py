@@ -99,7 +99,7 @@ FILES: dict[Kind, dict[str, str]] = {
     },
     "evaluation": {
         "scores.json": "all scores and comparisons",
-        "history.json": "the runs behind the systems: stages, wall times, curves",
+        "history.json": "the training behind the systems: budgets, curves",
         "report.md": "the report as Markdown",
         "report.html": "the report as one HTML file with charts",
         "sentences/SYSTEM/DIRECTION.npz": "statistics per test line, for the bootstrap",

@@ -1,12 +1,7 @@
 """Aggregates over directions: averages, verdicts, win ratios and confusion matrices.
 
 A system that does not translate yet still has scores, and so has one that gives the same few
-outputs for every source. Differences between such scores say nothing about translation, so the
-report calls them "not decided":
-
-- A direction is decided if the baseline translates in it.
-- An average is decided if the baseline translates on average over the same directions.
-- A system that does not translate is never the best one (bold).
+outputs for every source. A direction or an average is decided only if the baseline translates it.
 """
 
 from collections import Counter
@@ -17,9 +12,9 @@ from pipeline.evaluation.directions import DirectionProfile, Family, Group
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
     Confusion,
-    LanguageAverage,
     Quality,
     Scores,
+    SetAverage,
     SystemScores,
     Verdicts,
     Wins,
@@ -62,17 +57,17 @@ def average_scores(
     }
 
 
-# Averages by language
+# Averages by sets of languages
 
 
-def average_by_language(
+def average_by_set(
     systems: Sequence[SystemScores],
     *,
     profiles: Sequence[DirectionProfile],
     pivot: str | None,
-    sets: Mapping[str, Collection[str]] | None = None,
-) -> list[LanguageAverage]:
-    """Return mean scores by language family, then by script, then by set, for every family.
+    sets: Mapping[str, Collection[str]],
+) -> list[SetAverage]:
+    """Return mean scores by set of languages and family of directions.
 
     The language is the source if the pivot is the target, else the target: averages of Any → En are
     over source languages, averages of En → Any and of zero-shot directions over target languages.
@@ -84,46 +79,26 @@ def average_by_language(
         sets: name of a set → language codes, in any usual spelling.
     """
     present = {language(_code(profile, pivot)).code for profile in profiles}
-    by_set = {
-        name: {_code_among(present, code) for code in codes} for name, codes in (sets or {}).items()
-    }
-    found = []
-    for trait in ("family", "script", "set"):
-        members: dict[tuple[Family, str], list[str]] = {}
+    members: dict[tuple[Family, str], list[str]] = {}
+    for name, spellings in sets.items():
+        codes = {language(one).code for one in spellings}
+        # A code with a region also names the language without it, unless the directions have both.
+        codes = {code if code in present else without_region(code) for code in codes}
         for profile in profiles:
-            for value in _values(trait, _code(profile, pivot), by_set):
-                members.setdefault((profile.family, value), []).append(str(profile.direction))
-        found += [
-            LanguageAverage(
-                trait=trait,
-                value=value,
-                family=family,
-                directions=len(names),
-                systems={
-                    one.name: mean_scores([one.directions[name].scores for name in names])
-                    for one in systems
-                },
-            )
-            for (family, value), names in sorted(members.items())
-        ]
-    return found
-
-
-def _values(trait: str, code: str, sets: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the values of a trait: one family, one script, or any number of sets."""
-    match trait:
-        case "family":
-            return [language(code).family]
-        case "script":
-            return [language(code).script]
-        case _:
-            return [name for name, codes in sets.items() if language(code).code in codes]
-
-
-def _code_among(present: Collection[str], spelling: str) -> str:
-    """Return the code of a spelling, without its region unless the directions have it."""
-    code = language(spelling).code
-    return code if code in present else without_region(code)
+            if language(_code(profile, pivot)).code in codes:
+                members.setdefault((profile.family, name), []).append(str(profile.direction))
+    return [
+        SetAverage(
+            name=name,
+            family=family,
+            directions=len(names),
+            systems={
+                one.name: mean_scores([one.directions[name].scores for name in names])
+                for one in systems
+            },
+        )
+        for (family, name), names in sorted(members.items())
+    ]
 
 
 def _code(profile: DirectionProfile, pivot: str | None) -> str:

@@ -1,6 +1,6 @@
 """Checks of an evaluation's inputs: errors that stop it, and warnings for the report."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.artifacts.artifact import Artifact
@@ -69,20 +69,37 @@ def shared_directions(
             f"{corpus.directory} has no test lines. Evaluate with a corpus that has test sets."
         )
     _check_names(list(systems))
+    unknown: set[str] = set()
     for name, translations in systems.items():
-        _check_directions(name, translations, profiles=profiles)
-    shared = [
-        profile
-        for profile in profiles
-        if not any(str(profile.direction) in skipped_directions(one) for one in systems.values())
-    ]
+        skipped = skipped_directions(translations)
+        missing = [
+            str(one.direction)
+            for one in profiles
+            if not translations.has(hypotheses_name(one.direction))
+            and str(one.direction) not in skipped
+        ]
+        if missing:
+            raise ArtifactError(
+                f"System {name!r} ({translations.directory}) has no translations for "
+                f"{', '.join(missing)}. Translate the whole corpus with it."
+            )
+        unknown |= skipped
+    shared = [one for one in profiles if str(one.direction) not in unknown]
     if not shared:
         raise ConfigError(
             f"No direction of {corpus.directory} was translated by all of the systems "
             f"{', '.join(systems)}. Evaluate systems separately if they know other languages."
         )
     for name, translations in systems.items():
-        _check_line_counts(name, translations, profiles=shared)
+        for profile in shared:
+            path = translations.file(hypotheses_name(profile.direction))
+            found = sum(1 for _ in iterate_lines(path))
+            if found != profile.test_lines:
+                raise ArtifactError(
+                    f"System {name!r} has {counted(found, 'translation')} in {path} where the "
+                    f"corpus has {counted(profile.test_lines, 'test line')}. Translate this "
+                    "corpus with it again."
+                )
     return shared
 
 
@@ -101,37 +118,6 @@ def _check_names(names: Sequence[str]) -> None:
                 "some file systems ignore. Choose another name."
             )
         taken[name.casefold()] = name
-
-
-def _check_directions(
-    name: str, translations: Artifact, *, profiles: Sequence[DirectionProfile]
-) -> None:
-    skipped = skipped_directions(translations)
-    missing = [
-        str(profile.direction)
-        for profile in profiles
-        if not translations.has(hypotheses_name(profile.direction))
-        and str(profile.direction) not in skipped
-    ]
-    if missing:
-        raise ArtifactError(
-            f"System {name!r} ({translations.directory}) has no translations for "
-            f"{', '.join(missing)}. Translate the whole corpus with it."
-        )
-
-
-def _check_line_counts(
-    name: str, translations: Artifact, *, profiles: Sequence[DirectionProfile]
-) -> None:
-    for profile in profiles:
-        path = translations.file(hypotheses_name(profile.direction))
-        found = sum(1 for _ in iterate_lines(path))
-        if found != profile.test_lines:
-            raise ArtifactError(
-                f"System {name!r} has {counted(found, 'translation')} in {path} where the corpus "
-                f"has {counted(profile.test_lines, 'test line')}. Translate this corpus "
-                "with it again."
-            )
 
 
 def skipped_directions(translations: Artifact) -> set[str]:
@@ -159,12 +145,43 @@ def caveats(
         left_out: number of directions that some system's model does not know.
         call: of the stage.
     """
-    return [
-        *_warnings_of_directions(call, profiles=profiles, left_out=left_out),
-        *(warning for system in systems for warning in _warnings_of_lines(system)),
-        *_warnings_of_corpora(call),
-        *(warning for score in scores for warning in score.caveats()),
-    ]
+    found = []
+    if left_out:
+        named = sorted(
+            {code for one in call.many("systems").values() for code in skipped_directions(one)}
+        )
+        found.append(
+            f"{left_out} of {left_out + len(profiles)} directions are left out, because not every "
+            f"system translates them: {_listed(named)}."
+        )
+    if any(profile.family == "unknown" for profile in profiles):
+        found.append(
+            "This corpus has no training lines, so it is not known which directions were trained. "
+            "Name the training corpus of the systems as the input 'training'."
+        )
+    for system in systems:
+        scored = system.directions.values()
+        defects = {
+            "a source cut to the model's maximum length": sum(one.truncated for one in scored),
+            "no text": sum(one.empty for one in scored),
+            "lost bytes that are not valid UTF-8": sum(one.invalid for one in scored),
+        }
+        parts = [
+            f"{count:,} {'has' if count == 1 else 'have'} {defect}"
+            for defect, count in defects.items()
+            if count
+        ]
+        if parts:
+            lines = sum(one.lines for one in scored)
+            found.append(f"{system.name}: of {lines:,} translations, {' and '.join(parts)}.")
+    for name, translations in call.many("systems").items():
+        record = translations.manifest.inputs.get("corpus")
+        if record is not None and record.digest != call.artifacts["corpus"].digest:
+            found.append(
+                f"{name}: translated from {Path(record.path).name}, whose contents differ from "
+                "this corpus."
+            )
+    return [*found, *(warning for score in scores for warning in score.caveats())]
 
 
 def undecided(verdicts: Verdicts) -> list[str]:
@@ -178,50 +195,6 @@ def undecided(verdicts: Verdicts) -> list[str]:
     ]
 
 
-def _warnings_of_directions(
-    call: StageCall, *, profiles: Sequence[DirectionProfile], left_out: int
-) -> Iterator[str]:
-    if left_out:
-        named = sorted(
-            {code for one in call.many("systems").values() for code in skipped_directions(one)}
-        )
-        yield (
-            f"{left_out} of {left_out + len(profiles)} directions are left out, because not every "
-            f"system translates them: {_listed(named)}."
-        )
-    if any(profile.family == "unknown" for profile in profiles):
-        yield (
-            "This corpus has no training lines, so it is not known which directions were trained. "
-            "Name the training corpus of the systems as the input 'training'."
-        )
-
-
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - NAMED_DIRECTIONS
     return ", ".join(names[:NAMED_DIRECTIONS]) + (f" and {more} more" if more > 0 else "")
-
-
-def _warnings_of_lines(system: SystemScores) -> Iterator[str]:
-    scored = system.directions.values()
-    findings = [
-        f"{count:,} {'has' if count == 1 else 'have'} {what}"
-        for count, what in (
-            (sum(one.truncated for one in scored), "a source cut to the model's maximum length"),
-            (sum(one.empty for one in scored), "no text"),
-            (sum(one.invalid for one in scored), "lost bytes that are not valid UTF-8"),
-        )
-        if count
-    ]
-    if findings:
-        lines = sum(one.lines for one in scored)
-        yield f"{system.name}: of {lines:,} translations, {' and '.join(findings)}."
-
-
-def _warnings_of_corpora(call: StageCall) -> Iterator[str]:
-    for name, translations in call.many("systems").items():
-        record = translations.manifest.inputs.get("corpus")
-        if record is not None and record.digest != call.artifacts["corpus"].digest:
-            yield (
-                f"{name}: translated from {Path(record.path).name}, whose contents differ from "
-                "this corpus."
-            )

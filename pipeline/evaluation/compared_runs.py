@@ -39,15 +39,13 @@ class ComparedRuns:
     runs: dict[str, Artifact] = field(default_factory=dict)
     """Run → checkpoint or translations."""
     evaluations: dict[str, Artifact] = field(default_factory=dict)
-    """Name → evaluation."""
     analyses: dict[str, Artifact] = field(default_factory=dict)
-    """Name → analysis."""
     translated: dict[str, Translated] = field(default_factory=dict)
     """Digest of a corpus → its translations."""
     missing: list[str] = field(default_factory=list)
     """Runs of evaluations whose translations are gone or have changed."""
     unreadable: list[str] = field(default_factory=list)
-    """Folders in a named one with a manifest that is none of this version."""
+    """Folders with a manifest that is not of this version."""
 
     @property
     def systems(self) -> dict[str, tuple[str, ...]]:
@@ -59,20 +57,17 @@ class ComparedRuns:
         manifest = read_manifest(path)
         if manifest is None:
             self._add_folder(name, path)
-            return
-        match manifest.kind:
-            case "checkpoint" | "translations":
-                artifact = open_artifact(path, kind=manifest.kind)
-                self._add_run(name or path.name, artifact)
-            case "evaluation":
-                self._add_evaluation(name, path)
-            case "analysis":
-                self._add_analysis(name or path.name, path)
-            case _:
-                raise ArtifactError(
-                    f"{path} is {with_article(manifest.kind)}, which report does not show. Name a "
-                    "checkpoint, translations, an evaluation, an analysis or the folder of a plan."
-                )
+        elif manifest.kind in ("checkpoint", "translations"):
+            self._add_run(name or path.name, open_artifact(path, kind=manifest.kind))
+        elif manifest.kind == "evaluation":
+            self._add_evaluation(name, path)
+        elif manifest.kind == "analysis":
+            self._add_analysis(name or path.name, path)
+        else:
+            raise ArtifactError(
+                f"{path} is {with_article(manifest.kind)}, which report does not show. Name a "
+                "checkpoint, translations, an evaluation, an analysis or the folder of a plan."
+            )
 
     def _add_run(
         self,
@@ -83,15 +78,15 @@ class ComparedRuns:
         training: InputRecord | None = None,
     ) -> None:
         """Add a run, by the other name where the first belongs to another run or system."""
-        origin = _origin(artifact)
-        system, mark, _ = name.partition(RUN_MARK)
-        is_other_run = name in self.runs and _origin(self.runs[name]) != origin
-        is_other_system = (  # a system has either runs with seeds or one without
+        origin, (system, mark, _) = _origin(artifact), name.partition(RUN_MARK)
+        is_taken = name in self.runs and _origin(self.runs[name]) != origin
+        # A system has either runs with seeds or one without.
+        is_mixed = (
             system in self.runs
             if mark
             else any(run.startswith(f"{name}{RUN_MARK}") for run in self.runs)
         )
-        if otherwise and (is_other_run or is_other_system):
+        if otherwise and (is_taken or is_mixed):
             name = otherwise
         other = self.runs.setdefault(name, artifact)
         if _origin(other) != origin:
@@ -110,57 +105,56 @@ class ComparedRuns:
 
     def _add_evaluation(self, name: str, path: Path) -> None:
         evaluation = open_artifact(path, kind="evaluation")
-        inputs = evaluation.manifest.inputs
-        prefix = f"{name}/" if name else ""
+        inputs, prefix = evaluation.manifest.inputs, f"{name}/" if name else ""
         title = f"{prefix}{path.name}"
         title = str(path) if title in self.evaluations else title
         self.evaluations[title] = evaluation
         for key, record in inputs.items():
-            if key.startswith(SYSTEMS):
-                run = key.removeprefix(SYSTEMS)
-                translations = open_recorded(record)
-                if translations is None:
-                    self.missing.append(f"{prefix}{run}")
-                else:
-                    self._add_run(
-                        f"{prefix}{run}",
-                        translations,
-                        otherwise=f"{title}/{run}",
-                        training=inputs.get("training"),
-                    )
+            if not key.startswith(SYSTEMS):
+                continue
+            run, translations = key.removeprefix(SYSTEMS), open_recorded(record)
+            if translations is None:
+                self.missing.append(f"{prefix}{run}")
+            else:
+                self._add_run(
+                    f"{prefix}{run}",
+                    translations,
+                    otherwise=f"{title}/{run}",
+                    training=inputs.get("training"),
+                )
 
     def _add_folder(self, name: str, path: Path) -> None:
         """Add a folder: evaluations, analyses, further checkpoints, and translations by these."""
         found, prefix = self._manifests_in(path), f"{name}/" if name else ""
+        shown = len(self.evaluations) + len(self.analyses)
         of_others = {run.partition(RUN_MARK)[0] for run in self.runs}
-        evaluations = [one for one, manifest in found.items() if manifest.kind == "evaluation"]
-        for directory in evaluations:
-            self._add_evaluation(name, directory)
-        analyses = [one for one, manifest in found.items() if manifest.kind == "analysis"]
-        for directory in analyses:
-            self._add_analysis(f"{prefix}{directory.name}", directory)
-        trained = [one for one, manifest in found.items() if manifest.stage in TRAINING_STAGES]
+        for directory, manifest in found.items():
+            if manifest.kind == "evaluation":
+                self._add_evaluation(name, directory)
+            elif manifest.kind == "analysis":
+                self._add_analysis(f"{prefix}{directory.name}", directory)
+        has_shown = len(self.evaluations) + len(self.analyses) > shown
         known = {_origin(run) for run in self.runs.values()}
+        trained = [one for one, manifest in found.items() if manifest.stage in TRAINING_STAGES]
         stems = {directory.name for directory in trained}
         for directory in trained:
             checkpoint = open_artifact(directory, kind="checkpoint")
             if _origin(checkpoint) not in known:
-                run = prefix + _name_with_seed(directory.name, checkpoint.manifest, taken=stems)
+                run = prefix + _name_with_seed(directory.name, found[directory], taken=stems)
                 if run.partition(RUN_MARK)[0] in of_others:
                     run = f"{path.name}/{run}"
                 self._add_run(run, checkpoint, otherwise=f"{path.name}/{directory.name}")
         names: dict[str, list[str]] = {}
         for run, artifact in self.runs.items():
             names.setdefault(_origin(artifact), []).append(run)
-        shown = [*evaluations, *analyses, *trained]
         for directory, manifest in found.items():
             if manifest.kind == "translations":
                 translations = open_artifact(directory, kind="translations")
                 runs = names.get(_origin(translations), [])
                 if len(runs) == 1:  # of several, only an evaluation says which one it is
                     self._add_run(runs[0], translations)
-                    shown.append(directory)
-        if not shown:
+                    has_shown = True
+        if not (has_shown or trained):
             raise ArtifactError(
                 f"{path} holds no run: it has no {MANIFEST_NAME}, and no folder in it is a trained "
                 "checkpoint, an evaluation or an analysis. Name the folder of a plan that has "

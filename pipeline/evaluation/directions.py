@@ -119,3 +119,18 @@ def describe_directions(
         )
         for direction in directions(corpus, "test")
     ]
+
+
+def title_of_family(family: Family, *, pivot: str | None) -> str:
+    """Return the title of a family of directions around a pivot."""
+    pivot = (pivot or "pivot").capitalize()
+    titles: dict[Family, str] = {
+        "into_pivot": f"Any → {pivot}",
+        "out_of_pivot": f"{pivot} → Any",
+        "other": "Other trained",
+        "pivot_joined": "Joined over a pivot",
+        "zero_shot": "Zero-shot",
+        "emptied": "No training data left",
+        "unknown": "Training data unknown",
+    }
+    return titles[family]

@@ -3,16 +3,12 @@
 langdetect takes one text at a time, character by character. Here a batch of lines is processed as
 arrays, in three steps:
 
-1. n-grams: the characters of all lines form one array. What langdetect makes of a character is
-   looked up, n-grams of up to three characters become integers, and one search finds their rows in
-   the table of langdetect's profiles. Order and repetitions are langdetect's, since it draws from
-   the list.
-2. Random walk: a text is walked seven times. From the prior, the probabilities of all languages are
-   multiplied by those of n-grams drawn at random, until one language is certain or a thousand were
-   drawn; the means of the seven ends are the answer. Every walk starts from one seed, so all lines
-   read the same stream of random words, each at its own pace: the stream is drawn once, and the
-   state of a line is its position in it. Draws, updates and tests are those of langdetect and of
-   CPython's ``random``, in their order.
+1. n-grams: characters are looked up, n-grams of up to three become integers, and one search finds
+   their rows in the table of langdetect's profiles, in langdetect's order and with its repetitions.
+2. Random walk: seven times, the probabilities of all languages are multiplied by those of n-grams
+   drawn at random, from the prior until one language is certain or a thousand were drawn; the means
+   of the seven ends are the answer. Every walk starts from one seed, so all lines read the same
+   stream of random words, which is drawn once, each at its own position.
 3. Answers: the most probable language, with langdetect's own prior or one over some languages.
 """
 
@@ -20,11 +16,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,19 +42,13 @@ NO_CHARACTER, UNSEEN_CHARACTER, FIRST_CHARACTER = 0, 1, 2
 FIRST_NON_LATIN = 0x300
 
 
-@dataclass(frozen=True)
-class GramsOfLines:
+class GramsOfLines(NamedTuple):
     """Known n-grams of lines, one list after the other."""
 
     places: npt.NDArray[np.int32]
     """Row of every n-gram in ``Profiles.probabilities``."""
     counts: Integers
     """Number of n-grams of every line, (lines,)."""
-
-    @property
-    def starts(self) -> Integers:
-        """Return where the n-grams of each line begin in ``places``, (lines,)."""
-        return np.cumsum(self.counts) - self.counts
 
 
 class Profiles:
@@ -97,11 +86,9 @@ class Profiles:
     def grams(self, texts: Sequence[str]) -> GramsOfLines:
         """Return the n-grams of every text, in langdetect's order."""
         found = [self._grams_of_block(block) for block in _blocks(texts)]
-        none = GramsOfLines(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
-        return GramsOfLines(
-            np.concatenate([one.places for one in (none, *found)]),
-            np.concatenate([one.counts for one in (none, *found)]),
-        )
+        places = [np.empty(0, dtype=np.int32), *(one.places for one in found)]
+        counts = [np.empty(0, dtype=np.int64), *(one.counts for one in found)]
+        return GramsOfLines(np.concatenate(places), np.concatenate(counts))
 
     def _grams_of_block(self, texts: Sequence[str]) -> GramsOfLines:
         """Return the n-grams of normalized texts."""
@@ -219,9 +206,8 @@ class RandomWords:
 
     def extend(self, count: int) -> None:
         """Draw words until there are at least so many."""
-        missing = max(count - len(self.words), 0)
-        if missing:
-            missing = max(missing, len(self.words))
+        if count > len(self.words):
+            missing = max(count - len(self.words), len(self.words))
             drawn = self._random.getrandbits(32 * missing).to_bytes(4 * missing, "little")
             self.words = np.concatenate([self.words, np.frombuffer(drawn, dtype="<u4")])
 
@@ -229,10 +215,12 @@ class RandomWords:
         """Return the results of two calls of ``gauss(0, 1)`` from a position on."""
         found = self._normal_pairs.get(position)
         if found is None:
-            angle = self._uniform(position) * math.tau
-            radius = math.sqrt(-2.0 * math.log(1.0 - self._uniform(position + 2)))
-            found = (math.cos(angle) * radius, math.sin(angle) * radius)
-            self._normal_pairs[position] = found
+            angle, radius = self._uniform(position) * math.tau, 1.0 - self._uniform(position + 2)
+            radius = math.sqrt(-2.0 * math.log(radius))
+            found = self._normal_pairs[position] = (
+                math.cos(angle) * radius,
+                math.sin(angle) * radius,
+            )
         return found
 
     def _uniform(self, position: int) -> float:
@@ -252,13 +240,12 @@ def language_probabilities(
         prior: of the profiles, (profiles,), with sum 1.
         seed: of the random walk.
     """
-    found = np.zeros((len(grams.counts), len(prior)))
-    stream, starts = RandomWords(seed), grams.starts
-    walked = np.flatnonzero(grams.counts)
+    found, stream = np.zeros((len(grams.counts), len(prior))), RandomWords(seed)
+    starts, walked = np.cumsum(grams.counts) - grams.counts, np.flatnonzero(grams.counts)
     for first in range(0, len(walked), BLOCK_LINES):
         lines = walked[first : first + BLOCK_LINES]
-        walk = _Walk(starts[lines], grams.counts[lines], prior=prior, stream=stream)
-        found[lines] = walk.run(grams.places, probabilities)
+        walk = _Walk(grams.places, starts[lines], grams.counts[lines], probabilities, prior, stream)
+        found[lines] = walk.run()
     return found
 
 
@@ -266,36 +253,36 @@ class _Walk:
     """State of the walks of some lines; ``rows`` are indices of these lines."""
 
     def __init__(
-        self, starts: Integers, counts: Integers, *, prior: Floats, stream: RandomWords
+        self,
+        places: npt.NDArray[np.int32],
+        starts: Integers,
+        counts: Integers,
+        probabilities: Floats,
+        prior: Floats,
+        stream: RandomWords,
     ) -> None:
-        self._starts, self._counts = starts, counts
+        self._places, self._starts, self._counts = places, starts, counts
+        self._probabilities, self._prior, self._stream = probabilities, prior, stream
         self._shifts = np.array([32 - int(count).bit_length() for count in counts], np.uint32)
-        self._prior, self._stream = prior, stream
-        self._positions = np.zeros(len(counts), dtype=np.int64)
-        self._trials = np.zeros(len(counts), dtype=np.int64)
-        self._tests = np.zeros(len(counts), dtype=np.int64)
-        self._weights = np.zeros(len(counts))
-        self._second_normals = np.zeros(len(counts))
+        self._positions, self._trials, self._tests = np.zeros((3, len(counts)), dtype=np.int64)
+        self._weights, self._second_normals = np.zeros((2, len(counts)))
         self._current = np.tile(prior, (len(counts), 1))
-        self._sum = np.zeros((len(counts), len(prior)))
 
-    def run(self, places: npt.NDArray[np.int32], probabilities: Floats) -> Floats:
+    def run(self) -> Floats:
         """Walk all lines to their ends and return the means of the trials, (lines, profiles)."""
+        means = np.zeros_like(self._current)
         fresh, running = np.arange(len(self._counts)), np.arange(0)
         while len(fresh) or len(running):
             self._stream.extend(int(self._positions.max()) + WORDS_AHEAD)
             self._begin_trials(fresh)
             stages = max(MIN_ROWS // max(len(running), 1), 1)
-            ended = np.concatenate(
-                [
-                    self._advance(fresh, 1, 1, places, probabilities),
-                    self._advance(running, stages, UPDATES_PER_TEST, places, probabilities),
-                ]
-            )
-            rows = np.concatenate([fresh, running])
-            running = rows[~ended]
-            fresh = self._end_trials(rows[ended])
-        return self._sum
+            ended = [self._advance(fresh, 1, 1), self._advance(running, stages, UPDATES_PER_TEST)]
+            rows, has_ended = np.concatenate([fresh, running]), np.concatenate(ended)
+            running, over = rows[~has_ended], rows[has_ended]
+            means[over] += self._current[over] / TRIALS
+            self._trials[over] += 1
+            fresh = over[self._trials[over] < TRIALS]
+        return means
 
     def _begin_trials(self, rows: Integers) -> None:
         """Start trials from the prior, with smoothing from normals, which are drawn in pairs."""
@@ -309,27 +296,20 @@ class _Walk:
         self._current[rows] = self._prior
         self._tests[rows] = 0
 
-    def _advance(
-        self,
-        rows: Integers,
-        stages: int,
-        updates: int,
-        places: npt.NDArray[np.int32],
-        probabilities: Floats,
-    ) -> npt.NDArray[np.bool_]:
+    def _advance(self, rows: Integers, stages: int, updates: int) -> npt.NDArray[np.bool_]:
         """Take so many stages of updates, each with its test, and return which trials have ended.
 
         A line whose trial ends before the last stage keeps its state and its position.
         """
         drawn, ends = self._draw(rows, stages * updates)
-        grams = places[self._starts[rows][:, None] + drawn]
+        grams = self._places[self._starts[rows][:, None] + drawn]
         current, weights = self._current[rows], self._weights[rows][:, None]
         tests, positions = self._tests[rows], self._positions[rows]
         ended = np.zeros(len(rows), dtype=np.bool_)
         for stage in range(stages):
             stepped = current.copy()
             for column in grams.T[stage * updates : (stage + 1) * updates]:
-                factors = probabilities[column]
+                factors = self._probabilities[column]
                 factors += weights
                 stepped *= factors
             stepped /= stepped.sum(axis=1, keepdims=True)
@@ -350,17 +330,15 @@ class _Walk:
         Returns:
             The numbers and the positions after them, both (rows, draws).
         """
-        drawn = np.empty((len(rows), draws), dtype=np.int64)
-        ends = np.empty((len(rows), draws), dtype=np.int64)
-        filled = np.zeros(len(rows), dtype=np.int64)
-        counts, shifts = self._counts[rows], self._shifts[rows]
-        positions = self._positions[rows]
+        drawn, ends = np.empty((2, len(rows), draws), dtype=np.int64)
+        filled, positions = np.zeros(len(rows), dtype=np.int64), self._positions[rows]
         ahead = np.arange(2 * draws)  # enough for most lines: half of the numbers or more are taken
         waiting = np.arange(len(rows))
         while len(waiting):
-            begins = positions[waiting]
-            numbers = self._stream.words[begins[:, None] + ahead] >> shifts[waiting, None]
-            is_taken = numbers < counts[waiting, None]
+            of_lines, begins = rows[waiting], positions[waiting]
+            words = self._stream.words[begins[:, None] + ahead]
+            numbers = words >> self._shifts[of_lines, None]
+            is_taken = numbers < self._counts[of_lines, None]
             places = filled[waiting, None] + np.cumsum(is_taken, axis=1) - 1
             filled[waiting] = np.minimum(places[:, -1] + 1, draws)
             row, word = np.nonzero(is_taken & (places < draws))
@@ -370,12 +348,6 @@ class _Walk:
             positions[waiting] = begins + len(ahead)
             waiting = waiting[filled[waiting] < draws]
         return drawn, ends
-
-    def _end_trials(self, rows: Integers) -> Integers:
-        """Add up the ended trials and return the lines that have further trials."""
-        self._sum[rows] += self._current[rows] / TRIALS
-        self._trials[rows] += 1
-        return rows[self._trials[rows] < TRIALS]
 
 
 PROFILE_LANGUAGES = {"zh-cn": "zh", "zh-tw": "zh"}
@@ -405,13 +377,18 @@ class LanguageDetector:
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
-        places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-        found = self._detect_distinct(tuple(places))
-        return [found[places[text]] for text in texts]
-
-    def detect(self, text: str) -> str | None:
-        """Return the most probable language of one text."""
-        return self.detect_all([text])[0]
+        distinct = tuple(dict.fromkeys(texts))
+        probabilities, counts = self._probable(distinct), grams_of_lines(distinct).counts
+        best, most = probabilities.argmax(axis=1).tolist(), probabilities.max(axis=1).tolist()
+        found = {
+            text: None
+            if not count
+            else self._names[place]
+            if share > MIN_PROBABILITY
+            else UNCERTAIN
+            for text, count, place, share in zip(distinct, counts.tolist(), best, most, strict=True)
+        }
+        return [found[text] for text in texts]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
         """Return the languages that a text may be in with their probabilities, the best first.
@@ -430,17 +407,6 @@ class LanguageDetector:
             prior=self._prior,
             seed=self._seed,
         )
-
-    def _detect_distinct(self, texts: tuple[str, ...]) -> list[str | None]:
-        grams, probabilities = grams_of_lines(texts), self._probable(texts)
-        best = probabilities.argmax(axis=1)
-        certain = probabilities.max(axis=1) > MIN_PROBABILITY
-        return [
-            None if not count else self._names[place] if sure else UNCERTAIN
-            for count, place, sure in zip(
-                grams.counts.tolist(), best.tolist(), certain.tolist(), strict=True
-            )
-        ]
 
 
 @lru_cache(maxsize=4)

@@ -1,18 +1,13 @@
 """Sets of parallel test lines: the lines of different pairs that are the same sentence.
 
 Test sets such as FLORES-200, NTREX-128 and Bible verses have the same sentences in every language.
-The scores of their directions then vary together over sentences, and an average over directions has
-a wider confidence interval than one over independent lines. ``significance`` therefore draws the
-lines of parallel test sets together.
-
-Nothing in a corpus states that two lines are the same sentence; it follows from equal text on a
-side that two pairs share:
+The scores of their directions vary together over sentences, so ``statistics`` draws their lines
+together. Equal text on a side that two pairs share tells which lines are the same sentence:
 
 - A line has a key on each side: its text, how often the side has that text, and which of these
   occurrences it is. A repeated short line thus agrees only with a side that repeats it as often.
-- Two pairs are parallel if at least half of the lines of the shorter one have a key that the other
-  has, too, in a language of both. Pairs that are parallel to a third one share its line set: de-fr
-  and en-ja by way of de-en.
+- Two pairs are parallel if at least half of the lines of the shorter one have a key of the other,
+  or by way of a third pair: de-fr and en-ja over de-en.
 - Within a set, lines with a common key are one sentence, unless that would put two lines of a pair
   into one. Keys of texts that occur once are taken first.
 """
@@ -123,50 +118,28 @@ def _parallel_pairs(keys: _Keys) -> list[list[str]]:
 
 def _line_set(pairs: Sequence[str], keys: _Keys) -> LineSet:
     """Return which lines of parallel pairs are one sentence."""
-    lines = {pair: len(next(iter(keys[pair].values()))) for pair in pairs}
-    starts = dict(zip(pairs, np.cumsum([0, *lines.values()]).tolist(), strict=False))
+    lines = [len(next(iter(keys[pair].values()))) for pair in pairs]
+    starts = np.cumsum([0, *lines]).tolist()
     holders: dict[tuple[str, Key], list[int]] = {}
-    for pair in pairs:
+    for pair, start in zip(pairs, starts, strict=False):
         for code, of_side in keys[pair].items():
-            for number, key in enumerate(of_side, start=starts[pair]):
+            for number, key in enumerate(of_side, start=start):
                 holders.setdefault((code, key), []).append(number)
-    joined = _Joined(np.repeat(np.arange(len(pairs)), list(lines.values())).tolist())
-    for _, (first, *others) in sorted(holders.items(), key=lambda one: one[0][1].occurrences):
-        for other in others:
-            joined.join(first, other)
-    numbers: dict[int, int] = {}
-    sentences = np.array(
-        [
-            numbers.setdefault(joined.root(line), len(numbers))
-            for line in range(sum(lines.values()))
-        ],
-        dtype=np.int64,
-    )
-    return LineSet(
-        pairs=tuple(pairs),
-        sentences=len(numbers),
-        of_lines={pair: sentences[starts[pair] : starts[pair] + lines[pair]] for pair in pairs},
-    )
+    parents = list(range(sum(lines)))  # of a union-find forest
+    # A bit per pair: sentences are joined only if they have none in common.
+    members = [1 << place for place, count in enumerate(lines) for _ in range(count)]
 
-
-class _Joined:
-    """Lines joined to sentences, none of which has two lines of a pair (union-find)."""
-
-    def __init__(self, pairs: Sequence[int]) -> None:
-        """Start with a sentence for every line, given the number of its pair."""
-        self._parents = list(range(len(pairs)))
-        # A bit per pair: sentences are joined only if they have none in common.
-        self._pairs = [1 << pair for pair in pairs]
-
-    def root(self, line: int) -> int:
-        """Return the line that stands for the sentence of a line."""
-        while self._parents[line] != line:
-            self._parents[line] = line = self._parents[self._parents[line]]
+    def root(line: int) -> int:
+        while parents[line] != line:
+            parents[line] = line = parents[parents[line]]
         return line
 
-    def join(self, one: int, other: int) -> None:
-        """Make two lines one sentence, unless it had two lines of a pair."""
-        first, second = self.root(one), self.root(other)
-        if first != second and not self._pairs[first] & self._pairs[second]:
-            self._parents[second] = first
-            self._pairs[first] |= self._pairs[second]
+    for _, (first, *others) in sorted(holders.items(), key=lambda one: one[0][1].occurrences):
+        for other in others:
+            one, two = root(first), root(other)
+            if one != two and not members[one] & members[two]:
+                parents[two] = one
+                members[one] |= members[two]
+    _, sentences = np.unique([root(line) for line in range(len(parents))], return_inverse=True)
+    parts = np.split(sentences.astype(np.int64), starts[1:-1])
+    return LineSet(tuple(pairs), int(sentences.max()) + 1, dict(zip(pairs, parts, strict=True)))

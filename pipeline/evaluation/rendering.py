@@ -1,8 +1,7 @@
 """Reports as Markdown and as one self-contained HTML page, by the templates of this package.
 
 Both escape text from outside (names of systems, directories and languages, translations, warnings),
-so that it appears literally. The page loads nothing: it contains its style sheet and charts. The
-script that sorts its tables is there if the report asks for it.
+so that it appears literally. The page loads nothing and runs nothing.
 """
 
 import re
@@ -13,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipeline.evaluation.charts import SERIES_COLORS, replace_forbidden, style_sheet
-from pipeline.evaluation.tables import Report, Table
+from pipeline.evaluation.tables import Report, ReportSection, Table
 
 _SPECIAL = re.compile(
     r"""[\\`*\[\]~|$]             # code, emphasis, links, strikethrough, cells, formulae
@@ -39,8 +38,8 @@ def render_markdown(report: Report) -> str:
 
 
 def render_tables(tables: tuple[Table, ...]) -> str:
-    """Return tables alone as Markdown, for the terminal."""
-    return _markdown().get_template("tables.md.j2").render(tables=tables).strip()
+    """Return only tables as Markdown, for the terminal."""
+    return render_markdown(Report("", "", (), (ReportSection("", tables=tables),))).strip()
 
 
 def escape_markdown(text: str) -> str:

@@ -15,8 +15,6 @@ from pipeline.evaluation.scores import (
     DirectionScores,
     Scores,
     SystemScores,
-    WordAccuracy,
-    WordCounts,
 )
 
 RUN_MARK = "@"
@@ -120,28 +118,3 @@ def _spread(runs: Sequence[SystemScores]) -> dict[Family, dict[Group, Scores]]:
         }
         for family, groups in runs[0].averages.items()
     }
-
-
-def merge_words(words: WordAccuracy, groups: Mapping[str, Sequence[str]]) -> WordAccuracy:
-    """Return the word counts of systems, summed over their runs."""
-
-    def merged(
-        traits: Mapping[str, Mapping[str, Mapping[str, WordCounts]]],
-    ) -> dict[str, dict[str, dict[str, WordCounts]]]:
-        return {
-            trait: {
-                kind: {
-                    system: sum((counts[run] for run in runs), start=WordCounts(0, 0, 0))
-                    for system, runs in groups.items()
-                }
-                for kind, counts in kinds.items()
-            }
-            for trait, kinds in traits.items()
-        }
-
-    return WordAccuracy(
-        training_lines=words.training_lines,
-        directions={name: merged(traits) for name, traits in words.directions.items()},
-        families={family: merged(traits) for family, traits in words.families.items()},
-        side=words.side,
-    )

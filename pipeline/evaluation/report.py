@@ -1,71 +1,43 @@
-"""The report of an evaluation: order of its sections, overview, samples and notes."""
+"""The report of an evaluation: order of its sections, and notes."""
 
-import random
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from difflib import SequenceMatcher
 from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
-from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import pair_name, read_hypotheses, read_lines
+from pipeline.artifacts.corpus import pair_name
 from pipeline.evaluation.averages import RULE
-from pipeline.evaluation.directions import FAMILIES, DirectionProfile
-from pipeline.evaluation.history import History
-from pipeline.evaluation.history_tables import (
-    budgets_section,
-    curves_section,
-    stages_section,
-    summaries_section,
-    trained_for,
-)
-from pipeline.evaluation.repeated_runs import group_runs
-from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.score_tables import (
-    AverageColumn,
+from pipeline.evaluation.curves import curves_section
+from pipeline.evaluation.history import History, budgets_section, trained_for
+from pipeline.evaluation.samples import samples_section
+from pipeline.evaluation.score_sections import (
     TrainedFor,
-    average_columns,
     averages_section,
     baseline_section,
-    comparison_of_average,
     directions_by_family,
     directions_section,
-    distinct_outputs_section,
     family_title,
-    language_averages_section,
     main_tables,
     output_languages_section,
+    overview_section,
     separate_sections,
-    title_of_family,
+    sets_section,
     word_accuracy_section,
 )
-from pipeline.evaluation.scores import Evaluation, Interval, Significance, SystemScores
-from pipeline.evaluation.significance import MIN_LINES
+from pipeline.evaluation.scores import Evaluation, Significance
+from pipeline.evaluation.statistics import MIN_LINES
 from pipeline.evaluation.tables import (
     BulletList,
     Cell,
-    Panel,
-    PanelBar,
     Report,
     ReportSection,
-    SampleText,
     Table,
     TextSample,
     bullets,
     joined,
-    score_cell,
 )
-from pipeline.languages import language, parts_words_by_spaces
-from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
-
-SAMPLE_DIRECTIONS = 3
-SAMPLE_LINES = 2
-SAMPLE_CHARACTERS = 240
-MARKED = "The page underlines words that an alignment with the reference leaves over."
-"""Samples per family of directions: directions, lines of each, and the longest reference shown."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +62,10 @@ class Imprint:
         return f"{self.made:%Y-%m-%d %H:%M} UTC, mmnmt {self.version}"
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A test line with the translations of all systems."""
-
-    profile: DirectionProfile
-    line: int
-    """Counted from 1."""
-    source: str
-    reference: str
-    translations: Mapping[str, str]
-
-
 def evaluation_report(
     evaluation: Evaluation,
     history: History,
-    samples: Sequence[Sample] = (),
+    samples: Sequence[TextSample] = (),
     *,
     imprint: Imprint,
     further: Sequence[ReportSection] = (),
@@ -122,22 +82,19 @@ def evaluation_report(
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
     training = _trained_for(evaluation, history)
     sections = (
-        _overview_section(evaluation, training),
+        overview_section(evaluation),
         _warnings_section(evaluation),
         averages_section(evaluation, training) if evaluation.main_columns else None,
         budgets_section(history),
         *separate_sections(evaluation, training),
-        distinct_outputs_section(evaluation),
         baseline_section(evaluation),
-        language_averages_section(evaluation),
+        sets_section(evaluation),
         output_languages_section(evaluation),
         word_accuracy_section(evaluation),
         *further,
-        curves_section(history, runs),
-        _samples_section(evaluation, samples),
+        curves_section(history.curves, runs),
+        samples_section("Sample translations", samples),
         directions_section(evaluation),
-        summaries_section(history),
-        stages_section(history, [*runs]),
         _notes_section(evaluation, history),
         _signatures_section(evaluation),
     )
@@ -177,187 +134,9 @@ def _facts(evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-# Overview
-
-
-def _overview_section(evaluation: Evaluation, training: TrainedFor) -> ReportSection | None:
-    columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
-    if not columns:
-        return None
-    titles = " and ".join(column.heading for column in columns)
-    return ReportSection(
-        "Overview",
-        f"Mean {titles} over all directions of each type. Bars run from 0 to 100; the mark at the "
-        "end of a bar is the 95 % confidence interval. Beside each name stands the training of the "
-        "system.",
-        panels=tuple(
-            Panel(
-                family_title(evaluation, average.family),
-                average.note,
-                tuple(
-                    (column.heading, bars)
-                    for column in columns
-                    if (bars := _bars(evaluation, training, average, column))
-                ),
-            )
-            for average in average_columns(evaluation)
-            if average.group == "all"
-        ),
-    )
-
-
-def _bars(
-    evaluation: Evaluation, training: TrainedFor, average: AverageColumn, column: Column
-) -> tuple[PanelBar, ...]:
-    """Return one bar per system; none if some system lacks the score."""
-    compared = comparison_of_average(evaluation, average, column)
-    bars = []
-    for place, system in enumerate(evaluation.systems):
-        score = system.averages[average.family]["all"].get(column.name)
-        if score is None:
-            return ()
-        interval = None if compared is None else compared.intervals[system.name]
-        bars.append(
-            PanelBar(
-                system.name,
-                training(system.name),
-                score_cell(score, decimals=column.decimals),
-                interval=None if interval is None else _within_bar(interval),
-                series=place,
-            )
-        )
-    return tuple(bars)
-
-
-def _within_bar(interval: Interval) -> tuple[float, float]:
-    """Return an interval cut to 0–100, beyond which that of two or three runs may reach."""
-    return min(max(interval.low, 0.0), 100.0), min(max(interval.high, 0.0), 100.0)
-
-
 def _warnings_section(evaluation: Evaluation) -> ReportSection | None:
     lists = bullets(evaluation.warnings)
-    return ReportSection("Warnings", lists=lists, style="warnings") if lists else None
-
-
-# Samples
-
-
-def choose_samples(
-    corpus: Artifact,
-    systems: Mapping[str, Artifact],
-    *,
-    profiles: Sequence[DirectionProfile],
-    seed: int,
-) -> list[Sample]:
-    """Draw test lines by seed: a few lines of a few directions of every family.
-
-    Of a system with several runs, the first translates them.
-    """
-    systems = {name: systems[runs[0]] for name, runs in group_runs(systems).items()}
-    samples: list[Sample] = []
-    for family in FAMILIES:
-        members = [profile for profile in profiles if profile.family == family]
-        step = max(len(members) / SAMPLE_DIRECTIONS, 1.0)
-        for index in range(min(len(members), SAMPLE_DIRECTIONS)):
-            samples += _samples_of_direction(
-                corpus, systems, profile=members[int(index * step)], seed=seed
-            )
-    return samples
-
-
-def _samples_of_direction(
-    corpus: Artifact, systems: Mapping[str, Artifact], *, profile: DirectionProfile, seed: int
-) -> list[Sample]:
-    direction = profile.direction
-    sources = read_lines(corpus, "test", direction.pair, direction.source)
-    references = read_lines(corpus, "test", direction.pair, direction.target)
-    translated = {
-        name: read_hypotheses(translations, direction) for name, translations in systems.items()
-    }
-    lines = range(len(references))
-    short = [line for line in lines if len(references[line]) <= SAMPLE_CHARACTERS] or list(lines)
-    generator = random.Random(derive_seed("evaluate samples", seed, str(direction)))
-    return [
-        Sample(
-            profile=profile,
-            line=line + 1,
-            source=sources[line],
-            reference=references[line],
-            translations={name: found[line].text for name, found in translated.items()},
-        )
-        for line in sorted(generator.sample(short, min(SAMPLE_LINES, len(short))))
-    ]
-
-
-def _samples_section(evaluation: Evaluation, samples: Sequence[Sample]) -> ReportSection | None:
-    if not samples:
-        return None
-    ordered = sorted(samples, key=lambda one: FAMILIES.index(one.profile.family))
-    return ReportSection(
-        "Sample translations",
-        f"Test lines drawn at random by the evaluation's seed. {MARKED}"
-        + (
-            " Systems with several runs are shown by their first run."
-            if any(one.runs for one in evaluation.systems)
-            else ""
-        ),
-        samples=tuple(
-            text_sample(
-                one, systems=[system.name for system in evaluation.systems], pivot=evaluation.pivot
-            )
-            for one in ordered
-        ),
-    )
-
-
-def text_sample(sample: Sample, *, systems: Sequence[str], pivot: str | None) -> TextSample:
-    """Return a test line with its translations, which mark what the reference does not have.
-
-    Args:
-        sample: the line.
-        systems: names in the order of their colors.
-        pivot: language of the title of the family.
-    """
-    direction = sample.profile.direction
-    source, target = direction.source, direction.target
-    return TextSample(
-        f"{source} → {target}",
-        sample.line,
-        (
-            SampleText("source", sample.source, source),
-            SampleText("reference", sample.reference, target),
-            *(
-                SampleText(
-                    name,
-                    text := sample.translations[name],
-                    target,
-                    place,
-                    marks=differences(text, sample.reference, code=target),
-                )
-                for place, name in enumerate(systems)
-                if name in sample.translations
-            ),
-        ),
-        note=f"{language(source).name} → {language(target).name}",
-        group=title_of_family(sample.profile.family, pivot=pivot),
-    )
-
-
-def differences(text: str, reference: str, *, code: str) -> tuple[tuple[int, int], ...]:
-    """Return start and end of the words of a text that an alignment to the reference leaves over.
-
-    In a language without spaces, every letter is a word.
-    """
-    word = re.compile(r"\w+|[^\w\s]" if parts_words_by_spaces(code) else r"\S")
-    found = list(word.finditer(text))
-    matcher = SequenceMatcher(
-        None, word.findall(reference), [one.group() for one in found], autojunk=False
-    )
-    return tuple(
-        (found[first].start(), found[last - 1].end())
-        for kind, _, _, first, last in matcher.get_opcodes()
-        if kind in ("insert", "replace")
-    )
+    return ReportSection("Warnings", lists=lists) if lists else None
 
 
 # Notes
@@ -369,26 +148,34 @@ def _notes_section(evaluation: Evaluation, history: History) -> ReportSection:
 
 def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
     """Yield definitions, and the directories behind the systems that are missing."""
-    yield "Averages are arithmetic means over directions; each column states their number."
     *lowest, low, high = evaluation.thresholds
     below = "".join(f"extremely low up to {bound:,}, " for bound in lowest)
     yield (
-        "Resource groups are defined by the training lines of the pair before cleaning: "
+        "Resource tiers are defined by the training lines of the pair before cleaning: "
         f"{below}low up to {low:,}, high from {high:,}, medium between; pairs without training "
         "lines have none."
     )
     if evaluation.significance is not None:
         yield (
-            f"Confidence intervals hold the middle 95 % of {evaluation.significance.resamples:,} "
-            "bootstrap resamples of the test lines, which are the same for all systems. A score is "
-            "bold if its lead over every other system is significant at 95 % (paired bootstrap), "
+            "95 % confidence intervals have the standard error of "
+            f"{evaluation.significance.resamples:,} resamples of the test lines, the same for all "
+            "systems. A score is bold if its lead over every other system is significant at 95 %, "
             f"and if both its system and the baseline translate. {RULE} Test sets of "
             f"fewer than {MIN_LINES} lines have neither intervals nor bold scores."
         )
-        yield from _notes_on_lines(evaluation.significance)
-        yield from _notes_on_seeds(evaluation.systems)
+        yield _note_on_lines(evaluation.significance)
+    repeated = [f"{one.name} of {len(one.runs)}" for one in evaluation.systems if one.runs]
+    if repeated:
+        yield (
+            f"Scores of systems with several runs ({', '.join(repeated)}) are means over the runs; "
+            "± is the standard deviation over runs. Their intervals add the standard error over "
+            "seeds by Student's t distribution; with two or three seeds they are too wide rather "
+            "than too narrow. Systems with the same seeds are paired by seed and line. Systems "
+            "with one run have intervals over test lines only."
+        )
+    directions = [str(one.direction) for one in evaluation.directions]
     for section, columns in evaluation.sections.items():
-        if any(average_columns(evaluation, column) for column in columns):
+        if any(evaluation.is_measured(one, name) for one in columns for name in directions):
             yield section.note
     if evaluation.undetectable:
         yield (
@@ -402,51 +189,25 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _notes_on_lines(significance: Significance) -> Iterator[str]:
-    """Yield which directions are resampled together, with the sizes of their line sets."""
+def _note_on_lines(significance: Significance) -> str:
+    """Return which directions are resampled together, with the sizes of their line sets."""
     resampled = [name for name, columns in significance.directions.items() if columns]
-    if not resampled:
-        return
     pairs = {pair for one in significance.shared_lines for pair in one.pairs}
     together = sum(pair_name(*name.split("-")) in pairs for name in resampled)
     if not together:
-        yield (
+        return (
             "The two directions of a pair are resampled together, and pairs independently of each "
             "other: no two pairs have half of their test lines in common."
         )
-        return
     sizes = [
         f"{counted(len(one.pairs), 'pair')} with {counted(one.sentences, 'sentence')}"
         for one in significance.shared_lines
     ]
-    yield (
+    return (
         f"{together} of {counted(len(resampled), 'direction')} have parallel test sets, known by "
         "equal lines in a language of both, and are resampled together, since their scores vary "
         f"together: {joined(sizes)}."
     )
-    if together < len(resampled):
-        yield (
-            f"The other {len(resampled) - together} are resampled independently, but for the two "
-            "directions of a pair."
-        )
-
-
-def _notes_on_seeds(systems: Sequence[SystemScores]) -> Iterator[str]:
-    """Yield how runs with different seeds are averaged and compared, if a system has several."""
-    repeated = [f"{one.name} of {len(one.runs)}" for one in systems if one.runs]
-    if not repeated:
-        return
-    yield (
-        f"Scores of systems with several runs ({', '.join(repeated)}) are means over the runs; ± "
-        "is the standard deviation over runs. Their resamples add the standard error over seeds, "
-        "times a value of Student's t distribution, to the mean of the runs on the resampled "
-        "lines. Systems with the same seeds are paired by seed and line."
-    )
-    if len(repeated) < len(systems):
-        yield (
-            "Systems with one run have intervals over test lines alone: another seed of them may "
-            "score differently."
-        )
 
 
 def _signatures_section(evaluation: Evaluation) -> ReportSection | None:

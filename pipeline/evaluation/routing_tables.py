@@ -111,13 +111,6 @@ def similarity(shares_LGE: Floats) -> Floats:
 def _figure(
     title: str, values: Floats, rows: list[str], columns: list[str], x_label: str, *, low: float
 ) -> Figure:
-    high = float(values.max())
-    chart = heat_map(
-        dict(zip(rows, values.tolist(), strict=True)),
-        columns,
-        title=title,
-        x_label=x_label,
-        low=low,
-        high=high,
-    )
+    high, named = float(values.max()), dict(zip(rows, values.tolist(), strict=True))
+    chart = heat_map(named, columns, title=title, x_label=x_label, low=low, high=high)
     return Figure(chart, title=title, notes=(f"Colors from {low:.2f} (background) to {high:.2f}.",))

@@ -7,11 +7,12 @@ from pipeline.artifacts.corpus import hypotheses_name
 from pipeline.errors import UserError
 from pipeline.evaluation.compared_runs import ComparedRuns, Translated
 from pipeline.evaluation.compared_scores import scores_section
+from pipeline.evaluation.curves import curves_section, losses_section
 from pipeline.evaluation.directions import describe_directions, pivot_of
-from pipeline.evaluation.history import History, checkpoint_of, trace_history
-from pipeline.evaluation.history_tables import budgets_section, curves_section, losses_section
-from pipeline.evaluation.report import MARKED, Imprint, choose_samples, text_sample
+from pipeline.evaluation.history import History, budgets_section, checkpoint_of, trace_history
+from pipeline.evaluation.report import Imprint
 from pipeline.evaluation.routing_tables import languages_section, loads_section
+from pipeline.evaluation.samples import choose_samples, samples_section
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.evaluation.tables import Report, ReportSection, bullets
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
@@ -35,8 +36,8 @@ def runs_report(
     first = {runs[0]: routing[runs[0]] for runs in compared.systems.values() if runs[0] in routing}
     sections = (
         *(scores_section(name, one) for name, one in compared.evaluations.items()),
-        losses_section(history),
-        curves_section(history, places),
+        losses_section(history.curves),
+        curves_section(history.curves, places),
         budgets_section(history),
         loads_section(routing),
         languages_section(first),
@@ -50,7 +51,6 @@ def runs_report(
         (counted(len(compared.systems), "system"), counted(len(compared.runs), "run")),
         tuple(section for section in sections if section is not None),
         generator="report",
-        sortable=True,
     )
 
 
@@ -91,15 +91,14 @@ def _samples_section(
         )
         if all(run.has(hypotheses_name(profile.direction)) for run in translations.values())
     ]
-    samples = choose_samples(corpus, translations, profiles=profiles, seed=EvaluationConfig().seed)
-    if not samples:
-        return None
-    pivot = pivot_of(training or corpus)
-    return ReportSection(
-        f"Translations of {corpus.directory.name}",
-        f"Test lines drawn at random. {MARKED} Systems with several runs are shown by their first.",
-        samples=tuple(text_sample(one, systems=[*systems], pivot=pivot) for one in samples),
+    samples = choose_samples(
+        corpus,
+        translations,
+        profiles=profiles,
+        seed=EvaluationConfig().seed,
+        pivot=pivot_of(training or corpus),
     )
+    return samples_section(f"Translations of {corpus.directory.name}", samples)
 
 
 def _notes_section(

@@ -9,6 +9,8 @@ from pipeline.evaluation.score_slot import Column, Section
 
 Scores = Mapping[str, float]
 """Name of a column → score, without scores that do not cover the direction."""
+Averages = Mapping[Family, Mapping[Group, Scores]]
+"""Mean scores over the directions of a family and resource tier."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class SystemScores:
 
     name: str
     directions: Mapping[str, DirectionScores]
-    averages: Mapping[Family, Mapping[Group, Scores]]
+    averages: Averages
     runs: tuple["SystemScores", ...] = ()
     """Scores of its runs, in the order given; empty if it has one."""
-    spread: Mapping[Family, Mapping[Group, Scores]] = field(default_factory=dict)
+    spread: Averages = field(default_factory=dict)
     """Standard deviations of the averages over runs; empty if it has one."""
 
     @property
@@ -71,7 +73,7 @@ class ReferenceScores:
     """Scores of the references themselves, as a perfect system would get them."""
 
     directions: Mapping[str, Scores]
-    averages: Mapping[Family, Mapping[Group, Scores]]
+    averages: Averages
 
 
 @dataclass(frozen=True)
@@ -94,23 +96,32 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Interval:
-    """95 % confidence interval of a score: the middle 95 % of its bootstrap resamples."""
+    """95 % confidence interval."""
 
     low: float
     high: float
 
 
 @dataclass(frozen=True)
+class Difference(Interval):
+    """Score of a system minus that of the baseline, with its confidence interval."""
+
+    value: float
+    p_value: float
+    """Not corrected for the number of comparisons."""
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Comparison of all systems by one score, over the same resampled lines."""
+    """Comparison of all systems by one score."""
 
     intervals: Mapping[str, Interval]
     """System → confidence interval."""
     best: str | None
-    """System that is better than every other one in 97.5 % of the resamples. None if there is none,
-    if it does not translate, or if the baseline does not."""
-    differences: Mapping[str, Interval] = field(default_factory=dict)
-    """Other system → confidence interval of its score minus the baseline's."""
+    """System that is significantly better than every other one. None if there is none, if it does
+    not translate, or if the baseline does not."""
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+    """Other system → its score minus the baseline's."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,7 @@ class SharedLines:
 
 @dataclass(frozen=True)
 class Significance:
-    """Paired bootstrap of every direction and average with enough test lines."""
+    """Comparisons in every direction and average with enough test lines."""
 
     resamples: int
     directions: Mapping[str, Mapping[str, Comparison]]
@@ -136,37 +147,26 @@ class Significance:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """One system against the baseline in one direction, by one score.
-
-    Both tests have a p-value and one with Holm's correction for the number of directions and
-    systems.
-    """
+    """One system against the baseline in one direction, by one score."""
 
     difference: float
     """Score of the system minus that of the baseline."""
-    bootstrap: float
-    bootstrap_holm: float
-    randomisation: float | None
-    """None if some system has several runs, as is the corrected one."""
-    randomisation_holm: float | None
+    p_value: float
+    p_value_holm: float
+    """Corrected for the number of directions and systems."""
 
 
 @dataclass(frozen=True)
 class BaselineTests:
-    """Paired tests of every direction with enough test lines."""
+    """Tests against the baseline in every direction with enough test lines."""
 
     baseline: str
     directions: Mapping[str, Mapping[str, Mapping[str, PairedTest]]]
     """Direction → name of a column → system → test."""
     tests: int
     """Number of tests that the p-values of a column are corrected for."""
-    resamples: int
-    """Number of resamples of the tests that the first resamples did not settle."""
     undecided: tuple[str, ...] = ()
     """Directions that are not tested because the baseline does not translate in them."""
-    runs: int | None = None
-    """Fewest runs of a system that has several; None: no system has. Of too few runs to find
-    anything (``seed_errors``), no direction is tested."""
 
 
 @dataclass(frozen=True)
@@ -174,17 +174,14 @@ class Wins:
     """Win ratios: the percentage of decided directions in which a system beats the baseline."""
 
     baseline: str
-    systems: Mapping[str, Mapping[Family, Mapping[Group, Scores]]]
+    systems: Mapping[str, Averages]
 
 
 @dataclass(frozen=True)
-class LanguageAverage:
-    """Mean scores over the directions of a family whose languages share a trait."""
+class SetAverage:
+    """Mean scores over the directions of a family whose languages are in a set of the recipe."""
 
-    trait: str
-    """``family``, ``script`` or ``set``."""
-    value: str
-    """Language family, ISO 15924 code of the script, or name of the recipe's set."""
+    name: str
     family: Family
     """Family of the directions."""
     directions: int
@@ -252,7 +249,7 @@ class Evaluation:
     significance: Significance | None = None
     baseline_tests: BaselineTests | None = None
     wins: Wins | None = None
-    language_averages: tuple[LanguageAverage, ...] = ()
+    set_averages: tuple[SetAverage, ...] = ()
     words: WordAccuracy | None = None
     confusion: Confusion = field(default_factory=dict)
 
@@ -281,47 +278,44 @@ class Evaluation:
 
 def scores_document(evaluation: Evaluation) -> dict[str, Any]:
     """Return the contents of ``scores.json``; columns say where their scores are in it."""
-    columns = evaluation.columns
+    columns, references = evaluation.columns, evaluation.references
     found = {name: value for name, value in asdict(evaluation).items() if name != "columns"}
     found["systems"] = [_system_document(one, columns) for one in evaluation.systems]
-    found["references"] = _references_document(evaluation.references, columns)
+    found["references"] = references and {
+        "directions": {
+            name: _scores_document(one, columns) for name, one in references.directions.items()
+        },
+        "averages": _averages_document(references.averages, columns),
+    }
     return found
 
 
 def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[str, Any]:
-    return {
+    directions = {}
+    for name, one in system.directions.items():
+        found = asdict(one)
+        del found["quality"]  # verdicts have it
+        signatures, outcomes = found.pop("signatures"), found.pop("outcomes")
+        directions[name] = found | {
+            "scores": _scores_document(one.scores, columns),
+            **{f"{column}_signature": text for column, text in signatures.items()},
+            **{f"{column}_found": counts for column, counts in outcomes.items()},
+        }
+    document: dict[str, Any] = {
         "name": system.name,
-        "directions": {
-            name: {
-                "scores": _scores_document(one.scores, columns),
-                "lines": one.lines,
-                "empty": one.empty,
-                "truncated": one.truncated,
-                "invalid": one.invalid,
-                "invalid_sequences": one.invalid_sequences,
-                **{f"{column}_signature": text for column, text in one.signatures.items()},
-                **{f"{column}_found": dict(found) for column, found in one.outcomes.items()},
-            }
-            for name, one in system.directions.items()
-        },
-        "averages": {
-            family: {group: _scores_document(one, columns) for group, one in groups.items()}
-            for family, groups in system.averages.items()
-        },
-        **_runs_document(system, columns),
+        "directions": directions,
+        "averages": _averages_document(system.averages, columns),
     }
+    if system.runs:
+        document["spread"] = _averages_document(system.spread, columns)
+        document["runs"] = [_system_document(one, columns) for one in system.runs]
+    return document
 
 
-def _runs_document(system: SystemScores, columns: Sequence[Column]) -> dict[str, Any]:
-    """Return the scores of the runs of a system and their spread, if it has several."""
-    if not system.runs:
-        return {}
+def _averages_document(averages: Averages, columns: Sequence[Column]) -> dict[str, Any]:
     return {
-        "spread": {
-            family: {group: _scores_document(one, columns) for group, one in groups.items()}
-            for family, groups in system.spread.items()
-        },
-        "runs": [_system_document(one, columns) for one in system.runs],
+        family: {group: _scores_document(one, columns) for group, one in groups.items()}
+        for family, groups in averages.items()
     }
 
 
@@ -339,23 +333,3 @@ def _scores_document(scores: Scores, columns: Sequence[Column]) -> dict[str, Any
             place = place[key]
         place[last] = scores[column.name]
     return found
-
-
-def _references_document(
-    references: ReferenceScores | None, columns: Sequence[Column]
-) -> dict[str, Any] | None:
-    """Return the scores of the references by the last of their keys."""
-    if references is None:
-        return None
-    last = {column.name: column.keys[-1] for column in columns}
-
-    def renamed(scores: Scores) -> dict[str, float]:
-        return {last[name]: value for name, value in scores.items()}
-
-    return {
-        "directions": {name: renamed(one) for name, one in references.directions.items()},
-        "averages": {
-            family: {group: renamed(one) for group, one in groups.items()}
-            for family, groups in references.averages.items()
-        },
-    }

@@ -3,19 +3,21 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
-from pipeline.artifacts.corpus import Direction, languages, pair_name
+from pipeline.artifacts.corpus import Direction, languages
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
-    average_by_language,
+    average_by_set,
     average_scores,
+    by_group,
     confuse_languages,
     distinct_share,
     judge,
@@ -33,19 +35,14 @@ from pipeline.evaluation.chosen_scores import (
 from pipeline.evaluation.comet import CometScores, ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.line_sets import LineSet, find_line_sets
-from pipeline.evaluation.repeated_runs import group_runs, merge_runs, merge_words, seed_of
-from pipeline.evaluation.score_slot import (
-    Column,
-    Floats,
-    LineStatistics,
-    Rows,
-    Score,
-    TranslatedLines,
-)
+from pipeline.evaluation.repeated_runs import group_runs, merge_runs, seed_of
+from pipeline.evaluation.score_slot import LineStatistics, Rows, Score, TranslatedLines
 from pipeline.evaluation.scores import (
     BaselineTests,
+    Comparison,
     DirectionScores,
     Evaluation,
+    Quality,
     ReferenceScores,
     Scores,
     SharedLines,
@@ -54,21 +51,13 @@ from pipeline.evaluation.scores import (
     Verdicts,
     WordAccuracy,
 )
-from pipeline.evaluation.seed_errors import SeedErrors, can_find
-from pipeline.evaluation.significance import (
+from pipeline.evaluation.statistics import (
     MIN_LINES,
-    BootstrapTask,
-    PairedBootstrapTask,
-    PValues,
-    RandomisationTask,
-    bootstrap_p_values,
-    compare_all,
-    compare_with_baseline,
-    in_two_rounds,
-    p_values_of_draws,
-    randomisation_p_values,
+    ResampleTask,
+    Sample,
+    compare,
+    correct_tests,
     resampled_scores,
-    second_round,
 )
 from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_language
 from pipeline.languages import language
@@ -101,151 +90,22 @@ def score_systems(
         work_dir: directory for temporary files.
     """
     with _worker_pool(call.processes, mpi=call.mpi) as pool:
-        return _score_systems(
-            call, pool, profiles=profiles, left_out=left_out, writer=writer, work_dir=work_dir
-        )
+        scoring = _Scoring(call, profiles, writer, work_dir, pool)
+        return scoring.evaluation(left_out=left_out)
 
 
-def _score_systems(
-    call: StageCall,
-    pool: Pool | None,
-    *,
-    profiles: Sequence[DirectionProfile],
-    left_out: int,
-    writer: ArtifactWriter,
-    work_dir: Path,
-) -> Evaluation:
-    settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
-    targets = sorted({profile.direction.target for profile in profiles})
-    comet = _comet_scores(call, profiles=profiles, work_dir=work_dir)
-    scores = chosen_scores(
-        settings, scored=Scored(targets=targets, languages=_languages(call), comet=comet)
-    )
-    columns = tuple(score.column for score in scores)
-    groups = group_runs(call.many("systems"))
-    names = list(groups)
-    baseline = names[baseline_place(names, settings.baseline)]
-    tasks = [
-        ScoringTask(
-            system=name,
-            corpus=corpus,
-            translations=translations,
-            direction=profile.direction,
-            scores=scores,
-            bleu=_bleu_of_verdicts(scores, targets),
-        )
-        for name, translations in call.many("systems").items()
-        for profile in profiles
-    ]
-    scored = _score_tasks(tasks, profiles=profiles, writer=writer, pool=pool)
-    systems = merge_runs(scored, groups, profiles=profiles)
-    verdicts = judge(systems, baseline=baseline, profiles=profiles)
-    compared, tested = _significance(
-        systems,
-        scores=scores,
-        profiles=profiles,
-        verdicts=verdicts,
-        writer=writer,
-        call=call,
-        pool=pool,
-    )
-    pivot = pivot_of(call.artifacts.get("training", corpus))
-    return Evaluation(
-        columns=columns,
-        pivot=pivot,
-        thresholds=call.recipe.training.resource_thresholds,
-        directions=tuple(profiles),
-        language_names={code: language(code).name for code in _languages(call)},
-        tokenizers=bleu_tokenizers(scores),
-        systems=tuple(systems),
-        references=_score_references(scores, profiles=profiles, corpus=corpus, pool=pool),
-        undetectable=tuple(undetectable(scores, targets)),
-        warnings=(
-            *caveats(scored, scores=scores, profiles=profiles, left_out=left_out, call=call),
-            *undecided(verdicts),
-        ),
-        verdicts=verdicts,
-        significance=compared,
-        baseline_tests=tested,
-        wins=win_ratios(
-            systems, baseline=baseline, columns=columns, profiles=profiles, verdicts=verdicts
-        ),
-        language_averages=tuple(
-            average_by_language(
-                systems, profiles=profiles, pivot=pivot, sets=settings.language_sets
-            )
-        ),
-        words=_word_accuracy(call, profiles=profiles, pool=pool),
-        confusion=confuse_languages(systems, profiles=profiles),
-    )
-
-
-def _bleu_of_verdicts(scores: Sequence[Score], targets: Sequence[str]) -> Bleu:
-    """Return the BLEU that decides verdicts: the chosen one, else one whose tokenizers load."""
-    chosen = next((one for one in scores if isinstance(one, Bleu)), None)
-    return chosen or Bleu.into(targets, option="per-language")
-
-
-def baseline_place(names: Sequence[str], baseline: str) -> int:
-    """Return the index of the baseline among the systems; the first one if none is named.
+def baseline_of(names: Sequence[str], baseline: str) -> str:
+    """Return the name of the baseline; the first system if none is named.
 
     Raises:
         ConfigError: there is no system of that name.
     """
-    if not baseline:
-        return 0
-    if baseline not in names:
+    if baseline and baseline not in names:
         raise ConfigError(
             f"evaluation.baseline names {baseline!r}, which is none of the systems "
             f"{', '.join(names)}. Name one of them, or leave it empty to use the first."
         )
-    return list(names).index(baseline)
-
-
-def _languages(call: StageCall) -> list[str]:
-    """Return all languages of the corpus and of the training corpus."""
-    given = [call.artifacts[name] for name in ("corpus", "training") if name in call.artifacts]
-    return sorted({code for artifact in given for code in languages(artifact)})
-
-
-def _comet_scores(
-    call: StageCall, *, profiles: Sequence[DirectionProfile], work_dir: Path
-) -> CometScores | None:
-    """Score all lines by the COMET model of the call, if there is one."""
-    if "comet" not in call.raw:
-        return None
-    return ask_comet(
-        call.raw["comet"].only_path(),
-        digest=call.records["comet"].digest,
-        corpus=call.artifacts["corpus"],
-        systems=call.many("systems"),
-        directions=[profile.direction for profile in profiles],
-        work_dir=work_dir,
-    )
-
-
-def _word_accuracy(
-    call: StageCall, *, profiles: Sequence[DirectionProfile], pool: Pool | None
-) -> WordAccuracy | None:
-    settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
-    if not settings.word_accuracy:
-        return None
-    codes = {profile.direction.target for profile in profiles}
-    if settings.word_side == "source":
-        codes |= {profile.direction.source for profile in profiles}
-    tasks = word_tasks(
-        corpus,
-        call.many("systems"),
-        profiles=profiles,
-        training=call.artifacts.get("training", corpus),
-        tokenizer=call.artifacts.get("tokenizer"),
-        tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
-        max_lines=WORD_LINES,
-        side=settings.word_side,
-    )
-    found = _in_parallel(words_of_language, tasks, pool=pool, label="words")
-    words = join_words([*found], tasks, profiles=profiles)
-    return merge_words(words, group_runs(call.many("systems")))
+    return baseline or names[0]
 
 
 # Scores of one direction
@@ -253,24 +113,16 @@ def _word_accuracy(
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """One direction of one system."""
+    """One direction of one system, or of the references as if they were translations."""
 
     system: str
     corpus: Artifact
-    translations: Artifact
     direction: Direction
     scores: tuple[Score, ...]
-    bleu: Bleu
+    translations: Artifact | None = None
+    """None: the references are scored."""
+    bleu: Bleu | None = None
     """BLEU that decides whether the system translates; it need not be among the scores."""
-
-
-@dataclass(frozen=True)
-class ReferenceTask:
-    """The references of one direction, to be scored as if they were translations."""
-
-    corpus: Artifact
-    direction: Direction
-    scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
@@ -284,30 +136,29 @@ class ScoredDirection:
 
 def score_direction(task: ScoringTask) -> ScoredDirection:
     """Score one direction of one system."""
+    assert task.translations is not None
+    assert task.bleu is not None
     lines = TranslatedLines.read(task.system, task.corpus, task.translations, task.direction)
-    texts = lines.hypotheses
     found = _statistics(task.scores, lines)
     values = _values(task.scores, found)
+    bleu = values.get(Bleu.column.name)
+    if task.bleu not in task.scores or bleu is None:
+        bleu = task.bleu.of_corpus(task.bleu.line_statistics(lines).rows)
     scores = DirectionScores(
         scores=values,
-        lines=len(texts),
-        empty=sum(not text.strip() for text in texts),
+        lines=len(lines.hypotheses),
+        empty=sum(not text.strip() for text in lines.hypotheses),
         truncated=lines.truncated,
         invalid=sum(count > 0 for count in lines.invalid),
         invalid_sequences=sum(lines.invalid),
         signatures={name: one.signature for name, one in found.items() if one.signature},
-        quality=quality(
-            bleu=values[Bleu.column.name]
-            if task.bleu in task.scores
-            else task.bleu.of_corpus(task.bleu.line_statistics(lines).rows),
-            distinct=distinct_share(texts, lines.sources),
-        ),
+        quality=quality(bleu=bleu, distinct=distinct_share(lines.hypotheses, lines.sources)),
         outcomes={name: one.outcomes for name, one in found.items() if one.outcomes},
     )
     return ScoredDirection(scores, {name: one.rows for name, one in found.items()})
 
 
-def score_references(task: ReferenceTask) -> Scores:
+def score_references(task: ScoringTask) -> Scores:
     """Score the references of one direction."""
     lines = TranslatedLines.of_references(task.corpus, task.direction)
     return _values(task.scores, _statistics(task.scores, lines))
@@ -328,258 +179,267 @@ def _values(scores: tuple[Score, ...], found: Mapping[str, LineStatistics]) -> S
     }
 
 
-# Scores of all directions
+# All directions
 
 
-def _score_tasks(
-    tasks: Sequence[ScoringTask],
-    *,
-    profiles: Sequence[DirectionProfile],
-    writer: ArtifactWriter,
-    pool: Pool | None,
-) -> list[SystemScores]:
-    found: dict[str, dict[str, DirectionScores]] = {}
-    results = _in_parallel(score_direction, tasks, pool=pool, label="score")
-    for task, result in zip(tasks, results, strict=True):
-        found.setdefault(task.system, {})[str(task.direction)] = result.scores
-        path = writer.path(_lines_name(task.system, str(task.direction)))
-        np.savez_compressed(path, **result.statistics)
-    return [
-        SystemScores(
-            name=name,
-            directions=scored,
-            averages=average_scores(
-                {direction: one.scores for direction, one in scored.items()}, profiles=profiles
+@dataclass(frozen=True)
+class _Scoring:
+    """Steps of an evaluation, which share their inputs and workers."""
+
+    call: StageCall
+    profiles: Sequence[DirectionProfile]
+    writer: ArtifactWriter
+    work_dir: Path
+    pool: Pool | None
+
+    @property
+    def corpus(self) -> Artifact:
+        return self.call.artifacts["corpus"]
+
+    @cached_property
+    def runs(self) -> dict[str, Artifact]:
+        return self.call.many("systems")
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return group_runs(self.runs)
+
+    @cached_property
+    def targets(self) -> list[str]:
+        return sorted({profile.direction.target for profile in self.profiles})
+
+    @cached_property
+    def languages(self) -> list[str]:
+        """Return all languages of the corpus and of the training corpus."""
+        inputs = self.call.artifacts
+        given = [inputs[name] for name in ("corpus", "training") if name in inputs]
+        return sorted({code for artifact in given for code in languages(artifact)})
+
+    @cached_property
+    def scores(self) -> tuple[Score, ...]:
+        scored = Scored(self.targets, self.languages, self._comet_scores())
+        return chosen_scores(self.call.recipe.evaluation, scored=scored)
+
+    def evaluation(self, *, left_out: int) -> Evaluation:
+        """Return all scores and comparisons."""
+        settings, columns = self.call.recipe.evaluation, tuple(one.column for one in self.scores)
+        baseline = baseline_of([*self.groups], settings.baseline)
+        scored = self._score_runs()
+        systems = merge_runs(scored, self.groups, profiles=self.profiles)
+        verdicts = judge(systems, baseline=baseline, profiles=self.profiles)
+        significance, tests = self._significance(systems, verdicts)
+        pivot = pivot_of(self.call.artifacts.get("training", self.corpus))
+        return Evaluation(
+            columns=columns,
+            pivot=pivot,
+            thresholds=self.call.recipe.training.resource_thresholds,
+            directions=tuple(self.profiles),
+            language_names={code: language(code).name for code in self.languages},
+            tokenizers=bleu_tokenizers(self.scores),
+            systems=tuple(systems),
+            references=self._score_references(),
+            undetectable=tuple(undetectable(self.scores, self.targets)),
+            warnings=(
+                *caveats(
+                    scored,
+                    scores=self.scores,
+                    profiles=self.profiles,
+                    left_out=left_out,
+                    call=self.call,
+                ),
+                *undecided(verdicts),
             ),
-        )
-        for name, scored in found.items()
-    ]
-
-
-def _score_references(
-    scores: Sequence[Score],
-    *,
-    profiles: Sequence[DirectionProfile],
-    corpus: Artifact,
-    pool: Pool | None,
-) -> ReferenceScores | None:
-    """Score the references as an upper bound; None if no score uses one."""
-    ceilings = tuple(score for score in scores if score.column.ceiling)
-    tasks = [
-        ReferenceTask(corpus=corpus, direction=profile.direction, scores=ceilings)
-        for profile in profiles
-        if any(score.covers(profile.direction) for score in ceilings)
-    ]
-    if not tasks:
-        return None
-    results = _in_parallel(score_references, tasks, pool=pool, label="references")
-    found = {str(task.direction): values for task, values in zip(tasks, results, strict=True)}
-    return ReferenceScores(directions=found, averages=average_scores(found, profiles=profiles))
-
-
-def _lines_name(system: str, direction: str) -> str:
-    return f"sentences/{system}/{direction}.npz"
-
-
-# Significance
-
-
-def _significance(
-    systems: Sequence[SystemScores],
-    *,
-    scores: Sequence[Score],
-    profiles: Sequence[DirectionProfile],
-    verdicts: Verdicts,
-    writer: ArtifactWriter,
-    call: StageCall,
-    pool: Pool | None,
-) -> tuple[Significance, BaselineTests | None]:
-    """Compare the systems in every direction that has enough lines, by resampling them."""
-    large = [profile.direction for profile in profiles if profile.test_lines >= MIN_LINES]
-    names = [one.name for one in systems]
-    pairs = [*dict.fromkeys(direction.pair for direction in large)]
-    line_sets = find_line_sets(call.artifacts["corpus"], pairs)
-    tasks = _bootstrap_tasks(
-        systems, large, scores=scores, line_sets=line_sets, writer=writer, call=call
-    )
-    draws = _by_key(resampled_scores, tasks, pool=pool, label="resample")
-    columns = [score.column for score in scores]
-    runs = [run for one in systems for run in one.runs or (one,)]
-    values = {
-        direction: _by_column(runs, direction, columns)
-        for direction in (str(profile.direction) for profile in profiles)
-    }
-    seeds = _seed_errors(systems, seed=call.recipe.evaluation.seed)
-    compared = compare_all(
-        values,
-        draws,
-        columns=columns,
-        systems=names,
-        profiles=profiles,
-        verdicts=verdicts,
-        resamples=call.recipe.evaluation.resamples,
-        shared_lines=[SharedLines(one.pairs, one.sentences) for one in line_sets],
-        seeds=seeds,
-    )
-    if len(systems) == 1 or not large:
-        return compared, None
-    tested = [name for name in tasks if verdicts.decides(name)]
-    return compared, _baseline_tests(
-        {name: tasks[name] for name in tested},
-        values,
-        {name: _by_column(systems, name, columns) for name in tested},
-        draws,
-        systems=names,
-        baseline=names.index(verdicts.baseline),
-        undecided=[name for name in tasks if name not in tested],
-        seeds=seeds,
-        call=call,
-        pool=pool,
-    )
-
-
-def _bootstrap_tasks(
-    systems: Sequence[SystemScores],
-    directions: Sequence[Direction],
-    *,
-    scores: Sequence[Score],
-    line_sets: Sequence[LineSet],
-    writer: ArtifactWriter,
-    call: StageCall,
-) -> dict[str, BootstrapTask]:
-    """Return the resampling of every direction; those of a line set have the same draws."""
-    settings = call.recipe.evaluation
-    set_of = {pair: one for one in line_sets for pair in one.pairs}
-    runs = [run for one in systems for run in one.run_names]
-    found = {}
-    for direction in directions:
-        lines = set_of.get(direction.pair)
-        drawn = lines.pairs[0] if lines else direction.pair
-        found[str(direction)] = BootstrapTask(
-            [writer.path(_lines_name(run, str(direction))) for run in runs],
-            scores,
-            seed=derive_seed("bootstrap", settings.seed, drawn),
-            resamples=settings.resamples,
-            sentences=lines.of_pair(direction.pair) if lines else None,
-        )
-    return found
-
-
-def _seed_errors(systems: Sequence[SystemScores], *, seed: int) -> SeedErrors | None:
-    """Return the runs of all systems; None if none has several."""
-    if not any(one.runs for one in systems):
-        return None
-    places = iter(range(sum(len(one.run_names) for one in systems)))
-    return SeedErrors(
-        runs=tuple(tuple(islice(places, len(one.run_names))) for one in systems),
-        labels=tuple(tuple(map(seed_of, one.run_names)) for one in systems),
-        seed=seed,
-    )
-
-
-def _baseline_tests(
-    tasks: Mapping[str, BootstrapTask],
-    of_runs: Mapping[str, Mapping[str, Sequence[float]]],
-    of_systems: Mapping[str, Mapping[str, Sequence[float]]],
-    draws: Mapping[str, Mapping[str, Floats]],
-    *,
-    systems: Sequence[str],
-    baseline: int,
-    undecided: Sequence[str],
-    seeds: SeedErrors | None,
-    call: StageCall,
-    pool: Pool | None,
-) -> BaselineTests:
-    """Test every system against the baseline, with as many resamples as the tests need.
-
-    No direction is tested if systems have too few runs to find anything.
-
-    Args:
-        tasks: direction → first round of resamples.
-        of_runs: direction → name of a column → one score per run.
-        of_systems: the same with one score per system.
-        draws: results of the tasks.
-        systems: names.
-        baseline: index of the baseline among them.
-        undecided: directions that are not tested.
-        seeds: runs of the systems; None: every system has one.
-        call: of the stage.
-        pool: workers, if there are any.
-    """
-    seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
-    tests = (len(systems) - 1) * (len(tasks) + len(undecided))
-    runs = None if seeds is None else seeds.fewest_runs
-    if not can_find(tests, runs=runs):
-        return BaselineTests(systems[baseline], {}, tests, resamples, tuple(undecided), runs)
-    bootstrap = {
-        name: PairedBootstrapTask(task, baseline, of_runs[name], seeds)
-        for name, task in tasks.items()
-    }
-    tosses = {
-        name: RandomisationTask(
-            task.paths,
-            baseline,
-            task.scores,
-            seed=derive_seed("randomise", seed, pair_name(*name.split("-"))),
-            trials=resamples,
-        )
-        for name, task in tasks.items()
-        if seeds is None
-    }
-    of_draws: Mapping[str, PValues] = {
-        name: p_values_of_draws(draws[name], baseline=baseline, scores=task.scores, seeds=seeds)
-        for name, task in bootstrap.items()
-    }
-    of_tosses: Mapping[str, PValues] = _by_key(
-        randomisation_p_values, tosses, label="randomise", pool=pool
-    )
-    more = second_round(tests, resamples=resamples)
-    if more is not None:
-        of_draws = in_two_rounds(
-            of_draws,
-            lambda columns: _by_key(
-                bootstrap_p_values,
-                {name: bootstrap[name].again(columns[name], resamples=more) for name in columns},
-                label="resample again",
-                pool=pool,
+            verdicts=verdicts,
+            significance=significance,
+            baseline_tests=tests,
+            wins=win_ratios(
+                systems,
+                baseline=baseline,
+                columns=columns,
+                profiles=self.profiles,
+                verdicts=verdicts,
             ),
-            resamples=resamples,
-        )
-        of_tosses = in_two_rounds(
-            of_tosses,
-            lambda columns: _by_key(
-                randomisation_p_values,
-                {name: tosses[name].again(columns[name], trials=more) for name in columns},
-                label="randomise again",
-                pool=pool,
+            set_averages=tuple(
+                average_by_set(
+                    systems, profiles=self.profiles, pivot=pivot, sets=settings.language_sets
+                )
             ),
-            resamples=resamples,
+            words=self._word_accuracy(),
+            confusion=confuse_languages(systems, profiles=self.profiles),
         )
-    return compare_with_baseline(
-        of_systems,
-        of_draws,
-        None if seeds else of_tosses,
-        systems=systems,
-        baseline=baseline,
-        resamples=more or resamples,
-        undecided=undecided,
-        runs=runs,
-    )
 
+    def _comet_scores(self) -> CometScores | None:
+        """Score all lines by the COMET model of the call, if there is one."""
+        if "comet" not in self.call.raw:
+            return None
+        return ask_comet(
+            self.call.raw["comet"].only_path(),
+            digest=self.call.records["comet"].digest,
+            corpus=self.corpus,
+            systems=self.runs,
+            directions=[profile.direction for profile in self.profiles],
+            work_dir=self.work_dir,
+        )
 
-def _by_column(
-    systems: Sequence[SystemScores], direction: str, columns: Sequence[Column]
-) -> dict[str, list[float]]:
-    """Return one value per system or run of every score that all of them have in a direction."""
-    found = [one.directions[direction].scores for one in systems]
-    return {
-        column.name: [scores[column.name] for scores in found]
-        for column in columns
-        if all(column.name in scores for scores in found)
-    }
+    def _word_accuracy(self) -> WordAccuracy | None:
+        settings = self.call.recipe.evaluation
+        if not settings.word_accuracy:
+            return None
+        codes = {*self.targets}
+        if settings.word_side == "source":
+            codes |= {profile.direction.source for profile in self.profiles}
+        tasks = word_tasks(
+            self.corpus,
+            self.runs,
+            profiles=self.profiles,
+            training=self.call.artifacts.get("training", self.corpus),
+            tokenizer=self.call.artifacts.get("tokenizer"),
+            tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
+            max_lines=WORD_LINES,
+            side=settings.word_side,
+        )
+        found = [*self._in_parallel(words_of_language, tasks, label="words")]
+        return join_words(found, tasks, profiles=self.profiles, groups=self.groups)
 
+    def _score_runs(self) -> list[SystemScores]:
+        bleu = next((one for one in self.scores if isinstance(one, Bleu)), None)
+        bleu = bleu or Bleu.into(self.targets, option="per-language")
+        tasks = [
+            ScoringTask(name, self.corpus, profile.direction, self.scores, translations, bleu)
+            for name, translations in self.runs.items()
+            for profile in self.profiles
+        ]
+        found: dict[str, dict[str, DirectionScores]] = {}
+        results = self._in_parallel(score_direction, tasks, label="score")
+        for task, result in zip(tasks, results, strict=True):
+            found.setdefault(task.system, {})[str(task.direction)] = result.scores
+            np.savez_compressed(self._lines_path(task.system, task.direction), **result.statistics)
+        return [
+            SystemScores(
+                name,
+                scored,
+                average_scores(
+                    {direction: one.scores for direction, one in scored.items()},
+                    profiles=self.profiles,
+                ),
+            )
+            for name, scored in found.items()
+        ]
 
-# Worker processes
+    def _score_references(self) -> ReferenceScores | None:
+        """Score the references as an upper bound; None if no score uses one."""
+        ceilings = tuple(score for score in self.scores if score.column.ceiling)
+        tasks = [
+            ScoringTask("", self.corpus, profile.direction, ceilings)
+            for profile in self.profiles
+            if any(score.covers(profile.direction) for score in ceilings)
+        ]
+        if not tasks:
+            return None
+        results = self._in_parallel(score_references, tasks, label="references")
+        found = {str(task.direction): one for task, one in zip(tasks, results, strict=True)}
+        return ReferenceScores(found, average_scores(found, profiles=self.profiles))
+
+    def _lines_path(self, run: str, direction: Direction) -> Path:
+        return self.writer.path(f"sentences/{run}/{direction}.npz")
+
+    def _significance(
+        self, systems: Sequence[SystemScores], verdicts: Verdicts
+    ) -> tuple[Significance, BaselineTests | None]:
+        """Compare the systems in every direction and average with enough lines."""
+        large = [one for one in self.profiles if one.test_lines >= MIN_LINES]
+        pairs = [*dict.fromkeys(one.direction.pair for one in large)]
+        line_sets = find_line_sets(self.corpus, pairs)
+        runs = [run for one in systems for run in one.runs or (one,)]
+        tasks = self._resample_tasks([run.name for run in runs], large, line_sets)
+        draws = self._in_parallel(resampled_scores, tasks, label="resample")
+        samples: dict[str, dict[str, Sample]] = {}
+        for profile, of_direction in zip(large, draws, strict=True):
+            name = str(profile.direction)
+            samples[name] = {
+                column: Sample(
+                    [run.directions[name].scores[column] for run in runs],
+                    of_column,
+                    profile.test_lines,
+                )
+                for column, of_column in of_direction.items()
+            }
+        places = count()
+        seeds = {one.name: {seed_of(run): next(places) for run in one.run_names} for one in systems}
+
+        def compared(
+            directions: Sequence[str], qualities: Mapping[str, Quality]
+        ) -> dict[str, Comparison]:
+            translating = {name: one.translates for name, one in qualities.items()}
+            found = {}
+            for column in (score.column for score in self.scores):
+                name = column.name
+                measured = [one for one in directions if name in runs[0].directions[one].scores]
+                if measured and all(name in samples.get(one, {}) for one in measured):
+                    found[name] = compare(
+                        Sample.mean([samples[one][name] for one in measured]),
+                        seeds,
+                        column=column,
+                        baseline=verdicts.baseline,
+                        translating=translating,
+                    )
+            return found
+
+        names = {name: name for name in (str(one.direction) for one in self.profiles)}
+        significance = Significance(
+            resamples=self.call.recipe.evaluation.resamples,
+            directions={name: compared([name], verdicts.directions[name]) for name in names},
+            averages={
+                family: {
+                    group: compared(members, verdicts.averages[family][group])
+                    for group, members in groups.items()
+                }
+                for family, groups in by_group(names, profiles=self.profiles).items()
+            },
+            shared_lines=tuple(SharedLines(one.pairs, one.sentences) for one in line_sets),
+        )
+        if len(systems) == 1 or not large:
+            return significance, None
+        return significance, correct_tests(
+            {name: significance.directions[name] for name in samples if verdicts.decides(name)},
+            baseline=verdicts.baseline,
+            systems=len(systems),
+            undecided=[name for name in samples if not verdicts.decides(name)],
+        )
+
+    def _resample_tasks(
+        self,
+        runs: Sequence[str],
+        profiles: Sequence[DirectionProfile],
+        line_sets: Sequence[LineSet],
+    ) -> list[ResampleTask]:
+        """Return the resampling of every direction; directions of a line set share their draws."""
+        settings = self.call.recipe.evaluation
+        set_of = {pair: one for one in line_sets for pair in one.pairs}
+        tasks = []
+        for direction in (profile.direction for profile in profiles):
+            lines = set_of.get(direction.pair)
+            drawn = lines.pairs[0] if lines else direction.pair
+            tasks.append(
+                ResampleTask(
+                    [self._lines_path(run, direction) for run in runs],
+                    self.scores,
+                    seed=derive_seed("bootstrap", settings.seed, drawn),
+                    resamples=settings.resamples,
+                    sentences=lines.of_pair(direction.pair) if lines else None,
+                )
+            )
+        return tasks
+
+    def _in_parallel(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task], *, label: str
+    ) -> Iterable[Result]:
+        """Return the results in the order of the tasks; a single task needs no worker."""
+        if self.pool is None or len(tasks) <= 1:
+            results: Iterable[Result] = (function(task) for task in tasks)
+        else:
+            results = self.pool.in_order(function, tasks)
+        return track(results, label=label, total=len(tasks))
 
 
 @contextmanager
@@ -593,30 +453,3 @@ def _worker_pool(processes: int, *, mpi: bool) -> Iterator[Pool | None]:
         return
     with open_pool(processes, mpi=mpi) as pool:
         yield pool
-
-
-def _by_key(
-    function: Callable[[Task], Result],
-    tasks: Mapping[str, Task],
-    *,
-    label: str,
-    pool: Pool | None,
-) -> dict[str, Result]:
-    """Run tasks in parallel; results have the keys of their tasks."""
-    found = _in_parallel(function, list(tasks.values()), pool=pool, label=label)
-    return dict(zip(tasks, found, strict=True))
-
-
-def _in_parallel(
-    function: Callable[[Task], Result],
-    tasks: Sequence[Task],
-    *,
-    label: str,
-    pool: Pool | None,
-) -> Iterable[Result]:
-    """Return the results in the order of the tasks; a single task needs no worker."""
-    if pool is None or len(tasks) <= 1:
-        results: Iterable[Result] = (function(task) for task in tasks)
-    else:
-        results = pool.in_order(function, tasks)
-    return track(results, label=label, total=len(tasks))

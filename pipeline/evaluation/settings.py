@@ -33,6 +33,9 @@ class EvaluationConfig(Settings):
     """Whether to compute the language accuracies among ``scores``."""
     baseline: str = ""
     """System that the others are compared with in every direction. Empty: the first system."""
+    nearest_neighbor: bool = False
+    """Whether to add a baseline, "nearest neighbor", that answers each test line with the
+    translation of the most similar training line of the pair."""
     language_sets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Named sets of languages to average over, for example ``Long = ["my", "ta"]``. A direction
     belongs to the sets of its language that is not the pivot."""
@@ -43,9 +46,7 @@ class EvaluationConfig(Settings):
     """Side of the words that are grouped: words of references and translations, or the source words
     aligned to them (LOBEF, Figures 3 and 4)."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
-    """Resamples of the test lines, for confidence intervals and for the two tests against the
-    baseline. Holm's correction for m tests needs 20 m resamples: differences that remain open are
-    tested again with that number."""
+    """Resamples of the test lines, for confidence intervals and tests against the baseline."""
     seed: Seed = 1
     """Seed of langdetect and of the resamples."""
 

@@ -1,15 +1,16 @@
 """The table model of every report, and how its figures are printed.
 
-A report is a title, facts and sections; a section has tables, lists, text samples and figures. The
-sections are built once, from scores and history; ``rendering`` turns them into Markdown and HTML.
+A report is a title, facts and sections; a section has figures, tables, samples and lists. Sections
+are built once; ``rendering`` turns them into Markdown and HTML. No table is wider than
+``MAX_COLUMNS``: a wider one is split.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Literal
 
 NO_VALUE = "–"
+MAX_COLUMNS = 12
 
 Value = str | float | None
 
@@ -23,14 +24,12 @@ class Cell:
     format: str = ","
     """Format specification of a number, as in ``f"{value:.1f}"``."""
     note: str = ""
-    """Text in smaller print beside the value, such as a confidence interval."""
+    """Text in smaller print after the value, such as a confidence interval."""
     bold: bool = False
     code: bool = False
     """Print in a fixed-width font."""
-    order: float | None = None
-    """Number by which the page sorts the value where it is a text."""
     bar: float | None = None
-    """Share of its track that a bar below the value fills, 0 to 1; the HTML page alone has bars."""
+    """Share of its track that a bar below the value fills, 0 to 1; only the HTML page has bars."""
 
     @property
     def text(self) -> str:
@@ -39,19 +38,12 @@ class Cell:
             return NO_VALUE
         return self.value if isinstance(self.value, str) else format(self.value, self.format)
 
-    @property
-    def rank(self) -> float | None:
-        """Return the number by which the page sorts the cell; None: by its text."""
-        return self.order if isinstance(self.value, str) else self.value
-
 
 @dataclass(frozen=True)
 class Row:
     """A row of a table; the first cell names it."""
 
     cells: tuple[Cell, ...]
-    group: str = ""
-    """Rows of one group stand together under its title."""
     is_ceiling: bool = False
     """Whether the row shows an upper bound instead of a system."""
 
@@ -61,10 +53,10 @@ class Row:
         return tuple(cell.text for cell in self.cells)
 
 
-def row(*values: Cell | Value, group: str = "", is_ceiling: bool = False) -> Row:
-    """Return a row of values, of which those that are no cells get the usual format."""
+def row(*values: Cell | Value, is_ceiling: bool = False) -> Row:
+    """Return a row; values that are no cells get the usual format."""
     cells = (value if isinstance(value, Cell) else Cell(value) for value in values)
-    return Row(tuple(cells), group=group, is_ceiling=is_ceiling)
+    return Row(tuple(cells), is_ceiling=is_ceiling)
 
 
 @dataclass(frozen=True)
@@ -72,26 +64,13 @@ class Heading:
     """The heading of a column."""
 
     title: str
-    group: str = ""
-    """Title above this column and its neighbors of the same group."""
     note: str = ""
     is_number: bool = True
     """Whether the column holds numbers, which are aligned to the right; texts may wrap."""
 
-    @property
-    def full_title(self) -> str:
-        """Return title, group and note on one line."""
-        title = f"{self.group} {self.title}" if self.group else self.title
-        return f"{title} ({self.note})" if self.note else title
-
 
 def headings(*titles: str, words: Iterable[str] = ()) -> tuple[Heading, ...]:
-    """Return one heading per title.
-
-    Args:
-        titles: of the columns.
-        words: titles of the columns that hold texts; the first column always does.
-    """
+    """Return one heading per title; the first column and those of ``words`` hold texts."""
     texts = {titles[0], *words}
     return tuple(Heading(title, is_number=title not in texts) for title in titles)
 
@@ -103,63 +82,37 @@ class Table:
     title: str
     headings: tuple[Heading, ...]
     rows: tuple[Row, ...]
-    group_title: str = ""
-    """Name for the groups of rows; Markdown shows them in a column of this title."""
-    is_page_only: bool = False
-    """Whether Markdown leaves the table out."""
 
     @property
-    def heading_groups(self) -> list[list[Heading]]:
-        """Return the headings of every group of neighbors, those without a group included."""
-        return [list(members) for _, members in groupby(self.headings, key=lambda one: one.group)]
-
-    @property
-    def has_heading_groups(self) -> bool:
-        """Return whether any column belongs to a group."""
-        return any(one.group for one in self.headings)
-
-    @property
-    def starts(self) -> tuple[bool, ...]:
-        """Return for every column whether it is the first of its group."""
-        groups = ["", *(one.group for one in self.headings)]
-        return tuple(bool(group) and group != before for before, group in pairwise(groups))
-
-    @property
-    def row_groups(self) -> list[tuple[str, list[Row]]]:
-        """Return the rows of every group of neighbors."""
-        groups = groupby(self.rows, key=lambda one: one.group)
-        return [(title, list(members)) for title, members in groups]
-
-    @property
-    def is_tall(self) -> bool:
-        """Return whether the page shows the table in a frame that scrolls."""
-        return len(self.rows) > 20
+    def parts(self) -> list["Table"]:
+        """Return the table, split by columns if it is too wide; all parts have the first column."""
+        width = len(self.headings)
+        if width <= MAX_COLUMNS:
+            return [self]
+        count = -(-(width - 1) // (MAX_COLUMNS - 1))
+        size = -(-(width - 1) // count)
+        found = []
+        for number, start in enumerate(range(1, width, size), start=1):
+            kept = [0, *range(start, min(start + size, width))]
+            title = f"{self.title} ({number} of {count})".strip()
+            rows = tuple(
+                replace(one, cells=tuple(one.cells[place] for place in kept)) for one in self.rows
+            )
+            found.append(Table(title, tuple(self.headings[place] for place in kept), rows))
+        return found
 
 
 @dataclass(frozen=True)
 class BulletList:
-    """Items under an optional title."""
+    """A list of items."""
 
     items: tuple[Cell, ...]
-    title: str = ""
 
 
 def bullets(texts: Iterable[str]) -> tuple[BulletList, ...]:
     """Return a list of texts, or nothing if there are none."""
     items = tuple(Cell(text) for text in texts)
     return (BulletList(items),) if items else ()
-
-
-@dataclass(frozen=True)
-class TextSample:
-    """One line in several versions, such as source, reference and translations."""
-
-    title: str
-    line: int
-    """Counted from 1."""
-    texts: tuple["SampleText", ...]
-    note: str = ""
-    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,35 +140,24 @@ class SampleText:
 
 
 @dataclass(frozen=True)
+class TextSample:
+    """One line in several versions, such as source, reference and translations."""
+
+    title: str
+    line: int
+    """Counted from 1."""
+    texts: tuple[SampleText, ...]
+    group: str = ""
+
+
+@dataclass(frozen=True)
 class Figure:
     """A chart for the HTML page."""
 
     svg: str
     """The chart and its legend, as HTML."""
     title: str = ""
-    subtitle: str = ""
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PanelBar:
-    """A labeled bar of the overview, 0 to 100."""
-
-    name: str
-    note: str
-    value: Cell
-    interval: tuple[float, float] | None
-    series: int
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Bars of some scores, side by side with other panels; the HTML page alone has them."""
-
-    title: str
-    note: str
-    bars: tuple[tuple[str, tuple[PanelBar, ...]], ...]
-    """Title of a score and its bars."""
 
 
 @dataclass(frozen=True)
@@ -225,17 +167,15 @@ class ReportSection:
     title: str
     lead: str = ""
     """Introduction of the section, one paragraph."""
-    panels: tuple[Panel, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     samples: tuple[TextSample, ...] = ()
     lists: tuple[BulletList, ...] = ()
-    style: Literal["", "warnings"] = ""
 
     @property
     def is_page_only(self) -> bool:
         """Return whether the section has nothing that Markdown can show."""
-        return bool(self.panels or self.figures) and not (self.tables or self.samples or self.lists)
+        return bool(self.figures) and not (self.tables or self.samples or self.lists)
 
     @property
     def sample_groups(self) -> list[tuple[str, list[TextSample]]]:
@@ -254,8 +194,6 @@ class Report:
     sections: tuple[ReportSection, ...]
     generator: str = ""
     """Name of the command that wrote the page."""
-    sortable: bool = False
-    """Whether readers can sort the tables of the page, by its one script."""
 
 
 # Figures

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -211,14 +211,6 @@ class WordTask:
         return partial(words, BLEU(tokenize=self.tokenizers[code]))
 
 
-@dataclass(frozen=True)
-class WordsOfLanguage:
-    """Word counts of a language by direction, and the number of training lines read."""
-
-    directions: Mapping[str, Kinds]
-    training_lines: int
-
-
 def word_tasks(
     corpus: Artifact,
     systems: Mapping[str, Artifact],
@@ -230,18 +222,7 @@ def word_tasks(
     max_lines: int,
     side: Side = "target",
 ) -> list[WordTask]:
-    """Return one per language whose words are grouped.
-
-    Args:
-        corpus: with the test lines.
-        systems: translations by name.
-        profiles: directions.
-        training: training corpus; ignored if it has no training lines.
-        tokenizer: whose subwords count for fertility.
-        tokenizers: language → sacreBLEU's tokenizer, of both sides if source words are grouped.
-        max_lines: maximum number of training lines of a pair that are read.
-        side: whose words are grouped.
-    """
+    """Return a task per language of the grouped words; see :class:`WordTask` for the arguments."""
     known = training if training is not None and line_counts(training, "train") else None
     by_language: dict[str, list[Direction]] = {}
     for profile in profiles:
@@ -253,8 +234,7 @@ def word_tasks(
     ]
 
 
-@dataclass(frozen=True)
-class _Matches:
+class Matches(NamedTuple):
     """Word counts of one direction of one system."""
 
     shared: Counter[str]
@@ -262,10 +242,16 @@ class _Matches:
     hypothesis: Counter[str]
 
 
+class WordsOfLanguage(NamedTuple):
+    """Word counts of a language by direction, and the number of training lines read."""
+
+    directions: Mapping[str, Kinds]
+    training_lines: int
+
+
 def words_of_language(task: WordTask) -> WordsOfLanguage:
     """Count the words of every direction and system by kind."""
-    counted = _target_words if task.side == "target" else _source_words
-    found = {str(direction): counted(task, direction) for direction in task.directions}
+    found = {str(direction): _count_direction(task, direction) for direction in task.directions}
     every = {
         word
         for systems in found.values()
@@ -275,7 +261,7 @@ def words_of_language(task: WordTask) -> WordsOfLanguage:
     values: dict[Trait, Values] = {LENGTH: len}
     lines = 0
     if task.training is not None:
-        lines, trained = training_counts(task, wanted=every, split=task.split(task.language))
+        lines, trained = training_counts(task, wanted=every)
         values[SEEN] = values[FREQUENCY] = trained.__getitem__
     if task.tokenizer is not None:
         tokenizer = load_tokenizer(tokenizer_folder(task.tokenizer))
@@ -285,34 +271,25 @@ def words_of_language(task: WordTask) -> WordsOfLanguage:
     )
 
 
-def _target_words(task: WordTask, direction: Direction) -> dict[str, _Matches]:
-    split = task.split(direction.target)
-    return {
-        system: count_words(lines.hypotheses, lines.references, split=split)
-        for system, translations in task.systems.items()
-        for lines in [TranslatedLines.read(system, task.corpus, translations, direction)]
-    }
-
-
-def _source_words(task: WordTask, direction: Direction) -> dict[str, _Matches]:
-    split_source, split_target = task.split(direction.source), task.split(direction.target)
-    sources = [
-        split_source(line)
-        for line in read_lines(task.corpus, "test", direction.pair, direction.source)
-    ]
-    references = [
-        split_target(line)
-        for line in read_lines(task.corpus, "test", direction.pair, direction.target)
-    ]
-    learned = _training_words(task, direction)
-    aligner = Aligner([*learned, *zip(sources, references, strict=True)])
-    return {
-        system: count_source_words(
-            sources, [split_target(line) for line in lines.hypotheses], references, aligner=aligner
-        )
-        for system, translations in task.systems.items()
-        for lines in [TranslatedLines.read(system, task.corpus, translations, direction)]
-    }
+def _count_direction(task: WordTask, direction: Direction) -> dict[str, Matches]:
+    split, aligner = task.split(direction.target), None
+    if task.side == "source":
+        split_source = task.split(direction.source)
+        lines = read_lines(task.corpus, "test", direction.pair, direction.source)
+        sources = [split_source(line) for line in lines]
+        lines = read_lines(task.corpus, "test", direction.pair, direction.target)
+        references = [split(line) for line in lines]
+        learned = _training_words(task, direction)
+        aligner = Aligner([*learned, *zip(sources, references, strict=True)])
+    found = {}
+    for system, translations in task.systems.items():
+        read = TranslatedLines.read(system, task.corpus, translations, direction)
+        if aligner is None:
+            found[system] = count_words(read.hypotheses, read.references, split=split)
+        else:
+            hypotheses = [split(line) for line in read.hypotheses]
+            found[system] = count_source_words(sources, hypotheses, references, aligner=aligner)
+    return found
 
 
 def _training_words(task: WordTask, direction: Direction) -> list[tuple[list[str], list[str]]]:
@@ -332,13 +309,13 @@ def count_source_words(
     references: Sequence[list[str]],
     *,
     aligner: Aligner,
-) -> _Matches:
+) -> Matches:
     """Count source words by the target words that are aligned to them.
 
     A source word counts once for every word of the translation that it is aligned to. It is correct
     once for every such word that the reference has, as often as the reference has it.
     """
-    found = _Matches(Counter(), Counter(), Counter())
+    found = Matches(Counter(), Counter(), Counter())
     for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True):
         left = Counter(reference)
         for i, j in aligner.align(source, hypothesis):
@@ -352,9 +329,9 @@ def count_source_words(
 
 def count_words(
     hypotheses: Sequence[str], references: Sequence[str], *, split: Callable[[str], list[str]]
-) -> _Matches:
+) -> Matches:
     """Count the words of both sides; a line shares those that both sides have, as often as both."""
-    found = _Matches(Counter(), Counter(), Counter())
+    found = Matches(Counter(), Counter(), Counter())
     for hypothesis, reference in zip(hypotheses, references, strict=True):
         ours, theirs = Counter(split(hypothesis)), Counter(split(reference))
         found.shared.update(ours & theirs)
@@ -363,19 +340,16 @@ def count_words(
     return found
 
 
-def training_counts(
-    task: WordTask, *, wanted: set[str], split: Callable[[str], list[str]]
-) -> tuple[int, Counter[str]]:
+def training_counts(task: WordTask, *, wanted: set[str]) -> tuple[int, Counter[str]]:
     """Return the number of training lines read, and the frequency of the wanted words in them."""
     assert task.training is not None
-    lines, counts = 0, Counter[str]()
+    lines, counts, split = 0, Counter[str](), task.split(task.language)
     for pair in line_counts(task.training, "train"):
-        if task.language not in pair.split("-"):
-            continue
-        path = task.training.file(text_name("train", pair, task.language))
-        for line in islice(iterate_lines(path), task.max_lines):
-            counts.update(word for word in split(line) if word in wanted)
-            lines += 1
+        if task.language in pair.split("-"):
+            path = task.training.file(text_name("train", pair, task.language))
+            for line in islice(iterate_lines(path), task.max_lines):
+                counts.update(word for word in split(line) if word in wanted)
+                lines += 1
     return lines, counts
 
 
@@ -389,29 +363,20 @@ def fertilities(tokenizer: Tokenizer, every: Iterable[str], *, language: str) ->
     }
 
 
-def by_kind(systems: Mapping[str, _Matches], values: Mapping[Trait, Values]) -> Kinds:
+def by_kind(systems: Mapping[str, Matches], values: Mapping[Trait, Values]) -> Kinds:
     """Return counts by trait with values, kind and system, empty kinds included."""
-    return {
-        trait.name: {
-            kind: {system: counted[kind] for system, counted in of_systems.items()}
-            for kind in trait.kinds
+    found: Kinds = {}
+    for trait in (one for one in TRAITS if one in values):
+        sums = {kind: {name: [0, 0, 0] for name in systems} for kind in trait.kinds}
+        for name, matches in systems.items():
+            for place, counts in enumerate(matches):
+                for word, count in counts.items():
+                    sums[trait.kind(values[trait](word))][name][place] += count
+        found[trait.name] = {
+            kind: {name: WordCounts(*counts) for name, counts in of_kind.items()}
+            for kind, of_kind in sums.items()
         }
-        for trait in TRAITS
-        if trait in values
-        for of_systems in [
-            {name: _summed(one, trait, values[trait]) for name, one in systems.items()}
-        ]
-    }
-
-
-def _summed(matches: _Matches, trait: Trait, value: Values) -> dict[str, WordCounts]:
-    sums = [dict.fromkeys(trait.kinds, 0) for _ in range(3)]
-    for side, counts in zip(
-        sums, (matches.shared, matches.reference, matches.hypothesis), strict=True
-    ):
-        for word, count in counts.items():
-            side[trait.kind(value(word))] += count
-    return {kind: WordCounts(*(side[kind] for side in sums)) for kind in trait.kinds}
+    return found
 
 
 def join_words(
@@ -419,24 +384,34 @@ def join_words(
     tasks: Sequence[WordTask],
     *,
     profiles: Sequence[DirectionProfile],
+    groups: Mapping[str, Sequence[str]],
 ) -> WordAccuracy:
-    """Return the counts of all directions, and the sums of every family."""
-    directions = {name: kinds for one in found for name, kinds in one.directions.items()}
+    """Return the counts of all directions, and the sums of every family.
+
+    Args:
+        found: results of the tasks.
+        tasks: of all languages.
+        profiles: directions.
+        groups: system → its runs, whose counts are summed.
+    """
+    by_direction = {name: kinds for one in found for name, kinds in one.directions.items()}
+    directions: dict[str, Kinds] = {}
     families: dict[Family, Kinds] = {}
     for profile in profiles:
-        total = families.setdefault(profile.family, {})
-        for trait, kinds in directions[str(profile.direction)].items():
-            for kind, systems in kinds.items():
-                into = total.setdefault(trait, {}).setdefault(kind, {})
-                for system, counts in systems.items():
-                    into[system] = into.get(system, WordCounts(0, 0, 0)) + counts
-    return WordAccuracy(
-        training_lines={
-            task.language: one.training_lines
-            for task, one in zip(tasks, found, strict=True)
-            if task.training is not None
-        },
-        directions={str(one.direction): directions[str(one.direction)] for one in profiles},
-        families=families,
-        side=tasks[0].side if tasks else "target",
-    )
+        name = str(profile.direction)
+        for trait, kinds in by_direction[name].items():
+            for kind, runs in kinds.items():
+                for system, members in groups.items():
+                    counts = sum((runs[run] for run in members), start=WordCounts(0, 0, 0))
+                    for totals in (
+                        directions.setdefault(name, {}),
+                        families.setdefault(profile.family, {}),
+                    ):
+                        into = totals.setdefault(trait, {}).setdefault(kind, {})
+                        into[system] = into.get(system, WordCounts(0, 0, 0)) + counts
+    lines = {
+        task.language: one.training_lines
+        for task, one in zip(tasks, found, strict=True)
+        if task.training is not None
+    }
+    return WordAccuracy(lines, directions, families, tasks[0].side if tasks else "target")

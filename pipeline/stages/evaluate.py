@@ -6,8 +6,8 @@ split budgets into old and new. Output, an evaluation:
 
 - ``scores.json``: every score with its confidence interval, a function of the translations and
   references alone;
-- ``history.json``: loss curves, budgets and wall times of the runs behind the systems, as far as
-  they can still be found;
+- ``history.json``: loss curves and budgets of the runs behind the systems, as far as they can still
+  be found;
 - ``sentences/{run}/{direction}.npz``: per line, the sufficient statistics of every score, such
   as sacreBLEU's (``bleu``, ``chrf``) and whether the language was right (``language``,
   ``language_restricted``);
@@ -16,17 +16,21 @@ split budgets into old and new. Output, an evaluation:
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeline.artifacts.artifact import ArtifactWriter
+from pipeline.artifacts.corpus import line_counts
+from pipeline.errors import ConfigError
 from pipeline.evaluation.checks import check_inputs, shared_directions
 from pipeline.evaluation.directions import describe_directions
 from pipeline.evaluation.history import trace_history
+from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR, retrieve_all
 from pipeline.evaluation.rendering import render_html, render_markdown, render_tables
-from pipeline.evaluation.report import Imprint, choose_samples, evaluation_report, summary_tables
-from pipeline.evaluation.score_tables import directions_by_family, family_title
+from pipeline.evaluation.report import Imprint, evaluation_report, summary_tables
+from pipeline.evaluation.samples import choose_samples
+from pipeline.evaluation.score_sections import directions_by_family, family_title
 from pipeline.evaluation.scores import Evaluation, scores_document
 from pipeline.evaluation.scoring import score_systems
 from pipeline.evaluation.tables import ReportSection
@@ -38,17 +42,20 @@ from pipeline.terminal import counted
 def run(call: StageCall) -> None:
     """Score every system in every direction; write scores, line statistics and reports."""
     check_inputs(call)
-    corpus, systems = call.artifacts["corpus"], call.many("systems")
+    corpus = call.artifacts["corpus"]
     every = describe_directions(
         corpus,
         thresholds=call.recipe.training.resource_thresholds,
         training=call.artifacts.get("training"),
     )
-    profiles = shared_directions(systems, corpus=corpus, profiles=every)
     further: list[ReportSection] = [
         section for one in INSTALLED for section in one.report_sections(call.many("analyses"))
     ]
-    with call.new_artifact() as writer, TemporaryDirectory(prefix="mmnmt-evaluate-") as work:
+    with TemporaryDirectory(prefix="mmnmt-evaluate-") as work, call.new_artifact() as writer:
+        if call.recipe.evaluation.nearest_neighbor:
+            call = _with_nearest_neighbor(call, Path(work) / NEAREST_NEIGHBOR)
+        systems = call.many("systems")
+        profiles = shared_directions(systems, corpus=corpus, profiles=every)
         evaluation = score_systems(
             call,
             profiles=profiles,
@@ -61,7 +68,7 @@ def run(call: StageCall) -> None:
         report = evaluation_report(
             evaluation,
             history,
-            choose_samples(corpus, systems, profiles=profiles, seed=seed),
+            choose_samples(corpus, systems, profiles=profiles, seed=seed, pivot=evaluation.pivot),
             imprint=Imprint.now(),
             further=further,
         )
@@ -82,6 +89,23 @@ def run(call: StageCall) -> None:
         }
         writer.summary += _summary(evaluation)
     print(render_tables(summary_tables(evaluation, history)))
+
+
+def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:
+    """Return the call with the baseline as its last system.
+
+    Its training lines are those of the corpus, or of the input ``training`` if the corpus has none.
+    """
+    corpus, name = call.artifacts["corpus"], f"systems/{NEAREST_NEIGHBOR}"
+    if name in call.artifacts:
+        raise ConfigError(
+            f"evaluate has a system {NEAREST_NEIGHBOR!r}, and evaluation.nearest_neighbor adds one "
+            "of that name. Rename the system, or set nearest_neighbor to false."
+        )
+    has_lines = any(line_counts(corpus, "train").values())
+    training = corpus if has_lines else call.artifacts.get("training", corpus)
+    made = retrieve_all(directory, corpus, training=training)
+    return replace(call, artifacts={**call.artifacts, name: made})
 
 
 def _summary(evaluation: Evaluation) -> Iterator[str]:

@@ -193,14 +193,6 @@ _CORE = (
         needs_recipe=False,
     ),
     Stage(
-        name="retrieve",
-        module="pipeline.stages.nearest_neighbor",
-        makes="translations",
-        help="translate by the nearest training neighbor (baseline)",
-        sections=(),
-        inputs={"corpus": Input("corpus", "clean corpus with its test sets")},
-    ),
-    Stage(
         name="evaluate",
         module="pipeline.stages.evaluate",
         makes="evaluation",

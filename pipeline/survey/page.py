@@ -226,7 +226,9 @@ def _dropped(survey: Survey) -> ReportSection | None:
         for kind, synthetic in kinds.items()
     }
     columns = [
-        Heading(title, group=kind) for kind in kinds for title in ("lines", "share of lines read")
+        Heading(f"{kind} {title}".strip())
+        for kind in kinds
+        for title in ("lines", "share of lines read")
     ]
     rows = (
         row(

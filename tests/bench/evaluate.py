@@ -38,12 +38,7 @@ from pipeline.evaluation.chrf import Chrf, pairwise_chrf
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.language_detector import grams_of_lines, langdetect_profiles
 from pipeline.evaluation.score_slot import Score, TranslatedLines
-from pipeline.evaluation.significance import (
-    BootstrapTask,
-    RandomisationTask,
-    randomisation_p_values,
-    resampled_scores,
-)
+from pipeline.evaluation.statistics import ResampleTask, resampled_scores
 
 BIBLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "bible"
 LANGUAGES = "cs da de el es fi fr he hu ja ko lv mg ml my nl pl pt ru sr sv tl vi zh".split()
@@ -207,7 +202,7 @@ def langdetects(texts: Sequence[str]) -> None:
 
 
 def paired_tests(lines: TranslatedLines, scores: tuple[Score, ...]) -> Callable[[], object]:
-    """Bootstrap and randomisation of one direction, all systems, from stored statistics."""
+    """Paired bootstrap of one direction, all systems, from stored statistics."""
     folder = Path(tempfile.mkdtemp())
     rows = {one.column.name: one.line_statistics(lines).rows for one in scores}
     paths = []
@@ -215,9 +210,8 @@ def paired_tests(lines: TranslatedLines, scores: tuple[Score, ...]) -> Callable[
         order = np.random.default_rng(system).permutation(len(lines.hypotheses))
         paths.append(folder / f"{system}.npz")
         np.savez_compressed(paths[-1], **{name: one[order] for name, one in rows.items()})
-    bootstrap = BootstrapTask(paths, scores, seed=1)
-    randomisation = RandomisationTask(paths, 0, scores, seed=1)
-    return lambda: (resampled_scores(bootstrap), randomisation_p_values(randomisation))
+    task = ResampleTask(paths, scores, seed=1, resamples=1000)
+    return lambda: resampled_scores(task)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """Paired bootstrap of one direction, four systems, beside sacreBLEU's own.
 
 Both draw 1,000 resamples and score BLEU and chrF from the statistics of every line; sacreBLEU's
-draws are scored one by one, ours all at once. The time of all 188 directions of OPUS-100 follows,
-and that of their tests against a baseline, if all of them need the second round.
+draws are scored one by one, ours all at once. The time of all 188 directions of OPUS-100 follows.
 
     python tests/bench/significance.py [--quick] [--rounds N] [--json FILE]
 """
 
 import sys
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +22,7 @@ from ratios import compare, interleaved, parse_options, report
 
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.significance import (
-    BootstrapTask,
-    PairedBootstrapTask,
-    RandomisationTask,
-    bootstrap_p_values,
-    randomisation_p_values,
-    resampled_scores,
-    second_round,
-)
+from pipeline.evaluation.statistics import ResampleTask, resampled_scores
 
 CASES = {
     r"4 systems, 2000 lines, 1000 resamples, against sacreBLEU's bootstrap": "milliseconds",
@@ -60,20 +49,13 @@ def main() -> None:
         paths = [Path(folder) / f"{system}.npz" for system in range(SYSTEMS)]
         for path, of_bleu, of_chrf in zip(paths, bleu, chrf, strict=True):
             np.savez_compressed(path, bleu=of_bleu, chrf=of_chrf)
-        task = BootstrapTask(paths, (Bleu("13a", {}), Chrf()), seed=1, resamples=resamples)
+        task = ResampleTask(paths, (Bleu("13a", {}), Chrf()), seed=1, resamples=resamples)
         timed = {"ours": lambda: resampled_scores(task), "sacreBLEU's bootstrap": theirs}
         seconds = interleaved(timed, rounds=options.rounds, warm_up=1)
-        more = second_round(DIRECTIONS * (SYSTEMS - 1), resamples=RESAMPLES) or RESAMPLES
-        differences = {"bleu": [0.0] * SYSTEMS, "chrf": [0.0] * SYSTEMS}
-        began = time.process_time()
-        bootstrap_p_values(PairedBootstrapTask(replace(task, resamples=more), 0, differences))
-        randomisation_p_values(RandomisationTask(paths, 0, task.scores, seed=1, trials=more))
-        again = time.process_time() - began
     case = f"{SYSTEMS} systems, {lines} lines, {resamples} resamples"
     report(compare(seconds, case=case, target=1.0), options, shapes="one direction")
     each = sorted(seconds["ours"])[len(seconds["ours"]) // 2]
     print(f"{DIRECTIONS} directions: {DIRECTIONS * each:.0f} s in one process")
-    print(f"their second round: {DIRECTIONS * again:.0f} s at most, of {more:,} resamples")
 
 
 if __name__ == "__main__":

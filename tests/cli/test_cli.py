@@ -159,7 +159,6 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
         "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
         "--set --to --word-scores",
-        "retrieve": "--corpus --out --overwrite",
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
         "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --set --without",
         "analyze_languages": "--checkpoint --corpus --out --overwrite --training",

@@ -1,5 +1,6 @@
 """Averages, verdicts, win ratios and confusion matrices: counted by hand, and shown in reports."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from support.example_evaluation import BLEU, IMPRINT, PROFILES, evaluation, hist
 from pipeline.artifacts.corpus import Direction, Resource
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
-    average_by_language,
+    average_by_set,
     average_scores,
     confuse_languages,
     distinct_share,
@@ -29,15 +30,13 @@ from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.failed_outputs import LengthRatio
 from pipeline.evaluation.rendering import render_html, render_markdown
 from pipeline.evaluation.report import evaluation_report
-from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.score_tables import (
+from pipeline.evaluation.score_sections import (
     MATRIX_LANGUAGES,
-    average_columns,
     baseline_section,
-    distinct_outputs_section,
-    language_averages_section,
     output_languages_section,
+    sets_section,
 )
+from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
     BaselineTests,
     Evaluation,
@@ -46,10 +45,8 @@ from pipeline.evaluation.scores import (
     Wins,
     scores_document,
 )
-from pipeline.evaluation.scoring import baseline_place
-from pipeline.evaluation.seed_errors import LEVEL
-from pipeline.evaluation.significance import holm
-from pipeline.evaluation.tables import Table
+from pipeline.evaluation.scoring import baseline_of
+from pipeline.evaluation.tables import ReportSection, Table
 
 MANY = {f"l{number:02}": 1 for number in range(MATRIX_LANGUAGES + 4)}
 MISSED = {"de-en": {"en": 9, "de": 1}, "en-de": {"de": 10}, "fr-de": {"de": 6, "fr": 3, "none": 1}}
@@ -168,30 +165,19 @@ def test_an_average_is_judged_by_its_mean_and_a_direction_by_itself() -> None:
 
 def test_both_reports_say_not_decided_where_the_baseline_does_not_translate() -> None:
     found = judged()
-    assert [(one.family, one.decided) for one in average_columns(found)][-2:] == [
-        ("out_of_pivot", True),
-        ("zero_shot", False),
-    ]
     text, page = both_forms(found)
-    assert "Zero-shot all (2 directions, not decided)" in text
+    assert "Zero-shot (2 directions, not decided)" in text
     assert page.count("<small>2 directions, not decided</small>") >= 2
     rows = [line for line in text.split("\n") if line.startswith(("| de → fr (", "| de → mg ("))]
-    assert [("not decided" in row) for row in rows] == [False, True]
-    assert page.count("<small>German → Malagasy, not decided</small>") == 1
+    assert [("not decided" in row) for row in rows] == [False, True] * 2
+    assert page.count("<small>German → Malagasy, not decided</small>") == 2
     (warning,) = found.warnings
     assert "Not decided in 1 of 5 directions" in warning
     assert "does not translate there: de-mg." in warning
 
 
-def test_the_share_of_distinct_outputs_stands_per_system_in_both_reports_and_the_document() -> None:
+def test_the_share_of_distinct_outputs_stands_in_the_document() -> None:
     found = judged(experts=42.5)
-    (table,) = distinct_outputs_section(found).tables
-    assert table.rows[0].texts == ("dense", *["97.0"] * 6)
-    assert table.rows[1].texts == ("experts", *["42.5"] * 6)
-    assert table.rows[-1].texts == ("Comparison with dense", *["decided"] * 5, "not decided")
-    text, page = both_forms(found)
-    assert f"| experts | {' | '.join(['42.5'] * 6)} |" in text
-    assert "<td>42.5</td>" in page
     verdicts = scores_document(found)["verdicts"]
     assert verdicts["directions"]["de-en"]["experts"] == {
         "bleu": 31.0,
@@ -216,7 +202,7 @@ def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> Non
     assert section.lead == "Not decided: dense does not translate in any direction."
 
 
-def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> None:
+def test_of_one_system_nothing_is_called_undecided() -> None:
     """There is no baseline that could have decided anything."""
     found = evaluation()
     alone = replace(
@@ -227,16 +213,10 @@ def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> N
         warnings=(),
     )
     assert undecided(alone.verdicts) == []
-    text, _ = both_forms(alone, system="dense")
-    assert "| dense | 97.0 |" in text
-    assert "not decided" not in text
+    assert "not decided" not in both_forms(alone, system="dense")[0]
 
 
 # Wins and tests
-
-
-def paired(difference: float, bootstrap: float, randomisation: float) -> PairedTest:
-    return PairedTest(difference, 0.001, bootstrap, 0.001, randomisation)
 
 
 def whole_evaluation() -> Evaluation:
@@ -253,14 +233,27 @@ def whole_evaluation() -> Evaluation:
         for system in found.systems
     )
     tests = {
-        "de-en": {"bleu": {"experts": paired(1.0, 0.01, 0.2), "baseline": paired(-27.0, 0.0, 0.0)}},
-        "de-fr": {"bleu": {"experts": paired(-1.0, 0.04, 0.05), "baseline": paired(-4, 0.06, 0.5)}},
+        "de-en": {
+            "bleu": {
+                "experts": PairedTest(1.0, 0.001, 0.01),
+                "baseline": PairedTest(-27.0, 0.0, 0.0),
+            }
+        },
+        "de-fr": {
+            "bleu": {
+                "experts": PairedTest(-1.0, 0.01, 0.04),
+                "baseline": PairedTest(-4.0, 0.01, 0.06),
+            }
+        },
     }
     return replace(
         found,
         systems=systems,
-        baseline_tests=BaselineTests("dense", tests, 8, 1000, ("de-mg",)),
-        language_averages=tuple(average_by_language(systems, profiles=PROFILES, pivot="en")),
+        baseline_tests=BaselineTests("dense", tests, 8, ("de-mg",)),
+        set_averages=tuple(
+            average_by_set(systems, profiles=PROFILES, pivot="en", sets={"German": ["de"]})
+        ),
+        confusion=confuse_languages(systems, profiles=PROFILES),
         wins=won(found.columns),
     )
 
@@ -290,8 +283,8 @@ def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
             for one in systems
         )
     sets = {"Canada": ["fra-CA"], "all": ["fr", "fr_CA"], "France": ["fr_FR"]}
-    found = average_by_language(systems, profiles=profiles, pivot="en", sets=sets)
-    counts = {one.value: one.directions for one in found if one.trait == "set"}
+    found = average_by_set(systems, profiles=profiles, pivot="en", sets=sets)
+    counts = {one.name: one.directions for one in found}
     assert counts == {"Canada": 1, "all": 2, "France": 1}
 
 
@@ -333,92 +326,49 @@ def test_directions_whose_baseline_does_not_translate_are_won_by_none() -> None:
     assert BLEU["second"]["de-mg"] > BLEU["dense"]["de-mg"]
     assert BLEU["second"]["de-fr"] < BLEU["dense"]["de-fr"]
     assert wins.systems["experts"]["zero_shot"]["all"]["bleu"] == 0.0
-    section = baseline_section(whole_evaluation())
-    assert section is not None
-    (table,) = [one for one in section.tables if one.title == "BLEU: win ratio, %"]
-    assert table.rows[-1].texts == ("Directions not decided", *("0" for _ in range(5)), "1")
 
 
 def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> None:
     whole = whole_evaluation()
-    baseline, averages = baseline_section(whole), language_averages_section(whole)
+    baseline, averages = baseline_section(whole), sets_section(whole)
     languages = output_languages_section(whole)
     assert baseline is not None
     assert averages is not None
     assert languages is not None
-    by_family, _, by_script, _ = averages.tables
-    assert [table.title for table in averages.tables] == [
-        *("BLEU by family", "chrF++ by family", "BLEU by script", "chrF++ by script")
-    ]
+    by_set, _ = averages.tables
+    assert [table.title for table in averages.tables] == ["BLEU by set", "chrF++ by set"]
     systems = ["dense", "experts", "baseline"]
-    assert titles(by_family) == ["Family", "Direction type", "Directions", *systems]
-    assert by_family.rows[1].texts == ("Germanic", "En → Any", "1", "20.0", "22.0", "2.0")
-    assert {row.texts[:3] for row in by_script.rows} == {
-        ("Latn", "Any → En", "1"),
-        ("Latn", "En → Any", "2"),
-        ("Latn", "Zero-shot", "2"),
-    }
+    assert titles(by_set) == ["Set and direction type", "Directions", *systems]
+    assert by_set.rows[1].texts == ("German, En → Any", "1", "20.0", "22.0", "2.0")
     tables = {
         table.title: {row.texts[0]: row.texts[1:] for row in table.rows}
         for table in baseline.tables
     }
     assert tables["BLEU: directions with a significant difference"] == {
-        "experts": ("1 / 0", "1 / 1", "0 / 1", "1"),
-        "baseline": ("0 / 0", "1 / 1", "1 / 1", "1"),
+        "experts": ("1", "1", "0", "1"),
+        "baseline": ("0", "1", "1", "1"),
     }
     assert tables["BLEU: win ratio, %"]["experts"][0] == "100.0"
-    table = languages.tables[0]
-    assert table.rows[0].texts[:3] == ("English (en)", "Any → En", "90.0 %; de 10.0")
-    assert table.rows[1].texts[:3] == (
-        "French (fr)",
-        "Zero-shot",
-        "33.3 %; en 50.0, de 13.3, none 3.3",
-    )
+    (table,) = languages.tables
+    assert table.rows[0].texts == ("baseline", "Zero-shot", "fr", "en", "50.0")
+    assert {row.texts[1:] for row in table.rows if row.texts[0] == "dense"} == {
+        ("Any → En", "en", "de", "10.0"),
+        ("Zero-shot", "fr", "en", "50.0"),
+        ("Zero-shot", "fr", "de", "13.3"),
+        ("Zero-shot", "fr", "none", "3.3"),
+    }
 
 
-@pytest.mark.parametrize(("resamples", "shown"), [(158, False), (160, True)])
-def test_a_table_of_differences_is_shown_only_where_one_could_be_significant(
-    resamples: int, shown: bool
-) -> None:
-    """Eight tests: the smallest p-value there can be, 1 / (n + 1), is corrected to 8 times that."""
-    smallest = holm([1 / (resamples + 1), *[1.0] * 7])[0]
-    assert (smallest <= LEVEL) == shown
-    found = whole_evaluation()
-    assert found.baseline_tests is not None
-    tests = replace(found.baseline_tests, resamples=resamples)
-    section = baseline_section(replace(found, baseline_tests=tests))
-    assert section is not None
-    assert any("significant" in table.title for table in section.tables) == shown
-    assert ("8 tests need 160 resamples" in section.lead) == (not shown)
-
-
-@pytest.mark.parametrize(("runs", "shown"), [(3, False), (5, True), (None, True)])
-def test_too_few_seeds_give_a_sentence_instead_of_a_table(runs: int | None, shown: bool) -> None:
-    """Of t with two degrees of freedom, 0.05 / 8 is beyond 12.6: 1 - t / sqrt(2 + t²)."""
-    found = whole_evaluation()
-    assert found.baseline_tests is not None
-    tests = replace(found.baseline_tests, runs=runs)
-    section = baseline_section(replace(found, baseline_tests=tests))
-    assert section is not None
-    assert any("significant" in table.title for table in section.tables) == shown
-    said = (
-        "with 3 seeds, a difference would have to be 13 standard errors over seeds to reach the "
-        "p-value of 0.0063 that Holm's correction asks for, for 8 tests (directions × systems)"
-    )
-    assert (said in section.lead) == (not shown)
-
-
-def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:
-    found = average_by_language(evaluation().systems, profiles=PROFILES, pivot="en")
+def test_averages_by_set_are_means_over_the_languages_that_are_not_the_pivot() -> None:
+    sets = {"Germanic": ["de"], "all": ["de", "fr", "mg"]}
+    found = average_by_set(evaluation().systems, profiles=PROFILES, pivot="en", sets=sets)
     means = {
-        (one.trait, one.value, one.family): (one.directions, one.systems["dense"]["bleu"])
-        for one in found
+        (one.name, one.family): (one.directions, one.systems["dense"]["bleu"]) for one in found
     }
     bleu = BLEU["dense"]
-    assert means["family", "Germanic", "into_pivot"] == (1, bleu["de-en"])
-    assert means["family", "Romance", "zero_shot"] == (1, bleu["de-fr"])
-    assert means["family", "Austronesian", "zero_shot"] == (1, bleu["de-mg"])
-    assert means["script", "Latn", "out_of_pivot"] == (2, (bleu["en-de"] + bleu["en-fr"]) / 2)
+    assert means["Germanic", "into_pivot"] == (1, bleu["de-en"])
+    assert means["all", "zero_shot"] == (2, (bleu["de-fr"] + bleu["de-mg"]) / 2)
+    assert means["all", "out_of_pivot"] == (2, (bleu["en-de"] + bleu["en-fr"]) / 2)
 
 
 def test_both_reports_and_the_document_hold_them() -> None:
@@ -426,22 +376,20 @@ def test_both_reports_and_the_document_hold_them() -> None:
     document = scores_document(found)
     assert document["wins"]["systems"]["experts"]["into_pivot"]["all"]["bleu"] == 100.0
     test = document["baseline_tests"]["directions"]["de-en"]["bleu"]["experts"]
-    assert (test["bootstrap_holm"], test["randomisation_holm"]) == (0.01, 0.2)
+    assert (test["p_value"], test["p_value_holm"]) == (0.001, 0.01)
     scored = document["systems"][0]["directions"]["de-fr"]
     assert scored["language_found"] == FOUND["de-fr"]
     text, page = both_forms(found)
     for title in ("Comparison with the baseline dense", "Output languages"):
         assert f"## {title}\n" in text
         assert f"<h2>{title}</h2>" in page
-    assert "| French (fr) | Zero-shot | 33.3 %; en 50.0, de 13.3, none 3.3 |" in text
-    assert "33.3 %; en 50.0, de 13.3, none 3.3</td>" in page
 
 
 def test_the_baseline_is_the_first_system_or_the_one_that_is_named() -> None:
-    assert baseline_place(["a", "b"], "") == 0
-    assert baseline_place(["a", "b"], "b") == 1
+    assert baseline_of(["a", "b"], "") == "a"
+    assert baseline_of(["a", "b"], "b") == "b"
     with pytest.raises(ConfigError, match="'c', which is none of the systems a, b"):
-        baseline_place(["a", "b"], "c")
+        baseline_of(["a", "b"], "c")
 
 
 # Output languages
@@ -484,24 +432,26 @@ def test_counts_of_a_familys_directions_into_a_language_are_summed() -> None:
     )
 
 
-def test_the_matrix_shows_shares_of_the_lines_asked_for_where_any_was_missed() -> None:
-    whole = told(MISSED)
-    section = output_languages_section(whole)
+def cells(section: ReportSection | None, title: str) -> dict[str, float]:
+    """Row and column of a map → its share, of every cell."""
     assert section is not None
-    matrices = {table.title: table for table in section.tables[1:]}
-    matrix = matrices["dense, Any → En: output language, % of lines"]
-    assert titles(matrix) == ["Target language", "de", "en"]
-    assert [row.texts for row in matrix.rows] == [("en", "10.0", "90.0")]
-    assert not any("En → Any" in title for title in matrices), "nothing was missed there"
-    text, page = both_forms(whole)
-    assert matrix.title in page
-    assert matrix.title not in text, "one per system and type of direction: too many for a text"
+    (figure,) = [one for one in section.figures if one.title == title]
+    shown = re.findall("<title>(.*?): (.*?)</title>", figure.svg)
+    return {name: float(value) for name, value in shown}
+
+
+def test_the_map_shows_shares_of_the_lines_asked_for_where_any_was_missed() -> None:
+    section = output_languages_section(told(MISSED))
+    found = cells(section, "dense, Any → En")
+    assert found == {"en, de": 10.0, "en, en": 90.0, "en, others": 0.0}
+    assert section is not None
+    assert not any("En → Any" in one.title for one in section.figures), "nothing was missed there"
 
 
 def test_languages_that_are_found_seldom_are_summed_up() -> None:
-    section = output_languages_section(told({"de-en": {"en": 80, **MANY}}))
-    assert section is not None
-    matrix = section.tables[1]
-    shares = dict(zip(titles(matrix), matrix.rows[0].texts, strict=True))
-    assert len(shares) == 1 + MATRIX_LANGUAGES + 1
-    assert (shares["en"], shares["others"]) == ("80.0", "5.0")
+    found = cells(output_languages_section(told({"de-en": {"en": 80, **MANY}})), "dense, Any → En")
+    assert len(found) == MATRIX_LANGUAGES + 1
+    total = 80 + len(MANY)
+    assert found["en, en"] == pytest.approx(100 * 80 / total, abs=0.1)
+    seldom = len(MANY) - (MATRIX_LANGUAGES - 1)
+    assert found["en, others"] == pytest.approx(100 * seldom / total, abs=0.01)

@@ -1,14 +1,10 @@
 """History of an evaluation: stages once, wall times and budgets whole, curves in their place."""
 
 import json
-import re
-import time
-import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from support.example_evaluation import history as example_history
 from support.recorded_runs import (
     SOURCE_TOKENS_PER_UPDATE,
     TOKENS_PER_UPDATE,
@@ -20,89 +16,20 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.config.recipe import Recipe
 from pipeline.evaluation.history import (
-    Curve,
-    CurvePoint,
     History,
-    Parameters,
-    Spent,
-    SystemTraining,
-    add_up,
+    budgets_section,
     trace_history,
     trace_training,
-)
-from pipeline.evaluation.history_tables import (
-    UPDATES,
-    Axis,
-    budgets_section,
-    curve_figures,
-    place_curve,
     trained_for,
 )
-from pipeline.evaluation.tables import Figure
+from pipeline.evaluation.spent import Spent, add_up
+from pipeline.evaluation.tables import Table
 from pipeline.model.parameters import count_multiplied
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 MOE = tiny_spec(moe=MoEConfig(num_experts=4, every=1, top_k=2))
-PLACES = {"dense": 0, "experts": 1}
-
-
-def test_stages_behind_the_systems_are_listed_once_inputs_first(tmp_path: Path) -> None:
-    corpus = artifact(tmp_path / "corpus", "corpus", "clean", summary=["kept 9 of 10"])
-    dense = training_run(tmp_path / "dense", [3.0, 2.0], {"shards": corpus})
-    tuned = training_run(
-        tmp_path / "tuned", [1.5], {"shards": corpus, "checkpoint": dense}, stage="finetune"
-    )
-    systems = {
-        "dense": translated(tmp_path / "a", dense),
-        "tuned": translated(tmp_path / "b", tuned),
-        "baseline": artifact(tmp_path / "c", "translations", "retrieve", {"corpus": corpus}),
-    }
-    history = trace_history(systems)
-    assert [(one.stage, one.folder, one.systems) for one in history.stages] == [
-        ("clean", "corpus", ("dense", "tuned", "baseline")),
-        ("pretrain", "dense", ("dense", "tuned")),
-        ("translate", "a", ("dense",)),
-        ("finetune", "tuned", ("tuned",)),
-        ("translate", "b", ("tuned",)),
-        ("retrieve", "c", ("baseline",)),
-    ]
-    assert history.stages[0].summary == ("kept 9 of 10",)
-    assert {name: history.wall_seconds_of(name) for name in systems} == {
-        "dense": 1 + 60 + 1,
-        "tuned": 1 + 60 + 60 + 1,
-        "baseline": 1 + 1,
-    }
-    assert [(one.system, [point.loss for point in one.training]) for one in history.curves] == [
-        ("dense", [3.0, 2.0]),
-        ("tuned", [1.5]),
-    ]
-    assert history.missing == ()
-
-
-def test_a_stage_that_publishes_at_its_end_shows_the_time_it_worked(tmp_path: Path) -> None:
-    """Translate stages showed 0.0 s: the clock ran while the result was published alone."""
-    stage, recipe = STAGES["translate"], Recipe(name="test")
-    call = StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts={},
-        raw={},
-        out_dir=tmp_path / "translations",
-        records={},
-        config=recipe.sections(stage.sections),
-        clock=time.monotonic() - 42.0,
-    )
-    with call.new_artifact() as writer:
-        writer.write_json("x.json", 1)
-    made = open_artifact(tmp_path / "translations", kind="translations")
-    history = trace_history({"dense": made})
-    assert history.stages[0].wall_seconds >= 42.0
-    assert history.wall_seconds_of("dense") >= 42.0
 
 
 def test_the_curve_of_a_tuned_model_tells_what_came_before_it(tmp_path: Path) -> None:
@@ -117,34 +44,13 @@ def test_the_curve_of_a_tuned_model_tells_what_came_before_it(tmp_path: Path) ->
     assert (first.before.updates, first.before.seconds) == (0, 0.0)
     assert (second.before.updates, second.before.seconds) == (2, 30.0)
     assert second.before.target_tokens == 2 * TOKENS_PER_UPDATE
-    assert [point.target_tokens for point in second.validation] == [100, 200, 300]
-
-
-def test_tokens_between_two_lines_of_metrics_are_in_proportion_to_the_updates(
-    tmp_path: Path,
-) -> None:
-    lines = [
-        {"kind": "validation", "update": 5, "seconds": 5.0, "loss": 3.0},
-        {"kind": "train", "update": 10, "seconds": 9.0, "loss": 2.0, "target_tokens": 1000},
-        {"kind": "validation", "update": 15, "seconds": 12.0, "loss": 2.0},
-        {"kind": "train", "update": 20, "seconds": 19.0, "loss": 1.0, "target_tokens": 3000},
-    ]
-    run = artifact(
-        tmp_path / "run",
-        "checkpoint",
-        "pretrain",
-        files={"metrics.jsonl": "".join(json.dumps(line) + "\n" for line in lines)},
-    )
-    (curve,) = trace_history({"x": translated(tmp_path / "t", run)}).curves
-    assert [point.target_tokens for point in curve.validation] == [500, 2500]
-    assert [point.target_tokens for point in curve.training] == [1000, 4000]
 
 
 def test_losses_that_were_not_finite_leave_a_gap_in_the_curves(tmp_path: Path) -> None:
     run = training_run(tmp_path / "dense", [3.0, None, 2.0])
     (curve,) = trace_history({"dense": translated(tmp_path / "a", run)}).curves
-    assert [(point.update, point.seconds) for point in curve.validation] == [(1, 2.0), (3, 6.0)]
-    assert [dict(point.resources) for point in curve.validation] == [{"high": 3.0}, {"high": 2.0}]
+    assert [point.update for point in curve.validation] == [1, 3]
+    assert [point.losses["high"] for point in curve.validation] == [3.0, 2.0]
 
 
 def replaced(tmp_path: Path) -> Artifact:
@@ -159,7 +65,6 @@ def test_a_checkpoint_that_was_replaced_since_lends_no_curve_and_no_time(tmp_pat
     history = trace_history({"dense": replaced(tmp_path)})
     assert history.curves == ()
     assert history.missing == ("dense",)
-    assert [one.folder for one in history.stages] == ["a"]
     assert not history.trainings[0].complete
 
 
@@ -175,14 +80,14 @@ def test_curves_that_were_tampered_with_are_left_out_and_named(tmp_path: Path) -
 def test_a_history_is_json(tmp_path: Path) -> None:
     made = translated(tmp_path / "a", training_run(tmp_path / "dense", [3.0]))
     found = json.loads(json.dumps(asdict(trace_history({"dense": made}))))
-    assert found["trainings"][0]["own"]["spent"]["updates"] == 1
+    assert found["trainings"][0]["total"]["updates"] == 1
     assert found["curves"][0]["before"]["updates"] == 0
 
 
 # Budgets
 
 
-def test_the_speed_of_translation_stands_beside_the_training(tmp_path: Path) -> None:
+def test_the_speed_of_translation_has_a_table_of_its_own(tmp_path: Path) -> None:
     dense = training_run(tmp_path / "dense", [3.0])
     systems: dict[str, Artifact] = {"checkpoint": dense}
     for name, (lines, seconds) in {"fast": (3000, 2.0), "slow": (3000, 40.0)}.items():
@@ -194,24 +99,18 @@ def test_the_speed_of_translation_stands_beside_the_training(tmp_path: Path) -> 
             statistics={"lines": lines},
             wall_seconds=seconds,
         )
-    section = budgets_section(trace_history(systems))
-    assert section is not None
-    (table,) = section.tables
-    assert [heading.full_title for heading in table.headings[-2:]] == [
-        "Translation lines",
-        "Translation lines per second",
-    ]
-    assert [(one.cells[0].text, *one.texts[-2:]) for one in table.rows] == [
-        ("checkpoint", "–", "–"),
+    table = budget_tables(trace_history(systems))["Translation"]
+    assert [one.texts for one in table.rows] == [
         ("fast", "3,000", "1,500.0"),
         ("slow", "3,000", "75.0"),
     ]
-    assert "with the time of starting it and of loading the model" in notes_of(
-        trace_history(systems)
-    )
-    section = budgets_section(trace_history({"checkpoint": dense}))
+    assert "Translation" not in budget_tables(trace_history({"checkpoint": dense}))
+
+
+def budget_tables(history: History) -> dict[str, Table]:
+    section = budgets_section(history)
     assert section is not None
-    assert "Translation" not in {heading.group for heading in section.tables[0].headings}
+    return {one.title: one for one in section.tables}
 
 
 def notes_of(history: History) -> str:
@@ -244,13 +143,12 @@ def assembled(tmp_path: Path) -> Artifact:
 def test_an_assembled_model_has_spent_what_all_its_parts_have_each_once(
     assembled: Artifact,
 ) -> None:
-    training, checkpoint = trace_training("mmnmt", assembled)
-    assert checkpoint is not None
-    assert checkpoint.directory.name == "tuned"
-    assert training.own is not None
-    assert (training.own.folder, training.own.spent.updates) == ("tuned", 2)
-    assert {run.folder: run.spent.updates for run in training.before} == {"dense": 3, "routed": 4}
-    assert len(training.before) == 2
+    training, last, before, _ = trace_training("mmnmt", assembled)
+    assert last is not None
+    assert last.directory.name == "tuned"
+    assert {*training.runs[:2]} == {"dense", "routed"}
+    assert training.runs[2:] == ("tuned",)
+    assert before.updates == 3 + 4
     assert training.complete
     total = training.total
     assert total.updates == 9
@@ -272,13 +170,8 @@ def test_new_cost_leaves_out_what_led_to_the_given_checkpoint(
         assert training.new.target_tokens == 6 * TOKENS_PER_UPDATE
         assert training.total.updates == 9
         assert trained_for(history, "mmnmt") == "9 updates, 6 new"
-        section = budgets_section(history)
-        assert section is not None
-        (table,) = section.tables
-        assert {one.group for one in table.headings[-5:]} == {"New"}
-        assert table.rows[0].texts[-5] == "6"
-        assert table.rows[0].texts[-1] == "1 min 10 s"
-        assert f"where {given.directory.name} existed already" in notes_of(history)
+        table = budget_tables(history)[f"New cost, where {given.directory.name} existed already"]
+        assert (table.rows[0].texts[1], table.rows[0].texts[-1]) == ("6", "1 min 10 s")
 
 
 def test_all_training_of_a_system_is_new_if_the_given_checkpoint_led_to_none_of_it(
@@ -315,12 +208,7 @@ def test_updates_after_the_given_state_of_a_training_are_new(tmp_path: Path) -> 
 def test_without_a_given_checkpoint_budgets_have_no_new_part(assembled: Artifact) -> None:
     history = trace_history({"mmnmt": assembled})
     assert trained_for(history, "mmnmt") == "9 updates"
-    section = budgets_section(history)
-    assert section is not None
-    assert {one.group for one in section.tables[0].headings[-10:]} == {
-        "Last training",
-        "All trainings",
-    }
+    assert [*budget_tables(history)] == ["All trainings"]
 
 
 def test_arithmetic_is_six_operations_per_token_and_parameter_that_multiplies_it(
@@ -338,13 +226,13 @@ def test_arithmetic_is_six_operations_per_token_and_parameter_that_multiplies_it
             counts["source"] * SOURCE_TOKENS_PER_UPDATE + counts["target"] * TOKENS_PER_UPDATE
         )
 
-    training, _ = trace_training("mmnmt", assembled)
+    training = trace_training("mmnmt", assembled)[0]
     expected = 3 * of_update(tiny_spec()) + 6 * of_update(MOE)
     assert training.total.operations == pytest.approx(expected)
     assert training.total.source_tokens == 9 * SOURCE_TOKENS_PER_UPDATE
     experts = [p.numel() for n, p in tiny_model(MOE).named_parameters() if ".experts." in n]
     total = sum(p.numel() for p in tiny_model(MOE).parameters())
-    assert training.parameters == Parameters(total, total - sum(experts) // 2)
+    assert training.parameters == (total, total - sum(experts) // 2)
 
 
 def test_the_second_pass_of_fuse_distillation_counts(tmp_path: Path) -> None:
@@ -440,40 +328,21 @@ def test_runs_that_did_not_count_source_tokens_have_no_estimate(tmp_path: Path) 
     assert spent.operations is None
 
 
-def test_a_training_that_gave_language_groups_alone_is_named_and_not_counted(
-    tmp_path: Path,
-) -> None:
-    dense = training_run(tmp_path / "dense", [3.0] * 3)
-    groups = artifact(tmp_path / "groups", "groups", "group_languages", {"checkpoint": dense})
-    routed = training_run(tmp_path / "routed", [3.0] * 4, {"groups": groups})
-    training, _ = trace_training("MoE-LGR", translated(tmp_path / "t", routed))
-    assert training.total.updates == 4
-    assert training.groups_from == ("dense",)
-    notes = notes_of(History(trainings=(training,)))
-    assert "MoE-LGR: the embeddings of dense decided its language groups" in notes
-
-
-def test_what_gave_weights_too_is_not_named_as_a_giver_of_groups(assembled: Artifact) -> None:
-    assert trace_training("mmnmt", assembled)[0].groups_from == ()
-
-
 def test_a_mean_of_checkpoints_of_one_run_has_spent_what_the_run_has(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", [3.0] * 5)
     mean = artifact(tmp_path / "mean", "checkpoint", "average", {"checkpoints/0": run})
-    training, checkpoint = trace_training("mean", translated(tmp_path / "t", mean))
+    training, last, before, _ = trace_training("mean", translated(tmp_path / "t", mean))
     assert training.total.updates == 5
-    assert training.own is not None
-    assert training.before == ()
-    assert checkpoint is not None
-    assert checkpoint.directory == run.directory
+    assert before == Spent()
+    assert last is not None
+    assert last.directory == run.directory
 
 
-def test_a_mean_of_two_runs_has_spent_both_and_has_no_run_of_its_own(tmp_path: Path) -> None:
+def test_a_mean_of_two_runs_has_spent_both_and_has_no_last_run(tmp_path: Path) -> None:
     runs = {f"checkpoints/{i}": training_run(tmp_path / f"run{i}", [3.0] * 5) for i in range(2)}
     mean = artifact(tmp_path / "mean", "checkpoint", "average", runs)
-    training, checkpoint = trace_training("mean", translated(tmp_path / "t", mean))
-    assert training.own is None
-    assert checkpoint is None
+    training, last, *_ = trace_training("mean", translated(tmp_path / "t", mean))
+    assert last is None
     assert training.total.updates == 10
 
 
@@ -481,32 +350,28 @@ def test_a_missing_ancestor_makes_the_budget_a_least_one(
     tmp_path: Path, assembled: Artifact
 ) -> None:
     (tmp_path / "routed").rename(tmp_path / "elsewhere")
-    training, _ = trace_training("mmnmt", assembled)
+    training = trace_training("mmnmt", assembled)[0]
     assert not training.complete
     assert training.total.updates == 5
     history = History(trainings=(training,))
     assert trained_for(history, "mmnmt") == "at least 5 updates"
-    section = budgets_section(history)
-    assert section is not None
-    assert section.tables[0].rows[0].texts[8] == "≥ 5"
-    assert "can no longer be found; the figures are lower bounds" in notes_of(history)
+    assert budget_tables(history)["All trainings"].rows[0].texts[3] == "≥ 5"
+    assert "can no longer be found; figures are lower bounds" in notes_of(history)
 
 
 def test_runs_of_earlier_versions_counted_no_tokens_and_none_are_made_up(tmp_path: Path) -> None:
     old = training_run(tmp_path / "old", [3.0] * 2, tokens=False)
     new = training_run(tmp_path / "new", [3.0] * 2, {"checkpoint": old}, stage="finetune")
-    training, _ = trace_training("new", translated(tmp_path / "t", new))
-    assert training.own is not None
-    assert training.own.spent.target_tokens == 2 * TOKENS_PER_UPDATE
-    assert training.total == Spent(4, None, None, 120.0, None)
+    training = trace_training("new", translated(tmp_path / "t", new))[0]
+    assert training.total == Spent(4, None, None, None, 120.0)
 
 
 def test_a_baseline_has_no_training_and_one_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
-    baseline, _ = trace_training("nearest", translated(tmp_path / "a"))
+    baseline = trace_training("nearest", translated(tmp_path / "a"))[0]
     run = training_run(tmp_path / "run", [3.0])
     made = translated(tmp_path / "b", run)
     (tmp_path / "run").rename(tmp_path / "elsewhere")
-    gone, _ = trace_training("gone", made)
+    gone = trace_training("gone", made)[0]
     history = History(trainings=(baseline, gone))
     assert trained_for(history, "nearest") == "no training"
     assert trained_for(history, "gone") == "training not found"
@@ -517,130 +382,12 @@ def test_damaged_metrics_cost_the_counts_and_not_the_evaluation(tmp_path: Path) 
     run = training_run(tmp_path / "run", [3.0] * 2)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "train", "upd', encoding="utf-8")
     (tmp_path / "run" / "model.json").write_text("[]", encoding="utf-8")
-    training, _ = trace_training("x", translated(tmp_path / "t", run))
+    training = trace_training("x", translated(tmp_path / "t", run))[0]
     assert training.parameters is None
-    assert training.total == Spent(2, None, None, 60.0, None)
+    assert training.total == Spent(2, None, None, None, 60.0)
 
 
 def test_sums_know_only_what_every_part_knows() -> None:
-    assert add_up([]) == Spent(0, 0, 0.0, 0.0, 0)
-    parts = [Spent(1, 2, 3.0, 4.0, 5), Spent(5, None, 6.0, None, 7)]
-    assert add_up(parts) == Spent(6, None, 9.0, None, 12)
-
-
-def test_one_trained_system_alone_is_not_compared() -> None:
-    dense = SystemTraining("dense", None, None, (), complete=True)
-    history = History(trainings=(dense,))
-    assert notes_of(history) == ""
-    assert trained_for(history, "dense") == "no training"
-
-
-# Curves
-
-
-def figures(found: History) -> dict[str, Figure]:
-    return {
-        f"{figure.title} {figure.subtitle}": figure
-        for figure in curve_figures(found, places=PLACES)
-    }
-
-
-def lines(figure: Figure, tag: str, style: str) -> list[ElementTree.Element]:
-    """Return the elements of a chart whose class begins so."""
-    root = ElementTree.fromstring(f"<figure>{figure.svg}</figure>")
-    return [one for one in root.iter(tag) if one.attrib["class"].startswith(style)]
-
-
-def test_there_is_a_chart_by_updates_by_tokens_and_by_time_and_one_per_resource() -> None:
-    assert list(figures(example_history("experts"))) == [
-        "Validation, all directions by updates",
-        "Validation, all directions by target tokens",
-        "Validation, all directions by minutes of training",
-        "Validation, high resource by updates",
-        "Validation, low resource by updates",
-        "Training by updates",
-    ]
-
-
-def test_the_curve_of_an_assembled_model_begins_where_its_parts_trainings_end() -> None:
-    """Its parts took 16 updates, 1,600 tokens and 300 s; the points counted from zero before."""
-    (curve,) = [one for one in example_history("experts").curves if one.system == "experts"]
-    axes = {
-        16.0: UPDATES,
-        1600.0: Axis("", lambda one: one.target_tokens, lambda one: one.target_tokens),
-        300.0: Axis("", lambda one: one.seconds, lambda one: one.seconds),
-    }
-    for begin, axis in axes.items():
-        placed = place_curve(curve, axis=axis, loss=lambda one: one.loss)
-        assert placed is not None
-        assert placed.begin == begin
-        own = [axis.of_point(point) for point in curve.validation]
-        assert [x for x, _ in placed.points.values()] == [begin + (x or 0.0) for x in own]
-
-
-def test_the_chart_says_in_one_sentence_what_its_dotted_line_stands_for() -> None:
-    for title, figure in figures(example_history("experts")).items():
-        assert lines(figure, "line", "lead s1"), title
-        (note,) = figure.notes
-        assert re.fullmatch(r"A dotted line .* \(experts\): [^.]*\.", note)
-
-
-def test_models_that_rest_on_nothing_need_no_sentence() -> None:
-    alone = History(
-        curves=tuple(one for one in example_history("experts").curves if one.system == "dense")
-    )
-    (figure,) = figures(alone).values()
-    assert not figure.notes
-    assert not lines(figure, "line", "lead")
-
-
-def test_a_curve_whose_ancestors_are_gone_is_left_out_and_named() -> None:
-    points = (CurvePoint(1, 2.0, 3.0, target_tokens=5),)
-    both = History(
-        curves=(
-            Curve("dense", (), points),
-            Curve("experts", (), points, before=None),
-        )
-    )
-    for figure in figures(both).values():
-        assert len(lines(figure, "polyline", "line")) == 1
-        assert "cannot be found any more: experts." in figure.notes[-1]
-
-
-def test_a_curve_by_arithmetic_ends_at_what_the_run_has_spent(tmp_path: Path) -> None:
-    dense = training_run(tmp_path / "dense", [3.0, 2.0, 1.0], spec=MOE)
-    (curve,) = trace_history({"dense": dense}).curves
-    per_update = 6.0 * (
-        count_multiplied(MOE).source * SOURCE_TOKENS_PER_UPDATE
-        + count_multiplied(MOE).target * TOKENS_PER_UPDATE
-    )
-    assert [point.operations for point in curve.validation] == pytest.approx(
-        [per_update, 2 * per_update, 3 * per_update]
-    )
-    found = figures(History(curves=(curve,)))
-    (figure,) = [one for title, one in found.items() if title.endswith("FLOP")]
-    assert not figure.notes
-
-
-def test_a_curve_without_counted_tokens_is_left_out_of_the_tokens_alone() -> None:
-    counted = (CurvePoint(1, 2.0, 3.0, target_tokens=5),)
-    both = History(
-        curves=(
-            Curve("dense", (), counted),
-            Curve("experts", (), (CurvePoint(1, 2.0, 3.0),), before=Spent(1, None, None, 1.0)),
-        )
-    )
-    left_out = {title: "Left out" in "".join(one.notes) for title, one in figures(both).items()}
-    assert [title.split()[-1] for title, found in left_out.items() if found] == ["tokens"]
-    assert len(left_out) == 3
-
-
-@pytest.mark.parametrize(
-    ("seconds", "label"), [(30.0, "seconds"), (300.0, "minutes"), (36_000.0, "hours")]
-)
-def test_the_unit_of_time_fits_the_longest_run_with_all_before_it(
-    seconds: float, label: str
-) -> None:
-    points = (CurvePoint(1, 1.0, 3.0),)
-    found = figures(History(curves=(Curve("dense", (), points, before=Spent(1, 1, 1.0, seconds)),)))
-    assert f"Validation, all directions by {label} of training" in found
+    assert add_up([]) == Spent()
+    parts = [Spent(1, 5, 2, 3.0, 4.0), Spent(5, 7, None, 6.0, None)]
+    assert add_up(parts) == Spent(6, 12, None, 9.0, None)

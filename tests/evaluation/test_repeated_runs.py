@@ -8,13 +8,11 @@ from support.example_evaluation import IMPRINT, PROFILES, evaluation, history
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import judge
 from pipeline.evaluation.rendering import render_html, render_markdown
-from pipeline.evaluation.repeated_runs import group_runs, merge_runs, merge_words
+from pipeline.evaluation.repeated_runs import group_runs, merge_runs
 from pipeline.evaluation.report import evaluation_report
 from pipeline.evaluation.scores import (
     Evaluation,
     SystemScores,
-    WordAccuracy,
-    WordCounts,
     scores_document,
 )
 
@@ -64,16 +62,6 @@ def test_a_system_with_one_run_is_left_as_it_is() -> None:
     (first, second) = runs()
     assert merge_runs([first], {"moe@1": ("moe@1",)}, profiles=PROFILES) == [first]
     assert second.run_names == ("moe@2",)
-
-
-def test_word_counts_of_runs_are_summed() -> None:
-    counts = {"moe@1": WordCounts(1, 2, 3), "moe@2": WordCounts(4, 5, 6), "x": WordCounts(7, 8, 9)}
-    kinds = {"length": {"1–3": counts}}
-    words = WordAccuracy({}, {"de-en": kinds}, {"into_pivot": kinds})
-    found = merge_words(words, {"moe": ("moe@1", "moe@2"), "x": ("x",)})
-    expected = {"moe": WordCounts(5, 7, 9), "x": WordCounts(7, 8, 9)}
-    assert found.directions["de-en"]["length"]["1–3"] == expected
-    assert found.families["into_pivot"]["length"]["1–3"] == expected
 
 
 def repeated() -> Evaluation:

@@ -22,8 +22,8 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.evaluation.report import differences
 from pipeline.evaluation.routing_tables import DEAD, OVERLOADED, similarity
+from pipeline.evaluation.samples import differences
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 
@@ -135,8 +135,7 @@ def test_a_mean_of_seeds_ends_with_the_shortest_of_them(tmp_path: Path) -> None:
     assert means[0] == pytest.approx((low[0] + high_first) / 2, abs=0.1), "5.0 of 4.0 and 6.0"
     assert means[1] == pytest.approx((low[1] + high_last) / 2, abs=0.1), "4.0 of 3.0 and 5.0"
     text = " ".join(figure.itertext())
-    assert "dense (2 runs): 4.000 at 2" in text
-    assert "means at the updates that all of them reached" in text
+    assert "dense (2 runs)" in text
 
 
 def test_runs_without_an_update_in_common_are_left_out_and_named(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_runs_without_an_update_in_common_are_left_out_and_named(tmp_path: Path)
     alone = training_run(tmp_path / "alone", [2.0])
     runs = (f"a@1={one.directory}", f"a@2={other.directory}", f"b={alone.directory}")
     text = " ".join(section(report(tmp_path, *runs), "Loss curves").itertext())
-    assert "Left out, since their runs have no update in common: a." in text
+    assert "points are not known: a." in text
 
 
 def test_a_run_without_validations_costs_its_losses_alone(tmp_path: Path) -> None:
@@ -653,9 +652,9 @@ def all_parts(tmp_path: Path) -> str:
     return report(tmp_path, str(evaluation.directory))
 
 
-def test_the_page_loads_nothing_and_runs_one_script(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     page = all_parts(tmp_path)
-    assert re.findall(r"<(script|link|img|iframe|object|embed|base|form)\b", page) == ["script"]
+    assert not re.search(r"<(script|link|img|iframe|object|embed|base|form)\b", page)
     assert not re.search(r"(src|href|srcset|action)\s*=|url\(|@import|https?:", page)
     attributes = {name for element in body(page).iter() for name in element.attrib}
     assert not [name for name in attributes if name.startswith("on")]
@@ -678,60 +677,6 @@ def browse(
         tab.tell("Page.navigate", url=file.as_uri())
         tab.wait_for("document.readyState === 'complete'")
         return tab.run(f"(() => {{{script}}})()")
-
-
-CLICKS = """
-const found = {};
-for (const [title, column] of WANTED) {
-  const part = [...document.querySelectorAll("section")]
-    .find((one) => one.querySelector("h2").textContent === title);
-  const table = part.querySelector("table");
-  const headings = [...table.querySelectorAll("thead th:not(.group)")];
-  const heading = headings.findLast((one) => one.textContent === column);
-  const names = () => [...table.tBodies[0].rows].map((row) => row.cells[0].textContent);
-  found[column] = [1, 2].map(() => {
-    heading.querySelector("button").click();
-    return [heading.getAttribute("aria-sort"), ...names()];
-  });
-}
-return found;
-"""
-"""Clicks twice on the last heading of a title, and returns the names of the rows in their order."""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_a_click_on_a_heading_sorts_by_the_number_that_is_meant(tmp_path: Path) -> None:
-    """200 s are printed as 3 min 20 s, before 50 s in the order of letters."""
-    runs = {
-        "middle": training_run(tmp_path / "a", [10.5], wall_seconds=50.0),
-        "large": training_run(tmp_path / "b", [9.5] * 3, wall_seconds=200.0),
-        "small": training_run(tmp_path / "c", [11.5] * 2, wall_seconds=4000.0),
-        "none": artifact(tmp_path / "d", "checkpoint", "pretrain", statistics={"updates": 12}),
-    }
-    page = report(tmp_path, *(f"{name}={run.directory}" for name, run in runs.items()))
-    wanted = (
-        ("Training budgets", "System"),
-        ("Training budgets", "updates"),
-        ("Training budgets", "wall time"),
-        ("Validation losses", "lowest"),
-    )
-    found = browse(tmp_path, page, CLICKS.replace("WANTED", json.dumps(wanted)))
-    up, down = "ascending", "descending"
-    assert found == {
-        "System": [
-            [up, "large", "middle", "none", "small"],
-            [down, "small", "none", "middle", "large"],
-        ],
-        "updates": [
-            [up, "middle", "small", "large", "none"],
-            [down, "none", "large", "small", "middle"],
-        ],
-        "wall time": [
-            [up, "middle", "large", "small", "none"],
-            [down, "small", "large", "middle", "none"],
-        ],
-        "lowest": [[up, "large", "middle", "small"], [down, "small", "middle", "large"]],
-    }
 
 
 OVERFLOW = "return [innerWidth, document.documentElement.scrollWidth]"
@@ -783,5 +728,5 @@ def test_every_text_has_the_contrast_that_readers_need(tmp_path: Path, theme: st
     is_dark, found = browse(tmp_path, all_parts(tmp_path), CONTRASTS, theme=theme)
     assert is_dark == (theme == "dark")
     kinds = " ".join(found)
-    assert all(tag in kinds for tag in ("DD", "DT", "TD", "SMALL", "text", "H1", "LI", "BUTTON"))
+    assert all(tag in kinds for tag in ("DD", "DT", "TD", "SMALL", "text", "H1", "LI"))
     assert {name: ratio for name, ratio in found.items() if ratio < 4.5} == {}

@@ -262,7 +262,9 @@ def scored(tmp_path: Path, *, training: Sequence[str], max_lines: int = 100) -> 
         tokenizers={"en": "13a"},
         max_lines=max_lines,
     )
-    return join_words([words_of_language(one) for one in tasks], tasks, profiles=[profile])
+    groups = {name: (name,) for name in systems}
+    found = [words_of_language(one) for one in tasks]
+    return join_words(found, tasks, profiles=[profile], groups=groups)
 
 
 def by_brute_force(name: str, *, low: int, high: int, training: Sequence[str]) -> WordCounts:
@@ -300,6 +302,29 @@ def test_words_by_training_frequency_are_those_that_brute_force_finds(
             expected = by_brute_force(name, low=low, high=high, training=read)
             assert found.directions["de-en"][trait][kind][name] == expected, (kind, name)
     assert by_brute_force("ours", low=0, high=1, training=read).shared > 0
+
+
+def test_word_counts_of_runs_are_summed(tmp_path: Path) -> None:
+    systems = {f"x@{seed}": one for seed, one in enumerate(SYSTEMS.values())}
+    paths = {name: translations(tmp_path / name, lines) for name, lines in systems.items()}
+    given = corpus(tmp_path / "corpus", training=TRAINING)
+    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 1, len(REFERENCES))
+    tasks = word_tasks(
+        given,
+        paths,
+        profiles=[profile],
+        training=None,
+        tokenizer=None,
+        tokenizers={"en": "13a"},
+        max_lines=1,
+    )
+    found = [words_of_language(one) for one in tasks]
+    merged, apart = (
+        join_words(found, tasks, profiles=[profile], groups=groups).directions["de-en"]["length"]
+        for groups in ({"x": tuple(systems)}, {name: (name,) for name in systems})
+    )
+    for kind, counts in merged.items():
+        assert counts["x"] == sum(apart[kind].values(), start=WordCounts(0, 0, 0))
 
 
 # Of source words
@@ -385,7 +410,8 @@ def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path
         max_lines=100,
         side="source",
     )
-    found = join_words([words_of_language(one) for one in tasks], tasks, profiles=[profile])
+    of_tasks = [words_of_language(one) for one in tasks]
+    found = join_words(of_tasks, tasks, profiles=[profile], groups={"ours": ("ours",)})
     assert found.side == "source"
     assert found.training_lines == {"de": 30}
     lengths = found.directions["de-en"]["length"]

@@ -230,7 +230,7 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
     order = stage_order(plan)
     assert order == list(plan.stages)
     assert order[-1] == "evaluation"
-    assert set(plan.stages["evaluation"].sources().values()) >= {"translate_mmnmt", "nearest"}
+    assert "translate_mmnmt" in plan.stages["evaluation"].sources().values()
     assert name in plan_names()
 
 

@@ -57,11 +57,11 @@ shards = { run = "make_shards", inputs = { corpus = "clean", tokenizer = "tokeni
 mixture = { run = "mix", inputs = { shards = "shards" } }
 dense = { run = "pretrain" }
 moe = { run = "pretrain", recipe = "demo_moe" }
-nearest = { run = "retrieve", inputs = { corpus = "clean" } }
+lengths = { run = "analyze_lengths", inputs = { corpus = "clean" } }
 translate = { run = "translate", inputs = { checkpoint = "dense", corpus = "clean" } }
 [stages.evaluation]
 run = "evaluate"
-inputs = { corpus = "clean", systems = { dense = "translate", nearest = "nearest" } }
+inputs = { corpus = "clean", systems = { dense = "translate" }, analyses = { lengths = "lengths" } }
 """
 OTHER_TOKENIZER = {"tokenizer": {"vocabulary_size": 777}}
 
@@ -217,22 +217,22 @@ def test_a_stage_whose_job_ended_without_its_artifact_is_submitted_again(
 ) -> None:
     submit(graph(out))
     first = slurm.ids()
-    slurm.become(first["nearest"], state)
+    slurm.become(first["lengths"], state)
     submit(graph(out))
     second = slurm.ids()
-    assert second["nearest"] != first["nearest"]
+    assert second["lengths"] != first["lengths"]
     assert slurm.jobs[first["evaluation"]]["state"] == "CANCELLED", "it waited for the old job"
-    assert {name for name in first if first[name] != second[name]} == {"nearest", "evaluation"}
+    assert {name for name in first if first[name] != second[name]} == {"lengths", "evaluation"}
     assert set(slurm.live()) == set(first)
 
 
 def test_a_job_that_slurm_has_forgotten_is_not_taken_for_done(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out))
-    forgotten = slurm.ids()["nearest"]
+    forgotten = slurm.ids()["lengths"]
     slurm.forget(forgotten)
-    assert "failed" in status(graph(out))["nearest"]
+    assert "failed" in status(graph(out))["lengths"]
     submit(graph(out))
-    assert slurm.ids()["nearest"] in slurm.live().values()
+    assert slurm.ids()["lengths"] in slurm.live().values()
 
 
 def test_accounting_tells_how_a_job_ended_that_slurm_has_forgotten(
@@ -304,7 +304,7 @@ def test_another_setting_resubmits_the_stage_and_what_follows_it(
     submit(graph(out, **OTHER_TOKENIZER))
     second = slurm.ids()
     stays = {name for name in first if first[name] == second[name]}
-    assert stays == {"corpus", "clean", "nearest"}
+    assert stays == {"corpus", "clean", "lengths"}
     assert set(slurm.live()) == set(first)
     for name in set(first) - stays:
         assert slurm.jobs[first[name]]["state"] == "CANCELLED"
@@ -541,13 +541,13 @@ def test_status_tells_why_stages_wait_and_why_they_were_canceled(
     assert status(graph(out))["clean"].endswith("after corpus")
     slurm.become(ids["corpus"], "FAILED")
     slurm.become(ids["clean"], "CANCELLED", reason="DependencyNeverSatisfied")
-    slurm.become(ids["nearest"], "CANCELLED", reason="None")
+    slurm.become(ids["lengths"], "CANCELLED", reason="None")
     slurm.become(ids["tokenizer"], "PENDING", reason="QOSMaxJobsPerUserLimit")
     slurm.become(ids["shards"], "PENDING", reason="ReqNodeNotAvail,_UnavailableNodes:node2")
     found = status(graph(out))
     assert "SLURM ended it as FAILED" in found["corpus"]
     assert found["clean"].endswith("a stage that it needs failed or was canceled")
-    assert found["nearest"].startswith(f"nearest canceled {ids['nearest']}.0")
+    assert found["lengths"].startswith(f"lengths canceled {ids['lengths']}.0")
     assert "a limit of the account" in found["tokenizer"]
     assert "down, drained or reserved" in found["shards"]
 

@@ -11,21 +11,14 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.averages import average_scores, by_group, judge, quality
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.curves import Curve, CurvePoint
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.history import (
-    Curve,
-    CurvePoint,
-    History,
-    Parameters,
-    Spent,
-    StageRun,
-    SystemTraining,
-    TrainingRun,
-)
+from pipeline.evaluation.history import History, SystemTraining
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
-from pipeline.evaluation.report import Imprint, Sample
+from pipeline.evaluation.report import Imprint
 from pipeline.evaluation.scores import (
     Comparison,
+    Difference,
     DirectionScores,
     Evaluation,
     Interval,
@@ -34,6 +27,8 @@ from pipeline.evaluation.scores import (
     Significance,
     SystemScores,
 )
+from pipeline.evaluation.spent import Spent
+from pipeline.evaluation.tables import SampleText, TextSample
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 IMPRINT = Imprint(made=datetime(2024, 2, 29, 12, 30, tzinfo=UTC), version="1.2.3")
@@ -94,6 +89,11 @@ def comparison(names: Mapping[str, str], values: Mapping[str, float], *, clear: 
     return Comparison(
         intervals={names[key]: Interval(value - 0.5, value + 0.5) for key, value in values.items()},
         best=names["second"] if clear else None,
+        differences={
+            names[key]: Difference(value - 1.0, value + 1.0, value, 0.5)
+            for key, value in values.items()
+            if key != "dense"
+        },
     )
 
 
@@ -147,48 +147,38 @@ def evaluation(*, second: str = "experts") -> Evaluation:
     )
 
 
-DENSE = TrainingRun("dense", "pretrain", Spent(8, 800, 4.8e6, 120.0, 900))
-ROUTED = TrainingRun("routed", "pretrain", Spent(8, 800, 9.6e6, 180.0, 900))
-TUNED = TrainingRun("tuned", "finetune", Spent(8, 800, 9.6e6, 200.0, 900))
+DENSE = SystemTraining("dense", Spent(8, 900, 800, 4.8e6, 120.0), ("dense",))
 
 
 def history(system_name: str) -> History:
     points = tuple(
-        CurvePoint(
-            update,
-            1.5 * update,
-            9.0 / update,
-            {"high": 8.0 / update, "low": 10.0 / update},
-            target_tokens=100 * update,
-        )
+        CurvePoint(update, {"all": 9.0 / update, "high": 8.0 / update, "low": 10.0 / update})
         for update in range(1, 9)
     )
+    before = Spent(16, 1800, 1600, 14.4e6, 300.0)
+    total = Spent(24, 2700, 2400, 24e6, 500.0)
     assembled = SystemTraining(
-        system_name, Parameters(40_000, 2_000), TUNED, (DENSE, ROUTED), complete=True
+        system_name, total, ("dense", "routed", "tuned"), parameters=(40_000, 2_000)
     )
     return History(
-        stages=(
-            StageRun("clean", "clean", 4.0, ("dense", system_name), (f"kept 9 of {HOSTILE}",)),
-            StageRun("pretrain", HOSTILE, 7200.0, (system_name,)),
-        ),
         curves=(
-            Curve(system_name, points, points, before=assembled.spent_before),
+            Curve(system_name, points, points, before=before),
             Curve("dense", points[:1], ()),
         ),
         missing=("shards",),
-        trainings=(
-            SystemTraining("dense", Parameters(1_000, 1_000), DENSE, (), complete=True),
-            assembled,
-            SystemTraining("baseline", None, None, (), complete=True),
-        ),
+        trainings=(DENSE, assembled, SystemTraining("baseline")),
     )
 
 
-def sample(system_name: str) -> Sample:
-    return Sample(
-        profile=PROFILES[1],
-        line=7,
-        source=HOSTILE,
-        reference="réf",
-        translations={"dense": "", system_name: HOSTILE, "baseline": "x"},
+def sample(system_name: str) -> TextSample:
+    texts = {"dense": "", system_name: HOSTILE, "baseline": "x"}
+    return TextSample(
+        "German → French",
+        7,
+        (
+            SampleText("source", HOSTILE, "de"),
+            SampleText("reference", "réf", "fr"),
+            *(SampleText(name, texts[name], "fr", place) for place, name in enumerate(texts)),
+        ),
+        group="Zero-shot",
     )

@@ -40,12 +40,12 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.evaluation.history import trace_history
+from pipeline.evaluation.nearest_neighbor import retrieve_all
 from pipeline.jobs.plan import load_plan
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.stages import evaluate, upcycle
-from pipeline.stages import nearest_neighbor as retrieve
 from pipeline.stages.finetune import refuse_other_model
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall
@@ -148,10 +148,7 @@ def build_shelf(folder: Path) -> Shelf:
         ],
     )
     (shelf.path("run.run") / "best").symlink_to(shelf.path("dense"))
-    call = stage_call(
-        "retrieve", shelf.path("translations"), {**corpus, "checkpoint": shelf.open("dense")}
-    )
-    retrieve.run(call)
+    retrieve_all(shelf.path("translations"), shelf.open("corpus"), training=shelf.open("corpus"))
     write_documents(shelf)
     return shelf
 
@@ -317,7 +314,7 @@ def _shards_of_corpus(shelf: Shelf, directory: Path, scratch: Path) -> None:
 
 def _retrieve(_: Shelf, directory: Path, scratch: Path) -> None:
     corpus = open_artifact(directory, kind="corpus")
-    retrieve.run(stage_call("retrieve", scratch / "out", {"corpus": corpus}))
+    retrieve_all(scratch / "out", corpus, training=corpus)
 
 
 def _tokenizer(_: Shelf, directory: Path, __: Path) -> None:
@@ -489,7 +486,7 @@ READERS: tuple[Reader, ...] = (
     Reader("clean", "corpus", _clean, files="train/de-en/"),
     Reader("train_tokenizer", "corpus", _train_tokenizer, files="train/de-en/"),
     Reader("make_shards from a corpus", "corpus", _shards_of_corpus, files="valid/de-en/"),
-    Reader("retrieve", "corpus", _retrieve, files="train/de-en/"),
+    Reader("nearest neighbor", "corpus", _retrieve, files="train/de-en/"),
     Reader("evaluate a corpus", "corpus", _evaluate_corpus, files="test/de-en/"),
     Reader("tokenizer of bytes", "tokenizer", _tokenizer),
     Reader("tokenizer of pieces", "pieces", _tokenizer),

@@ -21,8 +21,7 @@ from pipeline.evaluation.charts import (
     picture,
     scatter_chart,
 )
-from pipeline.evaluation.directions import FAMILIES, Family
-from pipeline.evaluation.score_tables import title_of_family
+from pipeline.evaluation.directions import FAMILIES, Family, title_of_family
 from pipeline.evaluation.tables import (
     Cell,
     Figure,

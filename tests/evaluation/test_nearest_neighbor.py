@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses, text_name
-from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError
-from pipeline.stages import nearest_neighbor as retrieve
-from pipeline.stages.nearest_neighbor import NO_NEIGHBOR, nearest_lines
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.evaluation.nearest_neighbor import NO_NEIGHBOR, nearest_lines, retrieve_all
 
 
 def trigrams(line: str) -> Counter[str]:
@@ -101,19 +97,8 @@ def corpus(tmp_path: Path, *, german: list[str], english: list[str]) -> Artifact
     return open_artifact(tmp_path / "corpus", kind="corpus")
 
 
-def run_stage(tmp_path: Path, source: Artifact) -> Artifact:
-    retrieve.run(
-        StageCall(
-            stage=STAGES["retrieve"],
-            recipe=Recipe(name="test"),
-            artifacts={"corpus": source},
-            raw={},
-            out_dir=tmp_path / "translations",
-            records={},
-            config={},
-        )
-    )
-    return open_artifact(tmp_path / "translations", kind="translations")
+def retrieved(tmp_path: Path, source: Artifact) -> Artifact:
+    return retrieve_all(tmp_path / "translations", source, training=source)
 
 
 def texts_of(translations: Artifact, source: str, target: str) -> list[str]:
@@ -126,45 +111,20 @@ def test_a_test_line_is_answered_with_its_neighbours_translation(tmp_path: Path)
         german=["Auf Wiedersehen", "GUTEN  ABEND", "Gute Nacht"],
         english=["Goodbye", "Good evening to you", "Good night"],
     )
-    translations = run_stage(tmp_path, made)
+    translations = retrieved(tmp_path, made)
     assert texts_of(translations, "de", "en")[0] == "Good evening to you"
     assert texts_of(translations, "en", "de")[0] == "GUTEN  ABEND"
-    assert translations.statistics["directions"] == {
-        "de-en": 2,
-        "de-fr": 1,
-        "en-de": 2,
-        "fr-de": 1,
-    }
 
 
 def test_lines_without_a_neighbour_and_zero_shot_lines_are_copied(tmp_path: Path) -> None:
     made = corpus(tmp_path, german=["Auf Wiedersehen"], english=["Goodbye"])
-    translations = run_stage(tmp_path, made)
+    translations = retrieved(tmp_path, made)
     assert texts_of(translations, "de", "en")[1] == "中文"
     assert texts_of(translations, "de", "fr") == ["Guten Morgen!"]
     assert texts_of(translations, "fr", "de") == ["Bonjour !"]
 
 
-def test_the_summary_counts_lines_and_names_what_was_copied(tmp_path: Path) -> None:
-    made = corpus(tmp_path, german=["Guten Abend"], english=[""])
-    translations = run_stage(tmp_path, made)
-    assert translations.statistics["lines"] == 6
-    assert translations.statistics["empty"] == 1
-    assert translations.statistics["copied_directions"] == ["de-fr", "fr-de"]
-    assert translations.manifest.summary == (
-        "6 lines in 4 directions answered; 1 of the answers are empty",
-        "2 directions without training lines, answered with the source itself: de-fr, fr-de",
-    )
-
-
-def test_the_stage_writes_the_same_bytes_again(tmp_path: Path) -> None:
-    made = corpus(tmp_path, german=["Gute Nacht", "Guten Tag"], english=["Good night", "Hello"])
-    first = run_stage(tmp_path, made)
-    (tmp_path / "translations").rename(tmp_path / "first")
-    assert run_stage(tmp_path, made).digest == first.digest
-
-
 def test_a_target_side_that_is_too_short_is_refused(tmp_path: Path) -> None:
     made = corpus(tmp_path, german=["Auf Wiedersehen", "Guten Abend"], english=["Goodbye"])
     with pytest.raises(ArtifactError, match=r"en\.txt has no line 2"):
-        run_stage(tmp_path, made)
+        retrieved(tmp_path, made)

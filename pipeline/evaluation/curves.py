@@ -1,0 +1,289 @@
+"""Loss curves of the systems, by updates, arithmetic and resource tier (MMNMT, Figures 1 and 5).
+
+The horizontal axis counts all training behind a system's weights: the curve of a model that was
+assembled or trained further begins where the earlier runs ended. A system with several runs has one
+curve, their mean, in a band that is their range. Losses into and out of the pivot are means over
+directions, since ``metrics.jsonl`` does not have their tokens.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, get_args
+
+import numpy as np
+
+from pipeline.artifacts.artifact import Artifact, open_recorded
+from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
+from pipeline.errors import UserError
+from pipeline.evaluation.charts import Series, legend, line_chart
+from pipeline.evaluation.directions import Family, pivot_of, title_of_family
+from pipeline.evaluation.repeated_runs import group_runs
+from pipeline.evaluation.spent import (
+    SIDES,
+    Spent,
+    is_number,
+    operations_of,
+    read_metrics,
+    read_per_token,
+    tokens_by_update,
+)
+from pipeline.evaluation.tables import (
+    Cell,
+    Figure,
+    ReportSection,
+    Table,
+    bullets,
+    headings,
+    row,
+)
+from pipeline.terminal import counted
+
+MAX_POINTS = 300
+PIVOT_SIDES: tuple[Family, ...] = ("into_pivot", "out_of_pivot")
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Losses in nats per token after an update."""
+
+    update: int
+    losses: Mapping[str, float]
+    """``all``, a resource tier or, for example, ``high/into_pivot`` → loss."""
+    operations: float | None = None
+    """Estimated floating-point operations up to the update."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses of the last training run of a system; points count from the start of this run."""
+
+    system: str
+    training: tuple[CurvePoint, ...]
+    validation: tuple[CurvePoint, ...]
+    before: Spent | None = field(default_factory=Spent)
+    """Cost of the earlier runs; None if some of them can no longer be found."""
+    pivot: str | None = None
+
+
+def read_curve(system: str, checkpoint: Artifact, *, before: Spent | None) -> Curve:
+    """Return the losses of a run; a loss that was not finite leaves a gap."""
+    metrics, per_token = read_metrics(checkpoint), read_per_token(checkpoint)
+    pivot, tiers = read_tiers(checkpoint)
+    tokens = {side: {0: 0} | tokens_by_update(metrics, side=side) for side in SIDES}
+    points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
+    for entry in metrics:
+        if entry.get("kind") not in points or not is_number(entry.get("loss")):
+            continue
+        update, resources = entry["update"], entry.get("resources")
+        directions = entry.get("directions")
+        at = {
+            side: float(np.interp(update, [*known], [*known.values()])) if len(known) > 1 else None
+            for side, known in tokens.items()
+        }
+        losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
+        if isinstance(directions, dict):
+            losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
+        known_losses = {key: loss for key, loss in losses.items() if is_number(loss)}
+        points[entry["kind"]].append(
+            CurvePoint(update, known_losses, operations_of(per_token, **at))
+        )
+    return Curve(system, tuple(points["train"]), tuple(points["validation"]), before, pivot)
+
+
+def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
+    """Return the pivot of a training and the tier of each of its pairs, if its shards are there."""
+    record = checkpoint.manifest.inputs.get("shards")
+    shards = None if record is None else open_recorded(record)
+    training: Any = checkpoint.manifest.config.get("training")
+    found: Any = training.get("resource_thresholds") if isinstance(training, dict) else None
+    is_usable = isinstance(found, list) and len(found) in (2, 3)
+    if shards is None or not is_usable or not all(isinstance(one, int) for one in found):
+        return None, {}
+    try:
+        lines = imported_lines(shards)
+        tiers = {pair: resource_of(lines[pair], thresholds=tuple(found)) for pair in lines}
+        return pivot_of(shards), tiers
+    except UserError:
+        return None, {}
+
+
+def mean_losses(
+    losses: Mapping[str, object], *, pivot: str | None, tiers: Mapping[str, Resource]
+) -> dict[str, float]:
+    """Return the mean losses of directions by tier and side of the pivot.
+
+    Args:
+        losses: direction → loss. A mean with one that is no number is left out.
+        pivot: language of the sides.
+        tiers: pair → tier.
+    """
+    found: dict[str, list[object]] = {}
+    for direction, loss in losses.items():
+        source, _, target = direction.partition("-")
+        tier = tiers.get(pair_name(source, target))
+        if tier is not None and pivot in (source, target):
+            found.setdefault(f"{tier}/{PIVOT_SIDES[target != pivot]}", []).append(loss)
+    numbers = {key: [one for one in members if is_number(one)] for key, members in found.items()}
+    return {key: fmean(known) for key, known in numbers.items() if len(known) == len(found[key])}
+
+
+# Sections
+
+
+def losses_section(curves: Sequence[Curve]) -> ReportSection | None:
+    """Return the lowest and last validation loss of every system, and the tiers at the lowest."""
+    systems = {name: runs for name, runs in _by_system(curves).items() if _validated(runs)}
+    if not systems:
+        return None
+    best = {
+        name: [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
+        for name, runs in systems.items()
+    }
+    last = {name: [run.validation[-1] for run in runs] for name, runs in systems.items()}
+    tiers = [
+        tier
+        for tier in get_args(Resource)
+        if any(tier in one.losses for points in best.values() for one in points)
+    ]
+    titles = ("System", "Runs", "Lowest", "At update", "Last", "At update")
+    rows = (
+        row(
+            name,
+            len(runs),
+            _mean_cell(one.losses["all"] for one in best[name]),
+            _updates(best[name]),
+            _mean_cell(one.losses["all"] for one in last[name]),
+            _updates(last[name]),
+            *(_mean_cell(one.losses.get(tier) for one in best[name]) for tier in tiers),
+        )
+        for name, runs in systems.items()
+    )
+    tier_titles = (f"{tier.replace('_', ' ').capitalize()} resource" for tier in tiers)
+    without = [name for name in _by_system(curves) if name not in systems]
+    notes = [f"Left out, since a run of them has no validation loss: {', '.join(without)}."]
+    return ReportSection(
+        "Validation losses",
+        "Nats per token in the last training of each system, whose updates count from its start. "
+        "Means over the runs, with their range; the tiers at the lowest loss.",
+        tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),),
+        lists=bullets(notes if without else []),
+    )
+
+
+def _by_system(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
+    by_run = {curve.system: curve for curve in curves}
+    return {system: [by_run[run] for run in runs] for system, runs in group_runs(by_run).items()}
+
+
+def _validated(runs: Sequence[Curve]) -> bool:
+    return all(run.validation for run in runs)
+
+
+def _mean_cell(losses: Iterable[float | None]) -> Cell:
+    """Return the mean over runs with their range; a dash if a run lacks the loss."""
+    found = list(losses)
+    known = [loss for loss in found if loss is not None]
+    if len(known) < len(found):
+        return Cell(None)
+    note = f"{min(known):.3f}–{max(known):.3f}" if len(known) > 1 else ""
+    return Cell(fmean(known), ".3f", note=note)
+
+
+def _updates(points: Sequence[CurvePoint]) -> str:
+    ends = sorted({point.update for point in points})
+    return "–".join(f"{update:,}" for update in dict.fromkeys((ends[0], ends[-1])))
+
+
+def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> ReportSection | None:
+    """Return the loss curves; ``places`` has the number of the color of every run's system."""
+    pivots = {curve.pivot for curve in curves if curve.pivot is not None}
+    pivot = pivots.pop() if len(pivots) == 1 else None
+    titles = {"all": "Validation"}
+    for tier in get_args(Resource):
+        titles[tier] = f"Validation, {tier.replace('_', ' ')} resource"
+        for side in PIVOT_SIDES:
+            titles[f"{tier}/{side}"] = f"{titles[tier]}, {title_of_family(side, pivot=pivot)}"
+    found = [_figure(title, curves, places, key) for key, title in titles.items()]
+    found.insert(1, _figure("Validation", curves, places, "all", by_operations=True))
+    found.append(_figure("Training", curves, places, "all", training=True))
+    figures = tuple(one for one in found if one is not None)
+    if not figures:
+        return None
+    return ReportSection(
+        "Loss curves",
+        "Losses of the last training of each system, which begins where the trainings before it "
+        "end. Lines of systems with several runs are means at the updates that all of them "
+        "reached, bands their range. Losses into and out of a pivot are means over directions.",
+        figures=figures,
+    )
+
+
+def _figure(
+    title: str,
+    curves: Sequence[Curve],
+    places: Mapping[str, int],
+    key: str,
+    *,
+    training: bool = False,
+    by_operations: bool = False,
+) -> Figure | None:
+    series, left_out = [], []
+    for system, runs in _by_system(curves).items():
+        placed = [_place(run, key, training, by_operations) for run in runs]
+        known = [one for one in placed if one is not None]
+        shared = [x for x in known[0] if all(x in one for one in known)] if known else []
+        if len(known) < len(runs) or (all(known) and not shared):
+            left_out.append(system)
+        elif shared:
+            series.append(_mean_series(system, known, shared, places[runs[0].system]))
+    if not series:
+        return None
+    axis = "FLOP" if by_operations else "updates"
+    chart = line_chart(series, title=f"{title} by {axis}", x_label=axis, y_label="nats per token")
+    note = (
+        f"Left out, since the beginning or common points are not known: {', '.join(left_out)}.",
+    )
+    return Figure(
+        chart + legend(series), title=f"{title} by {axis}", notes=note if left_out else ()
+    )
+
+
+def _place(
+    curve: Curve, key: str, training: bool, by_operations: bool
+) -> dict[int, tuple[float, float]] | None:
+    """Return update → position and loss; None if the positions are not known."""
+    if curve.before is None:
+        return None
+    begin = curve.before.operations if by_operations else curve.before.updates
+    if begin is None:
+        return None
+    found = {}
+    for point in curve.training if training else curve.validation:
+        x = point.operations if by_operations else point.update
+        if x is None:
+            return None
+        if key in point.losses:
+            found[point.update] = (begin + x, point.losses[key])
+    return found
+
+
+def _mean_series(
+    system: str,
+    runs: Sequence[Mapping[int, tuple[float, float]]],
+    updates: Sequence[int],
+    place: int,
+) -> Series:
+    step = -(-len(updates) // MAX_POINTS)
+    kept = updates[step - 1 :: step]
+    xs = [fmean(run[at][0] for run in runs) for at in kept]
+
+    def line(of_runs: Callable[[Iterator[float]], float]) -> tuple[tuple[float, float], ...]:
+        return tuple(
+            (x, of_runs(run[at][1] for run in runs)) for x, at in zip(xs, kept, strict=True)
+        )
+
+    if len(runs) == 1:
+        return Series(system, line(fmean), place)
+    name = f"{system} ({counted(len(runs), 'run')})"
+    return Series(name, line(fmean), place, low=line(min), high=line(max))

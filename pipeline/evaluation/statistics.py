@@ -1,0 +1,355 @@
+"""Confidence intervals and tests of scores, from resampled test lines and from seeds.
+
+There is one estimator. A score, or a difference of two, varies over test lines and over seeds. Each
+variance has its degrees of freedom; the half-widths that Student's t distribution gives them add up
+in squares (Cochran and Cox 1957). A p-value is the level of the interval that ends at zero.
+
+- **Lines.** Lines are drawn with replacement, the same for all systems (paired bootstrap, Koehn
+  2004). Directions whose lines are the same sentences (``line_sets``) share their draws, others are
+  drawn independently. The draws of an average are the means of its directions' draws. The
+  variance of the draws, times n / (n - 1) for n lines, is the variance over lines.
+- **Seeds.** The score of a system with several runs is the mean over its runs, and the variance of
+  this mean over seeds is added. Runs also differ by their luck with lines: this part, which both
+  variances contain, counts once. Systems with the same seeds are paired by seed.
+- **Tests.** The p-values of all directions and systems are corrected together (Holm 1979).
+
+Legend: R runs of a system, B resamples.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from statistics import NormalDist
+from typing import Self
+
+import numpy as np
+
+from pipeline.evaluation.line_sets import Sentences
+from pipeline.evaluation.score_slot import Column, Floats, LineCount, Score
+from pipeline.evaluation.scores import BaselineTests, Comparison, Difference, Interval, PairedTest
+
+LEVEL = 0.05
+"""Largest corrected p-value that is significant; 1 - LEVEL is the level of the intervals."""
+MIN_LINES = 20
+"""Test sets with fewer lines have neither intervals nor tests."""
+BLOCK_ELEMENTS = 4_000_000
+"""Draws times lines that are counted at a time: 32 MB each of positions and of counts."""
+
+# Resampled lines
+
+
+@dataclass(frozen=True)
+class ResampleTask:
+    """One direction of all runs."""
+
+    paths: Sequence[Path]
+    """Files of line statistics, one per run."""
+    scores: Sequence[Score]
+    """Scores to resample if every file has their statistics."""
+    seed: int
+    resamples: int
+    sentences: Sentences | None = None
+    """Sentences to draw, of which the lines are some; None: the lines themselves."""
+
+
+def resampled_scores(task: ResampleTask) -> dict[str, Floats]:
+    """Return the scores of all resamples, name of a column → (runs, resamples)."""
+    return resample([read_statistics(path, task.scores) for path in task.paths], task)
+
+
+def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> dict[str, Floats]:
+    """Return the scores of all resamples, name of a column → (runs, resamples).
+
+    Args:
+        statistics: name of a column → (lines, statistics), for every run.
+        task: which scores to resample, and how.
+    """
+    measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
+    if not measured:
+        return {}
+    blocks = [found[one.column.name] for one in measured for found in statistics]
+    sums, drawn = _drawn_sums(np.concatenate(blocks, axis=1), task)
+    parts = iter(np.split(sums, np.cumsum([block.shape[1] for block in blocks]), axis=1))
+    return {
+        one.column.name: np.stack(
+            [one.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
+        )
+        for one in measured
+    }
+
+
+def _drawn_sums(columns: Floats, task: ResampleTask) -> tuple[Floats, LineCount]:
+    """Return the sums of statistics over drawn lines, (resamples, statistics), and their number."""
+    sentences = task.sentences
+    if sentences is None:
+        counts = draw_counts(len(columns), resamples=task.resamples, seed=task.seed)
+        return np.concatenate([block @ columns for block in counts]), len(columns)
+    sums, drawn = [], []
+    for block in draw_counts(sentences.total, resamples=task.resamples, seed=task.seed):
+        of_lines = block[:, sentences.of_lines]
+        sums.append(of_lines @ columns)
+        drawn.append(of_lines.sum(axis=1))
+    # A draw may miss all lines of a test set that has few of the set's sentences.
+    return np.concatenate(sums), np.maximum(np.concatenate(drawn), 1.0)
+
+
+def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
+    """Yield how often each draw holds each line, in blocks of (draws, lines).
+
+    The draws are sacreBLEU's: ``numpy.random.default_rng(seed).choice(lines, (resamples, lines))``.
+    """
+    generator = np.random.default_rng(seed)
+    step = max(BLOCK_ELEMENTS // lines, 1)
+    for start in range(0, resamples, step):
+        draws = min(step, resamples - start)
+        chosen = generator.integers(lines, size=(draws, lines))
+        chosen += np.arange(draws)[:, None] * lines
+        counted = np.bincount(chosen.ravel(), minlength=draws * lines)
+        yield counted.reshape(draws, lines).astype(np.float64)
+
+
+def read_statistics(path: Path, scores: Sequence[Score]) -> dict[str, Floats]:
+    """Return the statistics of every score that a file has, (lines, statistics)."""
+    names = [one.column.name for one in scores]
+    with np.load(path, allow_pickle=False) as arrays:
+        found = {name: arrays[name] for name in names if name in arrays}
+    return {name: rows.astype(np.float64).reshape(len(rows), -1) for name, rows in found.items()}
+
+
+# The estimator
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A score or a difference of scores, with the variances that make its error."""
+
+    value: float
+    over_lines: float
+    """Variance over test lines; no interval is narrower than that of this variance."""
+    terms: tuple[tuple[float, int], ...]
+    """Variance and degrees of freedom of every source of error."""
+
+    def half_width(self, level: float) -> float:
+        """Return half the width of the confidence interval of level ``1 - level``."""
+        squares = [t_quantile(level, freedom) ** 2 * variance for variance, freedom in self.terms]
+        least = t_quantile(level, self.terms[0][1]) ** 2 * self.over_lines
+        return math.sqrt(max(sum(squares), least))
+
+    @property
+    def interval(self) -> Interval:
+        """Return the 95 % confidence interval."""
+        half = self.half_width(LEVEL)
+        return Interval(self.value - half, self.value + half)
+
+    @property
+    def p_value(self) -> float:
+        """Return the level of the interval that ends at zero: the two-sided p-value."""
+        if self.half_width(LEVEL) == 0.0:
+            return float(self.value == 0.0)
+        low, high = math.log(LEAST_LEVEL), 0.0
+        for _ in range(50):
+            middle = (low + high) / 2.0
+            reaches_zero = self.half_width(math.exp(middle)) >= abs(self.value)
+            low, high = (middle, high) if reaches_zero else (low, middle)
+        return math.exp(high)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Scores of the runs of a system, ordered by seed, or differences of two such systems."""
+
+    seeds: tuple[str, ...]
+    measured_R: Floats
+    """Scores of the test lines themselves."""
+    draws_RB: Floats
+    """Scores of resampled lines."""
+
+    def __neg__(self) -> Self:
+        return type(self)(self.seeds, -self.measured_R, -self.draws_RB)
+
+
+def estimate(*parts: Runs, lines: int) -> Estimate:
+    """Estimate the sum of the means over runs of parts that have their seeds independently.
+
+    Args:
+        parts: one system, or two of which one is negated.
+        lines: number of test lines, at least two; for an average, of its smallest test set.
+    """
+    correction = lines / (lines - 1)
+    total_B = np.sum([part.draws_RB.mean(axis=0) for part in parts], axis=0)
+    over_lines = of_lines = correction * float(total_B.var())
+    over_seeds = []
+    for part in parts:
+        runs = len(part.seeds)
+        if runs > 1:
+            moved_RB = part.draws_RB - part.measured_R[:, None]
+            of_lines -= correction * float(moved_RB.var(axis=0, ddof=1).mean()) / runs
+            over_seeds.append((float(part.measured_R.var(ddof=1)) / runs, runs - 1))
+    value = float(sum(part.measured_R.mean() for part in parts))
+    return Estimate(value, over_lines, ((max(of_lines, 0.0), lines - 1), *over_seeds))
+
+
+def difference(ours: Runs, theirs: Runs, *, lines: int) -> Estimate:
+    """Estimate the score of a system minus another's; systems with the same seeds are paired."""
+    if ours.seeds != theirs.seeds:
+        return estimate(ours, -theirs, lines=lines)
+    measured_R, draws_RB = ours.measured_R - theirs.measured_R, ours.draws_RB - theirs.draws_RB
+    return estimate(Runs(ours.seeds, measured_R, draws_RB), lines=lines)
+
+
+LEAST_LEVEL = 1e-12
+"""Smallest p-value."""
+LARGE = 19
+"""Least degrees of freedom at which an expansion of the quantile is exact to three digits."""
+
+
+def tail_of_t(value: float, *, freedom: int) -> float:
+    """Return the probability that Student's t is farther from zero (Abramowitz & Stegun, 26.7)."""
+    angle = math.atan2(value, math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
+    for place in range(1 + freedom % 2, freedom, 2):
+        total += term
+        term *= cosine * cosine * place / (place + 1)
+    inside = 2.0 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
+    return 1.0 - inside
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(level: float, freedom: int) -> float:
+    """Return the distance from zero that Student's t exceeds with probability ``level``."""
+    if freedom >= LARGE:  # Abramowitz & Stegun, 26.7.5
+        z = NormalDist().inv_cdf(1.0 - level / 2.0)
+        second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+        return z + (z**3 + z) / (4 * freedom) + second + third
+    low, high = 0.0, 1.0
+    while tail_of_t(high, freedom=freedom) > level:
+        low, high = high, 2.0 * high
+    for _ in range(40):
+        middle = (low + high) / 2.0
+        is_inside = tail_of_t(middle, freedom=freedom) > level
+        low, high = (middle, high) if is_inside else (low, middle)
+    return high
+
+
+def holm(p_values: Sequence[float], *, tests: int) -> list[float]:
+    """Return corrected p-values in the same order; at most ``LEVEL`` is significant.
+
+    Args:
+        p_values: of one column.
+        tests: number of tests to correct for; missing p-values count as 1.
+    """
+    order = np.argsort(p_values, kind="stable")
+    factors = np.arange(tests, 0, -1)[: len(p_values)]
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.maximum.accumulate(np.asarray(p_values)[order] * factors)
+    return [min(float(value), 1.0) for value in corrected]
+
+
+# Comparisons
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Scores of all runs in a direction or on average, measured and resampled."""
+
+    measured: Sequence[float]
+    draws_RB: Floats
+    lines: int
+    """Number of test lines; for an average, of its smallest test set."""
+
+    @classmethod
+    def mean(cls, samples: Sequence[Self]) -> Self:
+        """Return the average over directions."""
+        return cls(
+            np.mean([one.measured for one in samples], axis=0).tolist(),
+            np.mean([one.draws_RB for one in samples], axis=0),
+            min(one.lines for one in samples),
+        )
+
+    def runs_of(self, systems: Mapping[str, Mapping[str, int]]) -> dict[str, Runs]:
+        """Return the runs of every system, given system → seed → place of the run."""
+        found = {}
+        for system, places in systems.items():
+            seeds = tuple(sorted(places))
+            rows = [places[seed] for seed in seeds]
+            found[system] = Runs(seeds, np.asarray(self.measured)[rows], self.draws_RB[rows])
+        return found
+
+
+def compare(
+    sample: Sample,
+    systems: Mapping[str, Mapping[str, int]],
+    *,
+    column: Column,
+    baseline: str,
+    translating: Mapping[str, bool],
+) -> Comparison:
+    """Return the intervals of all systems, their differences to the baseline, and the best system.
+
+    Args:
+        sample: scores of all runs.
+        systems: system → seed → place of the run.
+        column: of the score.
+        baseline: name of a system.
+        translating: system → whether it translates; no other is the best one, and none is if the
+            baseline does not translate.
+    """
+    runs, lines = sample.runs_of(systems), sample.lines
+    others = [name for name in runs if name != baseline]
+    to_baseline = {name: difference(runs[name], runs[baseline], lines=lines) for name in others}
+    sign = -1.0 if column.larger_is_better is False else 1.0
+    leader = max(runs, key=lambda name: sign * float(runs[name].measured_R.mean()))
+    leads = [
+        difference(runs[leader], one, lines=lines) for name, one in runs.items() if name != leader
+    ]
+    is_best = (
+        bool(leads)
+        and column.larger_is_better is not None
+        and (translating[leader] and translating[baseline])
+        and all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
+    )
+    return Comparison(
+        intervals={name: estimate(one, lines=lines).interval for name, one in runs.items()},
+        best=leader if is_best else None,
+        differences={
+            name: Difference(found.interval.low, found.interval.high, found.value, found.p_value)
+            for name, found in to_baseline.items()
+        },
+    )
+
+
+def correct_tests(
+    comparisons: Mapping[str, Mapping[str, Comparison]],
+    *,
+    baseline: str,
+    systems: int,
+    undecided: Sequence[str],
+) -> BaselineTests:
+    """Correct the p-values of all differences to the baseline.
+
+    Args:
+        comparisons: direction → name of a column → comparison, of the directions to test.
+        baseline: its name.
+        systems: number of systems.
+        undecided: directions that are not tested but corrected for: the baseline does not translate
+            there, which was not known before its translations were seen.
+    """
+    tests = (systems - 1) * (len(comparisons) + len(undecided))
+    found: dict[str, dict[str, dict[str, PairedTest]]] = {name: {} for name in comparisons}
+    for column in dict.fromkeys(name for columns in comparisons.values() for name in columns):
+        cases = [
+            (direction, system, one)
+            for direction, columns in comparisons.items()
+            if column in columns
+            for system, one in columns[column].differences.items()
+        ]
+        corrected = holm([one.p_value for *_, one in cases], tests=tests)
+        for (direction, system, one), p_value in zip(cases, corrected, strict=True):
+            tested = PairedTest(one.value, one.p_value, p_value)
+            found[direction].setdefault(column, {})[system] = tested
+    return BaselineTests(baseline, found, tests, tuple(undecided))

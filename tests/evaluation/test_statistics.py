@@ -1,0 +1,292 @@
+"""Draws equal sacreBLEU's; intervals and tests equal t tests, and cover the expected score."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.significance import PairedTest, estimate_ci
+from scipy import stats
+from support.damaged_lines import (
+    BLEU_INTO,
+    CHRF_PLUS,
+    damaged,
+    line_statistics,
+    sentences,
+    stored,
+)
+
+from pipeline.evaluation import statistics
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.failed_outputs import Copies
+from pipeline.evaluation.language_accuracy import PLAIN, LanguageAccuracy
+from pipeline.evaluation.line_sets import Sentences
+from pipeline.evaluation.score_slot import Column, Floats, Score
+from pipeline.evaluation.scores import Comparison, Difference
+from pipeline.evaluation.statistics import (
+    ResampleTask,
+    Runs,
+    Sample,
+    compare,
+    correct_tests,
+    difference,
+    draw_counts,
+    estimate,
+    holm,
+    resample,
+    resampled_scores,
+    t_quantile,
+)
+
+HITS = LanguageAccuracy(PLAIN, frozenset({"en"}), None, seed=1)
+SCORES = (BLEU_INTO, CHRF_PLUS)
+LINES = 100
+
+words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7).map(" ".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=6))
+def test_scores_of_sums_are_sacrebleus(pairs: list[tuple[str, str]]) -> None:
+    rows = line_statistics([one for one, _ in pairs], [two for _, two in pairs])
+    for score in SCORES:
+        found = rows[score.column.name]
+        of_sums = Score.of_corpus(score, found)
+        assert of_sums == pytest.approx(score.of_corpus(found), abs=1e-9)
+
+
+def test_draws_are_those_of_sacrebleus_paired_bootstrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their normal intervals are ours; sacreBLEU takes quantiles instead of standard errors."""
+    references = sentences(60, seed=1)
+    systems = {
+        name: damaged(references, share=share, seed=seed)
+        for name, share, seed in (("base", 0.4, 2), ("near", 0.39, 3), ("far", 0.1, 4))
+    }
+    monkeypatch.setitem(os.environ, "SACREBLEU_SEED", "77")
+    metrics: Any = {"BLEU": BLEU(), "chrF2++": CHRF(word_order=2)}
+    expected: Any = PairedTest(
+        list(systems.items()), metrics, [references], test_type="bs", n_samples=400
+    )()[1]
+    rows = [line_statistics(texts, references) for texts in systems.values()]
+    paths = [stored(tmp_path / str(place), one) for place, one in enumerate(rows)]
+    found = resampled_scores(ResampleTask(paths=paths, scores=SCORES, seed=77, resamples=400))
+    for score, title in zip(SCORES, metrics, strict=True):
+        name = score.column.name
+        for place in range(len(systems)):
+            mean, half = estimate_ci(found[name][place])
+            assert mean == pytest.approx(expected[title][place].mean, abs=1e-3)
+            assert half == pytest.approx(expected[title][place].ci, abs=1e-3)
+            measured = np.array([score.of_corpus(rows[place][name])])
+            ours = estimate(Runs(("",), measured, found[name][[place]]), lines=60)
+            assert ours.half_width(0.05) == pytest.approx(half, rel=0.15)
+
+
+def test_draws_do_not_depend_on_how_many_are_counted_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = np.zeros((50, 7))
+    for row, lines in zip(expected, np.random.default_rng(5).choice(7, size=(50, 7)), strict=True):
+        np.add.at(row, lines, 1.0)
+    monkeypatch.setattr(statistics, "BLOCK_ELEMENTS", 30)
+    blocks = list(draw_counts(7, resamples=50, seed=5))
+    assert {len(block) for block in blocks} == {4, 2}
+    np.testing.assert_array_equal(np.concatenate(blocks), expected)
+
+
+def test_resamples_of_lines_that_directions_share_are_those_of_brute_force() -> None:
+    """Every draw scores the drawn sentences that the direction has."""
+    rows, here = np.arange(1.0, 6.0)[:, None] / 10, np.array([0, 2, 3, 6, 8])
+    task = ResampleTask([], (HITS,), seed=4, resamples=30, sentences=Sentences(here, 9))
+    (found,) = resample([{"language": rows}], task)["language"]
+    of_sentence = dict(zip(here.tolist(), rows[:, 0].tolist(), strict=True))
+    for score, drawn in zip(found, np.random.default_rng(4).choice(9, (30, 9)), strict=True):
+        kept = [of_sentence[one] for one in drawn.tolist() if one in of_sentence]
+        assert score == pytest.approx(100 * np.mean(kept) if kept else 0.0)
+
+
+# The estimator
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 9, 19, 40, 1999])
+@pytest.mark.parametrize("level", [0.5, 0.05, 1e-3, 1e-5])
+def test_quantiles_of_t_are_scipys(freedom: int, level: float) -> None:
+    assert t_quantile(level, freedom) == pytest.approx(stats.t.isf(level / 2, freedom), rel=2e-3)
+
+
+def sample(rows: list[Floats], *, resamples: int = 1000, seed: int = 1) -> Sample:
+    """Percentages of hits of runs, measured and resampled."""
+    task = ResampleTask([], (HITS,), seed=seed, resamples=resamples)
+    draws = resample([{"language": row[:, None]} for row in rows], task)["language"]
+    return Sample([100.0 * float(row.mean()) for row in rows], draws, len(rows[0]))
+
+
+SINGLE: Mapping[str, Mapping[str, int]] = {"base": {"": 0}, "ours": {"": 1}}
+
+
+def test_of_one_run_each_the_test_is_the_paired_t_test() -> None:
+    generator = np.random.default_rng(1)
+    base = generator.normal(0.5, 0.2, 50)
+    ours = base + generator.normal(0.05, 0.2, 50)
+    runs = sample([base, ours], resamples=20_000).runs_of(SINGLE)
+    found, expected = difference(runs["ours"], runs["base"], lines=50), stats.ttest_rel(ours, base)
+    assert found.p_value == pytest.approx(expected.pvalue, rel=0.1)
+    low, high = expected.confidence_interval()
+    assert (found.interval.low, found.interval.high) == pytest.approx((100 * low, 100 * high), 0.02)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_of_runs_that_only_seeds_tell_apart_the_test_is_the_t_test_over_seeds(paired: bool) -> None:
+    theirs, ours = (0.40, 0.45, 0.50), (0.41, 0.47, 0.53)
+    found = sample([np.full(30, one) for one in (*theirs, *ours)])
+    seeds = {"base": {"1": 0, "2": 1, "3": 2}}
+    seeds["ours"] = {"3": 5, "1": 3, "2": 4} if paired else {"4": 3, "5": 4, "6": 5}
+    runs = found.runs_of(seeds)
+    compared = difference(runs["ours"], runs["base"], lines=30)
+    assert compared.value == pytest.approx(2.0)
+    expected = stats.ttest_rel(ours, theirs).pvalue
+    if paired:
+        assert compared.p_value == pytest.approx(expected, rel=1e-3)
+    else:
+        assert compared.p_value > 0.5
+    mean, half = 45.0, stats.t.isf(0.025, 2) * 5.0 / np.sqrt(3)
+    interval = estimate(runs["base"], lines=30).interval
+    assert (interval.low, interval.high) == pytest.approx((mean - half, mean + half))
+
+
+def test_luck_with_lines_counts_once_and_is_never_forgotten() -> None:
+    """Runs that differ by luck with lines have the t interval; equal runs that of their lines."""
+    own = np.random.default_rng(1).normal(size=(3, 4000))
+    differing, equal = (
+        estimate(Runs(("1", "2", "3"), measured, own + measured[:, None]), lines=2000)
+        for measured in (np.array([-1.0, 0.0, 1.0]), np.zeros(3))
+    )
+    expected = stats.t.isf(0.025, 2) / np.sqrt(3)
+    assert differing.half_width(0.05) == pytest.approx(expected, rel=0.02)
+    assert equal.half_width(0.05) == pytest.approx(1.96 * own.mean(axis=0).std(), rel=0.01)
+
+
+def hits(generator: np.random.Generator, *, runs: int, spread: float) -> list[Floats]:
+    """Hits of runs that are better or worse by chance, on lines that are easy for all; half hit."""
+    ease = generator.beta(2.0, 2.0, size=LINES)
+    of_runs = np.clip(ease + spread * generator.standard_normal((runs, 1)), 0.0, 1.0)
+    return [*(generator.random((runs, LINES)) < of_runs).astype(np.float64)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("runs", "spread", "most"),
+    [(1, 0.0, 0.97), (2, 0.2, 0.98), (3, 0.0, 1.0), (3, 0.05, 0.99), (3, 0.2, 0.97)],
+)
+def test_intervals_cover_the_expected_score(runs: int, spread: float, most: float) -> None:
+    """Of few runs that differ no more than their lines do, intervals are too wide."""
+    generator, covered, studies = np.random.default_rng(2), 0, 600
+    places = {"": {str(place): place for place in range(runs)}}
+    for study in range(studies):
+        found = sample(hits(generator, runs=runs, spread=spread), resamples=200, seed=study)
+        interval = estimate(found.runs_of(places)[""], lines=LINES).interval
+        covered += interval.low <= 50.0 <= interval.high
+    assert 0.93 <= covered / studies <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [1.0, 0.7])
+def test_intervals_of_averages_over_parallel_directions_cover_the_expected_score(
+    kept: float,
+) -> None:
+    """Independent draws do not, in one case of four; also where directions lack sentences."""
+    generator, directions, studies = np.random.default_rng(1), 4, 600
+    covered = {"together": 0, "independent": 0}
+    for study in range(studies):
+        ease = generator.beta(0.3, 0.3, size=LINES)
+        rows = (generator.random((directions, LINES)) < ease).astype(np.float64)
+        here = [np.flatnonzero(generator.random(LINES) < kept) for _ in rows]
+        for kind in covered:
+            samples = []
+            for place, (row, of) in enumerate(zip(rows, here, strict=True)):
+                task = (
+                    ResampleTask([], (HITS,), study, 200, sentences=Sentences(of, LINES))
+                    if kind == "together"
+                    else ResampleTask([], (HITS,), seed=study * directions + place, resamples=200)
+                )
+                draws = resample([{"language": row[of, None]}], task)["language"]
+                samples.append(Sample([100.0 * row[of].mean()], draws, len(of)))
+            runs = Sample.mean(samples).runs_of({"": {"": 0}})[""]
+            interval = estimate(runs, lines=min(map(len, here))).interval
+            covered[kind] += interval.low <= 50.0 <= interval.high
+    assert covered["independent"] / studies < 0.85
+    assert 0.93 <= covered["together"] / studies <= 0.97
+
+
+# Comparisons
+
+
+def compared(
+    values: Mapping[str, Floats],
+    column: Column = Bleu.column,
+    *,
+    without: tuple[str, ...] = (),
+) -> Comparison:
+    return compare(
+        sample([*values.values()]),
+        {name: {"": place} for place, name in enumerate(values)},
+        column=column,
+        baseline=next(iter(values)),
+        translating={name: name not in without for name in values},
+    )
+
+
+def test_only_a_system_that_translates_and_leads_all_others_is_the_best() -> None:
+    generator = np.random.default_rng(3)
+    base = generator.normal(0.3, 0.05, LINES)
+    better = base + generator.normal(0.1, 0.05, LINES)
+    near = better + generator.normal(0.0, 0.05, LINES)
+    assert compared({"a": base, "b": better}).best == "b"
+    assert compared({"a": base, "b": better, "c": near}).best is None
+    assert compared({"a": base}).best is None
+    assert compared({"a": base, "b": better}, Copies.column).best == "a", "less is better"
+    assert compared({"a": base, "twin": base}).best is None
+    assert compared({"a": base, "b": better}, without=("b",)).best is None
+    assert compared({"a": base, "b": better}, without=("a",)).best is None, "the baseline"
+    found = compared({"a": base, "b": better})
+    assert found.differences.keys() == {"b"}
+    interval, own = found.differences["b"], found.intervals["b"]
+    assert interval.high - interval.low < own.high - own.low + 5
+    assert interval.low < interval.value < interval.high
+
+
+def test_holms_correction_is_that_of_its_definition() -> None:
+    found = holm([0.01, 0.04, 0.03, 0.005], tests=4)
+    assert found == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.01, 0.5], tests=10) == pytest.approx([0.1, 1.0])
+
+
+def test_of_many_directions_alike_hardly_any_is_significant_once_corrected() -> None:
+    """Of two hundred systems as good as the baseline, one in twenty seems to differ."""
+    generator = np.random.default_rng(1)
+    comparisons = {
+        f"d{place}-en": {
+            "bleu": compared({name: generator.normal(0.5, 0.2, LINES) for name in ("base", "ours")})
+        }
+        for place in range(200)
+    }
+    found = correct_tests(comparisons, baseline="base", systems=2, undecided=["x-en"])
+    tests = [found.directions[name]["bleu"]["ours"] for name in comparisons]
+    assert found.tests == 201, "also those that are not decided"
+    assert 3 <= sum(one.p_value <= 0.05 for one in tests) <= 20
+    assert sum(one.p_value_holm <= 0.05 for one in tests) <= 1
+
+
+def test_systems_far_apart_are_significant_among_any_number_of_tests() -> None:
+    far = {"bleu": Comparison({}, None, {"ours": Difference(1.0, 3.0, 2.0, 1e-9)})}
+    found = correct_tests(
+        {"de-en": far}, baseline="base", systems=2, undecided=[str(one) for one in range(12_000)]
+    )
+    assert found.directions["de-en"]["bleu"]["ours"].p_value_holm == pytest.approx(12_001e-9)
