@@ -6,7 +6,6 @@ are kept. Memory is therefore constant, and samples of parts add up to the sampl
 """
 
 import hashlib
-from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,9 +13,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import compress, islice
 from pathlib import Path
-from typing import BinaryIO
 
-from data_prep.rules.duplicates import LineDigests, LineSketches
+from data_prep.rules.duplicates import LineDigests
 from data_prep.rules.judge import RULES, Judge, LengthRatios, PairFacts, Rule, as_seen
 from data_prep.rules.line_language import LanguageRule, line_identifier
 from pipeline.artifacts.corpus import aligned_lines, language_of
@@ -25,8 +23,6 @@ from pipeline.artifacts.settings import CleanConfig
 BLOCK_LINES = 2048
 LANGUAGE_MIN_CHARACTERS = 40
 """Shorter sides are not judged by their language."""
-NEAR_DUPLICATE_SIMILARITY = 0.8
-"""The Jaccard similarity of character 5-grams from which on lines are near-duplicates."""
 
 Lines = list[tuple[str, str]]
 
@@ -142,9 +138,8 @@ class PairResult:
 
 def clean_pair(task: PairTask) -> PairResult:
     """Write the training lines of a pair that break no rule; there may be none."""
-    result, is_kept = PairResult(task.pair), bytearray()
+    result, is_kept, judge = PairResult(task.pair), bytearray(), _judge(task)
     with ExitStack() as stack:
-        judge = _judge(task, stack)
         first, second = (
             stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
             for path in task.outputs
@@ -183,7 +178,7 @@ def _write_provenance(text: Path, source: Path, output: Path, *, is_kept: bytear
         stream.writelines(f"{origin}\n" for origin in compress(origins, is_kept))
 
 
-def _judge(task: PairTask, stack: ExitStack) -> Judge:
+def _judge(task: PairTask) -> Judge:
     """Build the rules, with the facts that need a pass over all lines of the pair."""
     ratios = LengthRatios()
     with LineDigests(task.outputs[0].with_suffix(".digests")) as digests:
@@ -199,15 +194,6 @@ def _judge(task: PairTask, stack: ExitStack) -> Judge:
         judge.language_rule = LanguageRule(
             identifier, (first, second), min_characters=LANGUAGE_MIN_CHARACTERS
         )
-    if task.config.drop_near_duplicates:
-        streams = [stack.enter_context(path.open("rb")) for path in task.sources]
-        found = stack.enter_context(LineSketches(task.outputs[0].with_suffix(".sketches")))
-        for block in _blocks(task):
-            found.add(block)
-        judge.near_duplicates = found.near_duplicates(
-            threshold=NEAR_DUPLICATE_SIMILARITY,
-            line_at=StoredLines(streams[0], streams[1]).line_at,
-        )
     return judge
 
 
@@ -215,35 +201,3 @@ def _blocks(task: PairTask) -> Iterator[Lines]:
     lines = aligned_lines(*task.sources)
     while block := list(islice(lines, BLOCK_LINES)):
         yield block
-
-
-STEP = 16
-"""Lines from one known place in a file to the next."""
-
-
-class StoredLines:
-    """Lines of two files by number, with a byte in memory per line."""
-
-    def __init__(self, first: BinaryIO, second: BinaryIO) -> None:
-        self._streams = first, second
-        self._starts = [array("q", islice(_starts(one), 0, None, STEP)) for one in self._streams]
-
-    def line_at(self, number: int) -> tuple[str, str]:
-        """Return both sides of a line."""
-        first, second = (self._read(side, number) for side in (0, 1))
-        return first, second
-
-    def _read(self, side: int, number: int) -> str:
-        stream = self._streams[side]
-        stream.seek(self._starts[side][number // STEP])
-        for _ in range(number % STEP):
-            stream.readline()
-        return stream.readline().decode("utf-8").removesuffix("\n")
-
-
-def _starts(stream: BinaryIO) -> Iterator[int]:
-    """Yield the offset of each line of a file."""
-    start = 0
-    for line in stream:
-        yield start
-        start += len(line)

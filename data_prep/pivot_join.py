@@ -10,14 +10,15 @@ of the lines.
 Legend: N lines, U shared digests, L joined lines.
 """
 
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data_prep.clean_pair import StoredLines
 from data_prep.rules.duplicates import MOST_PARTS, PART, Digests, Numbers, part_of
 from data_prep.rules.normalization import digest_of
 from pipeline.artifacts.corpus import aligned_lines, iterate_lines
@@ -107,3 +108,35 @@ def _by_digest(digest_N: Digests, number_N: Numbers) -> _ByDigest:
     order_N = np.argsort(digest_N, kind="stable")
     found = np.unique(digest_N[order_N], return_index=True, return_counts=True)
     return _ByDigest(number_N[order_N], *found)
+
+
+STEP = 16
+"""Lines from one known place in a file to the next."""
+
+
+class StoredLines:
+    """Lines of two files by number, with a byte in memory per line."""
+
+    def __init__(self, first: BinaryIO, second: BinaryIO) -> None:
+        self._streams = first, second
+        self._starts = [array("q", islice(_starts(one), 0, None, STEP)) for one in self._streams]
+
+    def line_at(self, number: int) -> tuple[str, str]:
+        """Return both sides of a line."""
+        first, second = (self._read(side, number) for side in (0, 1))
+        return first, second
+
+    def _read(self, side: int, number: int) -> str:
+        stream = self._streams[side]
+        stream.seek(self._starts[side][number // STEP])
+        for _ in range(number % STEP):
+            stream.readline()
+        return stream.readline().decode("utf-8").removesuffix("\n")
+
+
+def _starts(stream: BinaryIO) -> Iterator[int]:
+    """Yield the offset of each line of a file."""
+    start = 0
+    for line in stream:
+        yield start
+        start += len(line)

@@ -1,7 +1,7 @@
 """Generate the pages of ``docs/reference`` and ``docs/benchmarks.md``.
 
-The pages follow from the code (commands, settings, recipes, plans, artifacts, error messages) and
-from the result files of the benchmarks. They are committed; a test fails when one is out of date.
+The pages follow from the code (commands, settings, recipes, plans, artifacts) and from the
+result files of the benchmarks. They are committed; a test fails when one is out of date.
 
     python docs/generate.py [--check] [--docs DIR]
 """
@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import WrapValidator
 from pydantic.fields import FieldInfo
 
-from pipeline import cli, errors
+from pipeline import cli
 from pipeline.artifacts.manifest import FILES, FORMAT_VERSION
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.documents import shipped
@@ -376,92 +376,6 @@ def artifacts_page() -> str:
     return page("Artifacts", introduction, *parts)
 
 
-# ---------------------------------------------------------------- error messages
-
-USER_ERRORS = {
-    name
-    for name, member in vars(errors).items()
-    if inspect.isclass(member) and issubclass(member, errors.UserError)
-}
-
-
-def errors_page() -> str:
-    """Return the page of all error messages, from the calls in the code that make them."""
-    introduction = (
-        "Every message that a command prints for something the user can fix. Parts in ⟨angle "
-        "brackets⟩ depend on the case. The command exits with code "
-        f"{errors.EXIT_USER_ERROR}; other errors are bugs and print a traceback. Messages of "
-        "`Settings` follow the name of their section, since they refuse the value of a setting."
-    )
-    by_package: dict[str, list[list[str]]] = {}
-    for package in ("data_prep", "pipeline"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            module = path.relative_to(ROOT).as_posix()
-            group = "/".join(module.split("/")[:2]) if module.count("/") > 1 else package
-            for error, message in _messages(ast.parse(path.read_text(encoding="utf-8")), path):
-                by_package.setdefault(group, []).append([prose(message), error, code(module)])
-    parts = []
-    for group, rows in sorted(by_package.items()):
-        distinct = sorted({tuple(row) for row in rows})
-        parts += [f"## {group}\n", table(["message", "error", "raised in"], distinct)]
-    return page("Error messages", introduction, *parts)
-
-
-def _messages(tree: ast.Module, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of the errors that a module makes from a text in place."""
-    is_settings = path.name in ("settings.py", "recipe.py")
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Name(id=name), args=[argument, *_]) if name in USER_ERRORS or (
-                is_settings and name == "ValueError"
-            ):
-                text = " ".join(_message(argument).split())
-                if re.search(r"[^\W\d]", re.sub("⟨.*?⟩", "", text)):  # more than placeholders
-                    yield "Settings" if name == "ValueError" else name, text
-
-
-def _message(node: ast.expr) -> str:
-    """Return the text of an expression, with placeholders for what is only known at run time."""
-    match node:
-        case ast.Constant(value=str() as text):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(map(_message, parts))
-        case ast.FormattedValue(value=value):
-            return _message(value)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _message(left) + _message(right)
-        case ast.Call(func=ast.Name(id="hint")):
-            return ". ⟨suggestion⟩"
-    return f"⟨{_subject(node).strip('_').replace('_', ' ').lower() or '…'}⟩"
-
-
-def _subject(node: ast.AST) -> str:
-    """Return the name that best says what an expression is about."""
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-        case ast.Call(func=ast.Attribute(value=ast.Constant()), args=[argument, *_]):
-            return _subject(argument)  # ", ".join(argument)
-        case ast.Call(func=ast.Name(id="len"), args=[argument]):
-            return f"number of {_subject(argument)}".rstrip()
-        case ast.Call(func=ast.Attribute() as method, args=[]):
-            return _subject(method.value)
-        case ast.Call(args=[*_, argument]):
-            return _subject(argument)
-        case ast.Subscript(value=value) | ast.Starred(value=value):
-            return _subject(value)
-        case ast.IfExp(body=first, orelse=last) | ast.BinOp(left=first, right=last):
-            return _subject(first) or _subject(last)
-        case ast.BoolOp(values=[first, *_]):
-            return _subject(first)
-        case ast.GeneratorExp(generators=[ast.comprehension(iter=items), *_]):
-            return _subject(items)
-        case ast.ListComp(generators=[ast.comprehension(iter=items), *_]):
-            return _subject(items)
-    return ""
-
-
 # ---------------------------------------------------------------- benchmarks
 
 
@@ -573,7 +487,6 @@ def pages(results: Path) -> dict[str, str]:
         "reference/settings.md": settings_page(),
         "reference/recipes.md": recipes_page(),
         "reference/artifacts.md": artifacts_page(),
-        "reference/errors.md": errors_page(),
         "benchmarks.md": benchmarks_page(results),
     }
 

@@ -10,10 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (
-    *(
-        f"reference/{name}.md"
-        for name in ("commands", "settings", "recipes", "artifacts", "errors")
-    ),
+    *(f"reference/{name}.md" for name in ("commands", "settings", "recipes", "artifacts")),
     "benchmarks.md",
 )
 

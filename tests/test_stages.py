@@ -62,8 +62,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         "clean": {
             *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
             *("drop_held_out_overlap", "max_bytes", "max_characters", "max_length_ratio"),
-            *("drop_near_duplicates", "held_out_scope", "identify_languages", "language_model"),
-            *("joined_pairs", "pivot"),
+            *("held_out_scope", "identify_languages", "language_model", "joined_pairs", "pivot"),
         }
     },
     "train_tokenizer": {

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from data_prep.rules.duplicates import Duplicates, NearDuplicates
+from data_prep.rules.duplicates import Duplicates
 from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.line_language import LanguageRule
 from data_prep.rules.normalization import visible
@@ -29,7 +29,6 @@ Rule = Literal[
     "length_ratio",
     "wrong_language",
     "duplicate",
-    "near_duplicate",
     "held_out_overlap",
 ]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -123,7 +122,6 @@ class Judge:
     median_ratio: float
     duplicates: Duplicates | None = None
     language_rule: LanguageRule | None = None
-    near_duplicates: NearDuplicates | None = None
     leaks: Counter[int] = field(default_factory=Counter)
     """Held-out set → lines that break no earlier rule and have a side in it."""
     _judged: int = 0
@@ -137,11 +135,8 @@ class Judge:
         if self.language_rule is not None:
             self._judge_languages(self.language_rule, lines, found)
         for place, (first, second) in enumerate(lines):
-            number = self._judged + place
             if found[place] is None:
-                found[place] = self._among_others(number, first, second)
-            if self.near_duplicates is not None:
-                self.near_duplicates.settle(number, kept=found[place] is None)
+                found[place] = self._among_others(self._judged + place, first, second)
         self._judged += len(lines)
         return found
 
@@ -197,9 +192,6 @@ class Judge:
         config = self.config
         if self.duplicates is not None and self.duplicates.is_repeated(number):
             return "duplicate", NO_SIDE
-        near = self.near_duplicates
-        if near is not None and near.is_repeated(number, first, second):
-            return "near_duplicate", NO_SIDE
         one, other = self.facts.held_out
         sets = [one.find(first), other.find(second)]
         if not any(sets):

@@ -306,6 +306,7 @@ some micro-batches. Manifests leave out [logging] and [saving] altogether.
 
 REMOVED: dict[str, tuple[Any, ...]] = {
     "clean.language_min_characters": (40,),
+    "clean.drop_near_duplicates": (False,),
     "clean.near_duplicate_similarity": (0.8,),
     "decoding.shortlist": ("",),
     "evaluation.word_lines": (100_000,),

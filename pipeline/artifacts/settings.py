@@ -136,9 +136,6 @@ class CleanConfig(Settings):
     """Local model file of identifier ``fasttext``: lid.176.bin or GlotLID's model.bin."""
     drop_duplicates: bool = True
     """Drop lines that repeat an earlier line of their pair."""
-    drop_near_duplicates: bool = False
-    """Drop lines that nearly repeat an earlier line of their pair, ignoring digits, case and
-    punctuation: the character 5-grams of both sides have a Jaccard similarity of 0.8 or more."""
     drop_held_out_overlap: bool = True
     """Drop training lines one side of which is a validation or test line, after folding letters and
     digits."""

@@ -26,7 +26,6 @@ from pipeline.cli.recipe_commands import RECIPE_COMMANDS
 from pipeline.cli.report_command import REPORT_COMMANDS
 from pipeline.cli.serve_command import SERVE_COMMANDS
 from pipeline.cli.stage_commands import stage_main
-from pipeline.cli.survey_command import SURVEY_COMMANDS
 from pipeline.distributed.world import leave
 from pipeline.machine import prepare_process
 from pipeline.stages.registry import STAGES
@@ -40,7 +39,6 @@ COMMANDS = (
     *DOCTOR_COMMANDS,
     *RECIPE_COMMANDS,
     *ESTIMATE_COMMANDS,
-    *SURVEY_COMMANDS,
     *REPORT_COMMANDS,
     *EXPORT_COMMANDS,
     *SERVE_COMMANDS,

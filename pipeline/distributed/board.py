@@ -54,8 +54,6 @@ class Board:
         self.store: Store = PrefixStore("preflight", self._server)
         self.post("place", (self.node, world.local_rank))
         self._firsts: list[int] | None = None
-        self.decided_at = 0.0
-        """This node's clock when the first decision came, the same moment on all ranks."""
 
     def post(self, key: str, value: object) -> None:
         """Post this rank's value of a key.
@@ -98,7 +96,6 @@ class Board:
                 problem = f"{self.node}: rank 0 on {self.world.master_address} gives no answer."
                 return Judgment((f"{problem} Look at what it says.",), is_lost=True)
             judgment = Judgment(tuple(given["problems"]), given["summary"], given["is_lost"])
-        self.decided_at = self.decided_at or time.time()
         return judgment
 
     def _judge(self, number: int, judge: Callable[[list[Any]], Judgment]) -> Judgment:

@@ -186,7 +186,7 @@ class _Job:
             record.unlink()  # of an earlier job with the same id
         code = 0
         if is_spread(self._arguments):
-            code = self._run_ranks(folder, "pipeline.jobs.preflight", "--out", str(self._out_dir))
+            code = self._run_ranks(folder, "pipeline.doctor", "--out", str(self._out_dir))
         if code == 0:
             module = MPI_RANK if "--mpi" in self._arguments else "pipeline"
             code = self._run_ranks(folder, module, *self._arguments)

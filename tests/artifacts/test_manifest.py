@@ -240,13 +240,13 @@ def test_a_removed_setting_counts_where_its_effect_was_another_than_todays() -> 
     """Manifests of earlier versions note settings that there are no more."""
     today = Recipe(name="defaults").sections(("clean", "training"))
     noted = {
-        "clean": {**today["clean"], "near_duplicate_similarity": 0.8},
+        "clean": {**today["clean"], "drop_near_duplicates": False},
         "training": {**today["training"], "cpu_kernels": "measured"},
     }
     assert with_defaults(noted, sections=("clean", "training")) == today
-    noted["clean"]["near_duplicate_similarity"] = 0.7
+    noted["clean"]["drop_near_duplicates"] = True
     found = with_defaults(noted, sections=("clean", "training"))
-    assert setting_changes(found, today) == ["clean.near_duplicate_similarity: 0.7 → unset"]
+    assert setting_changes(found, today) == ["clean.drop_near_duplicates: True → unset"]
 
 
 def test_a_result_by_an_earlier_default_is_up_to_date_and_one_by_another_value_is_not() -> None:

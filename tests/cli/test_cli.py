@@ -68,7 +68,7 @@ TRAIN = Stage(
 
 OTHER_VERBS = (
     *("run", "status", "submit", "cancel", "logs", "doctor", "describe", "recipes"),
-    *("estimate", "survey", "report", "serve", "checkpoint", "export"),
+    *("estimate", "report", "serve", "checkpoint", "export"),
 )
 
 
@@ -1061,7 +1061,6 @@ NOT_UTF_8 = os.fsdecode(b"o\xff")
         ["checkpoint", "inspect", NOT_UTF_8],
         ["checkpoint", "average", "a", NOT_UTF_8, "--out", "mean"],
         ["export", "model", "--to", "hf-m2m100", "--out", NOT_UTF_8],
-        ["survey", NOT_UTF_8, "--out", "page.html"],
         ["report", NOT_UTF_8, "--out", "page.html"],
         ["serve", NOT_UTF_8],
     ],

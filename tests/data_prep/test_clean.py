@@ -218,7 +218,6 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
         "length_ratio": 0,
         "wrong_language": 0,
         "duplicate": 4,
-        "near_duplicate": 0,
         "held_out_overlap": 1,
     }
 
@@ -557,32 +556,26 @@ def test_the_command_takes_further_corpora_by_name(
 
 
 @pytest.mark.slow
-def test_near_duplicates_and_wrong_languages_are_dropped_where_asked_for_and_counted(
-    tmp_path: Path,
-) -> None:
+def test_wrong_languages_are_dropped_where_asked_for_and_counted(tmp_path: Path) -> None:
     sentence = (
         "Der Rat hat gestern beschlossen, die 3 Schulen neu zu bauen.",
         "The council decided yesterday to build the 3 schools anew.",
     )
-    near = (sentence[0].replace("3", "4"), sentence[1].upper())
     wrong = (sentence[1].replace("council", "board"), "The board has decided to build them again.")
     cherokee = ("ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ", "quite another language than that of the others")
     corpus = corpus_of(
         tmp_path / "corpus",
         {
-            "de-en": {"train": [*GOOD, sentence, wrong, near, ("Rat", "council"), sentence]},
+            "de-en": {"train": [*GOOD, sentence, wrong, ("Rat", "council"), sentence]},
             "chr-en": {"train": [cherokee, GOOD[0]]},
         },
     )
-    assert len(train_lines(cleaned(corpus), "de-en")) == 8
-    result = cleaned(
-        corpus, processes=2, drop_near_duplicates=True, identify_languages="langdetect"
-    )
+    assert len(train_lines(cleaned(corpus), "de-en")) == 7
+    result = cleaned(corpus, processes=2, identify_languages="langdetect")
     assert train_lines(result, "de-en") == [*GOOD, sentence, ("Rat", "council")]
     dropped = result.statistics["dropped"]["de-en"]
     assert {name: number for name, number in dropped.items() if number} == {
         "duplicate": 1,
-        "near_duplicate": 1,
         "wrong_language": 1,
     }
     assert result.statistics["dropped_sides"]["de-en"]["wrong_language"] == {"de": 1, "en": 0}

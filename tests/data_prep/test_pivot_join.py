@@ -20,8 +20,6 @@ from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall
-from pipeline.survey.page import survey_page
-from pipeline.survey.survey import survey_corpus
 
 Lines = list[tuple[str, str]]
 
@@ -175,15 +173,6 @@ def test_a_report_tells_joined_directions_from_zero_shot_ones_and_keeps_its_pivo
             "el-fr": "zero_shot",
             "fr-el": "zero_shot",
         }
-
-
-def test_a_survey_compares_a_joined_pair_with_the_lines_of_equal_pivots(tmp_path: Path) -> None:
-    made = cleaned(corpus(tmp_path / "raw"), tmp_path / "made", ["de-fr"])
-    survey = survey_corpus(made, shards=None, mixture=None)
-    assert (survey.sizes["de-fr"]["train"], survey.imported["de-fr"]) == (4, 5)
-    assert "joined over a pivot (de-fr)" in survey_page(survey)
-    plain = survey_corpus(cleaned(made, tmp_path / "plain", ()), shards=None, mixture=None)
-    assert plain.imported["de-fr"] == 5
 
 
 def test_a_pair_without_equal_pivots_stays_zero_shot(tmp_path: Path) -> None:

@@ -204,6 +204,9 @@ def test_nothing_but_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     out.write_text("mine", encoding="utf-8")
     assert cli.main(["report", run, "--out", str(out)]) == EXIT_USER_ERROR
+    link = tmp_path / "link.html"
+    link.symlink_to(out)
+    assert cli.main(["report", run, "--out", str(link)]) == EXIT_USER_ERROR
     assert out.read_text(encoding="utf-8") == "mine"
     corpus = make_corpus(tmp_path / "corpus", {"test": {"de-en": {"de": ["a"], "en": ["b"]}}})
     model = open_artifact(Path(run), kind="checkpoint")

@@ -60,7 +60,7 @@ class Bench:
             '[ "$1" != requeue ] || '
             f'[ $(grep -c "^scontrol requeue" {self.folder}/calls) -gt {self.refusals} ]',
             "scancel": 'log "$@"',
-            "srun": f'log "$@"\n[[ "$*" != *preflight* ]] || exit 0\n'
+            "srun": f'log "$@"\n[[ "$*" != *pipeline.doctor* ]] || exit 0\n'
             f"exec {sys.executable} {self.folder}/step.py",
             "python": f'exec {sys.executable} "$@"',
         }
@@ -140,7 +140,7 @@ def test_a_job_whose_artifact_is_finished_ends_with_0(bench: Bench) -> None:
     assert bench.run(PUBLISH + "[end(rank, 'done') for rank in range(4)]") == 0, bench.ended.stderr
     assert (bench.verdict().verdict, bench.requeued()) == ("done", 0)
     preflight, step = bench.calls("srun")
-    assert " -m pipeline.jobs.preflight --out " in preflight
+    assert " -m pipeline.doctor --out " in preflight
     assert step == (
         "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --distribution=block --label "
         f"{Path(sys.executable)} -m pipeline pretrain --out={bench.out_dir}"

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("training",),
     ("decoding", "evaluation", "estimates", "extensions"),
-    ("survey", "doctor", "serving"),
+    ("doctor", "serving"),
     ("stages",),
     ("cli",),
     ("__main__",),

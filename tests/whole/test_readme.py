@@ -113,7 +113,6 @@ def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
         "mmnmt cancel",
         "mmnmt checkpoint",
         "mmnmt export",
-        "mmnmt survey",
         "mmnmt report",
         "mmnmt upcycle",
         "mmnmt serve",

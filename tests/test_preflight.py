@@ -16,19 +16,18 @@ from support.forked import Started, started_code
 
 from pipeline.distributed.board import Board, merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
-from pipeline.errors import EXIT_USER_ERROR, RankLost
-from pipeline.jobs.attempts import REPORTS, TOLD_TO_END, read_ends
-from pipeline.jobs.preflight import (
+from pipeline.doctor import (
     OF_ONE_NODE,
     Facts,
     driver_problem,
     file_system,
     judge_facts,
-    judge_network,
     judge_sharing,
 )
+from pipeline.errors import EXIT_USER_ERROR, RankLost
+from pipeline.jobs.attempts import REPORTS, TOLD_TO_END, read_ends
 
-PROGRAM = "import sys; from pipeline.jobs import preflight; {change}; sys.exit(preflight.main())"
+PROGRAM = "import sys; from pipeline import doctor; {change}; sys.exit(doctor.main())"
 PATIENCE = 3.0
 
 
@@ -98,30 +97,12 @@ def test_driver_and_torch_that_do_not_agree_are_named_with_a_fix(
 
 def test_a_node_that_the_lock_does_not_keep_out_is_named() -> None:
     found = [
-        {"node": "n1", "clock": 5.0, "seconds": 0.1},
-        {"node": "n2", "clock": 5.0, "seconds": 0.2, "excluded": True},
-        {"node": "n3", "clock": 5.0, "seconds": 0.2, "excluded": False},
+        {"node": "n1", "seconds": 0.1},
+        {"node": "n2", "seconds": 0.2, "excluded": True},
+        {"node": "n3", "seconds": 0.2, "excluded": False},
     ]
     (line,) = judge_sharing(found).problems
     assert line.startswith("n3: the lock that n1 holds does not keep this node out")
-
-
-def test_clocks_that_differ_are_a_remark_and_no_problem() -> None:
-    found = [
-        {"node": node, "clock": clock, "seconds": 0.1} for node, clock in (("n1", 9.0), ("n2", 5.5))
-    ]
-    judgment = judge_sharing(found)
-    assert judgment.problems == ()
-    assert judgment.summary.endswith("the clock of n1 is 3.5 s ahead of that of n2")
-
-
-def test_the_node_that_receives_least_is_named() -> None:
-    found = [
-        {"node": node, "reduce": 2.0, "link": link}
-        for node, link in (("n1", 1.5), ("n2", 0.25), ("n3", 1.0), ("n3", None))
-    ]
-    said = judge_network(found).summary
-    assert said == "all-reduce at 2.00 GB/s, from node to node at 0.25 (n2) to 1.50 GB/s"
 
 
 def test_the_type_of_a_file_system_is_known_also_of_a_folder_to_come() -> None:
@@ -208,9 +189,7 @@ def test_a_sound_allocation_is_one_line_and_leaves_nothing_behind(tmp_path: Path
     (line,) = said
     assert line.startswith("mmnmt preflight: 2 nodes, 4 ranks on CPU, torch ")
     assert re.search(r"files seen by all nodes after \d+\.\d\d s", line)
-    assert re.search(
-        r"all-reduce at \d+\.\d\d GB/s, from node to node at \d+\.\d\d \(n[12]\)", line
-    )
+    assert re.search(r"all-reduce at \d+\.\d\d GB/s", line)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,9 +234,9 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
             "from pathlib import Path; Path.mkdir = Path.rmdir = lambda *_, **__: None",
             "n2: the lock that n1 holds does not keep this node out",
         ),
-        ("import os; preflight._exchange = lambda _: os._exit(9)", "n2: rank 1 stopped answering."),
+        ("import os; doctor._exchange = lambda _: os._exit(9)", "n2: rank 1 stopped answering."),
         (
-            "import os; preflight._share = lambda *_: os._exit(9)",
+            "import os; doctor._share = lambda *_: os._exit(9)",
             "n2: rank 1 stopped answering.",
         ),
     ],

@@ -1,1 +1,0 @@
-"""A page about a corpus: its contents, the lines that cleaning dropped, and the training ahead."""
