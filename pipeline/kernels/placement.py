@@ -1,8 +1,9 @@
 """Placement of tokens in contiguous rows per expert, and the way back: gather and combine.
 
 A *route* is one (token, choice) pair, numbered token · C + choice. Rows are sorted by expert: by a
-compiled loop on CPU, else by a stable sort. If experts keep a limited number of routes, each
-micro-batch of a pass has limits of its own (:class:`Limits`), and all are placed at once.
+compiled loop on CPU, by fused kernels on GPUs, else by a stable sort. If experts keep a limited
+number of routes, each micro-batch of a pass has limits of its own (:class:`Limits`), and all are
+placed at once.
 
 On CPU, an expert's rows may end with spare rows, which belong to no route: they limit the number of
 different shapes of products (:func:`slice_length`). A spare row repeats a token, and its result is
@@ -19,7 +20,7 @@ expert's micro-batches, Q routes by number, R rows: kept routes and spare rows, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -30,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from pipeline.kernels.cpu import uses_loops
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
+from pipeline.kernels.routing import MicroBatches, TokenBlocks
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,16 @@ class Limits:
 
     Attributes:
         capacity_M: that number; int64.
-        micro_batch_N: micro-batch of each token; None if there is only one.
+        shares: the micro-batches; None if there is only one.
     """
 
     capacity_M: Tensor
-    micro_batch_N: Tensor | None = None
+    shares: MicroBatches | None = None
+
+    @property
+    def micro_batch_N(self) -> Tensor | None:
+        """Return the micro-batch of each token; None if there is only one."""
+        return None if self.shares is None else self.shares.micro_batch_N
 
 
 @dataclass(frozen=True)
@@ -340,6 +347,47 @@ def place_by_sorting(
     stop_G = (first_G.view(numbers.num_experts, -1) + limits.capacity_M).view(-1)
     placement = replace(placement, is_dropped_NC=row_NC >= stop_G[group_NC])
     return placement if spare_rows else _dropped_last(placement, numbers)
+
+
+def place_by_kernels(
+    expert_NC: Tensor, numbers: RouteNumbers, *, claim_N: Tensor | None, spare_rows: bool
+) -> Placement:
+    """Place routes by fused kernels that count them in blocks of tokens.
+
+    An expert's rows are in the order of claims also if there are no limits. Ascending ``claim_N``
+    sorts tokens by micro-batch and priority; None: by position.
+    """
+    limits, num_tokens, num_routes = numbers.limits, numbers.num_tokens, expert_NC.numel()
+    shares = None if limits is None else limits.shares
+    blocks = TokenBlocks.of(expert_NC, num_experts=numbers.num_experts, shares=shares)
+    num_blocks, micro_batches = blocks.grid
+    length = micro_batches * numbers.num_choices * num_blocks
+    number = partial(torch.empty, dtype=torch.int32, device=expert_NC.device)
+    count_EX, row_NC = number(numbers.num_experts, length + 1), number(expert_NC.shape)
+    token_R, expert_R, bound_E = number(num_routes), number(num_routes), number(len(count_EX) + 1)
+    route_R = torch.empty_like(token_R, dtype=torch.int64)
+    order_N = None if claim_N is None else claim_N.sort(stable=True).indices
+    is_dropped_NC = None if limits is None else torch.empty_like(row_NC, dtype=torch.bool)
+    given = expert_NC, order_N, blocks.rows_M
+    launch("count_routes", blocks.grid, *given, count_EX, num_tokens, length, **blocks.constants)
+    launch("sum_before", (len(count_EX),), count_EX, length, BLOCK=1024)
+    launch(
+        "place_routes",
+        blocks.grid,
+        *(*given, None if limits is None else limits.capacity_M, count_EX),
+        *(route_R, token_R, expert_R, row_NC, is_dropped_NC, bound_E, num_tokens, length),
+        **blocks.constants,
+    )
+    placement = Placement(
+        route_R=route_R,
+        token_R=token_R,
+        row_NC=row_NC,
+        is_dropped_NC=is_dropped_NC,
+        lacks_rows=False,
+        slices=RowSlices(bound_E, expert_R, numbers.number_Q),
+        numbers=numbers,
+    )
+    return placement if spare_rows or limits is None else _dropped_last(placement, numbers)
 
 
 def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:

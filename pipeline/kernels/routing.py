@@ -1,14 +1,14 @@
 """Routing of tokens to experts: router logits, choice of experts, and weights of kept routes.
 
-On CPU, compiled loops do the work. On other devices, where every operator costs a launch, a few
-operators do it. They have been counted on the meta device and tested on CPU; they have not yet run
-on a GPU.
+On CPU, compiled loops do the work, on GPUs fused kernels, and elsewhere a few operators. Kernels
+have been tested in Triton's interpreter and compiled; they have not yet run on a GPU.
 
 Legend: N tokens, M micro-batches of the pass, D model width, E experts, C choices per token
-(top-k), G groups of tokens.
+(top-k), G groups of tokens, P blocks of tokens, K = 2: probabilities and first choices.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.cpu import uses_loops
+from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import linear
+
+_LARGEST_TILE = 4096
+"""Values of a tile of tokens by experts: 32 registers of each thread of four warps."""
 
 
 class MicroBatches(Protocol):
@@ -24,6 +28,10 @@ class MicroBatches(Protocol):
 
     @property
     def rows(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def rows_M(self) -> Tensor: ...  # noqa: D102
+    @property
+    def micro_batch_N(self) -> Tensor: ...  # noqa: D102
     @property
     def mean_MN(self) -> Tensor: ...  # noqa: D102
     @property
@@ -35,6 +43,8 @@ class ExpertChoice(NamedTuple):
 
     Attributes:
         chosen_logits_NC: logits whose softmax is the weights, if the choice did not compute them.
+        claim_N: int64 that, ascending, sort tokens by micro-batch, then by the probability of their
+            best expert, highest first; made by fused kernels.
     """
 
     probability_NE: Tensor
@@ -42,6 +52,7 @@ class ExpertChoice(NamedTuple):
     made_weight_NC: Tensor | None
     balance_loss: Tensor
     chosen_logits_NC: Tensor | None = None
+    claim_N: Tensor | None = None
 
 
 def choose_experts(
@@ -51,10 +62,13 @@ def choose_experts(
 
     With ``shares``, the balance losses of the micro-batches are averaged by their labels.
     """
+    options: dict[str, Any] = {
+        **{"top_k": top_k, "is_renormalized": is_renormalized, "shares": shares}
+    }
+    if is_fused(logits_NE):
+        return choose_by_kernels(logits_NE, **options)
     if not uses_loops(logits_NE):
-        return choose_by_operators(
-            logits_NE, top_k=top_k, is_renormalized=is_renormalized, shares=shares
-        )
+        return choose_by_operators(logits_NE, **options)
     found = _ChooseByLoop.apply(  # type: ignore[no-untyped-call]
         logits_NE, top_k, is_renormalized, shares
     )
@@ -65,12 +79,114 @@ def choose_by_operators(
     logits_NE: Tensor, *, top_k: int, is_renormalized: bool, shares: MicroBatches | None = None
 ) -> ExpertChoice:
     """Return the result of :func:`choose_experts` by few operators, on any device."""
-    probability_NE, expert_NC, chosen_NC, balance_loss = _ChooseByOperators.apply(  # type: ignore[no-untyped-call]
-        logits_NE, top_k, is_renormalized, shares
-    )
-    if is_renormalized:
-        return ExpertChoice(probability_NE, expert_NC, None, balance_loss, chosen_NC)
-    return ExpertChoice(probability_NE, expert_NC, chosen_NC, balance_loss)
+    found = _ChooseByOperators.apply(logits_NE, top_k, is_renormalized, shares)  # type: ignore[no-untyped-call]
+    return _choice(*found, is_renormalized=is_renormalized)
+
+
+def choose_by_kernels(
+    logits_NE: Tensor, *, top_k: int, is_renormalized: bool, shares: MicroBatches | None = None
+) -> ExpertChoice:
+    """Return the result of :func:`choose_experts` by fused kernels."""
+    found = _ChooseByKernels.apply(logits_NE, top_k, is_renormalized, shares)  # type: ignore[no-untyped-call]
+    return _choice(*found, is_renormalized=is_renormalized)
+
+
+def _choice(
+    probability_NE: Tensor,
+    expert_NC: Tensor,
+    chosen_NC: Tensor,
+    balance_loss: Tensor,
+    claim_N: Tensor | None = None,
+    *,
+    is_renormalized: bool,
+) -> ExpertChoice:
+    of_values = (None, chosen_NC) if is_renormalized else (chosen_NC, None)
+    weight_NC, logits_NC = of_values
+    return ExpertChoice(probability_NE, expert_NC, weight_NC, balance_loss, logits_NC, claim_N)
+
+
+class TokenBlocks(NamedTuple):
+    """Blocks of tokens, of one micro-batch each, of which a program of a fused kernel has one."""
+
+    grid: tuple[int, int]
+    """Blocks of the longest micro-batch, and micro-batches."""
+    rows_M: Tensor | None
+    """Tokens of each micro-batch; None: there is only one."""
+    constants: dict[str, int]
+
+    @classmethod
+    def of(cls, expert_NC: Tensor, *, num_experts: int, shares: MicroBatches | None) -> Self:
+        """Return the blocks of tokens with so many choices and experts; at least one."""
+        num_tokens, num_choices = expert_NC.shape
+        longest, micro_batches = num_tokens, 1
+        if shares is not None:
+            longest, micro_batches = max(shares.rows), len(shares.rows)
+        columns = power_of_two(num_experts)
+        tokens = max(min(_LARGEST_TILE // columns, 64), 1)
+        constants = {
+            **{"MICRO_BATCHES": micro_batches, "EXPERTS": num_experts, "CHOICES": num_choices},
+            **{"TOKENS": tokens, "BLOCK": columns},
+        }
+        grid = max(-(-longest // tokens), 1), micro_batches
+        return cls(grid, None if shares is None else shares.rows_M, constants)
+
+
+class _ChooseByKernels(torch.autograd.Function):
+    """The results of :class:`_ChooseByOperators`, and the order in which tokens claim rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NE: Tensor,
+        top_k: int,
+        is_renormalized: bool,
+        shares: MicroBatches | None,
+    ) -> tuple[Tensor, ...]:
+        logits_NE = logits_NE.contiguous()
+        num_tokens, num_experts = logits_NE.shape
+        expert_NC = logits_NE.new_empty(num_tokens, top_k, dtype=torch.int64)
+        claim_N = logits_NE.new_empty(num_tokens, dtype=torch.int64)
+        chosen_NC = logits_NE.new_empty(num_tokens, top_k)
+        probability_NE = torch.empty_like(logits_NE)
+        blocks = TokenBlocks.of(expert_NC, num_experts=num_experts, shares=shares)
+        (num_blocks, micro_batches), rows_M, constants = blocks
+        sum_MPKE = logits_NE.new_empty(micro_batches, num_blocks, 2, num_experts)
+        given = logits_NE, rows_M, probability_NE, expert_NC, chosen_NC, claim_N, sum_MPKE
+        options = {"RENORMALIZED": is_renormalized, **constants}
+        launch("choose_experts", blocks.grid, *given, num_tokens, **options)
+        balance_loss = logits_NE.new_empty(())
+        d_probability_ME = logits_NE.new_empty(micro_batches, num_experts)
+        launch(
+            "average_balance",
+            (1,),
+            *(sum_MPKE, rows_M, None if shares is None else shares.weight_M),
+            *(balance_loss, d_probability_ME, num_tokens, num_blocks),
+            MICRO_BATCHES=micro_batches,
+            EXPERTS=num_experts,
+            ROWS=constants["TOKENS"],
+            BLOCK=constants["BLOCK"],
+        )
+        ctx.save_for_backward(probability_NE, expert_NC, d_probability_ME)
+        ctx.mark_non_differentiable(probability_NE, expert_NC, claim_N)
+        ctx.set_materialize_grads(False)
+        ctx.blocks, ctx.options = blocks, options
+        return probability_NE, expert_NC, chosen_NC, balance_loss, claim_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, _, d_chosen_NC, d_balance_loss, _ = gradients
+        probability_NE, expert_NC, d_probability_ME = ctx.saved_tensors
+        d_logits_NE = torch.empty_like(probability_NE)
+        d_chosen_NC = None if d_chosen_NC is None else d_chosen_NC.contiguous()
+        launch(
+            "choose_experts_backward",
+            ctx.blocks.grid,
+            *(probability_NE, expert_NC, ctx.blocks.rows_M, d_probability_ME, d_chosen_NC),
+            *(d_balance_loss, d_logits_NE, len(expert_NC)),
+            **ctx.options,
+        )
+        return d_logits_NE, None, None, None
 
 
 class _ChooseByOperators(torch.autograd.Function):
@@ -132,6 +248,14 @@ def _balance(
     first_NE = torch.zeros_like(probability_NE).scatter_(1, first_N1, num_experts)
     d_mean_ME = (shares.mean_MN @ first_NE).mul_(shares.weight_M[:, None])
     return (shares.mean_MN @ probability_NE).view(-1) @ d_mean_ME.view(-1), d_mean_ME
+
+
+def added(losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the losses of all layers; one by one on CPU, else by two operators."""
+    first, *others = losses
+    if first.device.type != "cpu":
+        return torch.stack([first, *others]).sum()
+    return sum(others, start=first)
 
 
 class _ChooseByLoop(torch.autograd.Function):
@@ -256,8 +380,15 @@ def kept_softmax(logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:
 class _KeptSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:
-        weight_NC = F.softmax(logits_NC.masked_fill(is_dropped_NC, -torch.inf), dim=-1)
-        weight_NC.masked_fill_(is_dropped_NC, 0)
+        if is_fused(logits_NC):
+            logits_NC, num_tokens = logits_NC.contiguous(), len(logits_NC)
+            weight_NC, num_choices = torch.empty_like(logits_NC), logits_NC.shape[1]
+            options = {"CHOICES": num_choices, "TOKENS": 128, "BLOCK": power_of_two(num_choices)}
+            given = logits_NC, is_dropped_NC, weight_NC, num_tokens
+            launch("kept_softmax", (-(-num_tokens // 128),), *given, **options)
+        else:
+            weight_NC = F.softmax(logits_NC.masked_fill(is_dropped_NC, -torch.inf), dim=-1)
+            weight_NC.masked_fill_(is_dropped_NC, 0)
         ctx.save_for_backward(weight_NC)
         return weight_NC
 

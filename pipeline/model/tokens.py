@@ -78,10 +78,7 @@ class Tokens:
         if key not in self._route_numbers:
             device, limits = self.sentence_N.device, None
             if capacity_M is not None:
-                limits = Limits(
-                    copied_to(device, torch.tensor(capacity_M)),
-                    None if self.shares is None else self.shares.mean_MN.argmax(0),
-                )
+                limits = Limits(copied_to(device, torch.tensor(capacity_M)), self.shares)
             self._route_numbers[key] = RouteNumbers(
                 len(self.sentence_N), top_k, num_experts, device, limits
             )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pipeline.batching.labelled import AnyBatch
 from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.routing import added
 from pipeline.model.moe.routing import RoutingRecord, z_loss
 from pipeline.model.transformer import Output
 from pipeline.training.settings import LossConfig
@@ -48,12 +49,11 @@ def loss_terms(
         smoothing=config.label_smoothing,
         overwrites=overwrites,
     )
-    balance = smoothed.new_zeros(())
-    router_z = smoothed.new_zeros(())
-    for record in output.routing:
-        balance = balance + record.balance_loss
+    balance = router_z = smoothed.new_zeros(())
+    if output.routing:
+        balance = added([record.balance_loss for record in output.routing])
         if config.router_z_weight:
-            router_z = router_z + z_loss(record.logits_NE, record.shares)
+            router_z = added([z_loss(one.logits_NE, one.shares) for one in output.routing])
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     if output.gates:
         per_token = per_token + config.gate_weight * _gate_loss(output, config)

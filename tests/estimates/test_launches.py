@@ -91,13 +91,45 @@ def test_no_training_micro_batch_waits_for_the_device(moe: dict[str, Any] | None
 
 def test_the_papers_dense_model_launches_few_operators_and_its_loss_very_few() -> None:
     found = count_training(load_recipe("dense_opus100"), vocabulary_size=64000, num_groups=0)
-    assert 1000 < len(found.launches) <= 1600
+    assert 500 < len(found.launches) <= 970
     assert not found.host_waits
     logits_LV = torch.empty(4096, 64000, device=META, dtype=torch.bfloat16, requires_grad=True)
     labels_L = torch.zeros(4096, device=META, dtype=torch.int64)
     with LaunchCounter() as counter:
         summed_cross_entropy(logits_LV, labels_L)[0].backward()
     assert 0 < len(counter.counted.launches) <= 120
+
+
+PAPERS_EXPERTS = 285
+"""Launches that the twelve MoE layers of the paper's model may add to the dense model's."""
+
+
+@pytest.mark.parametrize(
+    "moe", [{}, {"dispatch": "dropless"}, {"batch_prioritized": False}], ids=str
+)
+def test_micro_batches_that_share_a_pass_add_no_launches_on_a_gpu(moe: dict[str, Any]) -> None:
+    dense, experts = load_recipe("dense_opus100"), load_recipe("moe_opus100")
+    assert experts.model.moe is not None
+    changed = experts.model.moe.model_copy(update=moe)
+    experts = experts.model_copy(
+        update={
+            "model": experts.model.model_copy(update={"moe": changed}),
+            "training": experts.training.model_copy(update={"expert_parallel_size": 1}),
+        }
+    )
+    with meta_stands_for(DEVICES["h100"].capability):
+        of_dense, of_experts = (
+            [
+                count_training(recipe, vocabulary_size=64101, num_groups=0, per_pass=per_pass)
+                for per_pass in (1, 8)
+            ]
+            for recipe in (dense, experts)
+        )
+    for alone, shared in (of_dense, of_experts):
+        assert alone.kinds == shared.kinds
+        assert not shared.host_waits
+    assert len(of_dense[0].launches) <= 970
+    assert len(of_experts[0].launches) - len(of_dense[0].launches) <= PAPERS_EXPERTS
 
 
 @pytest.mark.parametrize("form", FORMS)

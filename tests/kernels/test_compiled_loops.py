@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import numba
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -13,6 +14,7 @@ from support.dispatched import dispatch_dropless, dispatch_with_capacity, number
 from support.tiny_models import tiny_spec
 from torch import Tensor
 
+from pipeline.batching.batch import Shares
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.kernels import compiled_loops as loops
 from pipeline.kernels import cpu, placement
@@ -49,8 +51,8 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def limits_of(capacity_M: list[int], rows_M: list[int]) -> Limits:
-    micro_batch_N = torch.arange(len(rows_M)).repeat_interleave(torch.tensor(rows_M))
-    return Limits(torch.tensor(capacity_M), micro_batch_N if len(rows_M) > 1 else None)
+    shares = Shares.of(np.array(rows_M), np.ones(len(rows_M)))
+    return Limits(torch.tensor(capacity_M), shares if len(rows_M) > 1 else None)
 
 
 def router_losses(routing: Routing) -> Tensor:

@@ -24,6 +24,9 @@ SHARED_MEMORY = 227 * 1024
 STACK = 16
 """Bytes of registers per thread that a kernel may spill: four, outside of its loops."""
 
+OF_NARROW_ROWS = {"count_routes", "sum_before", "place_routes", "kept_softmax"}
+"""Kernels that read and write few numbers per token."""
+
 
 def run_with_triton(*arguments: object, interprets: bool) -> str:
     """Run a Python program, in which Triton may interpret kernels, and return its output."""
@@ -54,11 +57,14 @@ def test_every_kernel_compiles_for_an_h100_without_spilling_registers() -> None:
         *("residual_forward", "residual_backward", "add_sums", "activation_backward"),
         *("cross_entropy", "scale_rows"),
         *("attention_forward", "attention_backward_queries", "attention_backward_keys"),
+        *("choose_experts", "choose_experts_backward", "average_balance"),
+        *("add_expert_biases", "expert_bias_gradients", "combine_rows", "combine_rows_backward"),
+        *OF_NARROW_ROWS,
     }
     for name, resources in used.items():
         assert resources["shared"] <= SHARED_MEMORY, name
         assert resources["stack"] <= STACK, name
-        assert resources["wide_accesses"], name
+        assert resources["wide_accesses"] or name.split()[0] in OF_NARROW_ROWS, name
         assert bool(resources["tensor_core_products"]) == name.startswith("attention"), name
 
 

@@ -2,7 +2,8 @@
 
 Each kernel is compiled as the package launches it on the meta device, in bfloat16 and at the sizes
 of ``dense_opus100`` (D 1,024, F 4,096) with a vocabulary of 64,101 in 64,128 columns and heads of
-128 and 64 values. The program prints a JSON object: resources by kernel and constants.
+128 and 64 values, and of ``moe_opus100`` (32 experts). The program prints a JSON object: resources
+by kernel and constants.
 """
 
 import json
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipeline.kernels import launching, triton_kernels
+from pipeline.batching.batch import Shares
+from pipeline.kernels import launching
 from pipeline.kernels.activations import activated_linear
 from pipeline.kernels.attention import Spans, attend_packed
+from pipeline.kernels.expert_products import ExpertWeights, grouped_products
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise
 from pipeline.kernels.packed_attention import sliced
+from pipeline.kernels.placement import Limits, RouteNumbers, combine, gather, place_by_kernels
 from pipeline.kernels.residuals import (
     add_and_norm,
     add_dropped,
@@ -33,11 +37,16 @@ from pipeline.kernels.residuals import (
     layer_norm,
     norm_of_sum,
 )
+from pipeline.kernels.routing import choose_by_kernels, kept_softmax
 
 META, BFLOAT16 = torch.device("meta"), torch.bfloat16
 H100 = GPUTarget("cuda", 90, 32)
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    **{torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1"},
+    **{torch.int32: "*i32", torch.int64: "*i64"},
+}
 ROWS, WIDTH, HIDDEN, VOCABULARY, COLUMNS = 4096, 1024, 4096, 64_101, 64_128
+EXPERTS = 32
 """Rows: a multiple of 16, so that strides and sizes are specialized as in training."""
 
 
@@ -74,6 +83,39 @@ def run_everything() -> None:
             joined = (x.unflatten(1, (heads, -1)) for x in sliced(states(ROWS, 3 * WIDTH), 3))
             kind: dict[str, Any] = {"is_causal": is_causal, "dropout": drop}
             backward(attend_packed(*joined, queries=spans, keys=spans, **kind))
+    run_experts(None)
+    numbers_M = torch.empty(8, dtype=torch.int64, device=META)
+    run_experts(Shares((ROWS // 8,) * 8, numbers_M, torch.empty(8, device=META)))
+
+
+def run_experts(shares: Shares | None) -> None:
+    """Route tokens, with limits and by probability, and serve them by experts."""
+    logits_NE = torch.empty(ROWS, EXPERTS, device=META, requires_grad=True)
+    capacity_M = torch.empty(8 if shares else 1, dtype=torch.int64, device=META)
+    numbers = RouteNumbers(ROWS, 2, EXPERTS, META, Limits(capacity_M, shares))
+    x_ND = states(ROWS, WIDTH)
+    weights = ExpertWeights(
+        states(EXPERTS, HIDDEN, WIDTH),
+        states(EXPERTS, HIDDEN),
+        states(EXPERTS, WIDTH, HIDDEN),
+        states(EXPERTS, WIDTH),
+    )
+    for is_renormalized in (True, False):
+        choice = choose_by_kernels(
+            logits_NE, top_k=2, is_renormalized=is_renormalized, shares=shares
+        )
+        for claim_N in (choice.claim_N, None):
+            placement = place_by_kernels(
+                choice.expert_NC, numbers, claim_N=claim_N, spare_rows=True
+            )
+        assert placement.slices is not None
+        assert placement.is_dropped_NC is not None
+        weight_NC = choice.made_weight_NC
+        if weight_NC is None:
+            assert choice.chosen_logits_NC is not None
+            weight_NC = kept_softmax(choice.chosen_logits_NC, placement.is_dropped_NC)
+        y_RD = grouped_products(gather(x_ND, placement), weights, placement.slices, "relu")
+        backward(combine(y_RD, weight_NC, placement), choice.balance_loss)
 
 
 def type_of(value: Tensor | float) -> str:
@@ -84,7 +126,7 @@ def type_of(value: Tensor | float) -> str:
 
 def compiled(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, int]:
     """Compile a kernel as Triton does at a launch, and return its resources."""
-    kernel = getattr(triton_kernels, name)
+    kernel = launching._kernel(name)
     given = dict(zip(kernel.arg_names, arguments, strict=False))
     constants = {n: v for n, v in options.items() if n in kernel.arg_names}
     launched = {n: v for n, v in options.items() if n not in constants}

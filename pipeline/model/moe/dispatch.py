@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.kernels.placement import Placement, RouteNumbers, place_routes
+from pipeline.kernels.placement import Placement, RouteNumbers, place_by_kernels, place_routes
 from pipeline.kernels.routing import kept_softmax, kept_weights
 from pipeline.model.moe.routing import Routing
 
@@ -49,12 +49,13 @@ def dispatch_routes(
     weights of a token's kept choices sum to 1.
     """
     is_limited = numbers.limits is not None
-    placement = place_routes(
-        routing.expert_NC,
-        numbers,
-        top_N=routing.probability_NE.amax(-1) if is_limited and prioritized else None,
-        spare_rows=spare_rows,
-    )
+    given, by_priority = (routing.expert_NC, numbers), is_limited and prioritized
+    if routing.claim_N is not None:
+        claim_N = routing.claim_N if by_priority else None
+        placement = place_by_kernels(*given, claim_N=claim_N, spare_rows=spare_rows)
+    else:
+        top_N = routing.probability_NE.amax(-1) if by_priority else None
+        placement = place_routes(*given, top_N=top_N, spare_rows=spare_rows)
     weight_NC = (
         _kept_weights(routing, placement.is_dropped_NC, renormalize=renormalize)
         if is_limited

@@ -33,6 +33,7 @@ class Routing:
             without tokens; differentiable. If micro-batches share the pass, their losses averaged
             by their labels. A router may have another loss.
         chosen_logits_NC: logits whose softmax is the combine weights, if the choice did not.
+        claim_N: see :class:`~pipeline.kernels.routing.ExpertChoice`.
     """
 
     logits_NE: Tensor
@@ -41,6 +42,7 @@ class Routing:
     made_weight_NC: Tensor | None
     balance_loss: Tensor
     chosen_logits_NC: Tensor | None = None
+    claim_N: Tensor | None = None
 
     @cached_property
     def weight_NC(self) -> Tensor:
