@@ -41,30 +41,40 @@ def activated_linear(
 
 
 class JointParameters:
-    """Matrices and biases of linear layers that read the same states, below each other.
+    """Parameters that are read in another form in training, all copied at once per pass.
 
-    One product then serves several layers in training, forward and backward. The parameters stay
-    as they are; all groups are copied once per pass, which is little work beside the products.
+    Matrices and biases of linear layers that read the same states lie below each other, so one
+    product serves several layers, forward and backward. Others are read in float32. The copies are
+    little work beside the products, and one by one they would be as many launches.
     """
 
-    def __init__(self, groups: Sequence[Sequence[nn.Linear]]) -> None:
-        """Join the layers of each group, which have the same number of outputs."""
-        parameters = [
-            getattr(layer, name)
-            for group in groups
-            for name in ("weight", "bias")
-            for layer in group
-        ]
-        joined: tuple[Tensor, ...] = _JoinParameters.apply(  # type: ignore[no-untyped-call]
-            [len(group) for group in groups], *parameters
+    def __init__(
+        self, groups: Sequence[Sequence[nn.Linear]], float32: Sequence[nn.Parameter] = ()
+    ) -> None:
+        """Copy the parameters.
+
+        Args:
+            groups: layers that read the same states and have the same number of outputs.
+            float32: parameters to read in float32.
+        """
+        names = "weight", "bias"
+        parameters = [getattr(one, name) for group in groups for name in names for one in group]
+        copies: tuple[Tensor, ...] = _CopyParameters.apply(  # type: ignore[no-untyped-call]
+            [len(group) for group in groups], *parameters, *float32
         )
+        joined, widened = copies[: 2 * len(groups)], copies[2 * len(groups) :]
         pairs = zip(joined[::2], joined[1::2], strict=True)
         self._pairs = {id(group[0]): pair for group, pair in zip(groups, pairs, strict=True)}
+        self._float32 = dict(zip(map(id, float32), widened, strict=True))
 
     def apply(self, x_NI: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
         """Return the results of the layers of a group; None if the layers are no group."""
         pair = self._pairs.get(id(layers[0]))
         return None if pair is None else sliced(activated_linear(x_NI, *pair), len(layers))
+
+    def float32(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter in float32; None if it has not been copied."""
+        return self._float32.get(id(parameter))
 
 
 def joins_parameters(x: Tensor) -> bool:
@@ -72,30 +82,41 @@ def joins_parameters(x: Tensor) -> bool:
     return is_fused(x) and torch.is_grad_enabled()
 
 
-class _JoinParameters(torch.autograd.Function):
+class _CopyParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sizes: Sequence[int], *parameters: Tensor) -> tuple[Tensor, ...]:
         left = list(parameters)
-        joined: list[Tensor] = []
+        copies: list[Tensor] = []
         views: list[Tensor] = []
         for size in (size for size in sizes for _ in ("weight", "bias")):
             parts, left = left[:size], left[size:]
             whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
-            joined.append(whole)
+            copies.append(whole)
             views += whole.chunk(size)
-        torch._foreach_copy_(views, list(parameters))
-        ctx.sizes = sizes
+        if views:
+            torch._foreach_copy_(views, list(parameters[: len(views)]))
+        widened = [torch.empty_like(part, dtype=torch.float32) for part in left]
+        if widened:
+            torch._foreach_copy_(widened, left)
+        ctx.sizes, ctx.dtypes = sizes, [part.dtype for part in left]
         ctx.set_materialize_grads(False)
-        return tuple(joined)
+        return (*copies, *widened)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         parts: list[Tensor | None] = []
-        sizes = (size for size in ctx.sizes for _ in ("weight", "bias"))
-        for size, whole in zip(sizes, gradients, strict=True):
+        sizes = [size for size in ctx.sizes for _ in ("weight", "bias")]
+        for size, whole in zip(sizes, gradients[: len(sizes)], strict=True):
             parts += [None] * size if whole is None else whole.chunk(size)
-        return None, *parts
+        wide = gradients[len(sizes) :]
+        narrow = [
+            None if d is None else torch.empty_like(d, dtype=dtype)
+            for d, dtype in zip(wide, ctx.dtypes, strict=True)
+        ]
+        if written := [d for d in narrow if d is not None]:
+            torch._foreach_copy_(written, [d for d in wide if d is not None])
+        return None, *parts, *narrow
 
 
 def open_linear(x_NI: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:

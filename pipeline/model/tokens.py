@@ -4,10 +4,10 @@ Legend: B sentences, N tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Tokens:
         progress: share of training done before this update, 0 to 1; read in training only.
         shares: the micro-batches that share the pass; None for a single one.
         noise: keys of the tokens' random numbers; None outside training.
-        joint: parameters of layers that share products; None: every layer has its own.
+        joint: copies of parameters for training on a GPU; None: they are read as they are.
     """
 
     sentence_N: Tensor
@@ -51,6 +51,11 @@ class Tokens:
     shares: Shares | None = None
     noise: Noise | None = None
     joint: JointParameters | None = None
+
+    def float32(self, parameter: Tensor) -> Tensor:
+        """Return a parameter in float32."""
+        copied = self.joint.float32(parameter) if self.joint else None
+        return parameter.float() if copied is None else copied
 
     @cached_property
     def source_language_N(self) -> Tensor:
@@ -125,6 +130,16 @@ class TokenLinear(nn.Module, ABC):
     @abstractmethod
     def kept_values(self) -> int:
         """Return the values per token kept for gradients, in addition to a linear layer's."""
+
+
+@runtime_checkable
+class ReadsFloat32(Protocol):
+    """A module that reads its parameters by :meth:`Tokens.float32`."""
+
+    reads_float32: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters."""
 
 
 def project(

@@ -52,7 +52,7 @@ from pipeline.model.sublayer import (
     Sublayer,
     run_layer,
 )
-from pipeline.model.tokens import Tokens
+from pipeline.model.tokens import ReadsFloat32, Tokens
 
 POSITION_OFFSET = 2
 """fairseq counts positions from padding index + 1, and its padding index is 1."""
@@ -370,7 +370,14 @@ class Transformer(nn.Module):
             groups.append(self._memory_projections())
         linear = ([one for one in group if type(one) is Linear] for group in groups)
         pairs = zip(linear, groups, strict=True)
-        return JointParameters([own for own, group in pairs if len(own) == len(group) > 0])
+        float32 = [
+            parameter
+            for module in self.modules()
+            if isinstance(module, ReadsFloat32)
+            for parameter in module.parameters()
+        ]
+        own_groups = [own for own, group in pairs if len(own) == len(group) > 0]
+        return JointParameters(own_groups, float32)
 
     def _memory_projections(self) -> list[nn.Module]:
         layers = [layer.cross_attention for layer in self.decoder_layers()]

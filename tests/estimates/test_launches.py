@@ -30,6 +30,8 @@ MORE_THAN_DENSE = 49
 """Launches that experts may add to a layer: 26 of theirs for 10, 16 of the router, and the plan."""
 SHARED = 6
 """Launches for what all MoE layers of an encoder or decoder count with."""
+DENSE, EXPERTS = 800, 1050
+"""Most launches of a pass of the papers' models."""
 
 
 def small_recipe(
@@ -91,17 +93,13 @@ def test_no_training_micro_batch_waits_for_the_device(moe: dict[str, Any] | None
 
 def test_the_papers_dense_model_launches_few_operators_and_its_loss_very_few() -> None:
     found = count_training(load_recipe("dense_opus100"), vocabulary_size=64000, num_groups=0)
-    assert 500 < len(found.launches) <= 970
+    assert 500 < len(found.launches) <= DENSE
     assert not found.host_waits
     logits_LV = torch.empty(4096, 64000, device=META, dtype=torch.bfloat16, requires_grad=True)
     labels_L = torch.zeros(4096, device=META, dtype=torch.int64)
     with LaunchCounter() as counter:
         summed_cross_entropy(logits_LV, labels_L)[0].backward()
     assert 0 < len(counter.counted.launches) <= 120
-
-
-PAPERS_EXPERTS = 285
-"""Launches that the twelve MoE layers of the paper's model may add to the dense model's."""
 
 
 @pytest.mark.parametrize(
@@ -128,8 +126,8 @@ def test_micro_batches_that_share_a_pass_add_no_launches_on_a_gpu(moe: dict[str,
     for alone, shared in (of_dense, of_experts):
         assert alone.kinds == shared.kinds
         assert not shared.host_waits
-    assert len(of_dense[0].launches) <= 970
-    assert len(of_experts[0].launches) - len(of_dense[0].launches) <= PAPERS_EXPERTS
+    assert 500 < len(of_dense[0].launches) <= DENSE
+    assert len(of_experts[0].launches) <= EXPERTS
 
 
 @pytest.mark.parametrize("form", FORMS)

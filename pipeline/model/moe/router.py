@@ -21,6 +21,8 @@ from pipeline.model.tokens import Tokens
 class TokenRouter(nn.Module):
     """Route each token by its state: logits = W x."""
 
+    reads_float32 = True
+
     def __init__(self, moe: MoEConfig, *, width: int) -> None:
         super().__init__()
         self.moe = moe
@@ -28,7 +30,7 @@ class TokenRouter(nn.Module):
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
         """Return the routing of every token by its state."""
-        logits_NE = linear(x_ND.float(), self.weight.float())
+        logits_NE = linear(x_ND.float(), tokens.float32(self.weight))
         return _choose(logits_NE, self.moe, tokens)
 
 
@@ -39,6 +41,8 @@ class LanguageGroupRouter(nn.Module):
     so that every rank has a gradient for every group, even for those not in its micro-batch.
     """
 
+    reads_float32 = True
+
     def __init__(self, moe: MoEConfig, *, width: int, num_groups: int) -> None:
         super().__init__()
         self.moe = moe
@@ -47,8 +51,9 @@ class LanguageGroupRouter(nn.Module):
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
         """Return the routing of every token by the mean of shared and group logits."""
+        weight_ED, group_weight_GED = map(tokens.float32, (self.weight, self.group_weight))
         logits_NE = averaged_logits(
-            x_ND.float(), self.weight.float(), self.group_weight.float(), tokens.language_group_N
+            x_ND.float(), weight_ED, group_weight_GED, tokens.language_group_N
         )
         return _choose(logits_NE, self.moe, tokens)
 
