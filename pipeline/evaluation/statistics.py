@@ -125,7 +125,7 @@ class Estimate:
 
     value: float
     over_lines: float
-    """Variance over test lines; no interval is narrower than that of this variance."""
+    """Variance over test lines; no interval is narrower than this variance makes it."""
     terms: tuple[tuple[float, int], ...]
     """Variance and degrees of freedom of every source of error."""
 

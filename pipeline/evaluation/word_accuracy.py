@@ -392,7 +392,7 @@ def join_words(
         found: results of the tasks.
         tasks: of all languages.
         profiles: directions.
-        groups: system → its runs, whose counts are summed.
+        groups: system → its runs; their counts are summed.
     """
     by_direction = {name: kinds for one in found for name, kinds in one.directions.items()}
     directions: dict[str, Kinds] = {}

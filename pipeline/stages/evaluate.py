@@ -94,7 +94,7 @@ def run(call: StageCall) -> None:
 def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:
     """Return the call with the baseline as its last system.
 
-    Its training lines are those of the corpus, or of the input ``training`` if the corpus has none.
+    It reads the training lines of the corpus, or of the input ``training`` if the corpus has none.
     """
     corpus, name = call.artifacts["corpus"], f"systems/{NEAREST_NEIGHBOR}"
     if name in call.artifacts:
