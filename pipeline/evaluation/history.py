@@ -248,9 +248,9 @@ def budgets_section(history: History) -> ReportSection | None:
         "Training budgets",
         "Scores are comparable only together with the training behind them. All trainings of a "
         "system are its last one and, each once and whole, the trainings of every checkpoint that "
-        f"it was assembled from or trained further from. FLOP is an estimate: {OPERATIONS_PER_PARAMETER} "
-        "for each token and each parameter that multiplies it. Wall times are of whole stages, on "
-        "any number of processes.",
+        "it was assembled from or trained further from. FLOP is an estimate: "
+        f"{OPERATIONS_PER_PARAMETER} for each token and each parameter that multiplies it. Wall "
+        "times are of whole stages, on any number of processes.",
         tables=tuple(tables),
         lists=bullets(_notes(history)),
     )
