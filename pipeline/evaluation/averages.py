@@ -182,45 +182,26 @@ def win_ratios(
         profiles: directions.
         verdicts: directions that are not decided are left out.
     """
-    by_name = {one.name: one for one in systems}
-    others = [name for name in by_name if name != baseline]
-    if not others:
-        return None
-    ranked = [column for column in columns if column.larger_is_better is not None]
-    decided = [str(one.direction) for one in profiles if verdicts.decides(str(one.direction))]
-    return Wins(
-        baseline=baseline,
-        systems={
-            name: average_scores(
-                _wins(by_name[name], by_name[baseline], ranked, decided), profiles=profiles
-            )
-            for name in others
-        },
-    )
-
-
-def _wins(
-    system: SystemScores,
-    baseline: SystemScores,
-    columns: Sequence[Column],
-    directions: Sequence[str],
-) -> Mapping[str, Scores]:
-    """Return 100 for a win and 0 otherwise, by direction and column, if both have the score."""
-    return {
-        direction: {
-            column.name: 100.0 * _better(column, one.scores, baseline.directions[direction].scores)
-            for column in columns
-            if column.name in one.scores and column.name in baseline.directions[direction].scores
-        }
-        for direction in directions
-        for one in [system.directions[direction]]
+    (base,) = [one for one in systems if one.name == baseline]
+    ranked = {
+        one.name: 1.0 if one.larger_is_better else -1.0
+        for one in columns
+        if one.larger_is_better is not None
     }
-
-
-def _better(column: Column, ours: Scores, theirs: Scores) -> bool:
-    if column.larger_is_better:
-        return ours[column.name] > theirs[column.name]
-    return ours[column.name] < theirs[column.name]
+    decided = [str(one.direction) for one in profiles if verdicts.decides(str(one.direction))]
+    shares = {}
+    for system in systems:
+        won: dict[str, Scores] = {}
+        for name in decided:
+            ours, theirs = system.directions[name].scores, base.directions[name].scores
+            won[name] = {
+                column: 100.0 * (sign * ours[column] > sign * theirs[column])
+                for column, sign in ranked.items()
+                if column in ours and column in theirs
+            }
+        if system is not base:
+            shares[system.name] = average_scores(won, profiles=profiles)
+    return Wins(baseline, shares) if shares else None
 
 
 # Output languages

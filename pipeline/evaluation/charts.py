@@ -128,7 +128,7 @@ def heat_map(
     low: float,
     high: float,
 ) -> str:
-    """Return a heat map, whose cells show their values when pointed at; names print as they fit."""
+    """Return a heat map; cells show their values when pointed at, and names print as they fit."""
     left = max(LEFT, CHARACTER * max(map(len, rows)) + 7.0)
     width, floor = (RIGHT - left) / len(columns), TOP + ROW * len(rows)
     parts = []

@@ -164,7 +164,7 @@ def losses_section(curves: Sequence[Curve]) -> ReportSection | None:
     notes = [f"Left out, since a run of them has no validation loss: {', '.join(without)}."]
     return ReportSection(
         "Validation losses",
-        "Nats per token in the last training of each system, whose updates count from its start. "
+        "Nats per token in the last training of each system; its updates count from its start. "
         "Means over the runs, with their range; the tiers at the lowest loss.",
         tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),),
         lists=bullets(notes if without else []),

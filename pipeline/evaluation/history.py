@@ -247,10 +247,10 @@ def budgets_section(history: History) -> ReportSection | None:
     return ReportSection(
         "Training budgets",
         "Scores are comparable only together with the training behind them. All trainings of a "
-        "system are its last one and, each once and whole, those of every checkpoint that it was "
-        f"assembled from or trained further from. FLOP is an estimate: {OPERATIONS_PER_PARAMETER} "
-        "for each token and each parameter that multiplies it. Wall times are of whole stages, on "
-        "any number of processes.",
+        "system are its last one and, each once and whole, the trainings of every checkpoint that "
+        "it was assembled from or trained further from. FLOP is an estimate: "
+        f"{OPERATIONS_PER_PARAMETER} for each token and each parameter that multiplies it. Wall "
+        "times are of whole stages, on any number of processes.",
         tables=tuple(tables),
         lists=bullets(_notes(history)),
     )

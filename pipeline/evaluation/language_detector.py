@@ -5,10 +5,10 @@ arrays, in three steps:
 
 1. n-grams: characters are looked up, n-grams of up to three become integers, and one search finds
    their rows in the table of langdetect's profiles, in langdetect's order and with its repetitions.
-2. Random walk: seven times, the probabilities of all languages are multiplied by those of n-grams
-   drawn at random, from the prior until one language is certain or a thousand were drawn; the means
-   of the seven ends are the answer. Every walk starts from one seed, so all lines read the same
-   stream of random words, which is drawn once, each at its own position.
+2. Random walk: seven times, the probabilities of all languages are multiplied by probabilities of
+   n-grams drawn at random, from the prior until one language is certain or a thousand were drawn.
+   The means of the seven ends are the answer. Every walk starts from one seed: all lines read the
+   same stream of random words, which is drawn once, each at its own position.
 3. Answers: the most probable language, with langdetect's own prior or one over some languages.
 """
 

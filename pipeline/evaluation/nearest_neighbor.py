@@ -7,9 +7,9 @@
 - Ties go to the lowest line number. A line that shares no trigram with the training lines, and
   every line of a direction without training lines, is answered with the source line itself: a name
   or a number may be right as it stands, while an unrelated sentence never is.
-- Training lines are read in blocks, so that memory does not grow with the corpus.
+- Training lines are read in blocks: memory does not grow with the corpus.
 
-Legend: G trigrams of the training lines, N trigrams of some lines, P those of a block.
+Legend: G trigrams of the training lines, N trigrams of some lines, P trigrams of a block.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ NEAREST_NEIGHBOR = "nearest neighbor"
 BLOCK_LINES = 65_536
 NO_NEIGHBOR = -1
 NO_TRIGRAM = np.iinfo(np.int64).max
-"""Last of the sorted trigrams, so that a search for a larger one finds a place."""
+"""Last of the sorted trigrams, which gives every search a place."""
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -118,7 +118,7 @@ def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LI
         line_P, posting_P, share_P = line_P[kept], posting_P[kept], share_P[kept]
         first_N, end_N = (np.searchsorted(posting_P, gram_N, side) for side in ("left", "right"))
         for query in range(len(queries)):
-            # The order of addition depends on the query alone: equal lines score exactly the same.
+            # The order of addition depends only on the query: equal lines score exactly the same.
             scores = np.zeros(len(block))
             for own in range(bounds[query], bounds[query + 1]):
                 postings = slice(first_N[own], end_N[own])

@@ -1,10 +1,8 @@
 """The report of an evaluation: order of its sections, and notes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Self
 
 from pipeline.artifacts.corpus import pair_name
 from pipeline.evaluation.averages import RULE
@@ -40,26 +38,13 @@ from pipeline.evaluation.tables import (
 from pipeline.terminal import counted
 
 
-@dataclass(frozen=True)
-class Imprint:
-    """When a report was made, and by which version of mmnmt."""
-
-    made: datetime
-    version: str
-
-    @classmethod
-    def now(cls) -> Self:
-        """Return the present time and the installed version."""
-        try:
-            installed = version("mmnmt")
-        except PackageNotFoundError:
-            installed = "(not installed)"
-        return cls(made=datetime.now(UTC), version=installed)
-
-    @property
-    def text(self) -> str:
-        """Return both on one line."""
-        return f"{self.made:%Y-%m-%d %H:%M} UTC, mmnmt {self.version}"
+def imprint() -> str:
+    """Return the present time and the installed version of mmnmt."""
+    try:
+        installed = version("mmnmt")
+    except PackageNotFoundError:
+        installed = "(not installed)"
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, mmnmt {installed}"
 
 
 def evaluation_report(
@@ -67,7 +52,7 @@ def evaluation_report(
     history: History,
     samples: Sequence[TextSample] = (),
     *,
-    imprint: Imprint,
+    made: str,
     further: Sequence[ReportSection] = (),
 ) -> Report:
     """Return the report of an evaluation.
@@ -76,7 +61,7 @@ def evaluation_report(
         evaluation: scores of all systems.
         history: runs behind the systems.
         samples: translated test lines to show.
-        imprint: date and version.
+        made: date and version.
         further: sections that follow those of the scores.
     """
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
@@ -100,7 +85,7 @@ def evaluation_report(
     )
     return Report(
         f"Translation quality of {counted(len(evaluation.systems), 'system')}",
-        f"Evaluation report, {imprint.text}",
+        f"Evaluation report, {made}",
         _facts(evaluation),
         tuple(section for section in sections if section is not None),
         generator="mmnmt evaluate",

@@ -10,7 +10,6 @@ from pipeline.evaluation.compared_scores import scores_section
 from pipeline.evaluation.curves import curves_section, losses_section
 from pipeline.evaluation.directions import describe_directions, pivot_of
 from pipeline.evaluation.history import History, budgets_section, checkpoint_of, trace_history
-from pipeline.evaluation.report import Imprint
 from pipeline.evaluation.routing_tables import languages_section, loads_section
 from pipeline.evaluation.samples import choose_samples, samples_section
 from pipeline.evaluation.settings import EvaluationConfig
@@ -21,13 +20,13 @@ from pipeline.training.settings import TrainingConfig
 
 
 def runs_report(
-    compared: ComparedRuns, *, imprint: Imprint, analyses: Sequence[ReportSection] = ()
+    compared: ComparedRuns, *, made: str, analyses: Sequence[ReportSection] = ()
 ) -> Report:
     """Return the report of any number of runs.
 
     Args:
         compared: runs and what was made from them.
-        imprint: date and version.
+        made: date and version.
         analyses: sections about the analyses.
     """
     history = trace_history(compared.runs)
@@ -47,7 +46,7 @@ def runs_report(
     )
     return Report(
         f"Comparison of {counted(len(compared.systems), 'system')}" if places else "Analyses",
-        f"Report on runs, {imprint.text}",
+        f"Report on runs, {made}",
         (counted(len(compared.systems), "system"), counted(len(compared.runs), "run")),
         tuple(section for section in sections if section is not None),
         generator="report",

@@ -130,7 +130,7 @@ def _averages(
 
 
 def _is_alone(evaluation: Evaluation) -> bool:
-    """Return whether there is but one system, so that there is nothing to decide."""
+    """Return whether there is only one system, which leaves nothing to decide."""
     return len(evaluation.systems) == 1
 
 
@@ -186,9 +186,9 @@ def averages_section(evaluation: Evaluation, trained_for: TrainedFor) -> ReportS
     )
     return ReportSection(
         "Average scores",
-        "Arithmetic means over directions. A score in bold is significantly better than that of "
-        "every other system at 95 %, and both its system and the baseline translate. The range "
-        "after a score is its 95 % confidence interval.",
+        "Arithmetic means over directions. A score in bold is significantly better than the "
+        "scores of all other systems at 95 %, and both its system and the baseline translate. The "
+        "range after a score is its 95 % confidence interval.",
         tables=(*main_tables(evaluation, trained_for), *by_tier),
     )
 
@@ -423,9 +423,9 @@ WORD_TITLES = {
 }
 WORDS_OF = {
     "target": "words of the target language: a word of a translation is correct if the reference "
-    "of its line has it too. The share is that of the references' words.",
+    "of its line has it too. The share counts the references' words.",
     "source": "words of the source language: a source word is correct if the reference has the "
-    "word of the translation that is aligned to it (IBM Model 1). The share is that of source "
+    "word of the translation that is aligned to it (IBM Model 1). The share counts source "
     "words aligned to the references.",
 }
 
@@ -500,7 +500,7 @@ def directions_section(evaluation: Evaluation) -> ReportSection | None:
     )
     return ReportSection(
         "Scores by direction",
-        "Training lines are those of the language pair. Bold print and confidence intervals are as "
+        "Training lines are counted for the language pair. Bold print and intervals are as "
         f"in the averages. Maps have a row per direction, most training lines first, and the "
         f"systems as columns: {names}. scores.json has all figures.",
         tables=tuple(tables),

@@ -104,7 +104,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """Score of a system minus that of the baseline, with its confidence interval."""
+    """Score of a system minus the baseline's score, with its confidence interval."""
 
     value: float
     p_value: float
@@ -179,7 +179,7 @@ class Wins:
 
 @dataclass(frozen=True)
 class SetAverage:
-    """Mean scores over the directions of a family whose languages are in a set of the recipe."""
+    """Mean scores over the directions of a family with a language in a set of the recipe."""
 
     name: str
     family: Family

@@ -59,7 +59,12 @@ from pipeline.evaluation.statistics import (
     correct_tests,
     resampled_scores,
 )
-from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_language
+from pipeline.evaluation.word_accuracy import (
+    WordInputs,
+    join_words,
+    word_tasks,
+    words_of_language,
+)
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
@@ -288,16 +293,16 @@ class _Scoring:
         codes = {*self.targets}
         if settings.word_side == "source":
             codes |= {profile.direction.source for profile in self.profiles}
-        tasks = word_tasks(
+        given = WordInputs(
             self.corpus,
             self.runs,
-            profiles=self.profiles,
             training=self.call.artifacts.get("training", self.corpus),
             tokenizer=self.call.artifacts.get("tokenizer"),
             tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
             max_lines=WORD_LINES,
             side=settings.word_side,
         )
+        tasks = word_tasks(given, self.profiles)
         found = [*self._in_parallel(words_of_language, tasks, label="words")]
         return join_words(found, tasks, profiles=self.profiles, groups=self.groups)
 

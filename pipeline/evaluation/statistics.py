@@ -28,7 +28,7 @@ from typing import Self
 import numpy as np
 
 from pipeline.evaluation.line_sets import Sentences
-from pipeline.evaluation.score_slot import Column, Floats, LineCount, Score
+from pipeline.evaluation.score_slot import Column, Floats, Score
 from pipeline.evaluation.scores import BaselineTests, Comparison, Difference, Interval, PairedTest
 
 LEVEL = 0.05
@@ -81,12 +81,9 @@ def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> 
     }
 
 
-def _drawn_sums(columns: Floats, task: ResampleTask) -> tuple[Floats, LineCount]:
+def _drawn_sums(columns: Floats, task: ResampleTask) -> tuple[Floats, Floats]:
     """Return the sums of statistics over drawn lines, (resamples, statistics), and their number."""
-    sentences = task.sentences
-    if sentences is None:
-        counts = draw_counts(len(columns), resamples=task.resamples, seed=task.seed)
-        return np.concatenate([block @ columns for block in counts]), len(columns)
+    sentences = task.sentences or Sentences(np.arange(len(columns)), len(columns))
     sums, drawn = [], []
     for block in draw_counts(sentences.total, resamples=task.resamples, seed=task.seed):
         of_lines = block[:, sentences.of_lines]
@@ -128,7 +125,7 @@ class Estimate:
 
     value: float
     over_lines: float
-    """Variance over test lines; no interval is narrower than that of this variance."""
+    """Variance over test lines; no interval is narrower than this variance makes it."""
     terms: tuple[tuple[float, int], ...]
     """Variance and degrees of freedom of every source of error."""
 
@@ -167,9 +164,6 @@ class Runs:
     draws_RB: Floats
     """Scores of resampled lines."""
 
-    def __neg__(self) -> Self:
-        return type(self)(self.seeds, -self.measured_R, -self.draws_RB)
-
 
 def estimate(*parts: Runs, lines: int) -> Estimate:
     """Estimate the sum of the means over runs of parts that have their seeds independently.
@@ -195,13 +189,13 @@ def estimate(*parts: Runs, lines: int) -> Estimate:
 def difference(ours: Runs, theirs: Runs, *, lines: int) -> Estimate:
     """Estimate the score of a system minus another's; systems with the same seeds are paired."""
     if ours.seeds != theirs.seeds:
-        return estimate(ours, -theirs, lines=lines)
+        negated = Runs(theirs.seeds, -theirs.measured_R, -theirs.draws_RB)
+        return estimate(ours, negated, lines=lines)
     measured_R, draws_RB = ours.measured_R - theirs.measured_R, ours.draws_RB - theirs.draws_RB
     return estimate(Runs(ours.seeds, measured_R, draws_RB), lines=lines)
 
 
-LEAST_LEVEL = 1e-12
-"""Smallest p-value."""
+LEAST_LEVEL = 1e-12  # the smallest p-value
 LARGE = 19
 """Least degrees of freedom at which an expansion of the quantile is exact to three digits."""
 
@@ -237,11 +231,9 @@ def t_quantile(level: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float], *, tests: int) -> list[float]:
-    """Return corrected p-values in the same order; at most ``LEVEL`` is significant.
+    """Return corrected p-values in the same order.
 
-    Args:
-        p_values: of one column.
-        tests: number of tests to correct for; missing p-values count as 1.
+    ``tests`` is the number of tests to correct for; missing p-values count as 1.
     """
     order = np.argsort(p_values, kind="stable")
     factors = np.arange(tests, 0, -1)[: len(p_values)]
@@ -273,11 +265,11 @@ class Sample:
 
     def runs_of(self, systems: Mapping[str, Mapping[str, int]]) -> dict[str, Runs]:
         """Return the runs of every system, given system → seed → place of the run."""
+        measured = np.asarray(self.measured)
         found = {}
         for system, places in systems.items():
-            seeds = tuple(sorted(places))
-            rows = [places[seed] for seed in seeds]
-            found[system] = Runs(seeds, np.asarray(self.measured)[rows], self.draws_RB[rows])
+            rows = [row for _, row in sorted(places.items())]
+            found[system] = Runs(tuple(sorted(places)), measured[rows], self.draws_RB[rows])
         return found
 
 
@@ -296,12 +288,15 @@ def compare(
         systems: system → seed → place of the run.
         column: of the score.
         baseline: name of a system.
-        translating: system → whether it translates; no other is the best one, and none is if the
-            baseline does not translate.
+        translating: system → whether it translates. No other is the best one; without the baseline,
+            none is.
     """
     runs, lines = sample.runs_of(systems), sample.lines
-    others = [name for name in runs if name != baseline]
-    to_baseline = {name: difference(runs[name], runs[baseline], lines=lines) for name in others}
+    to_baseline = {
+        name: difference(one, runs[baseline], lines=lines)
+        for name, one in runs.items()
+        if name != baseline
+    }
     sign = -1.0 if column.larger_is_better is False else 1.0
     leader = max(runs, key=lambda name: sign * float(runs[name].measured_R.mean()))
     leads = [

@@ -70,7 +70,7 @@ class Heading:
 
 
 def headings(*titles: str, words: Iterable[str] = ()) -> tuple[Heading, ...]:
-    """Return one heading per title; the first column and those of ``words`` hold texts."""
+    """Return one heading per title; the first column and the columns in ``words`` hold texts."""
     texts = {titles[0], *words}
     return tuple(Heading(title, is_number=title not in texts) for title in titles)
 

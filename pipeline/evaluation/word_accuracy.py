@@ -188,50 +188,48 @@ Kinds = dict[str, dict[str, dict[str, WordCounts]]]
 
 
 @dataclass(frozen=True)
-class WordTask:
-    """All directions into one language, or from it if source words are grouped."""
+class WordInputs:
+    """Texts and settings of all directions."""
 
-    language: str
-    """Language of the words that are grouped."""
-    directions: Sequence[Direction]
     corpus: Artifact
     systems: Mapping[str, Artifact]
+    """Run → translations."""
     training: Artifact | None
-    """Training corpus; None: the frequency of words is not known."""
+    """Training corpus; None, or without lines: the frequency of words is not known."""
     tokenizer: Artifact | None
     """Tokenizer artifact; None: words have no fertility."""
     tokenizers: Mapping[str, str]
-    """Language → sacreBLEU's tokenizer."""
+    """Language → sacreBLEU's tokenizer, of both sides if source words are grouped."""
     max_lines: int
     """Maximum number of training lines of a pair that are read."""
     side: Side = "target"
 
+    @property
+    def has_training(self) -> bool:
+        """Return whether there are training lines."""
+        return self.training is not None and bool(line_counts(self.training, "train"))
+
+
+@dataclass(frozen=True)
+class WordTask:
+    """All directions into one language, or from it if source words are grouped."""
+
+    given: WordInputs
+    language: str
+    """Language of the words that are grouped."""
+    directions: Sequence[Direction]
+
     def split(self, code: str) -> Callable[[str], list[str]]:
         """Return the function that splits a line of a language into words."""
-        return partial(words, BLEU(tokenize=self.tokenizers[code]))
+        return partial(words, BLEU(tokenize=self.given.tokenizers[code]))
 
 
-def word_tasks(
-    corpus: Artifact,
-    systems: Mapping[str, Artifact],
-    *,
-    profiles: Sequence[DirectionProfile],
-    training: Artifact | None,
-    tokenizer: Artifact | None,
-    tokenizers: Mapping[str, str],
-    max_lines: int,
-    side: Side = "target",
-) -> list[WordTask]:
-    """Return a task per language of the grouped words; see :class:`WordTask` for the arguments."""
-    known = training if training is not None and line_counts(training, "train") else None
+def word_tasks(given: WordInputs, profiles: Sequence[DirectionProfile]) -> list[WordTask]:
+    """Return a task per language of the grouped words."""
     by_language: dict[str, list[Direction]] = {}
-    for profile in profiles:
-        way = profile.direction
-        by_language.setdefault(way.target if side == "target" else way.source, []).append(way)
-    return [
-        WordTask(code, directions, corpus, systems, known, tokenizer, tokenizers, max_lines, side)
-        for code, directions in sorted(by_language.items())
-    ]
+    for way in (profile.direction for profile in profiles):
+        by_language.setdefault(way.target if given.side == "target" else way.source, []).append(way)
+    return [WordTask(given, code, found) for code, found in sorted(by_language.items())]
 
 
 class Matches(NamedTuple):
@@ -260,11 +258,11 @@ def words_of_language(task: WordTask) -> WordsOfLanguage:
     }
     values: dict[Trait, Values] = {LENGTH: len}
     lines = 0
-    if task.training is not None:
+    if task.given.has_training:
         lines, trained = training_counts(task, wanted=every)
         values[SEEN] = values[FREQUENCY] = trained.__getitem__
-    if task.tokenizer is not None:
-        tokenizer = load_tokenizer(tokenizer_folder(task.tokenizer))
+    if task.given.tokenizer is not None:
+        tokenizer = load_tokenizer(tokenizer_folder(task.given.tokenizer))
         values[FERTILITY] = fertilities(tokenizer, every, language=task.language).__getitem__
     return WordsOfLanguage(
         {name: by_kind(systems, values) for name, systems in found.items()}, lines
@@ -273,17 +271,17 @@ def words_of_language(task: WordTask) -> WordsOfLanguage:
 
 def _count_direction(task: WordTask, direction: Direction) -> dict[str, Matches]:
     split, aligner = task.split(direction.target), None
-    if task.side == "source":
+    if task.given.side == "source":
         split_source = task.split(direction.source)
-        lines = read_lines(task.corpus, "test", direction.pair, direction.source)
+        lines = read_lines(task.given.corpus, "test", direction.pair, direction.source)
         sources = [split_source(line) for line in lines]
-        lines = read_lines(task.corpus, "test", direction.pair, direction.target)
+        lines = read_lines(task.given.corpus, "test", direction.pair, direction.target)
         references = [split(line) for line in lines]
         learned = _training_words(task, direction)
         aligner = Aligner([*learned, *zip(sources, references, strict=True)])
     found = {}
-    for system, translations in task.systems.items():
-        read = TranslatedLines.read(system, task.corpus, translations, direction)
+    for system, translations in task.given.systems.items():
+        read = TranslatedLines.read(system, task.given.corpus, translations, direction)
         if aligner is None:
             found[system] = count_words(read.hypotheses, read.references, split=split)
         else:
@@ -294,12 +292,13 @@ def _count_direction(task: WordTask, direction: Direction) -> dict[str, Matches]
 
 def _training_words(task: WordTask, direction: Direction) -> list[tuple[list[str], list[str]]]:
     """Return the first training lines of a direction as words, if there are any."""
-    if task.training is None or direction.pair not in line_counts(task.training, "train"):
+    training = task.given.training
+    if training is None or direction.pair not in line_counts(training, "train"):
         return []
     codes = direction.source, direction.target
-    paths = [task.training.file(text_name("train", direction.pair, code)) for code in codes]
+    paths = [training.file(text_name("train", direction.pair, code)) for code in codes]
     split_source, split_target = map(task.split, codes)
-    lines = islice(aligned_lines(*paths), min(ALIGNED_LINES, task.max_lines))
+    lines = islice(aligned_lines(*paths), min(ALIGNED_LINES, task.given.max_lines))
     return [(split_source(source), split_target(target)) for source, target in lines]
 
 
@@ -342,12 +341,13 @@ def count_words(
 
 def training_counts(task: WordTask, *, wanted: set[str]) -> tuple[int, Counter[str]]:
     """Return the number of training lines read, and the frequency of the wanted words in them."""
-    assert task.training is not None
+    training = task.given.training
+    assert training is not None
     lines, counts, split = 0, Counter[str](), task.split(task.language)
-    for pair in line_counts(task.training, "train"):
+    for pair in line_counts(training, "train"):
         if task.language in pair.split("-"):
-            path = task.training.file(text_name("train", pair, task.language))
-            for line in islice(iterate_lines(path), task.max_lines):
+            path = training.file(text_name("train", pair, task.language))
+            for line in islice(iterate_lines(path), task.given.max_lines):
                 counts.update(word for word in split(line) if word in wanted)
                 lines += 1
     return lines, counts
@@ -392,7 +392,7 @@ def join_words(
         found: results of the tasks.
         tasks: of all languages.
         profiles: directions.
-        groups: system → its runs, whose counts are summed.
+        groups: system → its runs; their counts are summed.
     """
     by_direction = {name: kinds for one in found for name, kinds in one.directions.items()}
     directions: dict[str, Kinds] = {}
@@ -412,6 +412,6 @@ def join_words(
     lines = {
         task.language: one.training_lines
         for task, one in zip(tasks, found, strict=True)
-        if task.training is not None
+        if task.given.has_training
     }
-    return WordAccuracy(lines, directions, families, tasks[0].side if tasks else "target")
+    return WordAccuracy(lines, directions, families, tasks[0].given.side if tasks else "target")

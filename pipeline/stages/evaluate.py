@@ -28,7 +28,7 @@ from pipeline.evaluation.directions import describe_directions
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR, retrieve_all
 from pipeline.evaluation.rendering import render_html, render_markdown, render_tables
-from pipeline.evaluation.report import Imprint, evaluation_report, summary_tables
+from pipeline.evaluation.report import evaluation_report, imprint, summary_tables
 from pipeline.evaluation.samples import choose_samples
 from pipeline.evaluation.score_sections import directions_by_family, family_title
 from pipeline.evaluation.scores import Evaluation, scores_document
@@ -69,7 +69,7 @@ def run(call: StageCall) -> None:
             evaluation,
             history,
             choose_samples(corpus, systems, profiles=profiles, seed=seed, pivot=evaluation.pivot),
-            imprint=Imprint.now(),
+            made=imprint(),
             further=further,
         )
         writer.write_json("scores.json", scores_document(evaluation))
@@ -94,7 +94,7 @@ def run(call: StageCall) -> None:
 def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:
     """Return the call with the baseline as its last system.
 
-    Its training lines are those of the corpus, or of the input ``training`` if the corpus has none.
+    It reads the training lines of the corpus, or of the input ``training`` if the corpus has none.
     """
     corpus, name = call.artifacts["corpus"], f"systems/{NEAREST_NEIGHBOR}"
     if name in call.artifacts:

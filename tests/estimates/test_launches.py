@@ -150,7 +150,7 @@ def test_no_operator_of_training_lacks_bfloat16_on_gpus(form: str) -> None:
     """Fake tensors accept the operator; PyTorch 2.11 refused it on an H200."""
     launches = counted(small_recipe(moe=FORMS[form])).launches
     operators = {launch.operator for launch in launches}
-    assert "_embedding_bag" in operators
+    assert {"combine_rows", "_grouped_mm"} <= operators
     assert "_embedding_bag_per_sample_weights_backward" not in operators
 
 

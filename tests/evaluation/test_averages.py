@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.example_evaluation import BLEU, IMPRINT, PROFILES, evaluation, history
+from support.example_evaluation import BLEU, MADE, PROFILES, evaluation, history
 
 from pipeline.artifacts.corpus import Direction, Resource
 from pipeline.errors import ConfigError
@@ -55,7 +55,7 @@ FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "n
 
 def both_forms(found: Evaluation, *, system: str = "experts") -> tuple[str, str]:
     """Return the report as Markdown and as HTML."""
-    report = evaluation_report(found, history(system), imprint=IMPRINT)
+    report = evaluation_report(found, history(system), made=MADE)
     return render_markdown(report), render_html(report)
 
 

@@ -44,7 +44,7 @@ def test_detection_agrees_with_langdetects_own_function(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DetectorFactory, "seed", 3)
-    assert LanguageDetector(None, seed=3).detect(text) == detect_langs(text)[0].lang
+    assert LanguageDetector(None, seed=3).detect_all([text])[0] == detect_langs(text)[0].lang
 
 
 SIMPLIFIED = "这个城市的人口在过去十年里增长了一倍,因为许多年轻人来这里工作和学习。"
@@ -57,15 +57,15 @@ def test_both_chinese_scripts_count_as_chinese(
 ) -> None:
     monkeypatch.setattr(DetectorFactory, "seed", 2)
     assert detect_langs(text)[0].lang == profile_name
-    assert LanguageDetector(None, seed=2).detect(text) == "zh"
-    assert LanguageDetector({"de", "zh"}, seed=1).detect(text) == "zh"
+    assert LanguageDetector(None, seed=2).detect_all([text])[0] == "zh"
+    assert LanguageDetector({"de", "zh"}, seed=1).detect_all([text])[0] == "zh"
 
 
 def test_a_restricted_prior_finds_nothing_outside_its_languages() -> None:
     detector = LanguageDetector({"en", "fr"}, seed=1)
     texts = [GERMAN, ENGLISH, FRENCH, "Gisteren ging hij naar huis", "ab", "zzz"]
-    assert {detector.detect(text) for text in texts} <= {"en", "fr"}
-    assert LanguageDetector(None, seed=1).detect(GERMAN) == "de"
+    assert {detector.detect_all([text])[0] for text in texts} <= {"en", "fr"}
+    assert LanguageDetector(None, seed=1).detect_all([GERMAN])[0] == "de"
 
 
 def test_languages_that_langdetect_does_not_know_cannot_be_the_only_candidates() -> None:
@@ -75,9 +75,9 @@ def test_languages_that_langdetect_does_not_know_cannot_be_the_only_candidates()
 
 def test_detection_of_a_line_does_not_depend_on_the_lines_before_it() -> None:
     short = ["no", "Haus", "la casa", "gras", "on", "se", "va bene"]
-    forwards = [LanguageDetector(None, seed=5).detect(text) for text in short]
+    forwards = [LanguageDetector(None, seed=5).detect_all([text])[0] for text in short]
     detector = LanguageDetector(None, seed=5)
-    assert [detector.detect(text) for text in reversed(short)] == forwards[::-1]
+    assert [detector.detect_all([text])[0] for text in reversed(short)] == forwards[::-1]
 
 
 def test_lines_without_letters_are_in_no_language() -> None:

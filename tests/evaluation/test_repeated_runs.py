@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.example_evaluation import IMPRINT, PROFILES, evaluation, history
+from support.example_evaluation import MADE, PROFILES, evaluation, history
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import judge
@@ -77,7 +77,7 @@ def repeated() -> Evaluation:
 
 def test_both_reports_show_the_number_of_runs_and_their_spread() -> None:
     known = replace(history("moe@2"), curves=())
-    report = evaluation_report(repeated(), known, imprint=IMPRINT)
+    report = evaluation_report(repeated(), known, made=MADE)
     text = render_markdown(report)
     assert "| moe (2 runs) | – / 24 updates (3.0 ×) | 30.5 (± 0.7) |" in text
     assert "| baseline | no training | 3.0 |" in text

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.example_evaluation import (
     HOSTILE,
-    IMPRINT,
+    MADE,
     NAMES,
     PROFILES,
     evaluation,
@@ -56,7 +56,7 @@ def report(system_name: str = "experts") -> Report:
         evaluation(second=system_name),
         history(system_name),
         [sample(system_name)],
-        imprint=IMPRINT,
+        made=MADE,
     )
 
 
@@ -123,7 +123,7 @@ def test_of_110_languages_the_report_has_maps_and_narrow_tables() -> None:
         confusion=confuse_languages(systems, profiles=profiles),
         language_names=dict.fromkeys([*codes, "en"], "name"),
     )
-    made = evaluation_report(many, history("experts"), imprint=IMPRINT)
+    made = evaluation_report(many, history("experts"), made=MADE)
     assert max(len(one) for one in table_rows(render_markdown(made))) <= MAX_COLUMNS
     figures = [
         one for part in made.sections for one in part.figures if "BLEU, Any → En" in one.title
@@ -410,7 +410,7 @@ def test_empty_translations_are_shown_as_such_and_scripts_choose_their_direction
 def test_a_page_without_history_or_language_accuracy_leaves_those_sections_out() -> None:
     found = evaluation()
     bare = replace(found, columns=found.main_columns, references=None, undetectable=(), warnings=())
-    text = render_html(evaluation_report(bare, History(), imprint=IMPRINT))
+    text = render_html(evaluation_report(bare, History(), made=MADE))
     titles = [element.text for element in body(text).iter("h2")]
     assert titles == [
         *("Overview", "Average scores", "Scores by direction", "Notes", "Signatures"),

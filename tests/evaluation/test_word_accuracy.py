@@ -33,6 +33,7 @@ from pipeline.evaluation.word_accuracy import (
     UNKNOWN,
     Aligner,
     Trait,
+    WordInputs,
     by_kind,
     count_source_words,
     count_words,
@@ -254,13 +255,15 @@ def scored(tmp_path: Path, *, training: Sequence[str], max_lines: int = 100) -> 
         Direction("de", "en"), "into_pivot", "low", len(training), len(REFERENCES)
     )
     tasks = word_tasks(
-        given,
-        systems,
-        profiles=[profile],
-        training=given,
-        tokenizer=None,
-        tokenizers={"en": "13a"},
-        max_lines=max_lines,
+        WordInputs(
+            given,
+            systems,
+            training=given,
+            tokenizer=None,
+            tokenizers={"en": "13a"},
+            max_lines=max_lines,
+        ),
+        [profile],
     )
     groups = {name: (name,) for name in systems}
     found = [words_of_language(one) for one in tasks]
@@ -310,13 +313,10 @@ def test_word_counts_of_runs_are_summed(tmp_path: Path) -> None:
     given = corpus(tmp_path / "corpus", training=TRAINING)
     profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 1, len(REFERENCES))
     tasks = word_tasks(
-        given,
-        paths,
-        profiles=[profile],
-        training=None,
-        tokenizer=None,
-        tokenizers={"en": "13a"},
-        max_lines=1,
+        WordInputs(
+            given, paths, training=None, tokenizer=None, tokenizers={"en": "13a"}, max_lines=1
+        ),
+        [profile],
     )
     found = [words_of_language(one) for one in tasks]
     merged, apart = (
@@ -401,14 +401,16 @@ def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path
     systems = {"ours": translations(tmp_path / "ours", ["a house", "house"])}
     profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 30, 2)
     tasks = word_tasks(
-        given_corpus,
-        systems,
-        profiles=[profile],
-        training=given_corpus,
-        tokenizer=None,
-        tokenizers={"en": "13a", "de": "13a"},
-        max_lines=100,
-        side="source",
+        WordInputs(
+            given_corpus,
+            systems,
+            training=given_corpus,
+            tokenizer=None,
+            tokenizers={"en": "13a", "de": "13a"},
+            max_lines=100,
+            side="source",
+        ),
+        [profile],
     )
     of_tasks = [words_of_language(one) for one in tasks]
     found = join_words(of_tasks, tasks, profiles=[profile], groups={"ours": ("ours",)})
@@ -441,13 +443,10 @@ def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
     systems = {"ours": translations(tmp_path / "ours", SYSTEMS["ours"])}
     profile = DirectionProfile(Direction("de", "en"), "zero_shot", None, 0, 4)
     (task,) = word_tasks(
-        given,
-        systems,
-        profiles=[profile],
-        training=given,
-        tokenizer=None,
-        tokenizers={"en": "13a"},
-        max_lines=9,
+        WordInputs(
+            given, systems, training=given, tokenizer=None, tokenizers={"en": "13a"}, max_lines=9
+        ),
+        [profile],
     )
     found = words_of_language(task)
     assert found.training_lines == 0

@@ -5,7 +5,6 @@ trained on; ``baseline`` is not trained.
 """
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.averages import average_scores, by_group, judge, quality
@@ -15,7 +14,6 @@ from pipeline.evaluation.curves import Curve, CurvePoint
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.history import History, SystemTraining
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
-from pipeline.evaluation.report import Imprint
 from pipeline.evaluation.scores import (
     Comparison,
     Difference,
@@ -31,7 +29,7 @@ from pipeline.evaluation.spent import Spent
 from pipeline.evaluation.tables import SampleText, TextSample
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
-IMPRINT = Imprint(made=datetime(2024, 2, 29, 12, 30, tzinfo=UTC), version="1.2.3")
+MADE = "2024-02-29 12:30 UTC, mmnmt 1.2.3"
 
 PROFILES = (
     DirectionProfile(Direction("de", "en"), "into_pivot", "high", 900, 30),
