@@ -51,7 +51,7 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def limits_of(capacity_M: list[int], rows_M: list[int]) -> Limits:
-    shares = Shares.of(np.array(rows_M), np.ones(len(rows_M)))
+    shares = Shares.of(np.array(rows_M), np.ones(len(rows_M), dtype=np.int64))
     return Limits(torch.tensor(capacity_M), shares if len(rows_M) > 1 else None)
 
 
