@@ -6,7 +6,7 @@ Triton reads when it is loaded.
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from pipeline.kernels.placement import (
 )
 from pipeline.kernels.products import Activation
 from pipeline.kernels.routing import choose_by_kernels, choose_by_operators, kept_softmax
+from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig
 
 COUNTS = [5, 0, 17, 3]
@@ -293,7 +294,8 @@ def test_a_layer_routed_by_kernels_is_one_routed_by_loops(
     dtype: torch.dtype, dispatch: Literal["dropless", "capacity"]
 ) -> None:
     moe = MoEConfig(num_experts=4, every=1, dispatch=dispatch, capacity_factor=0.8)
-    layer = tiny_model(tiny_spec(moe=moe)).encoder.layers[0].feed_forward.to(dtype)
+    model = tiny_model(tiny_spec(moe=moe)).to(dtype)
+    layer = cast(MixtureOfExperts, model.encoder.layers[0].feed_forward)
     tokens = replace(
         tokens_in_groups(torch.zeros(40, dtype=torch.int64)), shares=shares_of([23, 17])
     )
