@@ -5,7 +5,7 @@ ends. Grouped products cannot write or add to float32 (PyTorch 2.13), so that a 
 its own until the layer below computes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,26 +14,33 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
-@contextmanager
-def adding_gradients(sums: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Add gradients of passes inside the context to the given sums, and keep none of them.
+class _Settings:
+    keeps_gradients = False
 
-    This concerns parameters that modules read by :func:`summed`. They have no gradient then, which
-    ``torch.autograd.grad`` refuses unless ``allow_unused`` is set.
+
+def add_gradients_to(total: Tensor, parameter: nn.Parameter) -> None:
+    """Let passes add the gradient of a parameter, which modules read by :func:`summed`, to a sum.
+
+    The parameter has no gradient then, which ``torch.autograd.grad`` refuses unless
+    ``allow_unused`` is set.
     """
-    for parameter, total in sums.items():
-        parameter.main_gradient = total  # type: ignore[attr-defined]
+    parameter.main_gradient = total  # type: ignore[attr-defined]
+
+
+@contextmanager
+def keeping_gradients() -> Iterator[None]:
+    """Let all parameters have their gradients inside the context, and add none to sums."""
+    _Settings.keeps_gradients = True
     try:
         yield
     finally:
-        for parameter in sums:
-            del parameter.main_gradient  # type: ignore[attr-defined]
+        _Settings.keeps_gradients = False
 
 
 def summed(parameter: Tensor) -> Tensor:
     """Return a parameter whose gradient goes into its ``main_gradient``, if there is one."""
     total: Tensor | None = getattr(parameter, "main_gradient", None)
-    if total is None or not torch.is_grad_enabled():
+    if total is None or _Settings.keeps_gradients or not torch.is_grad_enabled():
         return parameter
     same: Tensor = _Summed.apply(parameter, total)  # type: ignore[no-untyped-call]
     return same

@@ -52,8 +52,10 @@ from pipeline.distributed.progress import advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
+from pipeline.kernels.main_gradients import keeping_gradients
 from pipeline.model.labeller import Labeller, Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.stacked import StackedModules
 from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
 from pipeline.training.loss_terms import LossTerms
@@ -256,7 +258,11 @@ class Engine:
         self._flat: FlatGradients | None = None
         if has_flat_gradients(config):
             self._forward = objective
-            self._flat = FlatGradients(self._zero, clip_norm=recipe.optimizer.clip_norm)
+            self._flat = FlatGradients(
+                self._zero,
+                clip_norm=recipe.optimizer.clip_norm,
+                experts=expert_parameters(model),
+            )
         elif self.device.type == "cpu":  # gradients are flattened anew at every update
             flats = self._zero.single_partition_of_fp32_groups
             keep_freed_memory(block=max(flat.nbytes for flat in flats))
@@ -360,7 +366,8 @@ class Engine:
         """
         self.model.train()
         batch = batch.keyed(seed).to(self.device)
-        terms = training_loss(self.model, batch, self._loss_config, progress=progress)
+        with keeping_gradients():
+            terms = training_loss(self.model, batch, self._loss_config, progress=progress)
         ranks = self.world.size if self._flat is None else 1  # see _backward
         scale = self._zero.loss_scale * ranks / total_labels
         parameters = trainable(self.model)
@@ -375,11 +382,12 @@ class Engine:
     def rehearse(self, batch: AnyBatch) -> None:
         """Run forward and backward without an update: too large a batch fails here, at the start.
 
-        Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
+        Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced. The next update
+        replaces sums.
         """
         self.model.train()
         terms = training_loss(self.model, batch.to(self.device), self._loss_config)
-        torch.autograd.grad(terms.objective, trainable(self.model))
+        torch.autograd.grad(terms.objective, trainable(self.model), allow_unused=True)
         advance()
 
     def evaluate(self, batch: AnyBatch) -> LossTerms:

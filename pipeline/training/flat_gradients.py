@@ -9,7 +9,8 @@ stay DeepSpeed's, and so do training states.
 An update of one rank:
 
 1. Per pass, ``torch.autograd.grad`` of the objective. It does not reach the nodes on which
-   DeepSpeed's hooks are. The first pass replaces the float32 sums, the others add to them.
+   DeepSpeed's hooks are. The first pass replaces the float32 sums, the others add to them. In 16
+   bits on a GPU, experts add theirs while the pass runs, so that they never exist all at once.
 2. Sums over ranks, each rank receiving its part: shared parameters over all ranks, experts over the
    ranks that hold the same experts.
 3. The norm: parts do not overlap, neither of shared parameters nor of experts, so that the sum of
@@ -22,8 +23,9 @@ The host waits for the device once, for the norm and the loss together.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.kernels.flat_sums import FlatSums, squared_norm
+from pipeline.kernels.main_gradients import add_gradients_to
 from pipeline.training.optim import depends_on_order
 
 ZERO_ATTRIBUTES = (
@@ -57,8 +60,12 @@ def has_flat_gradients(config: Mapping[str, Any]) -> bool:
 class _Group:
     """Parameters that the same ranks share."""
 
-    sums: FlatSums
+    sums: Tensor
     """Gradients of all parameters, in float32."""
+    runs: list[tuple[list[nn.Parameter], FlatSums]]
+    """Neighbors, and their part of the sums, without those that add their gradients themselves."""
+    added: list[Tensor]
+    """The parts of those that do."""
     weights: Tensor
     """All parameters, in the model's precision; they are views of it."""
     share: Tensor
@@ -78,9 +85,9 @@ class _Group:
         if dist.get_world_size(self.ranks) == 1:
             return
         if _scatters(self.part.device):
-            dist.reduce_scatter_tensor(self.part, self.sums.buffer, group=self.ranks)
+            dist.reduce_scatter_tensor(self.part, self.sums, group=self.ranks)
         else:
-            dist.all_reduce(self.sums.buffer, group=self.ranks)
+            dist.all_reduce(self.sums, group=self.ranks)
 
     def gather(self) -> None:
         """Take the new weights of the other ranks."""
@@ -91,37 +98,44 @@ class _Group:
 class FlatGradients:
     """The gradients and updates of a ZeRO 1 optimizer; all ranks call its methods together."""
 
-    def __init__(self, zero: Any, *, clip_norm: float) -> None:
+    def __init__(
+        self, zero: Any, *, clip_norm: float, experts: Sequence[nn.Parameter] = ()
+    ) -> None:
         """Make the buffers.
 
         Args:
             zero: DeepSpeed's ZeRO optimizer around a fused optimizer, which takes ``grad_scale``
                 and ``found_inf``.
             clip_norm: largest norm of a gradient; 0 for any.
+            experts: parameters that modules read by
+                :func:`~pipeline.kernels.main_gradients.summed`.
         """
         self._zero, self._clip_norm = zero, clip_norm
-        self._groups = [_group(zero, index) for index in range(len(zero.bit16_groups_flat))]
-        self._parameters: list[list[nn.Parameter]] = zero.round_robin_bit16_groups
+        added = {id(parameter) for parameter in experts if _adds_at_once(parameter)}
+        self._groups = [_group(zero, index, added) for index in range(len(zero.bit16_groups_flat))]
+        self._parameters: list[nn.Parameter] = [
+            parameter for group in zero.round_robin_bit16_groups for parameter in group
+        ]
         self._is_empty = True
 
     def add(self, objective: Tensor, *, scale: float) -> None:
         """Add the gradients of an objective times ``scale`` and the loss scale.
 
-        Parameters on which the objective does not depend have a gradient of zero. The gradients of
-        one pass exist at the same time. A product that adds its weight's gradient to ``views`` of
-        the sums by itself would spare that.
+        Parameters on which the objective does not depend have a gradient of zero.
         """
+        if self._is_empty:
+            for group in self._groups:
+                if group.added:
+                    torch._foreach_zero_(group.added)
         gradients = torch.autograd.grad(
-            objective * (scale * self._zero.loss_scale),
-            [parameter for group in self._parameters for parameter in group],
-            materialize_grads=True,
+            objective * (scale * self._zero.loss_scale), self._parameters, allow_unused=True
         )
-        start = 0
-        for group, parameters in zip(self._groups, self._parameters, strict=True):
-            end = start + len(parameters)
-            into = group.sums.set if self._is_empty else group.sums.add
-            into(gradients[start:end])
-            start = end
+        given = dict(zip(self._parameters, gradients, strict=True))
+        for group in self._groups:
+            for parameters, sums in group.runs:
+                into = sums.set if self._is_empty else sums.add
+                found = [(parameter, given[parameter]) for parameter in parameters]
+                into([torch.zeros_like(one) if g is None else g for one, g in found])
         self._is_empty = False
 
     @torch.no_grad()
@@ -164,18 +178,37 @@ class FlatGradients:
         return ((norm + 1e-6 * scale) / self._clip_norm).clamp(min=scale).float()
 
 
-def _group(zero: Any, index: int) -> _Group:
-    """Return a group of DeepSpeed's, with sums in the layout of its weights."""
+def _group(zero: Any, index: int, added: set[int]) -> _Group:
+    """Return a group of DeepSpeed's, with sums in the layout of its weights.
+
+    Gradients of parameters with the ids ``added`` are added to their part while a pass runs.
+    """
     weights = zero.bit16_groups_flat[index]
-    sums = FlatSums(
-        torch.zeros_like(weights, dtype=torch.float32),
-        [parameter.shape for parameter in zero.round_robin_bit16_groups[index]],
-        zero.round_robin_bit16_offsets[index],
-    )
+    parameters: list[nn.Parameter] = zero.round_robin_bit16_groups[index]
+    starts = [*zero.round_robin_bit16_offsets[index], len(weights)]
+    sums = torch.zeros_like(weights, dtype=torch.float32)
+    runs, views = [], []
+    for adds, numbers in groupby(range(len(parameters)), lambda n: id(parameters[n]) in added):
+        first, *others = numbers
+        end = first + 1 + len(others)
+        run, start = parameters[first:end], starts[first]
+        offsets = [one - start for one in starts[first:end]]
+        part = FlatSums(sums[start : starts[end]], [one.shape for one in run], offsets)
+        if adds:
+            views += part.views
+            for parameter, view in zip(run, part.views, strict=True):
+                add_gradients_to(view, parameter)
+        else:
+            runs.append((run, part))
     ranks = zero.real_dp_process_group[index]
     master = zero.single_partition_of_fp32_groups[index]
-    master.grad = _part_of(sums.buffer, ranks)
-    return _Group(sums, weights, _part_of(weights, ranks), master, ranks)
+    master.grad = _part_of(sums, ranks)
+    return _Group(sums, runs, views, weights, _part_of(weights, ranks), master, ranks)
+
+
+def _adds_at_once(parameter: Tensor) -> bool:
+    """Return whether a gradient is added to its sum as soon as it exists, if that is possible."""
+    return parameter.is_cuda and parameter.dtype != torch.float32
 
 
 def _scatters(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ Triton reads when it is loaded.
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -294,9 +294,8 @@ def test_a_layer_routed_by_kernels_is_one_routed_by_loops(
     dtype: torch.dtype, dispatch: Literal["dropless", "capacity"]
 ) -> None:
     moe = MoEConfig(num_experts=4, every=1, dispatch=dispatch, capacity_factor=0.8)
-    layer = tiny_model(tiny_spec(moe=moe)).encoder.layers[0].feed_forward
-    assert isinstance(layer, MixtureOfExperts)
-    layer.to(dtype)
+    model = tiny_model(tiny_spec(moe=moe)).to(dtype)
+    layer = cast(MixtureOfExperts, model.encoder.layers[0].feed_forward)
     tokens = replace(
         tokens_in_groups(torch.zeros(40, dtype=torch.int64)), shares=shares_of([23, 17])
     )

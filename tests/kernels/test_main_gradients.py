@@ -1,24 +1,36 @@
 """Gradients of experts that are added to float32 sums while a pass runs."""
 
-from typing import cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
-from pipeline.kernels.main_gradients import adding_gradients
+from pipeline.kernels.main_gradients import add_gradients_to, keeping_gradients
+from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 
 
+@contextmanager
+def adding_gradients(sums: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    for parameter, total in sums.items():
+        add_gradients_to(total, parameter)
+    yield
+    for parameter in sums:
+        del cast(Any, parameter).main_gradient
+
+
 def model_of_experts() -> tuple[Transformer, dict[nn.Parameter, Tensor]]:
-    """A model with experts in each layer, and sums for the gradients of their matrices."""
+    """A model with experts in each layer, and sums for the gradients of their parameters."""
     model = tiny_model(tiny_spec(moe=MoEConfig(num_experts=4, every=1))).train()
-    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    weights = [w for layer in layers for w in (layer.experts.up.weight, layer.experts.down.weight)]
-    return model, {weight: torch.zeros_like(weight) for weight in weights}
+    parameters = expert_parameters(model)
+    assert len(parameters) == 4 * len([*model.encoder.layers, *model.decoder.layers])
+    return model, {parameter: torch.zeros_like(parameter) for parameter in parameters}
 
 
 def objective(model: Transformer, seed: int) -> Tensor:
@@ -42,8 +54,14 @@ def test_sums_over_passes_are_the_gradients_that_parameters_would_accumulate(
     for parameter, gradient in expected.items():
         assert (parameter.grad is None) == (parameter in sums)
         torch.testing.assert_close(sums.get(parameter, parameter.grad), gradient)
-    objective(model, 1).backward()
-    assert all(weight.grad is not None for weight in sums), "outside, nothing has changed"
+
+
+def test_gradients_that_are_to_be_kept_leave_the_sums_as_they_are() -> None:
+    model, sums = model_of_experts()
+    with adding_gradients(sums), keeping_gradients():
+        objective(model, 1).backward()
+    assert all(parameter.grad is not None for parameter in sums)
+    assert not any(total.any() for total in sums.values())
 
 
 def test_gradients_that_are_asked_for_exist_but_for_those_that_were_added() -> None:

@@ -103,6 +103,8 @@ TOPOLOGIES = [
     *[(SPEC, size, parallel) for size, parallel in ((1, 1), (2, 1), (2, 2), (4, 2))],
 ]
 
+TOPOLOGIES_OF_TWO = [each for each in TOPOLOGIES if each[1] <= 2]
+
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
@@ -276,6 +278,43 @@ def test_ranks_get_the_same_sums_in_parts_as_they_do_in_full(pool4: ProcessPool)
         for name, value in others.items():
             if ".key.bias" not in name:
                 torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-9)
+
+
+def state_with_experts_that_add(
+    world: World, adds: bool, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], int]:
+    """The state after two updates, and the number of gradients that experts added themselves."""
+    with mock.patch.object(flat_gradients, "_adds_at_once", return_value=adds):
+        engine = engine_of(world, **options)
+    batch = micro_batches(options["spec"], 0)[0]
+    verdict = engine.verdict(batch, micro_batch=0, seed=1, total_labels=batch.num_labels)
+    assert verdict.is_finite
+    assert verdict.of_experts_is_finite
+    for update in range(2):
+        engine.rehearse(batch)
+        try_update(engine, world, update, rate=1e-3, spec=options["spec"])
+    parameters = trainable(engine.model)
+    return pieces(engine), sum(hasattr(one, "main_gradient") for one in parameters)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("spec", "size", "parallel_size"), TOPOLOGIES_OF_TWO)
+def test_experts_that_add_their_gradients_themselves_get_the_same_updates(
+    request: pytest.FixtureRequest,
+    spec: ModelSpec,
+    size: int,
+    parallel_size: int,
+    precision: Precision,
+) -> None:
+    """As they do in 16 bits on a GPU."""
+    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
+    options = {"spec": spec, "parallel_size": parallel_size, "precision": precision}
+    added, joined = (pool.run(state_with_experts_that_add, adds, options) for adds in (True, False))
+    for (ours, adding), (others, none) in zip(added, joined, strict=True):
+        assert none == 0
+        assert (adding == 0) == (spec is DENSE)
+        for name, value in others.items():
+            assert torch.equal(ours[name], value), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -72,6 +72,11 @@ class Experts(StackedModules):
         )
 
     def _weights(self) -> ExpertWeights:
-        return ExpertWeights(
-            summed(self.up.weight), self.up.bias, summed(self.down.weight), self.down.bias
-        )
+        parameters = self.up.weight, self.up.bias, self.down.weight, self.down.bias
+        return ExpertWeights(*map(summed, parameters))
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of all experts of this rank, all of which are read by ``summed``."""
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    return [parameter for layer in layers for parameter in layer.parameters()]
