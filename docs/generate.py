@@ -384,7 +384,6 @@ def benchmarks_page(results: Path) -> str:
     introduction = (
         "Every table is one result file of `tests/bench/results`. `ratio` compares this project "
         "with the peer that the case names; the result holds when the ratio reaches `target`. "
-        "`memory` compares a prediction with a measurement instead. "
         "`make bench` measures anew; `python tests/bench/decode.py --json FILE`, for example, "
         "writes a result file."
     )
