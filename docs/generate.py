@@ -348,8 +348,7 @@ def _plan_row(name: str) -> list[str]:
 
 OTHER_MAKERS = {
     "checkpoint": tuple(
-        f"checkpoint {command}"
-        for command in ("average", "import", "prune-experts", "prune-languages", "fold")
+        f"checkpoint {command}" for command in ("average", "import", "prune", "fold")
     ),
     "tokenizer": ("checkpoint tokenizer",),
     "training_state": tuple(stage.name for stage in STAGES.values() if stage.trains),

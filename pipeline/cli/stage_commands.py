@@ -329,7 +329,7 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
             "--recipe",
             metavar="NAME",
             required=required and not unless,
-            help=f"recipe: a name of `mmnmt recipes` or PATH.toml, with overlays as NAME+OVERLAY "
+            help=f"recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
             f"(reads {', '.join(stage.sections)}){note * required}",
         )
         add_set_option(parser)
