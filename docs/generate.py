@@ -348,8 +348,7 @@ def _plan_row(name: str) -> list[str]:
 
 OTHER_MAKERS = {
     "checkpoint": tuple(
-        f"checkpoint {command}"
-        for command in ("average", "import", "prune-experts", "prune-languages", "fold")
+        f"checkpoint {command}" for command in ("average", "import", "prune", "fold")
     ),
     "tokenizer": ("checkpoint tokenizer",),
     "training_state": tuple(stage.name for stage in STAGES.values() if stage.trains),
@@ -384,7 +383,6 @@ def benchmarks_page(results: Path) -> str:
     introduction = (
         "Every table is one result file of `tests/bench/results`. `ratio` compares this project "
         "with the peer that the case names; the result holds when the ratio reaches `target`. "
-        "`memory` compares a prediction with a measurement instead. "
         "`make bench` measures anew; `python tests/bench/decode.py --json FILE`, for example, "
         "writes a result file."
     )

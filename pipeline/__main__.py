@@ -11,10 +11,7 @@ from typing import NoReturn
 def command() -> NoReturn:
     """Import and run the command line, which unblocks SIGINT once it can handle it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    from pipeline.machine import rare_collections
-
-    with rare_collections():
-        from pipeline import cli
+    from pipeline import cli
 
     cli.command()
 

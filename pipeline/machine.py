@@ -9,7 +9,6 @@ fast.
 Not yet run on a GPU; ``nvidia-smi`` is called as its manual documents.
 """
 
-import gc
 import io
 import os
 import resource
@@ -133,20 +132,6 @@ def peak_resident_bytes() -> int | None:
 def _resident_bytes(name: str) -> int:
     with _STATUS.open(encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect cyclic garbage rarely in a block that imports or counts: it makes objects that stay.
-
-    Python's own thresholds cost a tenth of the time of importing torch.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 SPIN_COUNT = "6000"

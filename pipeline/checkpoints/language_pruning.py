@@ -84,5 +84,5 @@ def _with_languages(spec: ModelSpec, languages: Sequence[str], *, directory: Pat
 
 
 def _kept(files: TensorFiles, target: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    for name in track(tensor_shapes(target), label="prune-languages"):
+    for name in track(tensor_shapes(target), label="prune"):
         yield name, files.read(name)

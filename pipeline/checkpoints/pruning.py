@@ -221,7 +221,7 @@ def _pruned(
     """Yield the tensors of the pruned model, each made from one tensor of the whole one."""
     files = TensorFiles(checkpoint, "weights/")
     kept = {entry.layer: entry.experts for entry in plan.layers}
-    for name in track(tensor_shapes(target), label="prune-experts"):
+    for name in track(tensor_shapes(target), label="prune"):
         layer, _, inner = name.partition(".feed_forward.")
         slot, _, rest = inner.partition(".")
         match slot:

@@ -26,8 +26,12 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.checkpoint import recipe_text
     from pipeline.checkpoints.inspection import inspect, inspection_text
 
+    if options.recipe:
+        print(recipe_text(options.directory), end="")
+        return 0
     found = inspect(options.directory, tensors=options.tensors)
     as_json = json.dumps(found, indent=1, ensure_ascii=False)
     print(as_json if options.json else inspection_text(found))
@@ -100,33 +104,24 @@ def _unpack_tokenizer(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_recipe(options: argparse.Namespace) -> int:
-    from pipeline.checkpoints.checkpoint import recipe_text
-
-    print(recipe_text(options.directory), end="")
-    return 0
-
-
-def _prune_experts(options: argparse.Namespace) -> int:
+def _prune(options: argparse.Namespace) -> int:
+    """Prune experts if the options say how many to keep, and language modules otherwise."""
+    from pipeline.checkpoints.language_pruning import prune_languages
     from pipeline.checkpoints.pruning import prune_experts
 
+    of_experts = options.experts is not None or options.keep_mass is not None
     with interruptible(), sole_writer(options.out):
-        plan = prune_experts(
-            options.directory,
-            languages=options.languages,
-            experts=options.experts,
-            keep_mass=options.keep_mass,
-            out_dir=options.out,
-            overwrite=options.overwrite,
-        )
-    print("\n".join(plan.lines()))
-    return 0
-
-
-def _prune_languages(options: argparse.Namespace) -> int:
-    from pipeline.checkpoints.language_pruning import prune_languages
-
-    with interruptible(), sole_writer(options.out):
+        if of_experts:
+            plan = prune_experts(
+                options.directory,
+                languages=options.languages,
+                experts=options.experts,
+                keep_mass=options.keep_mass,
+                out_dir=options.out,
+                overwrite=options.overwrite,
+            )
+            print("\n".join(plan.lines()))
+            return 0
         kept = prune_languages(
             options.directory,
             languages=options.languages,
@@ -161,6 +156,11 @@ def _add_directory(parser: argparse.ArgumentParser) -> None:
 def _add_inspection_options(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument(
+        "--recipe",
+        action="store_true",
+        help="instead: print an overlay with the settings that a checkpoint decides",
+    )
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
 
 
@@ -213,29 +213,20 @@ def _add_unpacking_options(parser: argparse.ArgumentParser) -> None:
 def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument(
-        "--languages", nargs="+", required=True, metavar="CODE", help="target languages to keep"
+        "--languages", nargs="+", required=True, metavar="CODE", help="languages to keep"
     )
-    number = parser.add_mutually_exclusive_group(required=True)
+    number = parser.add_mutually_exclusive_group()
     number.add_argument(
-        "--experts", type=whole_number(MAX_EXPERTS), metavar="K", help="experts kept per layer"
+        "--experts",
+        type=whole_number(MAX_EXPERTS),
+        metavar="K",
+        help="keep so many experts per layer",
     )
     number.add_argument(
         "--keep-mass",
         type=share,
         metavar="SHARE",
         help="keep the fewest experts with this share of the routes of every layer",
-    )
-    _add_output_options(parser)
-
-
-def _add_language_options(parser: argparse.ArgumentParser) -> None:
-    _add_directory(parser)
-    parser.add_argument(
-        "--languages",
-        nargs="+",
-        required=True,
-        metavar="CODE",
-        help="languages whose modules to keep",
     )
     _add_output_options(parser)
 
@@ -285,22 +276,11 @@ _COMMANDS = (
         _unpack_tokenizer,
     ),
     Command(
-        "checkpoint recipe",
-        "print an overlay with the settings that a checkpoint decides",
-        _add_directory,
-        _print_recipe,
-    ),
-    Command(
-        "checkpoint prune-experts",
-        "keep the experts that serve the given target languages",
+        "checkpoint prune",
+        "keep the experts that serve the given target languages (--experts, --keep-mass), or else "
+        "the language modules of the given languages",
         _add_pruning_options,
-        _prune_experts,
-    ),
-    Command(
-        "checkpoint prune-languages",
-        "keep the language modules of the given languages",
-        _add_language_options,
-        _prune_languages,
+        _prune,
     ),
     Command(
         "checkpoint fold",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.batching.world_sizes import expert_parallel_size
 from pipeline.cli.parser import Command, add_ds_config_option, add_set_option, whole_number
 from pipeline.cli.recipe_commands import add_size_options, model_sizes
 from pipeline.config.documents import read_toml
@@ -15,7 +16,7 @@ from pipeline.config.overrides import parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.errors import ConfigError, hint
 from pipeline.jobs.plan import Task, load_plan, place_plan, plan_names
-from pipeline.machine import Gpus, rare_collections
+from pipeline.machine import Gpus
 from pipeline.terminal import counted, text_table
 
 MAX_RANKS = 10**5
@@ -51,24 +52,22 @@ def _estimate_recipe(options: argparse.Namespace) -> int:
         groups=options.groups,
         languages=options.languages,
     )
-    with rare_collections():  # imported once the recipe is known to be good
-        from pipeline.batching.world_sizes import expert_parallel_size
-        from pipeline.estimates.choices import at_size
-        from pipeline.estimates.devices import device_named
-        from pipeline.estimates.memory import estimate
+    from pipeline.estimates.choices import at_size
+    from pipeline.estimates.devices import device_named
+    from pipeline.estimates.memory import estimate
 
-        on_cpu = options.device == CPU
-        device = None if on_cpu else device_named(options.device)
-        processes = options.processes or recipe.training.expert_parallel_size
-        recipe = at_size(recipe, expert_parallel_size(recipe, ranks=processes))
-        memory = estimate(
-            recipe,
-            **sizes,
-            processes=processes,
-            ds_config=load_ds_config(_ds_config_name(options)),
-            device="cpu" if on_cpu else "cuda",
-        )
-        steps = {} if device is None else _steps(recipe, device, sizes)
+    on_cpu = options.device == CPU
+    device = None if on_cpu else device_named(options.device)
+    processes = options.processes or recipe.training.expert_parallel_size
+    recipe = at_size(recipe, expert_parallel_size(recipe, ranks=processes))
+    memory = estimate(
+        recipe,
+        **sizes,
+        processes=processes,
+        ds_config=load_ds_config(_ds_config_name(options)),
+        device="cpu" if on_cpu else "cuda",
+    )
+    steps = {} if device is None else _steps(recipe, device, sizes)
     if options.json:
         document = {"device": options.device, "processes": processes, "memory": memory.to_json()}
         document |= {name: step.to_json() for name, step in steps.items()}

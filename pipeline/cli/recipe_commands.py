@@ -20,6 +20,8 @@ from pipeline.terminal import text_table
 
 
 def _describe(options: argparse.Namespace) -> int:
+    if options.recipe is None:
+        return _list(options)
     recipe = chosen_recipe(options)
     if options.settings:
         _print_settings(recipe, options)
@@ -148,16 +150,16 @@ def _num_languages(recipe: Recipe, asked: int | None) -> int:
     return len(modules.languages)
 
 
-def _list(_options: argparse.Namespace) -> int:
-    rows = [[name, load_recipe(name).description] for name in recipe_names()]
-    print(text_table(["recipe", "description"], rows))
+def _list(options: argparse.Namespace) -> int:
+    sizes = (options.vocabulary, options.groups, options.languages)
+    if options.overrides or options.settings or any(sizes):
+        raise ConfigError("These options describe one recipe. Name it with --recipe.")
+    described = {name: load_recipe(name).description for name in recipe_names()}
+    if options.json:
+        print(json.dumps(described, indent=1, ensure_ascii=False))
+    else:
+        print(text_table(["recipe", "description"], [[*row] for row in described.items()]))
     return 0
-
-
-def _add_recipe_and_sizes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
-    add_set_option(parser)
-    add_size_options(parser)
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +186,11 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_describe_options(parser: argparse.ArgumentParser) -> None:
-    _add_recipe_and_sizes(parser)
+    parser.add_argument(
+        "--recipe", metavar="NAME", help="a recipe, with overlays (default: list all recipes)"
+    )
+    add_set_option(parser)
+    add_size_options(parser)
     parser.add_argument(
         "--settings",
         action="store_true",
@@ -192,16 +198,11 @@ def _add_describe_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_no_options(_parser: argparse.ArgumentParser) -> None:
-    pass
-
-
 RECIPE_COMMANDS = (
     Command(
         "describe",
-        "show a recipe's resolved settings and its number of parameters",
+        "show a recipe's resolved settings and its number of parameters, or list the recipes",
         _add_describe_options,
         _describe,
     ),
-    Command("recipes", "list the recipes that ship", _add_no_options, _list),
 )

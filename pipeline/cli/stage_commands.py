@@ -58,7 +58,7 @@ from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
 from pipeline.jobs.plan import splits_to_compare
-from pipeline.machine import prepare_process, rare_collections
+from pipeline.machine import prepare_process
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Stage, StageCall, stage_config
 from pipeline.terminal import counted, with_article
@@ -160,8 +160,7 @@ def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
 
 def _code_of(stage: Stage) -> Callable[[StageCall], None]:
     """Return the function that does a stage's work; this imports all that the stage needs."""
-    with rare_collections():
-        run: Callable[[StageCall], None] = importlib.import_module(stage.module).run
+    run: Callable[[StageCall], None] = importlib.import_module(stage.module).run
     return run
 
 
@@ -292,9 +291,8 @@ def filter_command(options: argparse.Namespace) -> int:
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
-    with rare_collections():
-        from pipeline.decoding.constraints import read_phrases
-        from pipeline.decoding.line_filter import filter_lines
+    from pipeline.decoding.constraints import read_phrases
+    from pipeline.decoding.line_filter import filter_lines
 
     counts = filter_lines(
         checkpoint,
@@ -331,7 +329,7 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
             "--recipe",
             metavar="NAME",
             required=required and not unless,
-            help=f"recipe: a name of `mmnmt recipes` or PATH.toml, with overlays as NAME+OVERLAY "
+            help=f"recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
             f"(reads {', '.join(stage.sections)}){note * required}",
         )
         add_set_option(parser)

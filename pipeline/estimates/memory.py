@@ -54,7 +54,7 @@ CPU_GAPS = 0.65
 glibc keeps the heap: in the optimizer's step, freed activations and gaps still take memory. The
 same training takes up to 12 % more in some runs, often as much as a flat buffer. This share and the
 next number were fitted to 23 trainings of 3 runs or more each, ``CPU_SENT`` to 13 trainings
-(tests/bench/memory.py, glibc 2.36).
+(glibc 2.36).
 """
 CPU_HEAP = 112 * 2**20
 """Heap of a process whose activations are small."""

@@ -23,6 +23,7 @@ from pipeline.artifacts.digests import changed_files
 from pipeline.artifacts.manifest import setting_changes, with_defaults
 from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
 from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
+from pipeline.artifacts.shards import with_equal_limit
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages.stage import Stage
@@ -46,8 +47,6 @@ def why_not_done(
     if manifest.key == key:
         return None
     if stage.makes == "shards" and "shards" in config:
-        from pipeline.artifacts.shards import with_equal_limit  # numpy, which is slow to load
-
         limit = config["shards"]["max_tokens"]
         manifest = with_equal_limit(manifest, out_dir, max_tokens=limit)
     changes = changes_since(manifest, stage=stage, config=config, digests=digests)

@@ -31,7 +31,6 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
 )
-from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
@@ -139,9 +138,6 @@ def connect(world: World) -> None:
     # Training does not use them. Reading DeepSpeed's own table would start a compiler to find
     # out which other extensions could be built.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    # ZeRO loads the Muon optimizer to see whether ours is one, and Muon loads torch's compiler for
-    # its kernels (two seconds), by this function, which nothing else in deepspeed 0.19 calls.
-    compiler.compile = lambda: compiler.dummy_decorator
     # deepspeed 0.19 gives ZeRO 1 with bf16 parameters and float32 accumulation to BF16_Optimizer,
     # whose state has another layout. ZeRO's own optimizer accumulates so, too, as it does for fp16.
     deepspeed.DeepSpeedEngine._do_optimizer_sanity_check = lambda *_: ZERO_OPTIMIZATION

@@ -11,11 +11,10 @@ silently added to that of another. :class:`GradientOrder` compares the order of 
 with that of the first one, and the first one with those of the other ranks.
 """
 
-import inspect
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -26,12 +25,6 @@ from pipeline.checkpoints.training_state import LossScale
 from pipeline.distributed.collectives import all_max
 from pipeline.errors import TrainingError
 from pipeline.training.settings import OptimizerConfig
-
-# torch.optim wraps these so that torch.compile leaves them alone, and loads the compiler to do so:
-# a second at the start of every process. Nothing here is compiled (torch 2.13; in a version
-# without the wrapping, unwrap returns them unchanged).
-_ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
 def learning_rate(config: OptimizerConfig, update: int, *, total_updates: int) -> float:
@@ -56,7 +49,7 @@ def make_optimizer(
     parameters: Iterable[nn.Parameter] | list[dict[str, object]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """Return Adam with decoupled weight decay, fused: one kernel for a group of parameters."""
-    return AdamW(
+    return torch.optim.AdamW(
         parameters,
         lr=config.learning_rate,
         betas=config.betas,
@@ -64,20 +57,6 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         fused=True,
     )
-
-
-class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW``, equal bit for bit, without loading PyTorch's compiler."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as ``torch.optim.Optimizer`` does."""
-        _ADD_PARAM_GROUP(self, param_group)
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one update; ``closure`` computes the loss again."""
-        with torch.no_grad():
-            loss: float | None = _STEP(self, closure)
-        return loss
 
 
 def prepare_scaler(scaler: Any) -> None:

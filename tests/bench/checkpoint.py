@@ -31,7 +31,6 @@ if __name__ == "__main__":
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from digests import forget_pages, read
 from feed import own_memory, watching_memory
 from ratios import Options, Row, beside, bounded, compare, interleaved, parse_options, report
 from support.passes import passes_of
@@ -75,6 +74,21 @@ LAYER_MILLIONS = 29
 VOCABULARY = 32_000
 TAGS = 2
 BUFFER_BYTES = 64 * MEBIBYTE
+
+
+def forget_pages(path: Path) -> None:
+    """Ask the kernel to drop a file from its cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def read(path: Path) -> None:
+    """Read all of a file, into one buffer again and again."""
+    buffer = bytearray(remembering.READ_BYTES)
+    with path.open("rb", buffering=0) as stream:
+        while stream.readinto(buffer):
+            pass
 
 
 @dataclass(frozen=True)

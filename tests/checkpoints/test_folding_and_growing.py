@@ -103,7 +103,7 @@ def test_folding_and_pruning_are_commands(
 ) -> None:
     whole = str(make_checkpoint(tmp_path / "whole", trained_model("low_rank")))
     fold = ["checkpoint", "fold", whole, "--out", str(tmp_path / "folded")]
-    prune = ["checkpoint", "prune-languages", whole, "--languages", "de", "fr"]
+    prune = ["checkpoint", "prune", whole, "--languages", "de", "fr"]
     assert cli.main(fold) == 0
     assert cli.main([*prune, "--out", str(tmp_path / "pruned")]) == 0
     said = capsys.readouterr().out.splitlines()

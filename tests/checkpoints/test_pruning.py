@@ -296,7 +296,7 @@ def test_a_checkpoint_is_averaged_pruned_and_compared_from_the_command_line(
     whole = str(make_checkpoint(tmp_path / "whole", model, routing=count_routes(model)[0]))
     mean, pruned = str(tmp_path / "mean"), str(tmp_path / "pruned")
     options = ["--languages", "de", "fr", "--keep-mass", "1", "--out", pruned]
-    assert cli.main(["checkpoint", "prune-experts", whole, *options]) == 0
+    assert cli.main(["checkpoint", "prune", whole, *options]) == 0
     assert "4 experts per layer keep 1.0000 of all routes" in capsys.readouterr().out
     assert cli.main(["checkpoint", "average", whole, whole, "--out", mean]) == 0
     assert capsys.readouterr().out == f"{mean}: the mean of 2 checkpoints\n"

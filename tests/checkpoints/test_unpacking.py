@@ -106,13 +106,17 @@ def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
     load_model(tuned)
 
 
-def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(upcycled: Path) -> None:
-    document = tomllib.loads(recipe_text(upcycled))
+def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(
+    upcycled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "inspect", str(upcycled), "--recipe"]) == 0
+    printed = capsys.readouterr().out
+    document = tomllib.loads(printed)
     spec = read_spec(open_checkpoint(upcycled))
     assert ModelConfig.model_validate(document["model"]) == spec.model
     assert document["batches"] == {"tag_scheme": spec.tag_scheme}
     assert set(document) == {"model", "batches"}
-    Path("model.toml").write_text(recipe_text(upcycled), encoding="utf-8")
+    Path("model.toml").write_text(printed, encoding="utf-8")
     laid_over = load_recipe("demo_mmnmt+model.toml")
     assert laid_over.model == spec.model
     assert laid_over.training == load_recipe("demo_mmnmt").training

@@ -97,7 +97,7 @@ def commands(shelf: Shelf, broken: Path, tmp_path: Path) -> dict[str, list[str]]
         ],
         "average": ["checkpoint", "average", str(broken), str(broken), out],
         "prune": [
-            *("checkpoint", "prune-experts", str(broken), "--languages", "de"),
+            *("checkpoint", "prune", str(broken), "--languages", "de"),
             *("--experts", "4", out),
         ],
     }

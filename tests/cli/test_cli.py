@@ -28,7 +28,7 @@ from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, guarded
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
-from pipeline.config.recipe import load_recipe
+from pipeline.config.recipe import load_recipe, recipe_names
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -67,7 +67,7 @@ TRAIN = Stage(
 )
 
 OTHER_VERBS = (
-    *("run", "status", "submit", "cancel", "logs", "doctor", "describe", "recipes"),
+    *("run", "status", "submit", "cancel", "logs", "doctor", "describe"),
     *("estimate", "report", "serve", "checkpoint", "export"),
 )
 
@@ -131,7 +131,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_importing_the_command_line_loads_neither_torch_nor_a_stage() -> None:
     program = (
         "import sys, pipeline.cli\n"
-        "heavy = {'torch', 'deepspeed', 'numpy', 'sentencepiece', 'mpi4py'} & set(sys.modules)\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'datasets', 'mpi4py'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -969,6 +969,18 @@ def test_an_input_of_a_plan_is_named_once_per_path_or_as_a_data_set_of_the_hub(
     assert "hub:a/b@main does not say which text it is" in capsys.readouterr().err
 
 
+def test_describe_without_a_recipe_lists_those_that_ship(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["describe"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert set(recipe_names()) <= set(listed)
+    assert cli.main(["describe", "--json"]) == 0
+    assert [*json.loads(capsys.readouterr().out)] == recipe_names()
+    assert cli.main(["describe", "--vocabulary", "9"]) == EXIT_USER_ERROR
+    assert "Name it with --recipe." in capsys.readouterr().err
+
+
 def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1022,7 +1034,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
     os.close(reading)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline", "recipes"],
+            [sys.executable, "-m", "pipeline", "describe"],
             stdout=writing,
             stderr=subprocess.PIPE,
             timeout=60,
@@ -1122,7 +1134,7 @@ def test_the_longest_name_of_an_output_has_room_for_what_lies_beside_it(
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_what_the_encoding_of_the_output_lacks_is_written_as_escapes(encoding: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "pipeline", "recipes"],
+        [sys.executable, "-m", "pipeline", "describe"],
         env=os.environ | {"PYTHONIOENCODING": encoding},
         capture_output=True,
         timeout=60,
@@ -1228,14 +1240,13 @@ def test_an_average_is_of_checkpoints_or_of_a_runs_last_states(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["--experts", "2", "--keep-mass", "0.5"],
         ["--experts", "0"],
         ["--keep-mass", "most"],
     ],
 )
 def test_pruning_takes_either_a_number_of_experts_or_a_share(arguments: list[str]) -> None:
-    given = ["checkpoint", "prune-experts", "a", "--languages", "de", "--out", "b"]
+    given = ["checkpoint", "prune", "a", "--languages", "de", "--out", "b"]
     with pytest.raises(SystemExit) as ended:
         cli.main([*given, *arguments])
     assert ended.value.code == EXIT_USER_ERROR
@@ -1274,12 +1285,12 @@ def test_a_ds_config_that_cannot_be_used_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "option", "value"),
     [
-        (["checkpoint", "prune-experts", "x", "--keep-mass", "nan"], "--keep-mass", "nan"),
-        (["checkpoint", "prune-experts", "x", "--keep-mass", "-0.1"], "--keep-mass", "-0.1"),
-        (["checkpoint", "prune-experts", "x", "--keep-mass", "1.5"], "--keep-mass", "1.5"),
-        (["checkpoint", "prune-experts", "x", "--keep-mass", "half"], "--keep-mass", "half"),
-        (["checkpoint", "prune-experts", "x", "--experts", "0"], "--experts", "0"),
-        (["checkpoint", "prune-experts", "x", "--experts", "99999"], "--experts", "99999"),
+        (["checkpoint", "prune", "x", "--keep-mass", "nan"], "--keep-mass", "nan"),
+        (["checkpoint", "prune", "x", "--keep-mass", "-0.1"], "--keep-mass", "-0.1"),
+        (["checkpoint", "prune", "x", "--keep-mass", "1.5"], "--keep-mass", "1.5"),
+        (["checkpoint", "prune", "x", "--keep-mass", "half"], "--keep-mass", "half"),
+        (["checkpoint", "prune", "x", "--experts", "0"], "--experts", "0"),
+        (["checkpoint", "prune", "x", "--experts", "99999"], "--experts", "99999"),
         (["checkpoint", "average", "--run", "x", "--last", "0"], "--last", "0"),
         (["checkpoint", "average", "--run", "x", "--last", "1e3"], "--last", "1e3"),
         (["describe", "--recipe", "smoke", "--vocabulary", "-5"], "--vocabulary", "-5"),

@@ -227,7 +227,7 @@ def test_a_write_no_stage_has_a_sentence_for_is_one_sentence_too(
     lines = JsonLines(Path(disk.root) / "metrics.jsonl")
     names = "pipeline.cli.recipe_commands.recipe_names"
     monkeypatch.setattr(names, lambda: lines.write({"update": 1}))
-    assert cli.main(["recipes"]) == EXIT_USER_ERROR
+    assert cli.main(["describe"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert "metrics.jsonl could not be read or written (No space left on device)" in said
     assert said.count("\n") == 1
@@ -238,7 +238,7 @@ def test_a_full_standard_output_is_said_on_standard_error() -> None:
         pytest.skip("no /dev/full on this system")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline", "recipes"],
+            [sys.executable, "-m", "pipeline", "describe"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -176,42 +176,6 @@ importlib.import_module(sys.argv[1])
 print("\\n" + json.dumps(list(sys.modules)))
 """
 
-TRAIN = """
-import json, sys
-from support.passes import passes_of
-from support.tiny_models import random_batch, tiny_spec
-from pipeline.checkpoints.names import initialize_weights
-from pipeline.batching.settings import BatchesConfig
-from pipeline.config.recipe import Recipe
-from pipeline.model.settings import MoEConfig
-from pipeline.training.settings import OptimizerConfig
-from pipeline.distributed.world import distributed_world, leave
-from pipeline.model.building import build_model
-from pipeline.training.engine import Engine, connect
-from pipeline.training.optim import make_optimizer
-
-def update(world, *, moe, zero_stage):
-    spec = tiny_spec(moe=moe)
-    model = build_model(spec)
-    initialize_weights(model, seed=1)
-    recipe = Recipe(name="test", model=spec.model, batches=BatchesConfig(micro_batches=1))
-    engine = Engine(
-        model, recipe, world=world,
-        ds_config={"zero_optimization": {"stage": zero_stage}},
-        make_optimizer=lambda groups: make_optimizer(groups, OptimizerConfig()),
-    )
-    batch = random_batch(spec, sentences=2, seed=1)
-    engine.rehearse(batch)
-    engine.train_step(passes_of([batch]), total_labels=batch.num_labels, learning_rate=1e-3)
-
-with distributed_world() as world:
-    connect(world)
-    update(world, moe=None, zero_stage=1)
-    update(world, moe=MoEConfig(num_experts=4, every=2), zero_stage=2)
-print("\\n" + json.dumps(list(sys.modules)), flush=True)
-leave(0)
-"""
-
 
 def loaded_after(program: str, *arguments: str) -> list[set[str]]:
     """Return the names of all modules that a process has loaded, each time that it prints them."""
@@ -259,9 +223,3 @@ def test_a_few_lines_are_translated_without_compiled_loops(tmp_path: Path) -> No
 def test_compiled_loops_are_loaded_before_training_starts(stage: str) -> None:
     (loaded,) = loaded_after(IMPORT, f"pipeline.stages.{stage}")
     assert "numba" in loaded
-
-
-def test_a_first_update_loads_no_compiler() -> None:
-    (loaded,) = loaded_after(TRAIN)
-    assert "deepspeed" in loaded
-    assert not SLOW & loaded

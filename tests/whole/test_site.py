@@ -53,7 +53,7 @@ def test_links_to_the_readme_lead_to_the_home_page_and_those_to_files_become_tex
     small: Path, tmp_path: Path
 ) -> None:
     page = "# Page\n\n[start](../../README.md#quick-start), [license](../../LICENSE)\n"
-    fence = "\n```bash demo\nmmnmt recipes\n```\n"
+    fence = "\n```bash demo\nmmnmt describe\n```\n"
     (small / "docs" / "how-to" / "page.md").write_text(page + fence, encoding="utf-8")
     done = build(small, tmp_path / "site")
     assert done.returncode == 0, done.stderr

@@ -103,7 +103,7 @@ def test_checkpoints_are_compared_averaged_and_pruned(
     printed(["checkpoint", "average", "--run", "run/moe_lgr.run", "--last", "1", *out], capsys)
     out = ["--out", str(tmp_path / "pruned")]
     experts = ["--languages", "de", "fr", "--experts", "2"]
-    printed(["checkpoint", "prune-experts", "run/mmnmt", *experts, *out], capsys)
+    printed(["checkpoint", "prune", "run/mmnmt", *experts, *out], capsys)
 
 
 def test_settings_that_decide_nothing_of_a_stage_make_nothing_of_it_stale(

@@ -132,7 +132,7 @@ def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Ex
         raise CheckpointError(
             f"{tensors.origin} has {found} experts per layer and the model {wanted}. Name the "
             f"{wanted} that stay (upcycling.kept_experts), or prune it by its routes first "
-            "(mmnmt checkpoint prune-experts)."
+            "(mmnmt checkpoint prune)."
         )
     return Experts(found, kept)
 
