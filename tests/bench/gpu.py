@@ -47,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 import gpu_steps as steps
 from gpu_goals import GOALS, NOT_MEASURED, rows_of
 from gpu_steps import BFLOAT16, DEVICE, ROOT, Asked, changed, ratio, seconds
-from pipeline.batching.joining import join
 from plain_layer_peer import PlainLayer
 from ratios import provenance
 from support.passes import join
