@@ -135,7 +135,7 @@ class FlatGradients:
             for parameters, sums in group.runs:
                 into = sums.set if self._is_empty else sums.add
                 found = [(parameter, given[parameter]) for parameter in parameters]
-                into([torch.zeros_like(one) if g is None else g for one, g in found])
+                into(tuple(torch.zeros_like(one) if g is None else g for one, g in found))
         self._is_empty = False
 
     @torch.no_grad()
