@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pipeline.artifacts.artifact import check_together, open_artifact
 from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.state_loading import CheckedState
-from pipeline.checkpoints.training_state import PROGRESS_FILE, Position, read_position
+from pipeline.checkpoints.training_state import PROGRESS_FILE, CheckedState, Position, read_position
 from pipeline.errors import CheckpointError
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import Engine

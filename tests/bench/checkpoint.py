@@ -37,13 +37,11 @@ from ratios import Options, Row, beside, bounded, compare, interleaved, parse_op
 from support.passes import passes_of
 from support.tiny_models import random_batch
 
-from pipeline.artifacts import digests as remembering
+from pipeline.artifacts import artifact as remembering
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
-from pipeline.artifacts.places import verified_path
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.checkpoints.state_loading import CheckedState
-from pipeline.checkpoints.training_state import Piece, write_pieces
+from pipeline.checkpoints.training_state import CheckedState, Piece, write_pieces
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.model.building import build_model
@@ -140,8 +138,7 @@ class Saved:
             os.fsync(stream.fileno())
 
     def forget(self) -> None:
-        remembering._MEMORY.clear()
-        verified_path(self.place).unlink(missing_ok=True)
+        remembering._INTACT.clear()
         for path in self.files():
             forget_pages(path)
 

@@ -47,12 +47,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 import gpu_steps as steps
 from gpu_goals import GOALS, NOT_MEASURED, rows_of
 from gpu_steps import BFLOAT16, DEVICE, ROOT, Asked, changed, ratio, seconds
+from pipeline.batching.joining import join
 from plain_layer_peer import PlainLayer
 from ratios import provenance
 from support.tiny_models import EOS_ID, random_examples, tokens_in_groups
 
 from pipeline.batching.batch import collate
-from pipeline.batching.joining import join
 from pipeline.distributed.world import leave
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.model.regularization import Regularization
