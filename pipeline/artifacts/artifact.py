@@ -547,23 +547,28 @@ def open_recorded(record: InputRecord) -> Artifact | None:
     return Artifact(directory=path, manifest=manifest)
 
 
-def check_together(artifact: Artifact, names: Iterable[str]) -> None:
-    """Check files like :meth:`Artifact.check`, sharing the work among all ranks, which call this.
+def check_together(*artifacts: Artifact) -> None:
+    """Check all files like :meth:`Artifact.check`, sharing the work among all ranks.
+
+    All ranks call this.
 
     Raises:
         ArtifactError: A file is missing or damaged; the same error on all ranks.
     """
-    chunks: list[tuple[str, int]] = []
-    intact: dict[Path, _Intact] = {}
+    found: list[tuple[list[tuple[str, int]], dict[Path, _Intact]]] = []
+    _raise_first(
+        lambda: found.extend(artifact._unchecked_chunks(artifact.names()) for artifact in artifacts)
+    )
+    # Ranks may have checked different files before.
+    dealt: list[list[tuple[str, int]]] = from_rank_zero([chunks for chunks, _ in found])
 
-    def find() -> None:
-        nonlocal chunks, intact
-        chunks, intact = artifact._unchecked_chunks(names)
+    def compare() -> None:
+        for artifact, chunks in zip(artifacts, dealt, strict=True):
+            artifact._compare(chunks[rank() :: world_size()])
 
-    _raise_first(find)
-    dealt = from_rank_zero(chunks)  # ranks may have checked different files before
-    _raise_first(lambda: artifact._compare(dealt[rank() :: world_size()]))
-    _INTACT.update(intact)
+    _raise_first(compare)
+    for _, intact in found:
+        _INTACT.update(intact)
 
 
 def _raise_first(action: Callable[[], None]) -> None:

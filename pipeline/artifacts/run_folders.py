@@ -18,18 +18,7 @@ from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.locks import Lock, exclusive, sole_writer
-from pipeline.artifacts.manifest import (
-    DECIDE_NOTHING,
-    DECIDE_WHICH_WEIGHTS,
-    MANIFEST_NAME,
-    MARKER_NAME,
-    STATES_SAVED,
-    describe_change,
-    read_manifest,
-    undeciding,
-    with_defaults,
-    without_settings,
-)
+from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
 from pipeline.artifacts.places import (
     discard_working,
     entries,
@@ -40,6 +29,15 @@ from pipeline.artifacts.places import (
     run_dir,
     sync,
     unfinished_dir,
+)
+from pipeline.config.recorded import (
+    DECIDE_NOTHING,
+    DECIDE_WHICH_WEIGHTS,
+    STATES_SAVED,
+    describe_change,
+    undeciding,
+    with_defaults,
+    without_settings,
 )
 from pipeline.errors import ArtifactError, UserError
 

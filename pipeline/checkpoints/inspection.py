@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
-from pipeline.artifacts.manifest import setting_changes
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
 from pipeline.checkpoints.training_state import read_position, split_key
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
+from pipeline.config.recorded import setting_changes
 from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec

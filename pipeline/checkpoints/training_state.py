@@ -134,7 +134,7 @@ class CheckedState:
             ArtifactError: A file is missing or damaged; the same error on all ranks.
             CheckpointError: A value is missing or not finite; the same error on all ranks.
         """
-        check_together(self._state, self._state.names())
+        check_together(self._state)
         problem: str | None = None
         try:
             PieceReader(self._state).fill(targets)

@@ -26,9 +26,9 @@ from pipeline.artifacts.artifact import (
     read_manifest,
     stage_key,
 )
-from pipeline.artifacts.manifest import setting_changes, with_defaults
 from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
 from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
+from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages.stage import Stage

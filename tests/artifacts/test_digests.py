@@ -249,7 +249,7 @@ def check_and_count(world: World, directory: Path) -> tuple[list[tuple[str, int]
     ):
         made = open_artifact(directory, kind="corpus")
         try:
-            check_together(made, made.names())
+            check_together(made)
             made.check(made.names())
         except ArtifactError as error:
             return counter.chunks, str(error)

@@ -89,8 +89,7 @@ def open_unknown(artifact: Artifact) -> None:
 def check_share(_: World, directory: Path) -> None:
     artifacts._INTACT.clear()
     with mock.patch.object(digests, "MAX_THREADS", 1):
-        artifact = open_artifact(directory, kind="shards")
-        check_together(artifact, artifact.names())
+        check_together(open_artifact(directory, kind="shards"))
 
 
 def on_ranks(pool: ProcessPool, artifact: Artifact) -> Callable[[], object]:

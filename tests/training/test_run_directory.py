@@ -332,7 +332,9 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_old_state(
 def test_a_refusal_found_by_rank_zero_is_raised_on_all_ranks(
     pool2: ProcessPool, tmp_path: Path
 ) -> None:
-    save(run_directory(tmp_path, config={"training": {"updates": 99}}), 5)
+    earlier = run_directory(tmp_path, config={"training": {"updates": 99}})
+    with earlier.locked():
+        save(earlier, 5)
     messages = pool2.run(failure_of, tmp_path, None, CheckpointError)
     assert messages[0] == messages[1]
     assert "other settings or inputs (model.width: 1024 → " in messages[0]
