@@ -64,8 +64,9 @@ def _chunk_digest(chunk: tuple[Path, int]) -> str:
 def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
     """Write the pieces as a file that is on disk when this returns, and return its record.
 
-    A thread hashes each chunk while it is written. Every chunk is synced, so that a slow disk shows
-    its progress to the watchdog. Pieces that a generator makes need memory for about two chunks.
+    A thread hashes and syncs each chunk while the next one is written. The file is thus at most one
+    chunk ahead of the disk, and a slow disk shows its progress to the watchdog. Pieces that a
+    generator makes need memory for about two chunks.
 
     Raises:
         OSError: The file cannot be written; the error names it.
@@ -75,22 +76,25 @@ def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
     try:
         with ThreadPoolExecutor(1, "hash") as pool, path.open("wb") as stream:
             for chunk in chunks_of(pieces):
-                digests.append(pool.submit(_digest_of, chunk))
                 for piece in chunk:
                     size += stream.write(piece)
                 stream.flush()
-                os.fsync(stream.fileno())
-                digests[-1].result()
+                if digests:
+                    digests[-1].result()
+                digests.append(pool.submit(_settle, chunk, stream.fileno()))
                 progress.advance()
+            found = tuple(digest.result() for digest in digests)
     except OSError as error:
         raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
-    return FileRecord(size=size, chunks=tuple(digest.result() for digest in digests))
+    return FileRecord(size=size, chunks=found)
 
 
-def _digest_of(chunk: Iterable[memoryview]) -> str:
+def _settle(chunk: Iterable[memoryview], descriptor: int) -> str:
+    """Sync what is written of a file, and return the digest of its last chunk."""
     digest = hashlib.sha256()
     for piece in chunk:
         digest.update(piece)
+    os.fsync(descriptor)
     return digest.hexdigest()
 
 

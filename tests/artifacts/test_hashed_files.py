@@ -1,6 +1,7 @@
 """Files are hashed as they are written: by what is on disk, and it is on disk when that is said."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -40,15 +41,22 @@ def test_chunks_hold_all_bytes_in_order_and_are_full_but_the_last() -> None:
     assert [sum(part.nbytes for part in chunk) for chunk in chunks] == [100, 100, 100, 25]
 
 
-def test_every_chunk_is_on_disk_before_the_next_is_written_and_counts_as_progress(
+def test_writing_is_at_most_a_chunk_ahead_of_the_disk_and_every_chunk_counts_as_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+
+    def sync_slowly(file: int) -> None:
+        time.sleep(0.05)
+        synced.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
     before = progress.count()
-    write_hashed(tmp_path / "file", pieces_of(130, 5, 90))
-    assert synced == [100, 200, 225]
-    assert progress.count() - before == 3
+    write_hashed(tmp_path / "file", pieces_of(130, 5, 290))
+    assert len(synced) == progress.count() - before == 5
+    assert synced[-1] == 425
+    for number, size in enumerate(synced, start=1):
+        assert min(100 * number, 425) <= size <= 100 * (number + 1)
 
 
 @pytest.mark.parametrize(("folder", "number"), [("nowhere", 2), ("", 5)])
