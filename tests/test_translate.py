@@ -91,7 +91,7 @@ class Bench:
     def found(self, out: str) -> dict[str, list[Hypothesis]]:
         """Direction → hypotheses of a finished run."""
         artifact = open_artifact(self.directory / out, kind="translations")
-        artifact.verify()
+        artifact.check()
         return {str(one): read_hypotheses(artifact, one) for one in directions(self.corpus, "test")}
 
 
@@ -503,7 +503,7 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
     other = Bench(bench.directory, bench.checkpoint, corpus)
     assert other.run("out") == 0
     translations = open_artifact(bench.directory / "out", kind="translations")
-    translations.verify()
+    translations.check()
     assert translations.statistics["directions"] == dict.fromkeys(
         ["de-en", "de-fr", "en-de", "fr-de"], 2
     )

@@ -64,7 +64,7 @@ class Bench:
 
     def made(self, out: str) -> Artifact:
         artifact = open_artifact(self.directory / out, kind="translated_text")
-        artifact.verify()
+        artifact.check()
         return artifact
 
     def lines(self, out: str, name: str) -> list[str]:

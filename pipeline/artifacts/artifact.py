@@ -2,13 +2,14 @@
 
 An artifact is a directory with a ``manifest.json`` that is written last (``manifest``). It is built
 in a hidden sibling directory (``places``), synced to disk and renamed into place, so that a killed
-stage leaves nothing that looks finished. :meth:`Artifact.file` checks a file against the digests of
-the manifest before it returns the path (``digests``).
+stage leaves nothing that looks finished. :meth:`Artifact.file` compares a file with the digests of
+the manifest before it returns the path, once per process.
 
 :class:`Lineage` follows the recorded inputs of an artifact back to their artifacts.
 """
 
 import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,21 +19,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
-from pipeline.artifacts.digests import (
-    Check,
-    Chunk,
-    Hashing,
-    Stamp,
-    changed_files,
-    chunk_digests,
-    compare_files,
-    file_records,
-    raw_digest,
-    refuse_links,
-    remember,
-    remember_artifact,
-    remembered,
-)
+from pipeline.artifacts.digests import chunk_digests, file_records, number_of_chunks, raw_digest
 from pipeline.artifacts.locks import held_lock, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
@@ -66,7 +53,7 @@ from pipeline.artifacts.places import (
 )
 from pipeline.config.documents import read_json
 from pipeline.distributed import progress
-from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank
+from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank, world_size
 from pipeline.errors import ArtifactError, to_write
 from pipeline.terminal import with_article
 
@@ -85,7 +72,6 @@ __all__ = [
     "json_digest",
     "new_artifact",
     "open_artifact",
-    "publish_artifact",
     "raw_digest",
     "read_manifest",
     "refuse_changed",
@@ -101,6 +87,14 @@ UNWRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
 )
 """Error numbers of failed writes that the user can fix: a full disk, permissions, a name."""
+
+
+_Intact = tuple[FileRecord, int, int]
+_INTACT: dict[Path, _Intact] = {}
+"""File that this process found intact → its record, modification time and inode."""
+
+RECENT_NANOSECONDS = 50_000_000
+"""Age up to which a changed file is not remembered: another change might leave the same time."""
 
 
 @dataclass(frozen=True)
@@ -156,36 +150,86 @@ class Artifact:
         return self.directory / name
 
     def unchecked_file(self, name: str) -> Path:
-        """Return the path of a file without checking its contents.
+        """Return the path of a file of the recorded size without reading it.
 
         Raises:
-            ArtifactError: The artifact has no such file, or it is a link.
+            ArtifactError: The artifact has no such file, or it is missing, a link or too short.
         """
-        self._record(name)
-        refuse_links(self.directory, name)
+        self._status(name, self._record(name))
         return self.directory / name
 
-    def check(self, names: Iterable[str]) -> None:
-        """Compare files with their digests, unless they are known to be intact.
+    def check(self, names: Iterable[str] | None = None) -> None:
+        """Compare all files, or the named ones, with their digests, once per process.
 
         Raises:
-            ArtifactError: Names the file that is missing, damaged or a link.
+            ArtifactError: Names the file that is missing, a link or damaged, and its chunk.
         """
-        unknown = self.to_check(names).without(remembered(self.directory, self.digest))
-        if unknown.files:
-            self.remember(compare_files(self.directory, unknown.files))
+        chunks, intact = self._unchecked_chunks(self.manifest.files if names is None else names)
+        self._compare(chunks)
+        _INTACT.update(intact)
 
-    def to_check(self, names: Iterable[str]) -> Check:
-        """Return the named files with their digests and present status.
+    def _unchecked_chunks(
+        self, names: Iterable[str]
+    ) -> tuple[list[tuple[str, int]], dict[Path, _Intact]]:
+        """Return the chunks to hash of the named files, and the entries of these files if intact.
 
         Raises:
             ArtifactError: One is missing, a link or of another size.
         """
-        return Check.of(self.directory, {name: self._record(name) for name in names})
+        chunks: list[tuple[str, int]] = []
+        intact: dict[Path, _Intact] = {}
+        for name in sorted(names):
+            path, record = self.directory / name, self._record(name)
+            status = self._status(name, record)
+            entry = (record, status.st_mtime_ns, status.st_ino)
+            if _INTACT.get(path) != entry:
+                chunks += [(name, number) for number in range(len(record.chunks))]
+            if time.time_ns() - status.st_mtime_ns > RECENT_NANOSECONDS:
+                intact[path] = entry
+        return chunks, intact
 
-    def remember(self, stamps: Mapping[str, Stamp], *, on_disk: bool = True) -> None:
-        """Record that files of this status match the manifest."""
-        remember(self.directory, self.digest, stamps, on_disk=on_disk)
+    def _status(self, name: str, record: FileRecord) -> os.stat_result:
+        path = self.directory
+        for part in name.split("/"):
+            path = path / part
+            if path.is_symlink():
+                raise ArtifactError(
+                    f"{path} is a link, which an artifact never contains. {self._fix}."
+                )
+        if not path.is_file():
+            raise ArtifactError(f"{path} is missing, although its manifest lists it. {self._fix}.")
+        status = path.stat()
+        if status.st_size != record.size or number_of_chunks(record.size) != len(record.chunks):
+            raise ArtifactError(
+                f"{path} has {status.st_size} bytes, its manifest says {record.size}. {self._fix}."
+            )
+        return status
+
+    @property
+    def _fix(self) -> str:
+        return (
+            f"Restore it from a copy, or remove the folder {self.directory} and run its stage again"
+        )
+
+    def _compare(self, chunks: Sequence[tuple[str, int]]) -> None:
+        """Hash chunks.
+
+        Raises:
+            ArtifactError: Names the first file and chunk that differ.
+        """
+        try:
+            digests = chunk_digests([(self.directory / name, number) for name, number in chunks])
+        except OSError as error:
+            raise ArtifactError(
+                f"{error.filename or self.directory} cannot be read ({error.strerror or error}). "
+                f"{self._fix}."
+            ) from error
+        for (name, number), digest in zip(chunks, digests, strict=True):
+            if digest != self.manifest.files[name].chunks[number]:
+                raise ArtifactError(
+                    f"{self.directory / name} is damaged in chunk {number} (64 MiB each): its "
+                    f"digest differs from the manifest. {self._fix}."
+                )
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
@@ -211,15 +255,6 @@ class Artifact:
         """
         return read_json(self.file(name))
 
-    def verify(self, names: list[str] | None = None) -> None:
-        """Compare all files, or the named ones, with their digests, known or not.
-
-        Raises:
-            ArtifactError: Names the file and the chunk that differ.
-        """
-        wanted = self.names() if names is None else names
-        self.remember(compare_files(self.directory, {name: self._record(name) for name in wanted}))
-
 
 @dataclass
 class ArtifactWriter:
@@ -232,10 +267,8 @@ class ArtifactWriter:
     directory: Path
     statistics: dict[str, Any] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
-    taken_over: dict[Path, FileRecord] = field(default_factory=dict)
-    """Files shared with another artifact, with their digests."""
     settled: dict[Path, FileRecord] = field(default_factory=dict)
-    """Files that were hashed while they were written and are on disk, with their digests."""
+    """Files that are on disk and hashed already, with their records."""
 
     def path(self, name: str) -> Path:
         """Return the path for a new file and make its parent folders below the working folder.
@@ -271,7 +304,7 @@ class ArtifactWriter:
         """
         target = self.path(name)
         if link_or_copy(source.file(name), target):
-            self.taken_over[target] = source.manifest.files[name]
+            self.settled[target] = source.manifest.files[name]
         progress.advance()
 
 
@@ -320,14 +353,31 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
 def refuse_changed(directory: Path) -> None:
     """Refuse a finished artifact that has changed since its stage made it.
 
-    Only files that changed since, by their status, are compared with their digests.
-
     Raises:
         ArtifactError: A file is missing or differs, so that a user's change is not lost.
     """
     manifest = read_manifest(directory)
     if manifest is not None:
         Artifact(directory, manifest).check(changed_files(directory, manifest))
+
+
+def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Return file → what seems to have happened to it since the artifact was made.
+
+    Nothing is read: a file counts as changed if it has another size or is newer than the manifest,
+    which is written last.
+    """
+    sealed = (directory / MANIFEST_NAME).stat().st_mtime_ns
+    changes: dict[str, str] = {}
+    for name, record in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            changes[name] = "is missing"
+        elif path.is_symlink():
+            changes[name] = "is a link now"
+        elif path.stat().st_size != record.size or path.stat().st_mtime_ns > sealed:
+            changes[name] = "changed since it was made"
+    return changes
 
 
 @contextmanager
@@ -370,7 +420,7 @@ def new_artifact(
             remove_abandoned(out_dir)
         make_working(writer.directory)
         yield writer
-        manifest = seal_artifact(
+        seal_artifact(
             writer,
             kind=kind,
             stage=stage,
@@ -382,7 +432,7 @@ def new_artifact(
             ),
         )
         refuse_if_lost(lock_path(out_dir))
-        publish_artifact(writer, manifest, out_dir=out_dir)
+        replace_directory(writer.directory, out_dir)
     except OSError as error:
         discard_working(writer.directory)
         refuse_if_lost(lock_path(out_dir))  # whoever holds it now has removed the working folder
@@ -392,16 +442,6 @@ def new_artifact(
     except BaseException:
         discard_working(writer.directory)
         raise
-
-
-def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Path) -> None:
-    """Move a sealed artifact to its place and remember its files as intact.
-
-    Raises:
-        ArtifactError: The directory in its place is not an artifact.
-    """
-    replace_directory(writer.directory, out_dir)
-    remember_artifact(out_dir, manifest)
 
 
 def describe_unwritable(error: OSError, *, place: Path) -> str:
@@ -421,7 +461,7 @@ def seal_artifact(
     inputs: Mapping[str, InputRecord],
     run: RunRecord,
     files: Mapping[str, FileRecord] | None = None,
-) -> Manifest:
+) -> None:
     """Write the manifest of a directory under construction, after all other files.
 
     ``files`` are the records of all files where these are hashed and on disk already; otherwise
@@ -453,13 +493,11 @@ def seal_artifact(
     manifest_path.write_text(to_json(manifest.model_dump()), encoding="utf-8")
     sync(manifest_path)
     sync(writer.directory)
-    return manifest
 
 
 def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Hash and sync the files that are not yet settled, and return all records by name."""
-    known = writer.taken_over | writer.settled
-    found = {path: known.get(path) for path in paths}
+    found = {path: writer.settled.get(path) for path in paths}
     records = file_records([path for path, record in found.items() if record is None])
     for path in records:
         sync(path)
@@ -509,38 +547,37 @@ def open_recorded(record: InputRecord) -> Artifact | None:
     return Artifact(directory=path, manifest=manifest)
 
 
-def check_together(
-    artifact: Artifact, names: Iterable[str], *, hashing: Hashing = chunk_digests
-) -> None:
-    """Check files like :meth:`Artifact.check`, sharing the work among all ranks.
+def check_together(*artifacts: Artifact) -> None:
+    """Check all files like :meth:`Artifact.check`, sharing the work among all ranks.
 
-    Every rank of the open process group must call it. Rank 0 deals out the chunks that it does not
-    know yet. A rank that sees other files than rank 0 (a copy on a disk of its own) checks all of
-    its own chunks. Rank 0 remembers the result on disk for later processes. Each rank calls
-    ``hashing`` once, even for no chunks.
+    All ranks call this.
 
     Raises:
         ArtifactError: A file is missing or damaged; the same error on all ranks.
     """
-    check: Check | None = None
+    found: list[tuple[list[tuple[str, int]], dict[Path, _Intact]]] = []
+    _raise_first(
+        lambda: found.extend(artifact._unchecked_chunks(artifact.names()) for artifact in artifacts)
+    )
+    # Ranks may have checked different files before.
+    dealt: list[list[tuple[str, int]]] = from_rank_zero([chunks for chunks, _ in found])
+
+    def compare() -> None:
+        for artifact, chunks in zip(artifacts, dealt, strict=True):
+            artifact._compare(chunks[rank() :: world_size()])
+
+    _raise_first(compare)
+    for _, intact in found:
+        _INTACT.update(intact)
+
+
+def _raise_first(action: Callable[[], None]) -> None:
+    """Act on all ranks, and raise the first error of any rank on all of them."""
     problem: str | None = None
     try:
-        check = artifact.to_check(list(names))
+        action()
     except ArtifactError as error:
         problem = str(error)
-    found = gather_objects((problem, check.stamps if check else {}))
-    _raise_first([entry for entry, _ in found])
-    assert check is not None
-    unknown = check.without(remembered(artifact.directory, artifact.digest)).chunks()
-    dealt: list[Chunk] = from_rank_zero(unknown)
-    together = [number for number, (_, stamps) in enumerate(found) if stamps == found[0][1]]
-    if rank() in together:
-        unknown = dealt[together.index(rank()) :: len(together)]
-    _raise_first(gather_objects(check.problem(unknown, hashing=hashing)))
-    artifact.remember(check.stamps, on_disk=rank() == 0)
-
-
-def _raise_first(problems: list[str | None]) -> None:
-    problem = next((entry for entry in problems if entry is not None), None)
+    problem = next(filter(None, gather_objects(problem)), None)
     if problem is not None:
         raise ArtifactError(problem)

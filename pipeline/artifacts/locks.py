@@ -22,11 +22,11 @@ nothing more (:meth:`Lock.refuse_if_lost`). The generation is thus the fencing t
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import secrets
 import socket
-import stat
 import sys
 import threading
 import time
@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.artifacts.places import begins_with, lock_path
+from pipeline.artifacts.places import lock_path
 from pipeline.distributed.signals import deferred, held_back
 from pipeline.distributed.watchdog import Silence
 from pipeline.errors import ArtifactError, to_write
@@ -56,9 +56,6 @@ _LONGEST_FILE = 4096
 _PAUSE_SECONDS = 0.1
 _LONGEST_LOOK_SECONDS = 1.0
 """Seconds that count at most between two looks at the holder's file."""
-_START = b'{"process": '
-_EARLIER_START = b"process "
-"""Start of the lock files of earlier versions, which were plain files."""
 _VANISHED = (errno.ENOENT, errno.ESTALE)
 
 
@@ -145,7 +142,7 @@ def _job_and_restart(attempt: str) -> tuple[str, int] | None:
     return (job, int(restart)) if job and restart.isdecimal() else None
 
 
-# ---------------------------------------------------------------- the directory
+# ---------------------------------------------------------------- holding
 
 
 @dataclass(frozen=True)
@@ -158,50 +155,14 @@ class _Found:
     @property
     def owner(self) -> Owner | None:
         """Owner of the file; None while it is not signed."""
-        line, end, _ = self.text.partition(b"\n")
-        return _parse_owner(line) if end else None
-
-
-def _parse_owner(line: bytes) -> Owner | None:
-    try:
-        owner = Owner(**json.loads(line))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    process, *texts = asdict(owner).values()
-    is_owner = isinstance(process, int) and all(isinstance(text, str) for text in texts)
-    return owner if is_owner and process > 0 else None
+        try:
+            return Owner(**json.loads(self.text.partition(b"\n")[0]))
+        except (ValueError, TypeError):
+            return None
 
 
 class _ForeignError(Exception):
     """The directory holds files that no lock consists of."""
-
-
-def _generations(folder: int | Path) -> list[int]:
-    """Return the generations in a lock's directory, in order."""
-    # NFS keeps a file that was removed while it was open under such a name.
-    names = [name for name in os.listdir(folder) if not name.startswith(".nfs")]  # noqa: PTH208
-    if not all(name.isascii() and name.isdecimal() for name in names):
-        raise _ForeignError
-    return sorted(map(int, names))
-
-
-def _read_generation(folder: int, generation: int) -> bytes:
-    descriptor = os.open(str(generation), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
-    try:
-        return os.read(descriptor, _LONGEST_FILE)
-    finally:
-        os.close(descriptor)
-
-
-def _highest(folder: int) -> _Found | None:
-    """Return the highest generation; None if there is none."""
-    generations = _generations(folder)
-    if not generations:
-        return None
-    text = _read_generation(folder, generations[-1])
-    if not text.startswith(_START) and not _START.startswith(text):
-        raise _ForeignError
-    return _Found(generations[-1], text)
 
 
 @contextmanager
@@ -214,7 +175,27 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------- holding
+def _generations(folder: int) -> list[int]:
+    """Return the generations in a lock's directory, in order."""
+    # NFS keeps a file that was removed while it was open under such a name.
+    names = [name for name in os.listdir(folder) if not name.startswith(".nfs")]
+    if not all(name.isascii() and name.isdecimal() for name in names):
+        raise _ForeignError
+    return sorted(map(int, names))
+
+
+def _read(folder: int, generation: int) -> _Found:
+    descriptor = os.open(str(generation), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        return _Found(generation, os.read(descriptor, _LONGEST_FILE))
+    finally:
+        os.close(descriptor)
+
+
+def _highest(folder: int) -> _Found | None:
+    """Return the highest generation; None if there is none."""
+    generations = _generations(folder)
+    return _read(folder, generations[-1]) if generations else None
 
 
 @dataclass(frozen=True)
@@ -247,44 +228,53 @@ class Lock:
         give_up = time.monotonic() + LATE_SECONDS
         before: Owner | None = None
         while True:
-            found, problem = self._look()
-            owner = found.owner if found else None
+            owner, problem = self._look()
             if owner == self.owner:
                 return None
             # A claimer that finds out that it came too late withdraws at once.
-            if owner is not None and owner == before:
-                return f"it is being written by {owner}"
-            if time.monotonic() >= give_up:
-                return "it is being written by another process" if found else problem
+            if (owner is not None and owner == before) or time.monotonic() >= give_up:
+                return problem
             before = owner
             time.sleep(_PAUSE_SECONDS)
 
-    def is_taken(self) -> bool:
-        """Return whether another process holds the lock, which this one never gets back."""
-        found, _ = self._look()
-        return found is not None and found.owner not in (None, self.owner)
-
-    def _look(self) -> tuple[_Found | None, str]:
-        """Return the highest generation, or None and why there is none."""
+    def _look(self) -> tuple[Owner | None, str]:
+        """Return the present owner, and what is wrong if that is not this process."""
         try:
             with _opened(self.path) as folder:
-                return _highest(folder), "its lock is gone"
+                found = _highest(folder)
         except _ForeignError:
-            return None, "its lock is gone"
+            found = None
         except OSError as error:
-            if error.errno in _VANISHED:
-                return None, "its lock is gone"
-            return None, f"its lock cannot be read ({error.strerror or error})"
+            if error.errno not in _VANISHED:
+                return None, f"its lock cannot be read ({error.strerror or error})"
+            found = None
+        if found is None:
+            return None, "its lock is gone"
+        return found.owner, f"it is being written by {found.owner or 'another process'}"
 
     def beat(self, number: int) -> None:
         """Refresh the file of this generation, if it is there."""
         descriptor = os.open(self.path / str(self.generation), os.O_RDWR | os.O_NOFOLLOW)
         try:
-            line, end, _ = os.pread(descriptor, _LONGEST_FILE, 0).partition(b"\n")
-            if _parse_owner(line) == self.owner:
-                os.pwrite(descriptor, b"beat %010d\n" % number, len(line + end))
+            found = _Found(self.generation, os.pread(descriptor, _LONGEST_FILE, 0))
+            if found.owner == self.owner:
+                os.pwrite(descriptor, b"beat %010d\n" % number, found.text.index(b"\n") + 1)
         finally:
             os.close(descriptor)  # on NFS this writes to the server
+
+    def beat_until(self, ended: threading.Event) -> None:
+        """Refresh the lock every few seconds, and say when it is lost."""
+        said: str | None = None
+        for number in itertools.count(1):
+            if ended.wait(BEAT_SECONDS):
+                return
+            with contextlib.suppress(OSError):  # a full disk, say: the next one may succeed
+                self.beat(number)
+            loss = self.loss()
+            if loss not in (None, said) and not ended.is_set():
+                line = f"{self.what}: {loss}. This run saves nothing without it."
+                print(line, file=sys.stderr, flush=True)
+            said = loss
 
     def release(self) -> None:
         """Remove the lock if it is this process's. A forked child has its parent's, and does not.
@@ -294,44 +284,11 @@ class Lock:
         """
         if os.getpid() != self.owner.process:
             return
-        found, _ = self._look()
+        owner, _ = self._look()
         with contextlib.suppress(OSError):
-            if found is not None and found.owner == self.owner:
+            if owner == self.owner:
                 (self.path / str(self.generation)).unlink()
             self.path.rmdir()
-
-
-class _Heartbeat:
-    """Thread that refreshes a lock and notices that it is lost."""
-
-    def __init__(self, lock: Lock) -> None:
-        self._lock, self._ended = lock, threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"lock {lock.path}", daemon=True)
-
-    def start(self) -> None:
-        # A signal that the thread received would reach the main thread even where that blocks it.
-        with held_back():
-            self._thread.start()
-
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        number, said = 0, None
-        while not self._ended.wait(BEAT_SECONDS):
-            number += 1
-            with contextlib.suppress(OSError):  # a full disk, say: the next one may succeed
-                self._lock.beat(number)
-            loss = self._lock.loss()
-            if loss not in (None, said) and not self._ended.is_set():
-                is_taken = self._lock.is_taken()  # else the file system may fail for a while
-                until = "more" if is_taken else "until it is back"
-                line = f"{self._lock.what}: {loss}. This run saves nothing {until}."
-                print(line, file=sys.stderr, flush=True)
-                if is_taken:
-                    return
-            said = loss
 
 
 _HELD: dict[str, Lock] = {}
@@ -376,8 +333,13 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
                 f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or "
                 "choose another folder."
             ) from error
-        heartbeat = _Heartbeat(lock)
-        heartbeat.start()
+        ended = threading.Event()
+        heartbeat = threading.Thread(
+            target=lock.beat_until, args=(ended,), name=f"lock {path}", daemon=True
+        )
+        # A signal that the thread received would reach the main thread even where that blocks it.
+        with held_back():
+            heartbeat.start()
         key = os.path.abspath(path)  # noqa: PTH100
         _HELD[key] = lock
         try:
@@ -385,7 +347,8 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
         finally:
             if os.getpid() == lock.owner.process:
                 _HELD.pop(key, None)
-                heartbeat.end()
+                ended.set()
+                heartbeat.join()
     finally:
         try:
             claim.release()
@@ -428,6 +391,7 @@ class _Claim:
             try:
                 with deferred():  # a file that is created is signed, and then ours to remove
                     self.lock = self._try()
+                vanished = 0
             except _ForeignError:
                 raise ArtifactError(
                     f"{self.path} should be the lock of {self.what}, but it is another file. Move "
@@ -437,8 +401,6 @@ class _Claim:
                 vanished += 1
                 if error.errno not in _VANISHED or vanished * _PAUSE_SECONDS > LATE_SECONDS:
                     raise
-            else:
-                vanished = 0
             if self.lock is not None:
                 return self.lock
             time.sleep(_PAUSE_SECONDS)
@@ -450,7 +412,13 @@ class _Claim:
 
     def _try(self) -> Lock | None:
         """Return the lock if it is free or can be taken over; None to try again."""
-        is_new = self._make()
+        is_new = True
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            is_new = False
+            if self.path.is_symlink() or self.path.is_file():
+                raise _ForeignError from None
         try:
             with _opened(self.path) as folder:
                 found = _highest(folder)
@@ -458,33 +426,9 @@ class _Claim:
                 return None if reason is None else self._follow(folder, found, reason)
         except BaseException:
             if is_new:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # another process uses it
                     self.path.rmdir()
             raise
-
-    def _make(self) -> bool:
-        """Make the directory; return whether it was not there."""
-        try:
-            self.path.mkdir()
-        except FileExistsError:
-            self._refuse_file()
-            return False
-        return True
-
-    def _refuse_file(self) -> None:
-        try:
-            mode = self.path.lstat().st_mode
-        except FileNotFoundError:  # released just now
-            return
-        if stat.S_ISDIR(mode):
-            return
-        if not begins_with(self.path, _EARLIER_START):
-            raise _ForeignError
-        holder = self.path.read_text(encoding="utf-8", errors="replace").strip()
-        raise ArtifactError(
-            f"{self.path} is the lock of an earlier version of mmnmt ({holder}). If no run of that "
-            "version writes there any more, remove the file, then run again."
-        )
 
     def _why_to_follow(self, found: _Found) -> str | None:
         """Return why this process may take over from a holder, empty if nobody need know.
@@ -508,22 +452,17 @@ class _Claim:
             if not self._has_beaten:
                 self._say_that_it_waits(owner)
                 return None
-        if time.monotonic() >= self.give_up:
-            raise self._refusal(str(owner))
-        return None
-
-    def _refusal(self, holder: str) -> ArtifactError:
-        return ArtifactError(
-            f"{self.what} is being written by {holder}. Wait for it or stop it, then run again."
+        if time.monotonic() < self.give_up:
+            return None
+        raise ArtifactError(
+            f"{self.what} is being written by {owner}. Wait for it or stop it, then run again."
         )
 
     def _watch(self, found: _Found) -> float:
         """Return for how long, on this machine's clock, the holder's file has been as it is."""
         before, self._seen = self._seen, found
         if found != before:
-            self._has_beaten = (
-                before is not None and before.owner is not None and before.owner == found.owner
-            )
+            self._has_beaten = before is not None and before.owner == found.owner is not None
         return self._silence.since_change_of(found)
 
     def _say_that_it_waits(self, owner: Owner) -> None:
@@ -544,26 +483,19 @@ class _Claim:
             descriptor = os.open(str(generation), flags, 0o644, dir_fd=folder)
         except FileExistsError:
             return None
-        except PermissionError as error:
-            if found is None or found.owner is None:
-                raise
-            raise ArtifactError(
-                f"{self.what}: {found.owner} has ended and left {self.path}, in which this user "
-                "cannot write. Ask its user to remove that, or choose another folder."
-            ) from error
         lock = Lock(self.path, generation, self._owner, self.what)
         try:
             self._sign(descriptor)
             if not self._is_first(lock, folder, found):
-                self._withdraw(folder, generation)
+                _withdraw(folder, generation)
                 return None
         except BaseException:
-            self._withdraw(folder, generation)
+            _withdraw(folder, generation)
             raise
         with contextlib.suppress(OSError, _ForeignError):  # lower ones do no harm
             for lower in _generations(folder):
                 if lower < generation:
-                    self._withdraw(folder, lower)
+                    _withdraw(folder, lower)
         if reason and found:
             line = f"{self.what}: taken over from {found.owner}, {reason}."
             print(line, file=sys.stderr, flush=True)
@@ -582,17 +514,16 @@ class _Claim:
 
         The one before must not have been signed meanwhile: its claimer may hold the lock then.
         """
-        seen, _ = lock._look()
-        if seen is None or seen.owner != self._owner:
+        if lock._look()[0] != self._owner:
             return False
         if found is None:
             return True
         try:
-            before = _Found(found.generation, _read_generation(folder, found.generation))
+            return _read(folder, found.generation).owner == found.owner
         except FileNotFoundError:
             return True
-        return before.owner == found.owner
 
-    def _withdraw(self, folder: int, generation: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(str(generation), dir_fd=folder)
+
+def _withdraw(folder: int, generation: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(str(generation), dir_fd=folder)

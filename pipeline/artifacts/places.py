@@ -3,8 +3,8 @@
 Beside an output ``NAME`` there may be
 
 - ``.NAME.TOKEN.unfinished``: the artifact under construction, with the token of the lock's holder,
-  so that a process that lost the lock and runs on does not write into that of the next; without a
-  token where the maker holds no lock;
+  so that a process that lost the lock and runs on does not write into the folder of the next; no
+  token where the maker holds no lock, or for an artifact that is being removed;
 - ``.NAME.replaced``: the previous artifact while the new one takes its place;
 - ``NAME.run``: the run folder of a stage that can be resumed (``run_folders``);
 - ``NAME.before-1``, ``NAME.before-1.run``, ``-2`` and so on: an earlier trained ``NAME`` and its
@@ -12,13 +12,11 @@ Beside an output ``NAME`` there may be
   them, so they can be removed or renamed back;
 - ``.NAME.lock``: one writer at a time (``locks``);
 - ``.NAME.attempts``: how the jobs that make it started and ended (``jobs/attempts.py``);
-- ``.NAME.probe``: files by which the nodes of a job try whether they share storage;
-- ``.NAME.verified.jsonl``: the files known to match the manifest (``digests``).
+- ``.NAME.probe``: files by which the nodes of a job try whether they share storage.
 
-Nothing else in this project removes or renames anything there. A folder is replaced or removed only
-if the project made all of it: it is empty, or it has a manifest and only the files listed there, or
-it is a working folder with the marker. An artifact is replaced only by one of its own kind, and a
-trained one is then kept beside it. Links are never followed.
+These hidden names belong to the project. ``NAME`` itself is replaced or removed only if it is empty
+or has a manifest and only the files listed there, and only by an artifact of its kind. Links are
+never followed.
 """
 
 import contextlib
@@ -26,15 +24,13 @@ import itertools
 import os
 import re
 import shutil
-import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pipeline.artifacts.manifest import (
     LONGEST_PART,
     MANIFEST_NAME,
-    MARKER_NAME,
     Kind,
     Manifest,
     as_text,
@@ -46,6 +42,9 @@ from pipeline.errors import ArtifactError, ConfigError
 from pipeline.terminal import with_article
 
 # ---------------------------------------------------------------- names
+
+LONGEST_ADDITION = len("..12345678.unfinished")
+"""Bytes by which the longest name beside an output is longer than its own."""
 
 
 def refuse_path(path: Path, *, is_output: bool = False) -> None:
@@ -64,26 +63,13 @@ def refuse_path(path: Path, *, is_output: bool = False) -> None:
             f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text. "
             "Rename it, or name another."
         )
-    *folders, last = map(_num_bytes, absolute.parts)
-    most = LONGEST_PART - (_longest_addition() if is_output else 0)
+    *folders, last = (len(os.fsencode(name)) for name in absolute.parts)
+    most = LONGEST_PART - (LONGEST_ADDITION if is_output else 0)
     if last > most or max(folders, default=0) > LONGEST_PART:
         raise ConfigError(
             f"The path {path} has a name of {max(last, *folders)} bytes, where at most "
             f"{most if last > most else LONGEST_PART} fit. Choose a shorter one."
         )
-
-
-def _num_bytes(name: str) -> int:
-    return len(os.fsencode(name))
-
-
-def _longest_addition() -> int:
-    """Return how many bytes longer the names beside an output are than its own."""
-    out_dir = Path("x")
-    beside = [of(out_dir) for of in _BESIDE]
-    beside.append(unfinished_dir(out_dir, token="0" * 8))
-    beside.append(run_dir(out_dir.with_name(f"{out_dir.name}.before-100")))
-    return max(_num_bytes(place.name) for place in beside) - 1
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
@@ -132,14 +118,6 @@ def attempts_dir(out_dir: Path) -> Path:
 def probe_dir(out_dir: Path) -> Path:
     """Return the folder in which nodes try whether they share the storage of an output."""
     return out_dir.parent / f".{out_dir.name}.probe"
-
-
-def verified_path(directory: Path) -> Path:
-    """Return the file that remembers the digests checked for an artifact."""
-    return directory.parent / f".{directory.name}.verified.jsonl"
-
-
-_BESIDE = (unfinished_dir, replaced_dir, lock_path, attempts_dir, verified_path)
 
 
 def plan_lock_path(plan_dir: Path) -> Path:
@@ -197,13 +175,6 @@ def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def is_working(directory: Path) -> bool:
-    """Return whether a folder is a working folder: it has the marker, or no file at all."""
-    if directory.is_symlink() or not directory.is_dir():
-        return False
-    return is_plain(directory / MARKER_NAME) or not any(entries(directory))
-
-
 def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
     """Refuse an output where a finished artifact of another kind lies.
 
@@ -230,15 +201,12 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
         kind: Kind of the new artifact; None accepts any kind there.
 
     Raises:
-        ArtifactError: ``out_dir``, or a working folder beside it, holds what would be lost.
+        ArtifactError: ``out_dir`` holds what would be lost.
     """
     if out_dir.name in ("", ".."):
         raise ArtifactError(
             f"{out_dir} does not end in a name. Give the new folder one of its own."
         )
-    for working in (unfinished_dir(out_dir), replaced_dir(out_dir)):
-        if os.path.lexists(working):
-            _refuse_foreign(working)
     if not os.path.lexists(out_dir):
         return
     if kind is not None:
@@ -257,20 +225,11 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
         )
 
 
-def _refuse_foreign(working: Path) -> None:
-    reason = None if is_working(working) else why_not_ours(working)
-    if reason is not None:
-        raise ArtifactError(
-            f"The stage needs {working} to work in, but it {reason}. Name another --out, or move "
-            "the folder away."
-        )
-
-
 # ---------------------------------------------------------------- removing and replacing
 
 
 def remove_artifact(directory: Path) -> None:
-    """Remove an artifact file by file, its manifest last; do nothing if it is not there.
+    """Remove an artifact, first its name and then its files; do nothing if it is not there.
 
     Raises:
         ArtifactError: It contains a foreign file; nothing is removed.
@@ -280,95 +239,48 @@ def remove_artifact(directory: Path) -> None:
     reason = why_not_ours(directory)
     if reason is not None:
         raise ArtifactError(f"{directory} {reason}, so it is not removed. Move it away.")
-    manifest = read_manifest(directory)
-    # The file beside it goes first: once the directory is gone, no later start would look for it.
-    with contextlib.suppress(OSError):
-        if is_verified_file(verified_path(directory)):
-            verified_path(directory).unlink()
-    for name in manifest.files if manifest else ():
-        (directory / name).unlink(missing_ok=True)
-    _remove_empty_folders(directory)
-    (directory / MANIFEST_NAME).unlink(missing_ok=True)
-    directory.rmdir()
-
-
-def _remove_empty_folders(directory: Path) -> None:
-    for folder, names, _ in os.walk(directory, topdown=False):
-        for name in names:
-            (Path(folder) / name).rmdir()
+    hidden = unfinished_dir(directory)
+    remove_working(hidden)
+    directory.rename(hidden)
+    remove_working(hidden)
 
 
 def remove_working(directory: Path) -> None:
-    """Remove a working folder, its marker last; do nothing if it is not there.
-
-    Raises:
-        ArtifactError: The folder is foreign; nothing is removed.
-    """
-    if not os.path.lexists(directory):
-        return
-    if not is_working(directory):
-        remove_artifact(directory)  # sealed, but not yet in its place
-        return
-    for entry in directory.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != MARKER_NAME:
-            entry.unlink()
-    (directory / MARKER_NAME).unlink(missing_ok=True)
-    try:
-        directory.rmdir()
-    except OSError:  # its maker still runs and has written a file meanwhile
-        with contextlib.suppress(OSError):
-            (directory / MARKER_NAME).touch()
-        raise
+    """Remove a working folder, or do nothing if it is not there."""
+    if directory.is_symlink():
+        directory.unlink()
+    elif directory.exists():
+        shutil.rmtree(directory)
 
 
 def discard_working(directory: Path) -> None:
     """Remove a working folder as far as possible, after an error."""
-    with contextlib.suppress(OSError, ArtifactError):
-        remove_working(directory)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_abandoned(out_dir: Path) -> None:
     """Remove what earlier makers of an output left under construction; its lock is held.
 
-    Foreign folders stay. A maker that still runs fails at its next file.
+    A maker that still runs fails at its next file.
     """
     for directory in unfinished_dirs(out_dir):
         discard_working(directory)
 
 
 def make_working(directory: Path) -> None:
-    """Make an empty working folder with the marker in it, and its parents.
-
-    Raises:
-        ArtifactError: A foreign folder is in the way.
-    """
-    if os.path.lexists(directory):
-        _refuse_foreign(directory)
-        remove_working(directory)
+    """Make an empty working folder, and its parents."""
+    remove_working(directory)
     directory.mkdir(parents=True)
-    (directory / MARKER_NAME).touch()
 
 
 def files_below(directory: Path) -> Iterator[Path]:
-    """Yield all files of a working folder except the marker.
+    """Yield all files of a working folder.
 
     Raises:
-        OSError: A folder cannot be listed, or a file not be found out about.
+        OSError: A folder cannot be listed.
     """
     for folder, _, names in os.walk(directory, onerror=_raise):
-        for name in names:
-            path = os.path.join(folder, name)  # noqa: PTH118 (thousands of files: Path is slow)
-            if name != MARKER_NAME and _is_file(path):
-                yield Path(path)
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
-    except FileNotFoundError:  # removed meanwhile
-        return False
+        yield from (path for name in names if (path := Path(folder, name)).is_file())
 
 
 def restore(out_dir: Path) -> None:
@@ -384,7 +296,7 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
     A trained model is not removed but kept aside if its replacement was not made by training.
 
     Raises:
-        ArtifactError: The previous output, or one left aside, may not be replaced.
+        ArtifactError: The previous output may not be replaced.
     """
     restore(out_dir)
     new = read_manifest(new_dir)
@@ -394,7 +306,6 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
     if out_dir.exists():
         out_dir.rename(aside)
     try:
-        (new_dir / MARKER_NAME).unlink(missing_ok=True)
         new_dir.rename(out_dir)
         sync(out_dir.parent)
     except OSError:
@@ -421,7 +332,7 @@ def _clear_replaced(out_dir: Path) -> None:
         aside.rename(place)
         print(f"{out_dir}: the model trained before is kept as {place}", file=sys.stderr)
     else:
-        remove_artifact(aside)
+        remove_working(aside)
 
 
 def sync(path: Path) -> None:
@@ -453,21 +364,6 @@ def free_place_aside(out_dir: Path) -> Path:
         for place in places
         if not os.path.lexists(place) and not os.path.lexists(run_dir(place))
     )
-
-
-def begins_with(path: Path, expected: bytes) -> bool:
-    """Return whether a plain file begins with these bytes."""
-    if not is_plain(path):
-        return False
-    with path.open("rb") as stream:
-        return stream.read(len(expected)) == expected
-
-
-def is_verified_file(path: Path) -> bool:
-    """Return whether a path holds remembered digests (``digests``), or nothing yet."""
-    if not os.path.lexists(path):
-        return True
-    return is_plain(path) and (path.stat().st_size == 0 or begins_with(path, b'["'))
 
 
 # ---------------------------------------------------------------- outputs and inputs
@@ -509,29 +405,9 @@ def refuse_inputs(
 
 def _relation(place: Path, given: Path) -> str | None:
     """Return how a path relates to an input ("is", "holds", …); None if they are apart."""
-    place_and_above, given_and_above = _identities(place), _identities(given)
-    if place_and_above[0] == given_and_above[0]:
+    place, given = Path(os.path.realpath(place)), Path(os.path.realpath(given))  # loops, too
+    if place == given:
         return "is"
-    if given_and_above[0] in place_and_above:
+    if given in place.parents:
         return "lies within"
-    if place_and_above[0] in given_and_above:
-        return "holds"
-    return None
-
-
-def _identities(path: Path) -> Sequence[tuple[int, int] | str]:
-    """Return the identities of a path and all folders above it, with links resolved.
-
-    An identity is the inode, or the name where nothing exists yet, so that two spellings of one
-    folder compare equal.
-    """
-    resolved = Path(os.path.realpath(path))
-    return [_identity(entry) for entry in (resolved, *resolved.parents)]
-
-
-def _identity(path: Path) -> tuple[int, int] | str:
-    try:
-        status = path.stat()
-    except OSError:
-        return str(path)
-    return status.st_dev, status.st_ino
+    return "holds" if place in given.parents else None

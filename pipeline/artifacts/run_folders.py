@@ -11,38 +11,33 @@ training did not write stay and are named.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.locks import Lock, exclusive, sole_writer
-from pipeline.artifacts.manifest import (
-    DECIDE_NOTHING,
-    DECIDE_WHICH_WEIGHTS,
-    MANIFEST_NAME,
-    MARKER_NAME,
-    STATES_SAVED,
-    describe_change,
-    read_manifest,
-    undeciding,
-    with_defaults,
-    without_settings,
-)
+from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
 from pipeline.artifacts.places import (
-    begins_with,
+    discard_working,
     entries,
     free_place_aside,
     is_plain,
-    is_working,
     refuse_to_overwrite,
     remove_artifact,
-    remove_working,
     run_dir,
     sync,
     unfinished_dir,
-    why_not_ours,
+)
+from pipeline.config.recorded import (
+    DECIDE_NOTHING,
+    DECIDE_WHICH_WEIGHTS,
+    STATES_SAVED,
+    describe_change,
+    undeciding,
+    with_defaults,
+    without_settings,
 )
 from pipeline.errors import ArtifactError, UserError
 
@@ -77,7 +72,7 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
         return
     others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
     other = next((name for name in others if (directory / name).exists()), None)
-    if not is_working(directory) and not _looks_like_a_run(directory):
+    if directory.is_symlink() or not _is_marked(directory):
         problem = "was not made by a stage"
     elif other is not None:
         problem = f"holds {other} of another kind of stage"
@@ -121,25 +116,12 @@ def _remove_stacks(directory: Path) -> None:
         stacks_dir(directory).rmdir()
 
 
-def _looks_like_a_run(directory: Path) -> bool:
-    """Return whether a folder without the marker is a run folder of an earlier version."""
-    if directory.is_symlink() or not directory.is_dir():
+def _is_marked(directory: Path) -> bool:
+    """Return whether a folder has the marker, or nothing but what a watchdog wrote."""
+    if not directory.is_dir():
         return False
-    return (
-        any(_kind_at(state) == "training_state" for state in directory.glob("states/update-*"))
-        or _kind_at(directory / "best") in ("checkpoint", "task_model")
-        or begins_with(directory / "identity.json", b"[{")
-        or begins_with(directory / "lock", b"process ")
-        or any(path for pattern in STACK_FILES for path in directory.glob(pattern))
-    )
-
-
-def _kind_at(directory: Path) -> str | None:
-    try:
-        manifest = read_manifest(directory)
-    except ArtifactError:
-        return None
-    return manifest.kind if manifest else None
+    names = {path.name for path in directory.iterdir()}
+    return MARKER_NAME in names or names <= {stacks_dir(directory).name}
 
 
 def set_aside(out_dir: Path) -> Path:
@@ -271,12 +253,6 @@ NOTE_NAME = "removed-when-done"
 """File with the key (``artifact.stage_key``) of the model that makes the folder obsolete."""
 
 _LEFTOVER_NAME = re.compile(r"\.(update-\d+|best|mean)(\.[0-9a-f]{8})?\.(unfinished|replaced)")
-_UNMARKED = {
-    *("optimizer", "weights", "tokenizer", "progress.json", "model.json", "routing.json"),
-    "manifest.json",
-}
-"""Content of an unfinished state or checkpoint without the marker: of a version before there was
-one, or of a rank that wrote on after its attempt's folder was removed."""
 _FILES = ("metrics.jsonl", ".metrics.jsonl.unfinished")
 
 
@@ -317,25 +293,16 @@ def _is_due(out_dir: Path) -> bool:
 
 def remove_contents(run_folder: Path) -> None:
     """Remove states, best weights and curves; the caller holds the folder's lock."""
-    for place in _artifacts(run_folder):
+    artifacts = [*states_dir(run_folder).glob("update-*"), run_folder / "best", run_folder / "mean"]
+    for place in artifacts:
         with suppress(ArtifactError):  # it has a user's files, which are named at the end
             remove_artifact(place)
     for leftover in leftovers(run_folder):
-        with suppress(ArtifactError):
-            remove_leftover(leftover)
+        discard_working(leftover)
     with suppress(OSError):  # not empty, or there was no state
         states_dir(run_folder).rmdir()
     for name in _FILES:
         (run_folder / name).unlink(missing_ok=True)
-
-
-def _artifacts(run_folder: Path) -> Iterator[Path]:
-    """Yield the paths of states, best weights and mean, including half-removed ones."""
-    states = states_dir(run_folder)
-    names = {path.name.lstrip(".").partition(".")[0] for path in states.glob("*update-*")}
-    yield from (states / name for name in sorted(names) if STATE_NAME.fullmatch(name))
-    yield run_folder / "best"
-    yield run_folder / "mean"
 
 
 def working_dir(out_dir: Path, lock: Lock | None) -> Path:
@@ -348,23 +315,10 @@ def working_dir(out_dir: Path, lock: Lock | None) -> Path:
 
 
 def leftovers(run_folder: Path) -> list[Path]:
-    """Return the folders that killed writes of states and weights left, with or without token."""
+    """Return the folders that killed writes and removals of states and weights left."""
     hidden = (*run_folder.glob(".*"), *states_dir(run_folder).glob(".*"))
     found = [path for path in hidden if _LEFTOVER_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found)
-
-
-def remove_leftover(directory: Path) -> None:
-    """Remove what a killed write left, with or without the marker.
-
-    Raises:
-        ArtifactError: It contains foreign files.
-    """
-    if why_not_ours(directory) is not None and not directory.is_symlink():
-        found = {path.name for path in directory.iterdir()}
-        if found <= _UNMARKED:
-            (directory / MARKER_NAME).touch()
-    remove_working(directory)
 
 
 def remove_emptied(run_folder: Path) -> str | None:

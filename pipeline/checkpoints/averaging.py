@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact, read_manifest
-from pipeline.artifacts.manifest import describe_change
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.checkpoints.checkpoint import (
     open_checkpoint,
@@ -22,6 +21,7 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.training_state import PieceReader
 from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.config.recorded import describe_change
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.terminal import counted, track
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
-from pipeline.artifacts.manifest import setting_changes
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
 from pipeline.checkpoints.training_state import read_position, split_key
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
+from pipeline.config.recorded import setting_changes
 from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
@@ -187,7 +187,7 @@ def verify(directory: Path) -> str:
     artifact = open_any(directory)
     files = artifact.manifest.files
     for name in track(sorted(files), label="verify"):
-        artifact.verify([name])
+        artifact.check([name])
     size = sum(record.size for record in files.values())
     return (
         f"{directory}: all of {counted(len(files), 'file')} ({counted(size, 'byte')}) of this "

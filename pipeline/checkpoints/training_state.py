@@ -14,10 +14,11 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, FileRecord
+from pipeline.artifacts.artifact import Artifact, FileRecord, check_together
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.config.settings import shown
-from pipeline.errors import CheckpointError
+from pipeline.distributed.collectives import gather_objects
+from pipeline.errors import CheckpointError, UserError
 
 PROGRESS_FILE = "progress.json"
 MAX_DIGITS = 19
@@ -118,6 +119,30 @@ class PieceReader:
         if self._cached[0] != key:
             self._cached = (key, self._files.read(key).flatten())
         return self._cached[1]
+
+
+class CheckedState:
+    """A training state whose files are compared with their digests before values are read."""
+
+    def __init__(self, state: Artifact) -> None:
+        self._state = state
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill all targets from the pieces of any topology; all ranks call this.
+
+        Raises:
+            ArtifactError: A file is missing or damaged; the same error on all ranks.
+            CheckpointError: A value is missing or not finite; the same error on all ranks.
+        """
+        check_together(self._state)
+        problem: str | None = None
+        try:
+            PieceReader(self._state).fill(targets)
+        except (UserError, OSError) as error:
+            problem = str(error)
+        problem = next(filter(None, gather_objects(problem)), None)
+        if problem is not None:
+            raise CheckpointError(problem)
 
 
 def incomplete(state: Artifact, target: Target, *, filled: int) -> CheckpointError:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, FileRecord
-from pipeline.artifacts.digests import HashedFiles
+from pipeline.artifacts.digests import write_hashed
 from pipeline.config.settings import one_line
 from pipeline.distributed import progress
 from pipeline.errors import CheckpointError
@@ -56,7 +56,7 @@ def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
         try:
             yield from _headers(path, file)
         except _UNREADABLE as error:
-            artifact.verify([file])
+            artifact.check([file])
             raise _unreadable(path, error, fix=_FIX) from error
 
 
@@ -211,11 +211,11 @@ def write_weights(
         The record of each file for a manifest.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with HashedFiles() as files:
-        for index, held in enumerate(files_of(tensors)):
-            name = f"{part_prefix(part)}{index:03d}.safetensors"
-            files.write(directory / name, file_pieces(held))
-    return files.records
+    records: dict[Path, FileRecord] = {}
+    for index, held in enumerate(files_of(tensors)):
+        path = directory / f"{part_prefix(part)}{index:03d}.safetensors"
+        records[path] = write_hashed(path, file_pieces(held))
+    return records
 
 
 def files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -254,26 +254,8 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 """Names of types, in the order in which their values stand in a file."""
-_FLOATING = {_NAMES[dtype]: dtype for dtype in FLOATING_TYPES}
 _PLACES = {dtype: place for place, dtype in enumerate(_NAMES)}
 _ALIGNMENT = _LENGTH_BYTES = 8
-
-
-def dtype_of(header: TensorHeader) -> torch.dtype | None:
-    """Return the type of a tensor's values; None if it is no floating-point type."""
-    return _FLOATING.get(header.dtype)
-
-
-def value_offsets(path: Path) -> dict[str, int]:
-    """Return the offsets of the tensors' values in a file whose header was found readable."""
-    with path.open("rb") as stream:
-        size = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        described = json.loads(stream.read(size))
-    return {
-        name: _LENGTH_BYTES + size + entry["data_offsets"][0]
-        for name, entry in described.items()
-        if name != "__metadata__"
-    }
 
 
 @dataclass(frozen=True)

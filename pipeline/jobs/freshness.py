@@ -18,12 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.artifacts.artifact import FORMAT_VERSION, Artifact, Manifest, read_manifest, stage_key
-from pipeline.artifacts.digests import changed_files
-from pipeline.artifacts.manifest import setting_changes, with_defaults
+from pipeline.artifacts.artifact import (
+    FORMAT_VERSION,
+    Artifact,
+    Manifest,
+    changed_files,
+    read_manifest,
+    stage_key,
+)
 from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
 from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
 from pipeline.artifacts.shards import with_equal_limit
+from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages.stage import Stage
@@ -89,8 +95,7 @@ def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:
 def change_of_files(task: Task) -> str | None:
     """Describe the first file of a finished artifact that was changed; None if there is none.
 
-    Copies have other times and inodes: a file that looks changed is compared with its digest, which
-    is then remembered.
+    Copies have other times: a file that looks changed is compared with its digest.
     """
     try:
         manifest = read_manifest(task.out_dir)

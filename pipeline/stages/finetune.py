@@ -11,14 +11,13 @@ if __name__ == "__main__":
 
 from dataclasses import replace
 
-from pipeline.artifacts.artifact import check_together
-from pipeline.artifacts.manifest import describe_change
 from pipeline.checkpoints.checkpoint import (
     load_model,
     read_spec,
     read_tokenizer,
     refuse_other_tokenizer,
 )
+from pipeline.config.recorded import describe_change
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
 from pipeline.estimates.devices import peak_operations
@@ -33,11 +32,11 @@ def run(call: StageCall) -> None:
     """Load the checkpoint's model and train it further."""
     training, checkpoint = call.recipe.training, call.artifacts["checkpoint"]
     with distributed_world(stacks_dir=call.stacks_dir) as world:
+        call.open_inputs()
         connect(world)
         call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)
         refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
-        check_together(checkpoint, checkpoint.names())
         model = load_model(
             checkpoint,
             regularization=Regularization.of(training),

@@ -31,6 +31,7 @@ def run(call: StageCall) -> None:
     """Build the recipe's model, initialize it and train it."""
     training = call.recipe.training
     with distributed_world(stacks_dir=call.stacks_dir) as world:
+        call.open_inputs()
         connect(world)
         call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)

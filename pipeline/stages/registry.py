@@ -4,7 +4,7 @@ Plans, the command line and launchers know stages by this table alone: inputs, o
 the module of each.
 """
 
-from pipeline.artifacts.manifest import DECIDE_NOTHING
+from pipeline.config.recorded import DECIDE_NOTHING
 from pipeline.extensions.installed import INSTALLED
 from pipeline.stages.stage import Input, Stage
 

@@ -16,16 +16,17 @@ from pipeline.artifacts.artifact import (
     ArtifactWriter,
     InputRecord,
     Kind,
+    check_together,
     new_artifact,
     stage_key,
 )
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.manifest import undeciding, without_settings
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
+from pipeline.config.recorded import undeciding, without_settings
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,18 @@ class StageCall:
             config=self.config,
             inputs={name: record.digest for name, record in self.records.items()},
         )
+
+    def open_inputs(self) -> Mapping[str, Artifact]:
+        """Compare all files of all inputs with their digests, and return the inputs.
+
+        All ranks call this and share the work. A stage that reads only some files of its inputs
+        does without: each file is then compared when it is asked for.
+
+        Raises:
+            ArtifactError: A file is missing or damaged; the same error on all ranks.
+        """
+        check_together(*self.artifacts.values())
+        return self.artifacts
 
     def new_artifact(
         self, *, wall_seconds: float | None = None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter, check_together
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     Details,
     Direction,
@@ -37,11 +37,11 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.locks import held_lock
-from pipeline.artifacts.manifest import describe_change, with_defaults
 from pipeline.artifacts.places import lock_path, run_dir
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import unfinished_path
+from pipeline.config.recorded import describe_change, with_defaults
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.collectives import (
     from_rank_zero,
@@ -80,10 +80,10 @@ def run(call: StageCall) -> None:
         targets=call.recipe.decoding.targets,
     )
     with distributed_world(stacks_dir=call.stacks_dir) as world, StopFlag() as stop:
-        checkpoint = call.artifacts["checkpoint"]
-        check_together(checkpoint, checkpoint.names())
         translator = Translator(
-            checkpoint, call.recipe.decoding, segmenters=call.recipe.tokenizer.segmenters
+            call.open_inputs()["checkpoint"],
+            call.recipe.decoding,
+            segmenters=call.recipe.tokenizer.segmenters,
         )
         translator.load_segmenters({direction.source for direction in selection.taken})
         done = DoneLines(call, world)

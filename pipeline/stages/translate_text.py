@@ -21,7 +21,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.artifact import ArtifactWriter, check_together
+from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.translated_text import scores_name, text_name
 from pipeline.config.documents import read_json_lines, unfinished_path
@@ -50,8 +50,7 @@ def run(call: StageCall) -> None:
     settings, decoding = call.recipe.text, call.recipe.decoding
     texts, left_out = find_texts(call.raw["text"], field=settings.field)
     with distributed_world(stacks_dir=call.stacks_dir) as world, StopFlag() as stop:
-        checkpoint = call.artifacts["checkpoint"]
-        check_together(checkpoint, checkpoint.names())
+        checkpoint = call.open_inputs()["checkpoint"]
         translator = Translator(checkpoint, decoding, segmenters=call.recipe.tokenizer.segmenters)
         directions = find_directions(translator, settings.source, targets=decoding.targets)
         translator.load_segmenters([directions[0].source])

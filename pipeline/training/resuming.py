@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pipeline.artifacts.artifact import check_together, open_artifact
 from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.state_loading import CheckedState
-from pipeline.checkpoints.training_state import PROGRESS_FILE, Position, read_position
+from pipeline.checkpoints.training_state import CheckedState, Position, read_position
 from pipeline.errors import CheckpointError
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import Engine
@@ -46,8 +45,7 @@ class MeanOfLastStates:
             open_artifact(self._run_directory.state_dir(update), kind="training_state")
             for update in averaged
         ]
-        for state in states:
-            check_together(state, state.names())
+        check_together(*states)
         self._engine.load_weights(MeanOfStates(states))
         return averaged
 
@@ -108,7 +106,6 @@ class Resuming:
         state = self._run_directory.resume_from()
         if state is None:
             return Resumed(Position(), replanned=[])
-        check_together(state, [PROGRESS_FILE])
         position = read_position(state)
         updates = self._recipe.training.updates
         if position.update > updates:  # with updates_of = "bytes", only known once data is read

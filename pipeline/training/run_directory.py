@@ -33,16 +33,17 @@ from pipeline.artifacts.artifact import (
     Kind,
     RunRecord,
     open_artifact,
-    publish_artifact,
     read_manifest,
     seal_artifact,
     settle_files,
 )
 from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.places import (
+    discard_working,
     files_below,
     make_working,
     remove_artifact,
+    replace_directory,
     restore,
     run_dir,
 )
@@ -54,7 +55,6 @@ from pipeline.artifacts.run_folders import (
     leftovers,
     remove_contents,
     remove_emptied,
-    remove_leftover,
     state_names,
     states_dir,
     updates_of_name,
@@ -188,7 +188,7 @@ class RunDirectory:
         for leftover in leftovers(self.directory):
             restore(leftover.with_name(leftover.name[1:].rpartition(".")[0]))
             if leftover.is_dir():
-                remove_leftover(leftover)
+                discard_working(leftover)
                 print(f"{leftover}: unfinished, removed", file=sys.stderr)
 
     def state_dir(self, update: int) -> Path:
@@ -428,7 +428,7 @@ class _PendingWrite:
     ) -> None:
         """Write the manifest and move the artifact into place; rank 0 only."""
         wall_seconds = round(time.monotonic() - self._clock, 3)
-        manifest = seal_artifact(
+        seal_artifact(
             self._writer,
             kind=self._kind,
             stage=stage,
@@ -437,11 +437,10 @@ class _PendingWrite:
             run=RunRecord(started=self._started, wall_seconds=wall_seconds),
             files=files,
         )
-        publish_artifact(self._writer, manifest, out_dir=self._out_dir)
+        replace_directory(self._writer.directory, self._out_dir)
 
     def discard(self) -> None:
-        with suppress(OSError, ArtifactError):
-            remove_leftover(self._writer.directory)
+        discard_working(self._writer.directory)
 
 
 def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str:

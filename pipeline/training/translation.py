@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.artifacts.artifact import ArtifactWriter, check_together
+from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction, Resource, language_of, resource_of
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.mixture import read_mixture
@@ -26,11 +26,9 @@ from pipeline.training.settings import TrainingConfig
 
 
 def training_data(call: StageCall) -> TrainingData:
-    """Open and check the shards and the mixture of a training stage; all ranks call this."""
-    shards = call.artifacts["shards"]
-    check_together(shards, shards.names())
+    """Read the shards and the mixture of a training stage."""
     return TrainingData(
-        shards,
+        call.artifacts["shards"],
         read_mixture(call.artifacts["mixture"]),
         call.recipe.batches,
         seed=call.recipe.training.seed,

@@ -1,9 +1,6 @@
 """What a file of an artifact holds is known to be right before it is used, then remembered."""
 
-import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +14,7 @@ from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import (
     Artifact,
+    changed_files,
     check_together,
     new_artifact,
     open_artifact,
@@ -29,9 +27,7 @@ from pipeline.artifacts.corpus import (
     read_hypotheses,
     write_hypotheses,
 )
-from pipeline.artifacts.digests import changed_files, file_records
-from pipeline.artifacts.manifest import Manifest
-from pipeline.artifacts.places import verified_path
+from pipeline.artifacts.digests import file_records
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
@@ -42,9 +38,9 @@ CHUNK = 64
 @pytest.fixture(autouse=True)
 def new_process() -> Iterator[None]:
     """Every test begins as a process that remembers nothing."""
-    digests._MEMORY.clear()
+    artifacts._INTACT.clear()
     yield
-    digests._MEMORY.clear()
+    artifacts._INTACT.clear()
 
 
 def make(directory: Path, *, age: bool = True) -> Artifact:
@@ -93,7 +89,7 @@ def test_a_tampered_file_is_not_given_out_whatever_asks_for_it(tmp_path: Path) -
     made.file("a.txt")
     tamper(made.directory / "a.txt")
     assert made.file("deep/b.bin").read_bytes() == CONTENTS["deep/b.bin"]
-    for ask in (lambda: made.file("a.txt"), lambda: made.check(["empty", "a.txt"]), made.verify):
+    for ask in (lambda: made.file("a.txt"), lambda: made.check(["empty", "a.txt"]), made.check):
         with pytest.raises(ArtifactError, match=r"a\.txt is damaged in chunk 0 "):
             ask()
 
@@ -121,7 +117,7 @@ def test_a_link_within_an_artifact_is_refused_even_where_the_content_is_right(
         with pytest.raises(ArtifactError, match=rf"{linked} is a link"):
             ask(name)
     with pytest.raises(ArtifactError, match="is a link"):
-        made.verify()
+        made.check()
 
 
 def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
@@ -159,45 +155,13 @@ def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- remembering
 
 
-def test_a_file_is_hashed_once_in_a_process_and_not_again_in_another(
-    tmp_path: Path, hashing: Hashing
-) -> None:
+def test_a_file_is_hashed_once_in_a_process(tmp_path: Path, hashing: Hashing) -> None:
     made = make(tmp_path / "corpus")
-    verified_path(made.directory).unlink()
-    digests._MEMORY.clear()
     hashing.chunks.clear()
     for _ in range(3):
         made.check(made.names())
         open_artifact(made.directory, kind="corpus").file("a.txt")
     assert sorted(hashing.chunks) == [("a.txt", 0), ("b.bin", 0)]
-    digests._MEMORY.clear()
-    made.check(made.names())
-    assert len(hashing.chunks) == 2
-
-
-def test_another_process_takes_over_what_was_found(tmp_path: Path) -> None:
-    made = make(tmp_path / "corpus")
-    made.check(made.names())
-    program = (
-        "import sys; from pathlib import Path; from pipeline.artifacts import digests\n"
-        "from pipeline.artifacts.artifact import open_artifact\n"
-        "digests._chunk_digest = None\n"
-        "made = open_artifact(Path(sys.argv[1]), kind='corpus'); made.check(made.names())\n"
-        "print(made.file('a.txt').read_text(), end='')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(made.directory)], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, "one\n"), done.stderr
-
-
-def test_what_was_just_written_and_hashed_is_not_hashed_again_when_it_is_used(
-    tmp_path: Path, hashing: Hashing
-) -> None:
-    made = make(tmp_path / "corpus")
-    written = len(hashing.chunks)
-    made.check(made.names())
-    assert len(hashing.chunks) == written == 2
 
 
 def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: Hashing) -> None:
@@ -205,56 +169,15 @@ def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: 
     made = make(tmp_path / "corpus")
     status = (made.directory / "a.txt").stat()
     with mock.patch("time.time_ns", return_value=status.st_mtime_ns + 1_000_000):
-        digests._MEMORY.clear()
-        verified_path(made.directory).unlink()
         made.check(["a.txt"])
         made.check(["a.txt"])
     assert hashing.chunks.count(("a.txt", 0)) == 3, "by sealing, and by both checks"
-
-
-@pytest.mark.parametrize("obstacle", ["a folder", "a file of the user's", "no room"])
-def test_where_nothing_can_be_noted_this_process_remembers_alone(
-    tmp_path: Path, hashing: Hashing, monkeypatch: pytest.MonkeyPatch, obstacle: str
-) -> None:
-    notes = verified_path(tmp_path / "corpus")
-    match obstacle:
-        case "a folder":
-            notes.mkdir()
-        case "a file of the user's":
-            notes.write_text("my notes\n")
-        case "no room":
-            monkeypatch.setattr(digests, "verified_path", lambda _: tmp_path / "gone" / "notes")
-    made = make(tmp_path / "corpus")
-    written = len(hashing.chunks)
-    made.check(made.names())
-    assert len(hashing.chunks) == written
-    digests._MEMORY.clear()
-    made.check(made.names())
-    made.check(made.names())
-    assert len(hashing.chunks) == written + 2
-    if obstacle == "a file of the user's":
-        assert notes.read_text() == "my notes\n"
-
-
-@pytest.mark.parametrize("line", ["", '["', "[1, 2]", "{}", '["x", "a.txt", 1, 2]', "\0"])
-def test_notes_that_were_cut_short_or_are_of_another_artifact_are_passed_over(
-    tmp_path: Path, hashing: Hashing, line: str
-) -> None:
-    made = make(tmp_path / "corpus")
-    notes = verified_path(made.directory)
-    other = json.dumps(["0" * 64, "a.txt", *digests.stamp_of(made.directory / "a.txt")])
-    notes.write_text(f"{other}\n{line}\n" + notes.read_text().split("\n")[0][:-3])
-    digests._MEMORY.clear()
-    hashing.chunks.clear()
-    made.check(made.names())
-    assert len(hashing.chunks) == 2
 
 
 def test_chunks_of_many_files_are_hashed_by_several_threads_as_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(digests, "READ_BYTES", CHUNK)  # fewer bytes are hashed without threads
     paths = []
     for index in range(20):
         paths.append(tmp_path / f"{index}")
@@ -285,7 +208,8 @@ def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Has
     made = make(tmp_path / "corpus")
     hashing.chunks.clear()
     assert changed_files(made.directory, made.manifest) == {}
-    os.utime(made.directory / "a.txt")
+    sealed = (made.directory / "manifest.json").stat().st_mtime
+    os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
     (made.directory / "deep/b.bin").write_bytes(b"shorter")
     (made.directory / "empty").unlink()
     assert changed_files(made.directory, made.manifest) == {
@@ -296,27 +220,19 @@ def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Has
     assert hashing.chunks == []
 
 
-def test_a_change_is_noticed_where_nothing_was_noted_since_the_manifest_is_the_last_file(
-    tmp_path: Path,
-) -> None:
-    made = make(tmp_path / "corpus")
-    verified_path(made.directory).unlink()
-    digests._MEMORY.clear()
-    assert changed_files(made.directory, made.manifest) == {}
-    sealed = (made.directory / "manifest.json").stat().st_mtime
-    os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
-    assert list(changed_files(made.directory, made.manifest)) == ["a.txt"]
-
-
-def test_what_only_looks_changed_is_checked_and_remembered_anew(
+def test_what_only_looks_changed_is_compared_with_its_digest(
     tmp_path: Path, hashing: Hashing
 ) -> None:
     made = make(tmp_path / "corpus")
     hashing.chunks.clear()
-    os.utime(made.directory / "a.txt", (1_800_000_000, 1_700_000_001))
+    sealed = (made.directory / "manifest.json").stat().st_mtime
+    os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
     refuse_changed(made.directory)
     assert hashing.chunks == [("a.txt", 0)]
-    assert changed_files(made.directory, made.manifest) == {}
+    tamper(made.directory / "a.txt")
+    os.utime(made.directory / "a.txt", (sealed + 2, sealed + 2))
+    with pytest.raises(ArtifactError, match=r"a\.txt is damaged in chunk 0 "):
+        refuse_changed(made.directory)
 
 
 # ---------------------------------------------------------------- several ranks
@@ -325,7 +241,7 @@ def test_what_only_looks_changed_is_checked_and_remembered_anew(
 def check_and_count(world: World, directory: Path) -> tuple[list[tuple[str, int]], str]:
     """The chunks this rank hashed, and the error it met."""
     del world
-    digests._MEMORY.clear()
+    artifacts._INTACT.clear()
     counter = Hashing()
     with (
         mock.patch.object(digests, "CHUNK_BYTES", CHUNK),
@@ -333,7 +249,7 @@ def check_and_count(world: World, directory: Path) -> tuple[list[tuple[str, int]
     ):
         made = open_artifact(directory, kind="corpus")
         try:
-            check_together(made, made.names())
+            check_together(made)
             made.check(made.names())
         except ArtifactError as error:
             return counter.chunks, str(error)
@@ -342,21 +258,17 @@ def check_and_count(world: World, directory: Path) -> tuple[list[tuple[str, int]
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
-    """An artifact of several chunks of which nothing is noted."""
+    """An artifact of several chunks."""
     monkeypatch.setattr(digests, "CHUNK_BYTES", CHUNK)
     made = make(tmp_path / "corpus")
-    verified_path(made.directory).unlink()
     assert [len(record.chunks) for record in made.manifest.files.values()] == [1, 4, 0]
     return made
 
 
-def test_ranks_hash_a_share_each_and_the_next_process_nothing(
-    pool2: ProcessPool, shared: Artifact
-) -> None:
+def test_ranks_hash_a_share_each(pool2: ProcessPool, shared: Artifact) -> None:
     (first, _), (second, _) = pool2.run(check_and_count, shared.directory)
     assert sorted(first + second) == [("a.txt", 0), *(("b.bin", index) for index in range(4))]
     assert {len(first), len(second)} == {2, 3}
-    assert pool2.run(check_and_count, shared.directory) == [([], ""), ([], "")]
 
 
 @pytest.mark.parametrize("offset", [0, CHUNK, 2 * CHUNK, 3 * CHUNK])
@@ -370,7 +282,6 @@ def test_damage_in_the_share_of_either_rank_is_one_error_on_both(
     (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
     assert first == second
     assert f"b.bin is damaged in chunk {offset // CHUNK} " in first
-    assert not verified_path(shared.directory).exists()
 
 
 def test_a_missing_file_is_one_error_on_both_ranks(pool2: ProcessPool, shared: Artifact) -> None:
@@ -378,45 +289,3 @@ def test_a_missing_file_is_one_error_on_both_ranks(pool2: ProcessPool, shared: A
     (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
     assert first == second
     assert "a.txt is missing" in first
-
-
-def check_own_copy(world: World, directories: list[Path]) -> tuple[list[tuple[str, int]], str]:
-    """Every rank checks its own copy, as on disks that are not shared."""
-    return check_and_count(world, directories[world.rank])
-
-
-def test_a_rank_with_a_copy_of_its_own_checks_it_itself(
-    pool2: ProcessPool, shared: Artifact, tmp_path: Path
-) -> None:
-    copy = tmp_path / "other disk" / "corpus"
-    copy.parent.mkdir()
-    subprocess.run(["cp", "-a", str(shared.directory), str(copy)], check=True)
-    directories = [shared.directory, copy]
-    (first, _), (second, _) = pool2.run(check_own_copy, directories)
-    assert len(first) == len(second) == 5
-    tamper(copy / "a.txt")
-    (_, first_error), (_, second_error) = pool2.run(check_own_copy, directories)
-    assert first_error == second_error
-    assert "a.txt is damaged" in first_error
-    assert str(copy) in first_error
-
-
-def test_the_manifest_digest_is_computed_once_per_artifact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = make(tmp_path / "corpus")
-    computed: list[str] = []
-    whole = Manifest.digest
-    assert isinstance(whole, property)
-
-    def count(self: Manifest) -> str:
-        computed.append(self.kind)
-        value: str = whole.fget(self)
-        return value
-
-    monkeypatch.setattr(Manifest, "digest", property(count))
-    made = open_artifact(made.directory, kind="corpus")
-    for _ in range(5):
-        made.file("a.txt")
-    assert len(computed) == 1
-    assert artifacts.Artifact(made.directory, made.manifest).digest == made.digest

@@ -7,7 +7,6 @@ import resource
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,13 +172,6 @@ def test_files_that_nfs_keeps_of_removed_ones_are_not_in_the_way(path: Path) -> 
         refuse(path, "is being written")
 
 
-@pytest.mark.parametrize("text", ["process 12 on host since 2026-01-01 (run abcd)", "process 12 "])
-def test_the_lock_file_of_an_earlier_version_is_named_and_kept(path: Path, text: str) -> None:
-    path.write_text(text)
-    refuse(path, r"is the lock of an earlier version of mmnmt \(process 12.* remove the file, then")
-    assert path.read_text() == text
-
-
 # ---------------------------------------------------------------- on this machine
 
 
@@ -222,25 +214,6 @@ def test_a_holder_that_proc_hides_is_judged_by_its_signs_of_life(
                 assert lock.generation == 2
         finally:
             other.kill()
-
-
-def test_a_lock_that_another_user_left_is_named_with_its_owner() -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        path = Path(folder) / "lock"
-        leave(path, replace(Owner.new(), started="1"))
-        path.parent.chmod(0o777)
-        path.chmod(0o755)
-
-        def claim() -> None:
-            os.setuid(65534)
-            refuse(path, rf"x: process {os.getppid()} on .* has ended and left {path}, in which")
-
-        with child(claim) as process:
-            ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        assert ended.si_status == 0
 
 
 def test_a_stopped_holder_keeps_its_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,11 +259,11 @@ def test_the_heartbeat_notices_that_the_lock_is_lost(
 ) -> None:
     monkeypatch.setattr(locks, "BEAT_SECONDS", 0.01)
     with exclusive(path, what="x"):
-        (thread,) = (one for one in threading.enumerate() if one.name == f"lock {path}")
         leave(path, elsewhere(), generation=2)
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    assert "x: it is being written by process 1 on node7" in capfd.readouterr().err
+        said, deadline = "", time.monotonic() + 60
+        while "x: it is being written by process 1 on node7" not in said:
+            assert time.monotonic() < deadline
+            said += capfd.readouterr().err
     assert names_in(path) == ["1", "2"], "the other's lock stays"
 
 
@@ -326,7 +299,7 @@ def test_a_holder_whose_lock_is_away_for_a_while_refreshes_it_again(
     with exclusive(path, what="x"):
         hidden = path.rename(path.with_name("hidden"))
         said, deadline = "", time.monotonic() + 60
-        while "x: its lock is gone. This run saves nothing until it is back." not in said:
+        while "x: its lock is gone. This run saves nothing without it." not in said:
             assert time.monotonic() < deadline
             said += capfd.readouterr().err
         hidden.rename(path)
@@ -722,18 +695,6 @@ def test_who_has_lost_the_lock_and_writes_on_does_not_reach_the_others_files(
     with sole_writer(out_dir), new_artifact(out_dir, overwrite=True, **new) as writer:
         writer.path("file").write_text("third")
     assert names_in(tmp_path) == ["corpus"], "nothing is left of it"
-
-
-def test_a_foreign_folder_with_the_name_of_another_makers_stays(tmp_path: Path) -> None:
-    foreign = unfinished_dir(tmp_path / "corpus", token="0123abcd")
-    foreign.mkdir()
-    (foreign / "mine").write_text("mine")
-    with (
-        sole_writer(tmp_path / "corpus"),
-        new_artifact(tmp_path / "corpus", kind="corpus", stage="x", config={}, inputs={}),
-    ):
-        pass
-    assert (foreign / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), OSError(errno.ENOSPC, "full")])

@@ -16,15 +16,17 @@ from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     MARKER_NAME,
-    describe_change,
     describe_name,
     describe_names,
+)
+from pipeline.checkpoints.inspection import verify
+from pipeline.config.recipe import Recipe
+from pipeline.config.recorded import (
+    describe_change,
     setting_changes,
     with_defaults,
     without_settings,
 )
-from pipeline.checkpoints.inspection import verify
-from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
 NOT_WITHIN = [

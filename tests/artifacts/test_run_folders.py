@@ -12,7 +12,7 @@ from support.folder_listing import names_in
 from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import lock_path, run_dir, verified_path
+from pipeline.artifacts.places import lock_path, run_dir
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
     announce_removal,
@@ -52,7 +52,6 @@ def make_run(out_dir: Path, *, config: dict[str, Any] = CONFIG) -> Path:
             folder / name, kind=kind, stage="pretrain", config=config, inputs={}
         ) as writer:
             writer.path("optimizer/part").write_text(name)
-        verified_path(folder / name).write_text('["digest", "part"]\n')  # as an older state has
     (folder / "states" / ".update-0000002.unfinished" / "optimizer").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
     write_stacks(folder)
@@ -109,7 +108,7 @@ def test_a_removal_killed_at_any_point_is_finished_by_the_next_start(tmp_path: P
         if folder.exists():  # nothing but what any run folder begins with: the next one's
             assert {path.name for path in folder.iterdir()} <= {MARKER_NAME, LOCK_NAME}
             claim_run_folder(folder, work="training")
-        open_artifact(out_dir, kind="checkpoint").verify()
+        open_artifact(out_dir, kind="checkpoint").check()
         if not killed:
             break
     assert number > 12, "three artifacts, curves, lock, note, marker and folders"
@@ -141,7 +140,7 @@ def test_a_link_in_a_run_folder_is_not_followed(tmp_path: Path) -> None:
     problem = finish_removal(tmp_path / "model")
     assert problem is not None
     assert "states/update-0000008" in problem
-    open_artifact(elsewhere / "states" / "update-0000006", kind="training_state").verify()
+    open_artifact(elsewhere / "states" / "update-0000006", kind="training_state").check()
 
 
 def _withdrawn(out_dir: Path) -> None:
@@ -166,7 +165,7 @@ def test_a_run_folder_whose_model_is_not_there_is_not_removed(
     assert finish_removal(tmp_path / "model") is None
     for update in (4, 6):
         state = folder / "states" / f"update-{update:07d}"
-        open_artifact(state, kind="training_state").verify()
+        open_artifact(state, kind="training_state").check()
 
 
 def test_a_removal_that_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:

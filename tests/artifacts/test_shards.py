@@ -381,7 +381,7 @@ def test_pairs_that_were_finished_when_the_stage_was_stopped_are_not_made_again(
     assert made == ["de-en", "en-ru", "de-ru", "de-ru"]
     assert again.manifest.files == shards.manifest.files
     assert again.statistics == shards.statistics
-    again.verify()
+    again.check()
     assert not (tmp_path / "out.run").exists()
 
 

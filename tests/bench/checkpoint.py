@@ -36,13 +36,12 @@ from ratios import Options, Row, beside, bounded, compare, interleaved, parse_op
 from support.passes import passes_of
 from support.tiny_models import random_batch
 
-from pipeline.artifacts import digests as remembering
+from pipeline.artifacts import artifact as remembering
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
-from pipeline.artifacts.places import verified_path
+from pipeline.artifacts.digests import READ_BYTES
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.checkpoints.state_loading import CheckedState
-from pipeline.checkpoints.training_state import Piece, write_pieces
+from pipeline.checkpoints.training_state import CheckedState, Piece, write_pieces
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.model.building import build_model
@@ -85,7 +84,7 @@ def forget_pages(path: Path) -> None:
 
 def read(path: Path) -> None:
     """Read all of a file, into one buffer again and again."""
-    buffer = bytearray(remembering.READ_BYTES)
+    buffer = bytearray(READ_BYTES)
     with path.open("rb", buffering=0) as stream:
         while stream.readinto(buffer):
             pass
@@ -154,8 +153,7 @@ class Saved:
             os.fsync(stream.fileno())
 
     def forget(self) -> None:
-        remembering._MEMORY.clear()
-        verified_path(self.place).unlink(missing_ok=True)
+        remembering._INTACT.clear()
         for path in self.files():
             forget_pages(path)
 

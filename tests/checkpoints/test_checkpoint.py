@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,14 @@ from torch import Tensor, nn
 
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
-from pipeline.artifacts.artifact import Artifact, FileRecord, new_artifact, open_artifact
-from pipeline.artifacts.places import verified_path
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.checkpoints.state_loading import CheckedState
 from pipeline.checkpoints.training_state import (
+    CheckedState,
     Piece,
     PieceReader,
     Position,
@@ -280,7 +279,7 @@ def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_targets_are_filled_and_files_are_hashed_from_one_read(
+def test_targets_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     values = {what: torch.randn(500) for what in ("master", "exp_avg")}
@@ -291,18 +290,13 @@ def test_targets_are_filled_and_files_are_hashed_from_one_read(
         for start, stop in pairwise(cuts)
     ]
     monkeypatch.setattr(digests, "CHUNK_BYTES", 160)
-    monkeypatch.setattr(digests, "READ_BYTES", 48)
     state = make_state(tmp_path / "state", pieces[::-1], parts=3)
-    verified_path(state.directory).unlink(missing_ok=True)
-    digests._MEMORY.clear()
     targets = [
         Target(what, "a.b", start, torch.zeros(stop - start, dtype=dtype))
         for what in values
         for start, stop in [(0, 500), (0, 1), (2, 5), (40, 350), (499, 500), (7, 7)]
     ]
-    with monkeypatch.context() as patch:
-        patch.setattr(digests, "_chunk_digest", pytest.fail)  # which reads for itself
-        CheckedState(state).fill(targets)
+    CheckedState(state).fill(targets)
     for target in targets:
         expected = values[target.what][target.start : target.start + len(target.values)]
         assert torch.equal(target.values, expected.to(dtype))
@@ -531,16 +525,16 @@ def test_a_file_is_compared_with_its_digest_once(
         os.utime(saved.directory / name, (0, 0))
     hashed: list[str] = []
 
-    def compare(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[str, digests.Stamp]:
-        hashed.extend(sorted(files))
-        return digests.compare_files(directory, files)
+    def hash_chunks(chunks: Sequence[tuple[Path, int]]) -> list[str]:
+        hashed.extend(path.name for path, _ in chunks)
+        return digests.chunk_digests(chunks)
 
-    monkeypatch.setattr(artifacts, "compare_files", compare)
+    monkeypatch.setattr(artifacts, "chunk_digests", hash_chunks)
     for _ in range(2):
         files = TensorFiles(saved, "weights/")
         for name in files.names():
             files.read(name)
-    assert hashed == ["weights/part-00000-000.safetensors", "weights/part-00001-000.safetensors"]
+    assert hashed == ["part-00000-000.safetensors", "part-00001-000.safetensors"]
 
 
 def test_names_of_experts_are_global_whatever_rank_holds_them() -> None:

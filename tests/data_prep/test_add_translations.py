@@ -219,7 +219,7 @@ def test_lines_and_translations_are_paired_as_a_loop_over_them_does(
         for pair, sides in pairs.items():
             for code, text in sides.items():
                 assert read_lines(made, split, pair, code) == text
-    made.verify()
+    made.check()
 
 
 TRANSLATED = {
@@ -286,7 +286,7 @@ def test_cleaning_keeps_the_origin_of_every_line_that_it_keeps(
             for line in kept
         ]
     assert not [name for name in cleaned.names("provenance/") if "back" not in name]
-    cleaned.verify()
+    cleaned.check()
 
 
 def with_provenance(corpus: Artifact, directory: Path, texts: Mapping[str, str]) -> Artifact:
@@ -499,7 +499,7 @@ def test_the_corpus_cannot_be_its_own_output(
         more = ["--out", str(out.directory), "--overwrite"]
         assert cli.main(["add_translations", *arguments, *more]) == EXIT_USER_ERROR
         assert str(out.directory) in capsys.readouterr().err
-        out.verify()
+        out.check()
 
 
 # ---------------------------------------------------------------- shards

@@ -25,7 +25,7 @@ BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
     recipe = Recipe(name="test", tests=OutsideTestsConfig.model_validate(settings))
     artifact = run_import("import_tests", out_dir, raw, recipe)
-    artifact.verify()
+    artifact.check()
     return artifact
 
 

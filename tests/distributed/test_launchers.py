@@ -61,7 +61,7 @@ class Training:
 
 def weights(out: Path) -> dict[str, str]:
     checkpoint = open_artifact(out, kind="checkpoint")
-    checkpoint.verify()
+    checkpoint.check()
     return {
         name: str(record)
         for name, record in checkpoint.manifest.files.items()

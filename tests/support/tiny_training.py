@@ -240,7 +240,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_weights(directory: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint; every tensor of the model must be there exactly once."""
     saved = open_artifact(directory, kind="checkpoint")
-    saved.verify()
+    saved.check()
     tensors = [
         entry
         for file_name in saved.names("weights/")

@@ -33,7 +33,6 @@ from support.tiny_training import (
 from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.manifest import setting_changes
 from pipeline.artifacts.run_folders import state_names
 from pipeline.batching.feed import Update
 from pipeline.checkpoints.averaging import average_states
@@ -41,6 +40,7 @@ from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.checkpoints.inspection import diff
 from pipeline.checkpoints.pruning import read_routing
 from pipeline.config.recipe import Recipe
+from pipeline.config.recorded import setting_changes
 from pipeline.distributed.world import World
 from pipeline.stages.registry import STAGES
 from pipeline.training import loop

@@ -297,7 +297,7 @@ def write_with_others(
         directory.write(directory.states_dir / "update-0000001", kind="training_state", write=write)
         state = directory.resume_from()
     assert state is not None
-    state.verify()
+    state.check()
     return state.names()
 
 
@@ -326,13 +326,15 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_old_state(
     assert "run again" in messages[0]
     states = tmp_path / "model.run" / "states"
     assert names_in(states) == ["update-0000001"]
-    open_artifact(states / "update-0000001", kind="training_state").verify()
+    open_artifact(states / "update-0000001", kind="training_state").check()
 
 
 def test_a_refusal_found_by_rank_zero_is_raised_on_all_ranks(
     pool2: ProcessPool, tmp_path: Path
 ) -> None:
-    save(run_directory(tmp_path, config={"training": {"updates": 99}}), 5)
+    earlier = run_directory(tmp_path, config={"training": {"updates": 99}})
+    with earlier.locked():
+        save(earlier, 5)
     messages = pool2.run(failure_of, tmp_path, None, CheckpointError)
     assert messages[0] == messages[1]
     assert "other settings or inputs (model.width: 1024 → " in messages[0]
@@ -368,7 +370,7 @@ def write_slowly(world: World, tmp_path: Path) -> list[str]:
     out_dir = directory.states_dir / "update-0000001"
     directory.write(out_dir, kind="training_state", write=write)
     state = open_artifact(out_dir, kind="training_state")
-    state.verify()
+    state.check()
     return state.names()
 
 
@@ -484,7 +486,7 @@ def test_an_orphan_that_wakes_up_within_a_write_neither_publishes_nor_reaches_th
         directory.write(directory.state_dir(1), kind="training_state", write=write)
     assert orphan.exitcode == 0
     state = open_artifact(directory.state_dir(1), kind="training_state")
-    state.verify()
+    state.check()
     assert state.names() == ["optimizer/part-00000-000"]
     assert state.file("optimizer/part-00000-000").read_text() == "new"
     assert names_in(directory.states_dir) == ["update-0000001"]

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from support.page_commands import PAGES
+from support.tiny_training import make_call, make_inputs, make_recipe
 
+from pipeline.stages import pretrain
 from pipeline.stages.registry import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +198,39 @@ def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -
     loaded = modules_after("import pipeline.cli")
     assert set(COMMAND) <= loaded
     assert not {"torch", "deepspeed", "transformers", "datasets", "comet"} & loaded
+
+
+class FirstUpdateError(Exception):
+    """Training is about to make its first update."""
+
+
+@pytest.mark.slow
+def test_few_modules_are_passed_on_the_way_to_the_first_update(tmp_path: Path) -> None:
+    """Modules of `pretrain` in the order in which they are entered, besides the model's own."""
+    inputs = make_inputs(tmp_path)
+    recipe = make_recipe(expert_parallel_size=1)
+    call = make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "model")
+    entered: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if event != "call" or not name.startswith("pipeline.") or function == "<module>":
+            return
+        if (name, function) == ("pipeline.training.engine", "train_step"):
+            raise FirstUpdateError
+        if not name.startswith(("pipeline.model.", "pipeline.kernels.", "pipeline.extensions.")):
+            entered[name] = None
+
+    sys.setprofile(note)
+    try:
+        with pytest.raises(FirstUpdateError):
+            pretrain.run(call)
+    finally:
+        sys.setprofile(None)
+    passed = list(entered)
+    climbs = [(one, other) for one, other in pairwise(passed) if layer(other) > layer(one)]
+    assert len(passed) <= 49, passed
+    assert len(climbs) <= 15, climbs
 
 
 def test_every_recipe_plan_and_template_is_installed() -> None:

@@ -140,7 +140,7 @@ def test_every_write_of_an_artifact_can_fail(disk: Disk) -> None:
     failures = 0
     for error in every_write(disk, lambda: make("new")):
         found = open_artifact(out_dir, kind="corpus")
-        found.verify()
+        found.check()
         text = found.file("deep/text.txt").read_text()
         if error is not None:
             failures += 1
@@ -214,7 +214,7 @@ def test_every_write_of_a_training_runs_folder_can_fail(disk: Disk) -> None:
         directory = RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=world)
         state = directory.resume_from()
         assert state is not None
-        state.verify()
+        state.check()
         shutil.rmtree(out_dir.parent / "model.run")
         save(1)
     assert failures >= 8

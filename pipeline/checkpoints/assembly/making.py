@@ -31,7 +31,7 @@ from pipeline.artifacts.artifact import (
     stage_key,
     to_json,
 )
-from pipeline.artifacts.digests import HashedFiles
+from pipeline.artifacts.digests import write_hashed
 from pipeline.artifacts.extended_tokenizer import with_languages
 from pipeline.artifacts.manifest import FileRecord, InputRecord, json_digest, read_manifest
 from pipeline.artifacts.mixture import read_groups
@@ -331,11 +331,10 @@ def write_file(blueprint: Blueprint, file: WeightFile, work_dir: Path) -> None:
     blueprint = copy.copy(blueprint)  # which remembers the last source of its thread alone
     receipt: list[ReceiptEntry] = []
     unfinished = unfinished_path(work_dir / file.name)
-    with HashedFiles() as files:
-        files.write(unfinished, _pieces(blueprint, file, receipt))
+    record = write_hashed(unfinished, _pieces(blueprint, file, receipt))
     unfinished.replace(work_dir / file.name)
     document = unfinished_path(work_dir / file.receipt_name)
-    finished = Finished(files.records[unfinished], receipt)
+    finished = Finished(record, receipt)
     document.write_bytes(_FINISHED.dump_json(finished))
     document.replace(work_dir / file.receipt_name)
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from pipeline.artifacts.manifest import InputRecord, describe_change, json_digest
+from pipeline.artifacts.manifest import InputRecord, json_digest
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     ByteVocabulary,
@@ -24,6 +24,7 @@ from pipeline.checkpoints.assembly.rules import PARTS, Part
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.config.recipe import load_recipe
+from pipeline.config.recorded import describe_change
 from pipeline.config.settings import describe_validation
 from pipeline.errors import ConfigError
 from pipeline.model.settings import ModelConfig, MoEConfig

@@ -16,7 +16,7 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
-from pipeline.artifacts.digests import HashedFiles
+from pipeline.artifacts.digests import write_hashed
 from pipeline.artifacts.extended_tokenizer import piece_field
 from pipeline.artifacts.manifest import FileRecord, to_json
 from pipeline.checkpoints.foreign.layouts import Entries, Layout
@@ -217,19 +217,19 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> dic
         The record of each file for a manifest.
     """
     sizes: list[dict[str, int]] = []
-    with HashedFiles() as files:
-        for number, held in enumerate(files_of(tensors)):
-            files.write(_passing(directory, number), file_pieces(held, metadata=METADATA))
-            sizes.append({name: value.nbytes for name, value in held.items()})
+    written: list[FileRecord] = []
+    for number, held in enumerate(files_of(tensors)):
+        written.append(
+            write_hashed(_passing(directory, number), file_pieces(held, metadata=METADATA))
+        )
+        sizes.append({name: value.nbytes for name, value in held.items()})
     names = _names(len(sizes))
     if len(names) > 1:
         _write_index(directory, dict(zip(names, sizes, strict=True)))
-    records = {}
-    for number, name in enumerate(names):
-        records[_passing(directory, number).rename(directory / name)] = files.records[
-            _passing(directory, number)
-        ]
-    return records
+    return {
+        _passing(directory, number).rename(directory / name): record
+        for number, (name, record) in enumerate(zip(names, written, strict=True))
+    }
 
 
 def _names(count: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Declare the stages of the tasks on an XLM-R."""
 
-from pipeline.artifacts.manifest import DECIDE_NOTHING
+from pipeline.config.recorded import DECIDE_NOTHING
 from pipeline.stages.stage import Input, Stage
 
 _SECTIONS = (

@@ -1,0 +1,133 @@
+"""Compare settings that a manifest recorded with settings of today."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.config.recipe import Recipe
+from pipeline.config.settings import Settings
+
+DECIDE_NOTHING = (
+    "training.checkpoint_every",
+    "training.expert_parallel_size",
+    "training.keep_last",
+    "training.recompute_layers",
+    "training.resource_thresholds",
+    "training.skip_nonfinite_after",
+)
+"""Settings of training that change neither an update nor which weights are kept.
+
+They say how many states are written and when, which rank holds which expert, what is recomputed to
+save memory, how curves summarize validation, and whether a run ends that can only go on without
+some micro-batches. Manifests leave out [logging] and [saving] altogether.
+"""
+
+REMOVED: dict[str, tuple[Any, ...]] = {
+    "clean.language_min_characters": (40,),
+    "clean.drop_near_duplicates": (False,),
+    "clean.near_duplicate_similarity": (0.8,),
+    "decoding.shortlist": ("",),
+    "evaluation.word_lines": (100_000,),
+    "shards.segmentation_nbest": (64,),
+    "training.cpu_kernels": ("processor", "measured"),
+}
+"""Settings of earlier versions, which manifests still note, → values with the result of today."""
+
+NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "auto")}
+"""Settings → the default of earlier versions and of today: results of the first stay up to date."""
+
+THRESHOLDS = "training.resource_thresholds"
+STATES_SAVED = "training.checkpoint_every"
+
+DECIDE_WHICH_WEIGHTS = (
+    "batches.evaluation_tokens",
+    "training.average_last",
+    "training.best_by_route",
+    "training.patience",
+    "training.validate_every",
+)
+"""Settings that change no update but decide which weights are kept, and how many.
+
+A run goes on when one of them changes; a finished model becomes another. ``training.best_by`` is
+not among them: with another value, the stored perplexity is that of other pairs.
+"""
+
+
+def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Return those of the names that decide nothing together with these other settings.
+
+    Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
+    weights are kept. With ``training.average_last`` the weights are the mean of states saved.
+    """
+    training = config.get("training", {})
+    deciding = {
+        THRESHOLDS: training.get("best_by", "all") != "all",
+        STATES_SAVED: training.get("average_last", 0) > 0,
+    }
+    return [name for name in names if not deciding.get(name, False)]
+
+
+def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return ``section.setting: old → new`` for every setting that differs, sorted."""
+    before, after = _flatten(old), _flatten(new)
+    return [
+        f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
+        for name in sorted({*before, *after})
+        if before.get(name, "unset") != after.get(name, "unset")
+        and (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name)
+    ]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, prefix=f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Return the first difference, as ``training.updates: 10 → 20``; None if there is none."""
+    return next(iter(setting_changes(old, new)), None)
+
+
+def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return nested settings without the named ones (``section``, ``section.setting``, …)."""
+    kept = dict(tree)
+    for name in names:
+        first, _, below = name.partition(".")
+        if not below:
+            kept.pop(first, None)
+        elif isinstance(table := kept.get(first), Mapping):
+            kept[first] = without_settings(table, [below])
+    return kept
+
+
+def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
+    """Return the recorded sections of a recipe, completed by settings that are newer than them.
+
+    A missing setting gets its default, because a new setting does by default what was done before.
+    The result is unchanged if a section cannot be read any more. Names that are not sections of a
+    recipe are skipped; for a setting (``training.seed``) the whole section is completed. Removed
+    settings do not count where they had the effect of today.
+    """
+    noted = without_settings(noted, [name for name in REMOVED if _is_as_today(noted, name)])
+    kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
+    try:
+        read = {
+            name: kinds[name].model_validate(noted.get(name, {}))
+            for name in {entry.partition(".")[0] for entry in sections}
+            if name in kinds
+        }
+    except ValidationError:
+        return noted
+    return {**noted, **{name: section.model_dump(mode="json") for name, section in read.items()}}
+
+
+def _is_as_today(noted: Mapping[str, Any], name: str) -> bool:
+    section, _, setting = name.partition(".")
+    table = noted.get(section)
+    return isinstance(table, Mapping) and table.get(setting) in REMOVED[name]
