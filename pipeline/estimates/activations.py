@@ -30,7 +30,7 @@ from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import DenseConfig, MoEConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import TokenLinear, Tokens
+from pipeline.model.tokens import TokenLinear, Tokens, Unbiased
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Transformer
 
 Device = Literal["cpu", "cuda"]
@@ -59,23 +59,18 @@ class MicroBatchShape:
     recomputes: bool = False
 
     def score_bytes(self, *, head_width: int) -> int:
-        """Return the bytes kept per query, key and head: probabilities, dropout's factors, output.
+        """Return the bytes kept per query, key and head: probabilities before and after dropout.
 
-        Fused kernels keep none. CUDA always uses one; the CPU does without dropout, if this
-        processor's kernels include it.
+        Fused kernels keep none. CUDA has one, except in float32 with dropout; the CPU has one
+        without dropout, if this processor's kernels include it.
         """
-        if self.device == "cuda":
+        has_dropout = self.regularization.attention_dropout > 0
+        if self.device == "cuda" and not (has_dropout and self.value == FLOAT32):
             return 0
-        if self.regularization.attention_dropout > 0:
-            return 3 * self.value
+        if has_dropout:
+            return 2 * self.value
         is_fused = cpu_kernels().fuses_attention(self.dtype, queries=self.length, width=head_width)
         return 0 if is_fused else self.value
-
-    def dropout_bytes(self, rate: float) -> int:
-        """Return the bytes kept per hidden value: a Boolean on CUDA, a value on CPU."""
-        if rate == 0:
-            return 0
-        return 1 if self.device == "cuda" else self.value
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,14 +89,13 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
         _layer_bytes(layer, batch, width=width)
         for layer in (*model.encoder.layers, *model.decoder.layers)
     ]
-    parts = dict.fromkeys(("attention", "feed-forward", "experts", "embeddings", "ends"), 0)
+    parts = dict.fromkeys(("attention", "feed-forward", "experts", "ends"), 0)
     if batch.recomputes:
         parts["inputs of layers"] = len(layers) * hidden * batch.value
         layers = [max(layers, key=lambda layer: sum(layer.values()))]
     for layer in layers:
         for part, size in layer.items():
             parts[part] += size
-    parts["embeddings"] = 2 * hidden * batch.dropout_bytes(batch.regularization.dropout)
     sides = model.encoder, model.decoder
     norms = [norm for side in sides for norm in (side.embedding_norm, side.final_norm) if norm]
     parts["ends"] = (len(norms) + 2) * hidden * batch.value
@@ -129,35 +123,30 @@ def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int)
         case MixtureOfExperts():
             return "experts", _moe_bytes(module, batch)
         case _:
-            ends = 2 * batch.value + batch.dropout_bytes(batch.regularization.dropout)
             inside = _saved_bytes(module, _through_feed_forward, batch, width=width)
-            return "feed-forward", ends * batch.tokens * width + inside
+            return "feed-forward", 2 * batch.value * batch.tokens * width + inside
 
 
 def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
-    """Return (6 e + dropout) N D + scores · H N L.
+    """Return 6 e N D + scores · H N L.
 
-    The terms are the sublayer's input, its norm, query, key, value and context; dropout; and
-    scores. Cross-attention has as many keys as queries.
+    The terms are the sublayer's input, its norm, query, key, value and context; and scores.
+    Cross-attention has as many keys as queries. Dropout keeps no mask.
     """
     width, num_heads = attention.query.in_features, attention.num_heads
     hidden = batch.tokens * width
     score = batch.score_bytes(head_width=width // num_heads)
     scores = num_heads * batch.tokens * batch.length * score
-    rate = batch.regularization.dropout
     added = sum(one.kept_values for one in attention.children() if isinstance(one, TokenLinear))
     within = added * batch.tokens * batch.value
-    return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores + within
+    return 6 * batch.value * hidden + scores + within
 
 
 def _feed_forward_bytes(module: FeedForward, batch: MicroBatchShape) -> int:
-    """Return (2 e + dropout) N D + e N F; 2 e N F for GELU, which also needs its input."""
+    """Return 2 e N D + e N F; 2 e N F for GELU, which also needs its input."""
     kept = 2 if module.activation == "gelu" else 1
-    rate = batch.regularization.dropout
-    return batch.tokens * (
-        (2 * batch.value + batch.dropout_bytes(rate)) * module.up.in_features
-        + kept * batch.value * module.up.out_features
-    )
+    values = 2 * module.up.in_features + kept * module.up.out_features
+    return batch.tokens * batch.value * values
 
 
 def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
@@ -168,9 +157,8 @@ def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
     float32 copies of the norm and of its weights instead of the norm. On CPU without expert
     parallelism, experts keep the norm instead of the gathered routes.
     """
-    moe, tokens, value, rates = module.config, batch.tokens, batch.value, batch.regularization
+    moe, tokens, value = module.config, batch.tokens, batch.value
     _, hidden_width, width = module.experts.up.weight.shape
-    rate = rates.dropout if rates.moe_dropout is None else rates.moe_dropout
     keeps_rows = batch.device == "cuda" and not batch.is_spread  # for dropped routes, too
     routes = moe.top_k * tokens if keeps_rows else _routes(moe, tokens)
     if batch.device == "cpu":  # the mean number of spare rows
@@ -182,7 +170,7 @@ def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
     rows = (routes + inputs) * width * value
     weights = sum(parameter.numel() for parameter in module.router.parameters())
     norm = FLOAT32 * (tokens * width + (weights if value < FLOAT32 else 0))
-    ends = (value + batch.dropout_bytes(rate)) * tokens * width + norm
+    ends = value * tokens * width + norm
     router = 2 * FLOAT32 * tokens * moe.num_experts + 4 * INT64 * tokens * moe.top_k
     return hidden + rows + ends + router
 
@@ -218,7 +206,10 @@ def _through_encoder(model: nn.Module, x_ND: Tensor, packing: Packing, tokens: T
 
 
 def _through_feed_forward(module: nn.Module, x_ND: Tensor, _: Packing, tokens: Tokens) -> Any:
-    return module(x_ND, tokens)[0]
+    result = module(x_ND, tokens)
+    if isinstance(result, Unbiased):
+        return result.y_ND
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _saved_bytes(

@@ -27,6 +27,7 @@ from pipeline.estimates.operators import (
     launch_of,
     tensor_bytes,
 )
+from pipeline.kernels.activations import ones_for_sums
 from pipeline.kernels.launching import launches_counted_by
 from pipeline.kernels.slot_products import copied_to
 
@@ -62,6 +63,7 @@ class LaunchCounter(TorchDispatchMode):
         self._launches.append(Launch(name, "fused kernel", size))
 
     def __enter__(self) -> "LaunchCounter":
+        ones_for_sums.cache_clear()  # counts do not depend on earlier passes
         super().__enter__()  # type: ignore[no-untyped-call]
         self._functions.__enter__()  # type: ignore[no-untyped-call]
         self._fused.__enter__()

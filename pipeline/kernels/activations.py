@@ -147,7 +147,7 @@ class _ActivatedLinear(torch.autograd.Function):
         if ctx.activation is None:
             dy_NO = gradients[0].contiguous()
             # One product for all sums: rows of ones, as many as the kernels of GPUs compute anyway.
-            d_bias_O = (_ones(len(dy_NO), dy_NO.dtype, dy_NO.device) @ dy_NO)[0]
+            d_bias_O = (ones_for_sums(len(dy_NO), dy_NO.dtype, dy_NO.device) @ dy_NO)[0]
         else:
             dy_NO, d_bias_O = activation_gradients(gradients[0], value_NO, ctx.activation)
         wants_dx, wants_d_weight = ctx.needs_input_grad[:2]
@@ -157,7 +157,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 @lru_cache(maxsize=4)
-def _ones(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def ones_for_sums(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ones for the sums of so many rows; cached, as both sides of a pass have few sizes."""
     return torch.ones(SUMMING_ROWS, rows, dtype=dtype, device=device)
 

@@ -92,8 +92,9 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *states, sentence_N, bound_B, key_bound_B, seed_N, row_N = ctx.saved_tensors[:8]
-        sentence_M, context_NHK, normalizer_NH = ctx.saved_tensors[8:]
+        saved = ctx.saved_tensors  # once: a layer that is recomputed refuses a second time
+        *states, sentence_N, bound_B, key_bound_B, seed_N, row_N = saved[:8]
+        sentence_M, context_NHK, normalizer_NH = saved[8:]
         d_context_NHK = gradients[0].contiguous()
         bounds = bound_B, key_bound_B, seed_N, row_N
         inner_NH = torch.empty_like(normalizer_NH)

@@ -124,8 +124,7 @@ def test_micro_batches_that_share_a_pass_add_no_launches_on_a_gpu(moe: dict[str,
             for recipe in (dense, experts)
         )
     for alone, shared in (of_dense, of_experts):
-        # Rows of ones are kept from pass to pass.
-        assert {**alone.kinds, "fill": 0} == {**shared.kinds, "fill": 0}
+        assert alone.kinds == shared.kinds
         assert not shared.host_waits
     assert 500 < len(of_dense[0].launches) <= DENSE
     assert len(of_experts[0].launches) <= EXPERTS
@@ -217,7 +216,7 @@ FRONTS: dict[str, dict[str, Any]] = {
     "ncf": {"kind": "ncf"},
     "wsf": {"kind": "wsf", "layers": 2},
 }
-MORE_THAN_PLAIN = 60
+MORE_THAN_PLAIN = 64
 """Launches that a front may add to a micro-batch, however many layers there are."""
 
 
@@ -239,7 +238,7 @@ def test_a_front_adds_as_many_launches_to_a_deep_encoder_as_to_a_shallow_one(fro
     more = [
         len(counted(small_recipe(front=FRONTS[front], layers=layers)).launches)
         - len(counted(small_recipe(layers=layers)).launches)
-        for layers in (2, 4)
+        for layers in (4, 6)
     ]
     assert more[0] == more[1]
 
@@ -408,11 +407,11 @@ def test_rows_of_logits_in_16_bits_are_multiplied_as_those_of_a_multiple_of_64(
     assert (odd == even) == (dtype == torch.bfloat16)
 
 
-def test_a_loss_with_smoothing_takes_a_few_launches_more() -> None:
+def test_a_loss_with_smoothing_takes_no_more_launches() -> None:
     plain, smoothed = (
         len(counted(small_recipe(label_smoothing=rate)).launches) for rate in (0.0, 0.1)
     )
-    assert plain < smoothed <= plain + 50
+    assert plain == smoothed > 0
 
 
 WAITS = {("language experts", "a100"): 2}

@@ -377,10 +377,13 @@ def test_the_loss_takes_per_logit_what_torch_allocates(
     assert found.phases["backward"]["working"] == pytest.approx(expected, rel=0.02)
 
 
-def test_long_sentences_cost_scores_on_cpu_only() -> None:
+def test_long_sentences_in_16_bits_cost_scores_on_cpu_only() -> None:
     recipe = make_recipe(ModelConfig(), tokens=4096)
     on_cpu, on_cuda = (
-        [estimated(recipe, device=device, sentence_length=n).device_bytes for n in (32, 1024)]
+        [
+            estimated(recipe, ds_config=BF16, device=device, sentence_length=n).device_bytes
+            for n in (32, 1024)
+        ]
         for device in ("cpu", "cuda")
     )
     assert on_cpu[1] > on_cpu[0]

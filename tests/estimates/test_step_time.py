@@ -200,7 +200,7 @@ def test_the_host_waits_once_per_moe_layer_and_once_per_side_with_language_exper
         expert_parallel=ExpertParallel(group, rank=0, size=2),
     )
     model.recomputes = recomputes
-    batch = micro_batch(recipe.batches.tokens).to(META)
+    batch = micro_batch(recipe.batches.tokens).keyed(1).to(META)
     assert len(batch.source_N) == len(batch.target_N)
     even = len(batch.source_N) // 2  # of two routes to four experts, or of one to two languages
     with meta_stands_for(capability), LaunchCounter(host_number=even) as mode:

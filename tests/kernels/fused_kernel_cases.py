@@ -398,12 +398,17 @@ def test_a_model_with_fused_kernels_has_the_loss_and_gradient_of_the_plain_one(
     monkeypatch.setattr(products, "is_on_cpu", lambda _: False)
     parameters = list(network.parameters())
     results = []
-    for form in (nullcontext(), fused_kernels_off()):
+    for form, network.recomputes in (
+        (nullcontext(), False),
+        (nullcontext(), True),
+        (fused_kernels_off(), False),
+    ):
         with form:
             objective = training_loss(network, join(batches), config).objective
             results.append([objective, *torch.autograd.grad(objective * 0.5, parameters)])
-    for found, expected in zip(*results, strict=True):
+    for found, recomputed, expected in zip(*results, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm() + 1e-6
+        assert (recomputed - expected).norm() <= 1e-5 * expected.norm() + 1e-6
 
 
 def test_forms_are_compared_and_a_kernel_that_differs_is_seen(
