@@ -36,7 +36,7 @@ FEWEST_POSITIONS = 16
 
 
 def capacity(positions: int) -> int:
-    """Return the room for these positions: 16, or the next power of two."""
+    """Return how many positions a cache for these has: 16, or the next power of two."""
     return max(FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
 
 

@@ -119,13 +119,6 @@ class _CopyParameters(torch.autograd.Function):
         return None, *parts, *narrow
 
 
-def open_linear(x_NI: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return x Wᵀ, and the bias for the residual kernel to add; None if it has been added."""
-    if is_fused(x_NI) and torch.is_grad_enabled():
-        return F.linear(x_NI, layer.weight), layer.bias
-    return linear(x_NI, layer.weight, layer.bias), None
-
-
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -10,11 +10,13 @@ from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
-from pipeline.kernels.activations import JointParameters, activated_linear, open_linear
+from pipeline.kernels.activations import JointParameters, activated_linear, joins_parameters
+from pipeline.kernels.launching import is_fused
 from pipeline.kernels.noise import Noise
 from pipeline.kernels.placement import Limits, RouteNumbers
 from pipeline.kernels.products import Activation, Linear, activate
@@ -146,7 +148,7 @@ def project(
     layer: nn.Module, x: Tensor, tokens: Tokens, activation: Activation | None = None
 ) -> Tensor:
     """Apply a linear layer or its replacement, and an activation."""
-    if type(layer) is Linear:
+    if type(layer) is Linear and is_fused(x):
         return activated_linear(x, layer.weight, layer.bias, activation)
     y: Tensor = layer(x, tokens) if isinstance(layer, TokenLinear) else layer(x)
     return y if activation is None else activate(y, activation)
@@ -174,7 +176,6 @@ class Unbiased(NamedTuple):
 
 def project_last(layer: nn.Module, x_ND: Tensor, tokens: Tokens) -> Tensor | Unbiased:
     """Apply the last linear layer of a sublayer, or its replacement."""
-    if type(layer) is not Linear:
-        return project(layer, x_ND, tokens)
-    y_ND, bias_D = open_linear(x_ND, layer)
-    return y_ND if bias_D is None else Unbiased(y_ND, bias_D)
+    if type(layer) is Linear and joins_parameters(x_ND):
+        return Unbiased(F.linear(x_ND, layer.weight), layer.bias)
+    return project(layer, x_ND, tokens)

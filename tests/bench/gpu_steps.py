@@ -158,15 +158,15 @@ def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Cal
 def estimates(recipe: Recipe, asked: Asked) -> dict[str, tuple[float, float]]:
     """Return launches and milliseconds of a training pass and of a decoding step."""
     card = card_name().lower()
-    device = next((name for name in ("v100", "a100", "h200") if name in card), "h100")
+    device = next((name for name in ("a100", "h200") if name in card), "h100")
     sets = ("training.expert_parallel_size=1", "decoding.precision=bfloat16")
     command = [sys.executable, "-m", "pipeline", "estimate", "--json", "--device", device]
-    command += ["--recipe", recipe.name, "--vocabulary", str(asked.vocabulary)]
+    command += [recipe.name, "--vocabulary", str(asked.vocabulary)]
     command += [word for one in sets for word in ("--set", one)]
     found = json.loads(subprocess.check_output(command, cwd=ROOT))
     names = {"pass": "training micro-batch", "step": "decoding step"}
     return {
-        short: (found[name]["launches"], 1000 * found[name]["seconds_at_least"])
+        short: (found[name]["launches"], 1000 * found[name]["seconds"])
         for short, name in names.items()
     }
 

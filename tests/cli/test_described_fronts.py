@@ -64,7 +64,9 @@ def test_parameters_memory_and_launches_of_a_front_are_told(
     assert parameters["total"] == sum(
         count for part, count in parameters.items() if part not in ("total", "active")
     )
-    memory = said(capsys, "memory", *given, "--processes", "2", "--device", "cpu")
-    assert memory
-    launches = said(capsys, "estimate", *given)["training micro-batch"]
-    assert (front == "plain") == ("front" not in launches["parts"])
+    recipe = str(recipes[front])
+    memory = said(capsys, "estimate", recipe, "--processes", "2", "--device", "cpu")["memory"]
+    assert memory["device_bytes"] > 0
+    launches = said(capsys, "estimate", recipe)["training micro-batch"]
+    plain = said(capsys, "estimate", str(recipes["plain"]))["training micro-batch"]
+    assert (launches["launches"] > plain["launches"]) == (front != "plain")

@@ -381,14 +381,14 @@ def test_slices_pass_on_gradients_of_any_layout() -> None:
     [
         (None, {}),
         (None, {"norm": "post", "activation": "gelu"}),
-        (MoEConfig(num_experts=4, dispatch="capacity", capacity_factor=0.8), {}),
+        (MoEConfig(num_experts=4, every=1, dispatch="capacity", capacity_factor=0.8), {}),
     ],
     ids=["pre-norm", "post-norm", "experts"],
 )
 def test_a_model_with_fused_kernels_has_the_loss_and_gradient_of_the_plain_one(
     moe: MoEConfig | None, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = tiny_spec(moe=moe, layers=2, width=16, num_heads=2, vocabulary=70, model=model)
+    spec = tiny_spec(moe=moe, layers=1, width=16, num_heads=2, vocabulary=70, model=model)
     rates = Regularization(dropout=0.3, attention_dropout=0.2, expert_output_masking=0.1)
     network = tiny_model(spec, regularization=rates).train()
     batches = [random_batch(spec, sentences=3, seed=seed).keyed(seed) for seed in range(2)]

@@ -135,8 +135,8 @@ def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
         batches = micro_batches(spec, update)
         total = sum(batch.num_labels for batch in batches)
         for index, batch in enumerate(batches):
-            torch.manual_seed(index)
-            objective = training_loss(model, batch, loss, progress=PROGRESS).objective
+            keyed = batch.keyed(index)
+            objective = training_loss(model, keyed, loss, progress=PROGRESS).objective
             (objective / total).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)))
         optimizer.step()

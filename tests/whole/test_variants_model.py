@@ -370,7 +370,7 @@ def test_all_variants_together_train_over_ranks_translate_and_are_counted(
 
 
 def test_memory_counts_what_a_variant_keeps(copied: Path, stored: Path) -> None:
-    command = ["memory", "--processes", "1", "--json", "--recipe"]
+    command = ["estimate", "--device", "cpu", "--json"]
     plain, varied = commands_in(
         copied,
         [*command, "moe_lgr.toml", "--groups", "2"],
@@ -378,7 +378,8 @@ def test_memory_counts_what_a_variant_keeps(copied: Path, stored: Path) -> None:
         cwd=stored,
     )
     plain_bytes, varied_bytes = (
-        json.loads(printed)["phases"]["backward"]["activations"] for printed in (plain, varied)
+        json.loads(printed)["memory"]["phases"]["backward"]["activations"]
+        for printed in (plain, varied)
     )
     assert varied_bytes > plain_bytes
 
