@@ -22,6 +22,8 @@ def to_write(error: OSError) -> str:
             return "mount that disk for writing"
         case errno.ENAMETOOLONG:
             return "shorten the path"
+        case errno.ELOOP:
+            return "remove the link that points to itself"
         case _:
             return "see to it that it can be"
 

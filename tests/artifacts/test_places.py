@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.folder_listing import names_in
 from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
@@ -274,6 +274,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(operation, given_name, out_name, overwrite, entries)
 
 
+LOOP = [("data/raw", "raw", ""), ("runs", "link", "runs/clean")]
+"""A folder of outputs that is a link into itself."""
+
+
 @pytest.mark.slow
 @settings(
     max_examples=300,
@@ -281,6 +285,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(scene=scenes())
+@example(Scene("new_artifact", "data/raw", "runs/clean", False, LOOP))
+@example(Scene("import_corpus", "data/raw", "runs/clean", False, LOOP))
+@example(Scene("plan", "data/raw", "runs/clean", True, LOOP))
+@example(Scene("training", "data/raw", "runs/clean", False, LOOP))
 def test_whatever_lies_where_nothing_of_the_users_is_removed_or_changed(
     tmp_path: Path, templates: Path, scene: Scene
 ) -> None:
