@@ -40,11 +40,11 @@ LINES = {
     "pipeline/distributed": 1_782,  # 1,200
     "pipeline/extensions/analysis": 1_726,  # 1,000
     "pipeline/stages": 1_444,  # 1,300
-    "pipeline": 3_470,  # 2,000: config and single modules
+    "pipeline": 3_472,  # 2,000: config and single modules
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
     "pipeline/serving": 1_019,  # 950
-    "pipeline data_prep": 67_968,  # 46,000: all of the above
-    "tests": 72_672,  # 49,000: with the next three
+    "pipeline data_prep": 67_970,  # 46,000: all of the above
+    "tests": 72_680,  # 49,000: with the next three
     "tests/bench": 4_337,  # 3,600
     "tests/support": 5_401,  # 3,000
     "tests/whole": 7_348,  # 4,500
