@@ -38,6 +38,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline import installed_version
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import (
     discard_working,
@@ -172,7 +173,11 @@ def _compare(*, extra: str) -> tuple[list[str], list[str]]:
     from packaging.requirements import Requirement
 
     wrong, found = [], []
-    for text in metadata.requires("mmnmt") or ():
+    try:
+        requirements = metadata.requires("mmnmt") or ()
+    except metadata.PackageNotFoundError:  # a clone that is not installed
+        return [], []
+    for text in requirements:
         wanted = Requirement(text)
         always = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
         if always if extra else not always:
@@ -466,7 +471,7 @@ def find_facts(world: World) -> Facts:
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "torch": torch.__version__,
-        "mmnmt": metadata.version("mmnmt"),
+        "mmnmt": installed_version(),
     }
     if world.local_rank == 0:  # one rank per node reads the files
         versions["the code of mmnmt"] = code_digest()

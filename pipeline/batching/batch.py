@@ -123,8 +123,10 @@ class Packing:
 
         If it has none, as outside the engine, their seed comes from PyTorch's generator.
         """
-        seeds = torch.randint(2**31, (1 if self.shares is None else len(self.shares.rows),))
-        keyed = self if self.noise else self.keyed(*seeds.tolist())
+        keyed = self
+        if self.noise is None:
+            micro_batches = 1 if self.shares is None else len(self.shares.rows)
+            keyed = self.keyed(*torch.randint(2**31, (micro_batches,)).tolist())
         assert keyed.noise is not None
         return replace(keyed, noise=keyed.noise.salted(salt)) if salt else keyed
 

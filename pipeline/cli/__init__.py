@@ -8,9 +8,9 @@ in options and "already done" appear at once.
 
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NoReturn
 
+from pipeline import installed_version
 from pipeline.cli.checkpoint_commands import (
     CHECKPOINT_NAMES,
     EXPORT_COMMANDS,
@@ -84,7 +84,7 @@ def _parser() -> CommandParser:
         description="Massively multilingual translation with mixtures of experts, in stages.",
         epilog="mmnmt STAGE --help lists a stage's options.",
     )
-    parser.add_argument("--version", action="version", version=f"mmnmt {metadata.version('mmnmt')}")
+    parser.add_argument("--version", action="version", version=f"mmnmt {installed_version()}")
     parsers = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
     )

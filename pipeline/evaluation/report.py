@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
+from pipeline import installed_version
 from pipeline.artifacts.corpus import pair_name
 from pipeline.evaluation.averages import RULE
 from pipeline.evaluation.curves import curves_section
@@ -40,11 +40,7 @@ from pipeline.terminal import counted
 
 def imprint() -> str:
     """Return the present time and the installed version of mmnmt."""
-    try:
-        installed = version("mmnmt")
-    except PackageNotFoundError:
-        installed = "(not installed)"
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, mmnmt {installed}"
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, mmnmt {installed_version()}"
 
 
 def evaluation_report(

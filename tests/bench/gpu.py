@@ -266,7 +266,7 @@ def moe(asked: Asked) -> Found:
             module, call = build()
             moe_layer.assert_same(our_call(x_ND)[0], call(x_ND)[0], name)
         except Exception as error:  # the other peer can still be measured
-            yield case, f"{NOT_MEASURED}: {error!r:.200}"
+            yield case, why_not(error)
             continue
         our_step = partial(moe_layer.train_once, ours, our_call, x_ND)
         peer_step = partial(moe_layer.train_once, module, call, x_ND)

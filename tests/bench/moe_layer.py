@@ -147,8 +147,14 @@ def deepspeed_layer(
 
 
 def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Layer]:
-    """Hugging Face's layer with our weights and room for all routes."""
-    from transformers import NllbMoeConfig
+    """Hugging Face's layer with our weights and room for all routes.
+
+    Version 5 of transformers serves tokens by the experts 0 and 1 only, so it is no peer.
+    """
+    from transformers import NllbMoeConfig, __version__
+
+    if not __version__.startswith("4."):
+        raise ImportError(f"needs transformers 4, whose layer uses all experts, not {__version__}")
     from transformers.models.nllb_moe.modeling_nllb_moe import (
         NllbMoeSparseMLP,
         load_balancing_loss_func,

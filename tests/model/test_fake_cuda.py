@@ -78,7 +78,7 @@ def test_the_loss_of_a_micro_batch_is_made_on_the_device(
     spec = tiny_spec(moe=config, groups=groups, model={"language_modules": modules})
     rates = Regularization(dropout=0.1, attention_dropout=0.1)
     model = build_model(spec, regularization=rates, device=torch.device("meta")).train()
-    batch = random_batch(spec, sentences=128, seed=1)
+    batch = random_batch(spec, sentences=128, seed=1).keyed(1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         put_on_cuda(model, torch.bfloat16)
         on_device = with_each_tensor(batch, lambda part: part.to(CUDA))

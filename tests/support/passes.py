@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.batching.batch import Batch, Packing, Shares
+from pipeline.batching.one_buffer import with_each_tensor
 from pipeline.batching.passes import Pass
 from pipeline.kernels.noise import Noise
 
@@ -37,9 +38,10 @@ def _joined(parts: Sequence[Packing], labels: npt.NDArray[np.int64]) -> Packing:
     lengths = [length for part in parts for length in part.bound_B.diff().tolist()]
     rows = np.array([len(part.index_N) for part in parts])
     keys = [part.noise for part in parts if part.noise]
+    device = parts[0].index_N.device
     return replace(
-        Packing.from_lengths(lengths),
-        shares=Shares.of(rows, labels),
+        Packing.from_lengths(lengths).to(device),
+        shares=with_each_tensor(Shares.of(rows, labels), lambda part: part.to(device)),
         noise=Noise(*map(torch.cat, zip(*keys, strict=True))) if keys else None,
     )
 
