@@ -39,7 +39,8 @@ from pipeline.decoding.hypotheses import (
 )
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
-from pipeline.kernels.logits import best_tokens, log_normalizer
+from pipeline.kernels.launching import is_fused
+from pipeline.kernels.logits import best_tokens, fused_best_tokens, log_normalizer
 from pipeline.model.transformer import Transformer
 
 
@@ -214,14 +215,20 @@ class BeamStep:
 
         With required phrases there are more, ordered by their turn to get a place.
         """
-        (batch, rows), logits_RV = beams.score_BJ.shape, logits_RV.float()
-        normalizer_R = log_normalizer(logits_RV)
-        logits_RV[:, self.pad_id] = -torch.inf
+        batch, rows = beams.score_BJ.shape
         at_limit = [False] * batch if self.is_free or limited_B is None else limited_B.tolist()
-        if not self.is_free:
-            self._constrain(beams, logits_RV, at_limit, active)
         width = min(2 * self.beams, logits_RV.shape[1])
-        best_RC, token_RC = best_tokens(logits_RV, width)
+        if self.is_free and is_fused(logits_RV):
+            best_RC, token_RC, normalizer_R = fused_best_tokens(
+                logits_RV, width, excluded=self.pad_id
+            )
+        else:
+            logits_RV = logits_RV.float()
+            normalizer_R = log_normalizer(logits_RV)
+            logits_RV[:, self.pad_id] = -torch.inf
+            if not self.is_free:
+                self._constrain(beams, logits_RV, at_limit, active)
+            best_RC, token_RC = best_tokens(logits_RV, width)
         if self.rule.forces_end_at_limit and limited_B is not None:
             best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
         before_R = beams.score_BJ.view(-1) - normalizer_R

@@ -25,8 +25,16 @@ from torch import Tensor
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
-from pipeline.kernels.attention import RowEntries, attend, attend_entries, attention_mask
+from pipeline.kernels.activations import JointParameters
+from pipeline.kernels.attention import (
+    RowEntries,
+    attend,
+    attend_entries,
+    attend_step,
+    attention_mask,
+)
 from pipeline.kernels.cpu import can_loop
+from pipeline.kernels.launching import is_fused
 from pipeline.model.attention import Attention
 from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
@@ -239,8 +247,8 @@ class GridKeys:
             empty_BHPK = own.heads(memory_ND.new_zeros(batch, 0, width))
             source = cross.keys(memory_ND, packing, tokens)
             pasts.append(_Entries(self, own, empty_BHPK, empty_BHPK, is_past=True))
-            of_source = _Entries(self, cross, source.key_BHSK, source.value_BHSK, is_past=False)
-            sources.append(of_source)
+            both = source.key_BHSK.contiguous(), source.value_BHSK.contiguous()
+            sources.append(_Entries(self, cross, *both, is_past=False))
         self._use(pasts, sources)
 
     def _use(self, pasts: "list[_Entries]", sources: "list[_Entries]") -> None:
@@ -285,6 +293,8 @@ class GridKeys:
         self.own_past_BJP.index_copy_(2, self.new_J, itself_JJ.expand(batch, -1, -1))
         self.made += rows
         like = self.pasts[0].key_BHSK
+        if is_fused(like):
+            return
         self.past_mask = attention_mask(self.own_past_BJP[:, None], beside=like)
         self.source_mask = (
             None if self.is_full else attention_mask(self.source_BS[:, None, None], beside=like)
@@ -310,6 +320,8 @@ class _Entries:
     key_BHSK: Tensor
     value_BHSK: Tensor
     is_past: bool
+    new: tuple[Tensor, Tensor, Tensor] | None = None
+    """Number of entries, and keys and values that :meth:`attend` is to write to the last ones."""
 
     def blank(self, keys: GridKeys, batch: int, entries: int) -> "_Entries":
         """Return an empty grid for so many entries."""
@@ -318,6 +330,9 @@ class _Entries:
         return _Entries(keys, self.attention, key_BHSK, torch.zeros_like(key_BHSK), self.is_past)
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
+        if is_fused(key_RD):
+            self.new = self.keys.made, key_RD, value_RD
+            return
         new_J = self.keys.new_J
         self.key_BHSK.index_copy_(2, new_J, self._heads(key_RD))
         self.value_BHSK.index_copy_(2, new_J, self._heads(value_RD))
@@ -325,6 +340,10 @@ class _Entries:
     def attend(self, query_RD: Tensor) -> Tensor:
         """Attend with the rows of a sentence as positions of one query."""
         keys = self.keys
+        if is_fused(query_RD):
+            is_seen_BJS = keys.own_past_BJP if self.is_past else keys.source_BS[:, None]
+            new, self.new = self.new, None
+            return attend_step(query_RD, self.key_BHSK, self.value_BHSK, is_seen_BJS, new)
         mask = keys.past_mask if self.is_past else keys.source_mask
         context_BHJK = attend(self._heads(query_RD), self.key_BHSK, self.value_BHSK, mask=mask)
         return context_BHJK.transpose(1, 2).reshape(query_RD.shape)
@@ -346,6 +365,8 @@ class DecoderStates:
         pairs = [(source.source_language, source.target_language) for source in sources]
         self.languages_B2 = torch.tensor(pairs, device=self.device)
         self.keys = self._encode(sources)
+        self.joint: JointParameters | None = None
+        """Copies of the model's parameters for steps; None: they are read as they are."""
 
     def _encode(self, sources: Sequence[Source]) -> CachedKeys:
         packing = Packing.from_lengths([len(source.tokens) for source in sources]).to(self.device)
@@ -434,4 +455,5 @@ class DecoderStates:
             target_language_B=target_language_B,
             language_group_B=self.model.group_of_language[target_language_B],
             route=self.route,
+            joint=self.joint,
         )

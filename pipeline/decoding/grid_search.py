@@ -21,6 +21,7 @@ from pipeline.decoding.cached_keys import DecoderStates, capacity
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
+from pipeline.kernels.activations import JointParameters
 from pipeline.kernels.graphs import HostCopy, recorded
 from pipeline.kernels.products import has_grouped_products
 from pipeline.model.transformer import Transformer
@@ -84,6 +85,13 @@ class Grids:
 
     def __init__(self) -> None:
         self._free: list[Grid] = []
+        self._joint: list[JointParameters | None] = []
+
+    def joint_parameters(self, model: Transformer) -> JointParameters | None:
+        """Return copies of the model's parameters that the steps of all grids read."""
+        if not self._joint:
+            self._joint.append(model.joint_parameters_of_steps())
+        return self._joint[0]
 
     def take(
         self, extend: BeamStep, states: DecoderStates, beams: Beams, *, shape: tuple[int, int]
@@ -124,6 +132,7 @@ class GridSearch:
         self.first = Search(model, sources, config, eos_id=eos_id)
         """Search that makes the first step."""
         self.first.extend.reads = False
+        self.first.states.joint = grids.joint_parameters(model)
         self.active, self.longest = self.first.active, 1
         self.most_tokens = int(self.first.beams.limit_B.max())
         self.fewest_positions = max(len(source.tokens) for source in sources)

@@ -80,6 +80,8 @@ class Counted:
     launches: tuple[Launch, ...]
     host_waits: tuple[str, ...] = ()
     exchanged: tuple[int, ...] = ()
+    is_graph: bool = False
+    """Whether the host launches all of them at once, as a CUDA graph."""
 
     @property
     def kinds(self) -> dict[str, int]:

@@ -103,12 +103,13 @@ def count_decoding_step(recipe: Recipe, **sizes: int) -> Counted:
             search = Search(model, sources, recipe.decoding, eos_id=1)
             search.step()
             step: Callable[[], object] = search.step
-            if suits_grids(model, sources):
+            if is_graph := suits_grids(model, sources):
+                search.states.joint = model.joint_parameters_of_steps()
                 shape = grid_shape(sentences, SENTENCE_LENGTH)
                 step = Grid(search.extend, search.states, search.beams, shape=shape).step
         with LaunchCounter(host_number=even) as counter:
             step()
-    return counter.counted
+    return replace(counter.counted, is_graph=is_graph)
 
 
 def _model(

@@ -105,7 +105,7 @@ class StepTime:
     @property
     def host_seconds(self) -> float:
         """Return the time in which the host launches them."""
-        return LAUNCH_SECONDS * len(self.counted.launches)
+        return LAUNCH_SECONDS * (1 if self.counted.is_graph else len(self.counted.launches))
 
     @property
     def seconds(self) -> float:

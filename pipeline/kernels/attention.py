@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels.cpu import LOOP_COST, cpu_kernels, numbers, over_rows
-from pipeline.kernels.launching import is_fused
+from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.noise import Dropout, weight_dropout
 from pipeline.kernels.packed_attention import fused_attention
 from pipeline.kernels.products import batched_product
@@ -31,6 +31,8 @@ WIDTH_MULTIPLE = 8
 MAX_HEAD_WIDTH = 128
 """Largest head width of packed attention: every GPU has a backward pass with dropout up to this
 width; beyond 192, some have none."""
+STEP_ENTRIES = 64
+"""Cached entries that a program of :func:`attend_step` reads at a time."""
 FUSED_MEAN_LENGTH = 256
 """Mean number of keys per sentence up to which 16-bit attention without gradients uses the fused
 kernel: an estimate, not a measurement."""
@@ -174,6 +176,40 @@ def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:
     """Call PyTorch's flash attention without its debugging output."""
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*arguments, False)
     return results
+
+
+def attend_step(
+    query_RD: Tensor,
+    key_BHSK: Tensor,
+    value_BHSK: Tensor,
+    is_seen_BJS: Tensor,
+    new: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the context (R, D) of the rows of sentences over cached entries, by a fused kernel.
+
+    Args:
+        query_RD: queries, J rows for each of B sentences.
+        key_BHSK: cached keys.
+        value_BHSK: cached values.
+        is_seen_BJS: whether a row attends to an entry, (B, J, S), or (B, 1, S) for all rows.
+        new: number of entries so far, on the device, and keys and values (R, D) to write to the
+            last J of them; None: nothing is written, and all entries count.
+    """
+    sentences, heads, entries, width = key_BHSK.shape
+    rows, context_RD = len(query_RD) // sentences, query_RD.new_empty(query_RD.shape)
+    made, key_RD, value_RD = (None, None, None) if new is None else new
+    own_stride = 0 if is_seen_BJS.shape[1] == 1 else is_seen_BJS.stride(1)
+    strides = [0 if x is None else x.stride(0) for x in (query_RD, key_RD, value_RD)]
+    launch(
+        "attend_step",
+        (sentences, heads),
+        *(query_RD, key_RD, value_RD, key_BHSK, value_BHSK, is_seen_BJS, made, context_RD),
+        *(entries, *strides, is_seen_BJS.stride(0), own_stride, width**-0.5),
+        **{"ROWS": rows, "HEADS": heads, "K": width},
+        **{"BJ": max(power_of_two(rows), 16), "BK": max(power_of_two(width), 16)},
+        **{"BS": STEP_ENTRIES, "num_warps": 4, "num_stages": 2},
+    )
+    return context_RD
 
 
 @dataclass(frozen=True)

@@ -243,15 +243,16 @@ def _bias_gradients(dy_RW: Tensor, y_RW: Tensor | None, slices: RowSlices) -> Te
     """
     num_experts, width = len(slices.stop_E), dy_RW.shape[1]
     sum_EW = dy_RW.new_empty(num_experts, width)
-    columns = min(128, power_of_two(width))
+    columns = min(64, power_of_two(width))  # narrow, for enough programs with few experts
     launch(
         "expert_bias_gradients",
         (num_experts, -(-width // columns)),
         *(dy_RW, y_RW, slices.bound_E, sum_EW),
         WIDTH=width,
         RELU=y_RW is not None,
-        ROWS=16,
+        ROWS=128,
         BLOCK=columns,
+        num_warps=8,
     )
     return sum_EW
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.cpu import LOOP_COST, can_loop, over_rows
-from pipeline.kernels.launching import is_fused, launch
+from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import is_on_cpu
 
 CACHED_ROWS = 16
@@ -27,6 +27,8 @@ DEVICE_CHUNKS = 8
 DEVICE_PARTS = 64
 """Parts of a row of logits in which the best tokens are looked for on other devices."""
 
+SEARCH_BLOCK = 1024
+"""Columns of a part of a row in :func:`fused_best_tokens`: 32 for each thread of one warp."""
 LOSS_BLOCK, LOSS_WARPS = 8192, 16
 """Logits that a program reads at a time, and its warps: every thread reads 2 x 16 bytes."""
 
@@ -238,6 +240,31 @@ def best_of_parts(logits_RV: Tensor, width: int, *, parts: int) -> tuple[Tensor,
     token_RX = torch.cat([(place_RPC + first_P1).flatten(1), rest_X.expand_as(rest_RX)], dim=1)
     best_RC, place_RC = candidate_RX.topk(width, dim=1)
     return best_RC, token_RX.gather(1, place_RC)
+
+
+def fused_best_tokens(
+    logits_RV: Tensor, width: int, *, excluded: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result of :func:`best_tokens` without a column, and :func:`log_normalizer`.
+
+    A GPU takes two kernels for both (:func:`~pipeline.kernels.launching.is_fused`): one for parts
+    of rows, one for their results.
+    """
+    (rows, columns), like = logits_RV.shape, logits_RV
+    parts = -(-columns // SEARCH_BLOCK)
+    best_RPC = like.new_empty(rows, parts, width, dtype=torch.float32)
+    column_RPC = torch.empty_like(best_RPC, dtype=torch.int32)
+    peak_RP, total_RP = like.new_empty(2, rows, parts, dtype=torch.float32)
+    best_RC = like.new_empty(rows, width, dtype=torch.float32)
+    token_RC = torch.empty_like(best_RC, dtype=torch.int64)
+    normalizer_R = like.new_empty(rows, dtype=torch.float32)
+    of_parts = best_RPC, column_RPC, peak_RP, total_RP
+    given = logits_RV, *of_parts, columns, logits_RV.stride(0), excluded
+    launch("best_of_parts", (rows, parts), *given, WIDTH=width, BLOCK=SEARCH_BLOCK, num_warps=1)
+    blocks = {"PARTS": power_of_two(parts), "BLOCK": power_of_two(parts * width)}
+    results = best_RC, token_RC, normalizer_R
+    launch("best_of_rows", (rows,), *of_parts, *results, parts, WIDTH=width, **blocks)
+    return best_RC, token_RC, normalizer_R
 
 
 def log_normalizer(logits_RV: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from pipeline.kernels.residuals import signed_threshold
 TILES = {
     "attention_forward": (64, 32, 4, 3),
     "attention_backward_queries": (64, 32, 4, 3),
-    "attention_backward_keys": (32, 64, 4, 2),
+    "attention_backward_keys": (32, 64, 4, 3),
 }
 """Queries and keys of a tile, warps, and tiles that are loaded ahead, by kernel."""
 

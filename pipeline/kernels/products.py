@@ -201,8 +201,9 @@ def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     :func:`padded_product` in 16 bits.
     """
     outputs = len(weight_OI)
-    if torch.is_grad_enabled() and pads_outputs(outputs, x_NI.dtype) and not is_on_cpu(x_NI):
-        return padded_product(x_NI, weight_OI)
+    if pads_outputs(outputs, x_NI.dtype) and not is_on_cpu(x_NI):
+        multiply = padded_product if torch.is_grad_enabled() else _product_in_padded_rows
+        return multiply(x_NI, weight_OI)
     is_float32 = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
     if torch.is_grad_enabled() or not is_float32:
         return linear(x_NI, weight_OI)
@@ -227,6 +228,16 @@ def padded_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """
     product: Tensor = _PaddedProduct.apply(x_NI, weight_OI)  # type: ignore[no-untyped-call]
     return product
+
+
+def _product_in_padded_rows(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return x Wᵀ as a view of padded rows, without a copy of W: its last rows on their own."""
+    outputs = len(weight_OI)
+    y_NO = x_NI.new_empty(len(x_NI), -(-outputs // OUTPUT_MULTIPLE) * OUTPUT_MULTIPLE)[:, :outputs]
+    whole = outputs // OUTPUT_MULTIPLE * OUTPUT_MULTIPLE
+    for part in (slice(0, whole), slice(whole, outputs)):
+        torch.mm(x_NI, weight_OI[part].t(), out=y_NO[:, part])
+    return y_NO
 
 
 class _PaddedProduct(torch.autograd.Function):

@@ -18,13 +18,13 @@ from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.noise import Dropout, threshold
 from pipeline.kernels.noise import dropout as plain_dropout
 
-PROGRAMS = 264
-"""Most programs that add up gradients over rows: 2 for each of the 132 multiprocessors of an H100.
+PROGRAMS = 528
+"""Most programs that add up gradients over rows: 4 for each of the 132 multiprocessors of an H100.
 
 A constant, so that sums do not depend on the GPU."""
 VALUES_PER_WARP = 256
 """Values of a row per warp: every thread reads 16 bytes of bfloat16."""
-SUM_BLOCK = 64
+SUM_ROWS, SUM_COLUMNS = 256, 16
 """Rows and columns of a block when the sums of programs are added up."""
 
 
@@ -210,7 +210,7 @@ def total_of(sums_GPD: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sums over all programs, (G, D)."""
     groups, programs, width = sums_GPD.shape
     result_GD = sums_GPD.new_empty(groups, width, dtype=dtype)
-    blocks = -(-width // SUM_BLOCK)
-    options = {"WIDTH": width, "PART": SUM_BLOCK, "BLOCK": SUM_BLOCK}
+    blocks = -(-width // SUM_COLUMNS)
+    options = {"WIDTH": width, "PART": SUM_ROWS, "BLOCK": SUM_COLUMNS}
     launch("add_sums", (groups, blocks), sums_GPD, result_GD, programs, **options)
     return result_GD

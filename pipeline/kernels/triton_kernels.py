@@ -440,3 +440,111 @@ def attention_backward_keys(
     dv_tile, mask = head_rows(dv, first, dv_stride, head, keys, K, BM, BK)
     tl.store(dk_tile, (d_key * scale).to(dk.dtype.element_ty), mask=mask)
     tl.store(dv_tile, (d_value * kept_scale).to(dv.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["columns", "excluded"])
+def best_of_parts(
+    logits, best_RPC, column_RPC, peak_RP, total_RP, columns, stride, excluded,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the best logits of a part of a row, their columns, and what the normalizer needs.
+
+    Of equal logits, the first is the better one. ``excluded`` is a column that is never among them.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lowest = float("-inf")
+    # What lies between the columns and the next row is read, too, as aligned accesses are wide.
+    x = tl.load(logits + row * stride + column, mask=column < stride, other=lowest).to(tl.float32)
+    x = tl.where(column < columns, x, lowest)
+    peak = tl.max(x, 0)
+    part = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(peak_RP + part, peak)
+    tl.store(total_RP + part, tl.sum(tl.exp(x - tl.where(peak == lowest, 0.0, peak)), 0))
+    x = tl.where(column == excluded, lowest, x)
+    for c in tl.static_range(WIDTH):
+        best = tl.max(x, 0)
+        place = tl.min(tl.where(x == best, column, columns - 1), 0)
+        tl.store(best_RPC + part * WIDTH + c, best)
+        tl.store(column_RPC + part * WIDTH + c, place)
+        x = tl.where(column == place, lowest, x)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def best_of_rows(
+    best_RPC, column_RPC, peak_RP, total_RP, best_RC, column_RC, normalizer_R, parts,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the best logits of a row, their columns, and log Σ e^x, out of its parts."""
+    row = tl.program_id(0).to(tl.int64)
+    lowest = float("-inf")
+    p = tl.arange(0, PARTS)
+    peak = tl.load(peak_RP + row * parts + p, mask=p < parts, other=lowest)
+    total = tl.load(total_RP + row * parts + p, mask=p < parts, other=0.0)
+    top = tl.max(peak, 0)
+    total = tl.sum(tl.where(p < parts, total * tl.exp(peak - top), 0.0), 0)
+    tl.store(normalizer_R + row, top + tl.log(total))
+    i = tl.arange(0, BLOCK)
+    is_there = i < parts * WIDTH
+    x = tl.load(best_RPC + row * parts * WIDTH + i, mask=is_there, other=lowest)
+    column = tl.load(column_RPC + row * parts * WIDTH + i, mask=is_there, other=0)
+    for c in tl.static_range(WIDTH):
+        best = tl.max(x, 0)
+        place = tl.min(tl.where(x == best, i, BLOCK - 1), 0)
+        tl.store(best_RC + row * WIDTH + c, best)
+        tl.store(column_RC + row * WIDTH + c, tl.sum(tl.where(i == place, column, 0), 0))
+        x = tl.where(i == place, lowest, x)
+
+
+@triton.jit(do_not_specialize=["b_stride", "j_stride"])
+def attend_step(
+    query_RD, new_key_RD, new_value_RD, key_BHSK, value_BHSK, is_seen_BJS, made, context_RD,
+    entries, q_stride, k_stride, v_stride, b_stride, j_stride, scale,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
+    BJ: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Write the contexts of a sentence's rows for one head, over cached keys and values.
+
+    New keys and values, one of each row, are the last of ``made`` entries; they are stored first.
+    Without them, all entries of the grid are read.
+    """
+    sentence, head = tl.program_id(0), tl.program_id(1)
+    j, k, s = tl.arange(0, BJ), tl.arange(0, BK), tl.arange(0, BS)
+    is_row = (j < ROWS)[:, None] & (k < K)[None, :]
+    row = (sentence * ROWS + j)[:, None].to(tl.int64)
+    column = head * K + k[None, :]
+    query = tl.load(query_RD + row * q_stride + column, mask=is_row, other=0.0)
+    grid = (sentence * HEADS + head).to(tl.int64) * entries * K
+    stop = entries
+    if new_key_RD is not None:
+        stop = tl.load(made).to(tl.int32)
+        new_place = grid + (stop - ROWS + j)[:, None] * K + k[None, :]
+        new_key = tl.load(new_key_RD + row * k_stride + column, mask=is_row, other=0.0)
+        new_value = tl.load(new_value_RD + row * v_stride + column, mask=is_row, other=0.0)
+        tl.store(key_BHSK + new_place, new_key, mask=is_row)
+        tl.store(value_BHSK + new_place, new_value, mask=is_row)
+        tl.debug_barrier()  # threads read what others have stored
+    seen = is_seen_BJS + sentence.to(tl.int64) * b_stride + j[:, None] * j_stride
+    peak = tl.full([BJ], LOWEST, tl.float32)
+    total = tl.zeros([BJ], tl.float32)
+    result = tl.zeros([BJ, BK], tl.float32)
+    for first in range(0, stop, BS):
+        exists = first + s < stop
+        place = grid + (first + s)[:, None] * K + k[None, :]
+        mask = exists[:, None] & (k < K)[None, :]
+        key = tl.load(key_BHSK + place, mask=mask, other=0.0)
+        value = tl.load(value_BHSK + place, mask=mask, other=0.0)
+        is_there = (j < ROWS)[:, None] & exists[None, :]
+        is_seen = tl.load(seen + (first + s)[None, :], mask=is_there, other=0) != 0
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
+        score = tl.where(is_seen, score, LOWEST)
+        higher = tl.maximum(peak, tl.max(score, 1))
+        shrink = tl.exp2(peak - higher)
+        weight = tl.where(is_seen, tl.exp2(score - higher[:, None]), 0.0)
+        total = total * shrink + tl.sum(weight, 1)
+        weight = weight.to(value.dtype)
+        result = result * shrink[:, None] + tl.dot(weight, value, input_precision="ieee")
+        peak = higher
+    total = tl.where(total == 0.0, 1.0, total)
+    result = (result / total[:, None]).to(context_RD.dtype.element_ty)
+    tl.store(context_RD + row * (HEADS * K) + column, result, mask=is_row)

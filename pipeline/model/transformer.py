@@ -24,7 +24,7 @@ L predicted tokens.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
 from pipeline.kernels.activations import JointParameters, joins_parameters
+from pipeline.kernels.launching import is_fused
 from pipeline.kernels.noise import dropout_in
 from pipeline.kernels.products import Linear
 from pipeline.kernels.residuals import dropped
@@ -368,16 +369,20 @@ class Transformer(nn.Module):
             groups.append([own.query, own.key, own.value])
         if not self._recomputes_now:
             groups.append(self._memory_projections())
-        linear = ([one for one in group if type(one) is Linear] for group in groups)
-        pairs = zip(linear, groups, strict=True)
-        float32 = [
-            parameter
-            for module in self.modules()
-            if isinstance(module, ReadsFloat32)
-            for parameter in module.parameters()
-        ]
-        own_groups = [own for own, group in pairs if len(own) == len(group) > 0]
-        return JointParameters(own_groups, float32)
+        float32 = [one for module in self._float32_readers for one in module.parameters()]
+        return JointParameters(_linear_groups(groups), float32)
+
+    def joint_parameters_of_steps(self) -> JointParameters | None:
+        """Return copies of the parameters that share products in steps of decoding, if any do."""
+        if not is_fused(next(self.decoder.parameters())):
+            return None
+        layers = [layer.self_attention for layer in self.decoder_layers()]
+        return JointParameters(_linear_groups([[x.query, x.key, x.value] for x in layers]))
+
+    @cached_property
+    def _float32_readers(self) -> list[ReadsFloat32]:
+        """Modules that read their parameters in float32; searching for them takes milliseconds."""
+        return [module for module in self.modules() if isinstance(module, ReadsFloat32)]
 
     def _memory_projections(self) -> list[nn.Module]:
         layers = [layer.cross_attention for layer in self.decoder_layers()]
@@ -432,3 +437,9 @@ def sinusoids(max_positions: int, width: int) -> Tensor:
     position = torch.arange(max_positions, dtype=torch.float32, device="cpu") + POSITION_OFFSET
     angle = position[:, None] * frequency[None, :]
     return F.pad(torch.cat([angle.sin(), angle.cos()], dim=1), (0, width % 2))
+
+
+def _linear_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Linear]]:
+    """Return the groups in which no linear layer is replaced."""
+    linear = ([one for one in group if type(one) is Linear] for group in groups)
+    return [own for own, group in zip(linear, groups, strict=True) if len(own) == len(group) > 0]

@@ -301,7 +301,7 @@ class Engine:
             labels += batch.num_labels
             source_tokens += batch.num_source_tokens
         if self._flat is not None:
-            sums_2, norm = self._flat.step(sums_2)
+            sums_2, norm = self._flat.step(sums_2, scale=1 / total_labels)
             was_made = math.isfinite(norm)
         else:
             sums_2, norm = sums_2.cpu(), float(self._engine.get_global_grad_norm())

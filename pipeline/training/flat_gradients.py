@@ -117,18 +117,26 @@ class FlatGradients:
             parameter for group in zero.round_robin_bit16_groups for parameter in group
         ]
         self._is_empty = True
+        self._scales_losses = zero.bit16_groups_flat[0].dtype == torch.float16
+        """Whether gradients need the scale of the loss. Without it, they are sums over tokens, and
+        the pass need not multiply the gradient of the logits, its largest tensor."""
 
     def add(self, objective: Tensor, *, scale: float) -> None:
-        """Add the gradients of an objective times ``scale`` and the loss scale.
+        """Add the gradients of an objective; in float16, times ``scale`` and the loss scale.
 
         Parameters on which the objective does not depend have a gradient of zero.
+
+        Args:
+            objective: sum over the tokens of a pass.
+            scale: what :meth:`step` gets; 0 for a pass that does not count.
         """
+        factor = scale * self._zero.loss_scale if self._scales_losses else float(scale != 0)
         if self._is_empty:
             for group in self._groups:
                 if group.added:
                     torch._foreach_zero_(group.added)
         gradients = torch.autograd.grad(
-            objective * (scale * self._zero.loss_scale), self._parameters, allow_unused=True
+            objective if factor == 1 else objective * factor, self._parameters, allow_unused=True
         )
         given = dict(zip(self._parameters, gradients, strict=True))
         for group in self._groups:
@@ -139,11 +147,12 @@ class FlatGradients:
         self._is_empty = False
 
     @torch.no_grad()
-    def step(self, sums: Tensor) -> tuple[Tensor, float]:
+    def step(self, sums: Tensor, *, scale: float) -> tuple[Tensor, float]:
         """Make the update, unless the gradient is not finite; adapt the loss scale.
 
         Args:
             sums: values of this rank to copy to the host along with the norm, in float64.
+            scale: factor of the sum of all objectives, the same on all ranks.
 
         Returns:
             ``sums`` on the host, and the norm of the gradient, infinite if it is not finite.
@@ -154,8 +163,10 @@ class FlatGradients:
         if dist.get_world_size() > 1:
             dist.all_reduce(square)
         norm = square.sqrt()
-        optimizer, scale = self._zero.optimizer, self._zero.loss_scale
-        optimizer.grad_scale = self._divisor(norm, scale)
+        optimizer, divisor = self._zero.optimizer, 1 / scale
+        if self._scales_losses:
+            divisor = self._zero.loss_scale
+        optimizer.grad_scale = self._clipping(norm, divisor)
         # a comparison with NaN is false
         optimizer.found_inf = torch.logical_not(
             norm < math.inf, out=torch.empty_like(norm, dtype=torch.float32)
@@ -169,13 +180,13 @@ class FlatGradients:
         *_, scaled = on_host = torch.cat((sums, norm.view(1))).cpu()
         is_finite = math.isfinite(scaled)
         self._zero.loss_scaler.update_scale(not is_finite)
-        return on_host[:-1], float(scaled) / scale if is_finite else math.inf
+        return on_host[:-1], float(scaled) / divisor if is_finite else math.inf
 
-    def _divisor(self, norm: Tensor, scale: float) -> Tensor:
-        """Return the number by which gradients are divided: loss scale times factor of clipping."""
+    def _clipping(self, norm: Tensor, divisor: float) -> Tensor:
+        """Return a divisor of gradients with the norm ``norm``, enlarged where they are clipped."""
         if not self._clip_norm:
-            return torch.full_like(norm, scale, dtype=torch.float32)
-        return ((norm + 1e-6 * scale) / self._clip_norm).clamp(min=scale).float()
+            return torch.full_like(norm, divisor, dtype=torch.float32)
+        return ((norm + 1e-6 * divisor) / self._clip_norm).clamp(min=divisor).float()
 
 
 def _group(zero: Any, index: int, added: set[int]) -> _Group:

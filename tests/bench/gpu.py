@@ -1,9 +1,10 @@
 """Every figure that a GPU has to confirm, measured on one card in at most nine minutes.
 
-    python tests/bench/gpu.py [--quick] [--only SECTION] [--demo DIR] [--json FILE]
+    python tests/bench/gpu.py [--quick] [--only SECTION ...] [--demo DIR] [--json FILE]
 
 Every section runs in a process of its own with a time limit. A section that fails, and a peer that
-is not installed, leave rows that say so. The result file has card, commit, clocks, versions and,
+is not installed, leave rows that say so. Rows of the same card and commit are kept, so sections can
+be measured one after another. The result file has card, commit, clocks, versions and,
 per case of ``gpu_goals.py``, what was measured and its goal. ``--quick`` runs every section with
 tiny sizes in this process, on a CPU too, and measures nothing. Sections for two cards run where
 there are two; they train on the demo's data.
@@ -83,16 +84,13 @@ def passes(asked: Asked) -> Found:
             (took,) = seconds(asked, work=work)
             yield f"{kind}, bare pass of {tokens} tokens", 1000 * took
             found = steps.kernels_by_name(work)
-            listed = {
-                name[:100]: f"{time:.3f} ms, {launched} launches"
-                for name, (time, launched) in list(found.items())[:25]
-            }
-            yield f"{kind}, kernels of a pass of {tokens} tokens", listed
+            yield f"{kind}, kernels of a pass of {tokens} tokens", steps.listed(found)
             if number == 1:
-                kernels = sum(launched for _, launched in found.values())
+                times, numbers = zip(*found.values(), strict=True) if found else ((0.0,), (1,))
+                kernels = sum(numbers)
                 yield f"{kind}, kernels per pass, by the profiler", kernels
                 yield f"{kind}, kernels / those counted by mmnmt estimate", kernels / launches
-                yield f"{kind}, time / mmnmt estimate", 1000 * took / estimate
+                yield f"{kind}, time of the kernels / mmnmt estimate", sum(times) / estimate
         mfu = steps.operations(model, batches) / took / PEAK
         yield f"{kind}, MFU, forward + backward, 16k tokens a pass", mfu
 
@@ -142,6 +140,7 @@ def search(asked: Asked) -> Found:
     step = 1000 * (took_long - took_short) / (last - first)
     yield "search step, 25 sentences x beam 5, bfloat16", step
     yield "search step / mmnmt estimate", step / estimate
+    yield f"kernels of a search of {last} tokens", steps.listed(steps.kernels_by_name(long))
 
 
 def whole(result: Tensor | Unbiased) -> Tensor:
@@ -150,7 +149,7 @@ def whole(result: Tensor | Unbiased) -> Tensor:
 
 
 def kernels(asked: Asked) -> Found:
-    """Compare parts of a layer in training with PyTorch's plain operators, in values and time."""
+    """Compare parts of a layer in training with PyTorch's plain operators: values and time."""
     recipe = changed(asked.dense, "model", encoder_layers=1, decoder_layers=1)
     recipe = changed(recipe, "training", dropout=0.0, attention_dropout=0.0)
     model = steps.random_model(recipe, asked)
@@ -193,7 +192,8 @@ def kernels(asked: Asked) -> Found:
         our_error, error = (steps.distance(work(), exact) for work in (ours, peer))
         yield f"{name}, error / the plain form's", our_error / error
         del exact
-        yield f"{name}, time of the plain form / ours", ratio(asked, ours=ours, peer=peer)
+        our_time, time = (steps.time_of_kernels(work) for work in (ours, peer))
+        yield f"{name}, time of the plain form / ours", time / our_time
 
 
 def resumed(_asked: Asked) -> Found:
@@ -426,9 +426,23 @@ def result_path() -> Path:
     return Path(__file__).parent / "results" / f"gpu-nvidia-{card}.json"
 
 
+def earlier(path: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return cases and tables of a result file, if it is of this card and commit."""
+    if path is None or not path.exists():
+        return {}
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if any(result.get(key) != about.get(key) for key in ("processor", "commit")):
+        return {}
+    tables = {title: one for title, one in result.items() if isinstance(one, dict)}
+    rows = (row for row in result["rows"] if row["holds"] != NOT_MEASURED)
+    return tables | {row["case"]: row["measured"] for row in rows}
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", choices=[*SECTIONS], metavar="SECTION", help="one section")
+    parser.add_argument(
+        "--only", choices=[*SECTIONS], metavar="SECTION", nargs="+", help="sections"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only whether it runs")
     parser.add_argument("--demo", type=Path, default=ROOT / "runs" / "demo", help="demo's result")
     parser.add_argument("--json", type=Path, metavar="FILE", help="result file")
@@ -441,15 +455,15 @@ def main() -> int:
     options, began = parsed(), time.monotonic()
     asked = Asked(quick=options.quick, demo=options.demo.resolve())
     if options.here:
-        for entry in outcome(options.only, asked):
+        for entry in outcome(options.only[0], asked):
             print(MARK + json.dumps(entry), flush=True)
         return 0
     end_sections_on_request()
     path, about = options.json, {**about_this_machine(), "clocks before": clocks()}
-    if path is None and DEVICE.type == "cuda" and not (asked.quick or options.only):
+    if path is None and DEVICE.type == "cuda" and not asked.quick:
         path = result_path()
-    found: dict[str, Any] = {}
-    for name in [options.only] if options.only else SECTIONS:
+    found = earlier(path, about)
+    for name in options.only or SECTIONS:
         left = 60 * MINUTES - (time.monotonic() - began)
         limit = TWO_CARDS.get(name) or max(min(SECONDS.get(name, 60), left), 1)
         command = [sys.executable, str(Path(__file__).resolve()), "--here", "--only", name]

@@ -11,13 +11,13 @@ GOALS = {
         "dense, MFU, forward + backward, 16k tokens a pass": ("share", ""),
         "dense, kernels per pass, by the profiler": ("number", "<= 850"),
         "dense, kernels / those counted by mmnmt estimate": ("ratio", "0.97 to 1.03"),
-        "dense, time / mmnmt estimate": ("ratio", "0.9 to 1.1"),
+        "dense, time of the kernels / mmnmt estimate": ("ratio", "0.9 to 1.1"),
         "experts, bare pass of 4,096 tokens": ("ms", ""),
         "experts, bare pass of 16,384 tokens": ("ms", ""),
         "experts, MFU, forward + backward, 16k tokens a pass": ("share", ">= 0.35"),
         "experts, kernels per pass, by the profiler": ("number", "<= 1150"),
         "experts, kernels / those counted by mmnmt estimate": ("ratio", "0.97 to 1.03"),
-        "experts, time / mmnmt estimate": ("ratio", "0.9 to 1.1"),
+        "experts, time of the kernels / mmnmt estimate": ("ratio", "0.9 to 1.1"),
     },
     "training": {
         "dense, MFU, training, optimizer included": ("share", ">= 0.45"),
@@ -28,7 +28,7 @@ GOALS = {
         "search step, 25 sentences x beam 5, bfloat16": ("ms", "<= 0.8"),
         "search step / mmnmt estimate": ("ratio", "0.9 to 1.1"),
     },
-    "kernels": {
+    "kernels": {  # times of kernels, without the host
         "loss, error / the plain form's": ("ratio", "<= 2"),
         "loss, time of the plain form / ours": ("ratio", ">= 1"),
         "attention, error / the plain form's": ("ratio", "<= 2"),

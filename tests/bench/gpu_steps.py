@@ -3,13 +3,14 @@
 Each entry point of mmnmt that ``gpu.py`` measures is called in one function here.
 """
 
+import gc
 import json
 import platform
 import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -40,6 +41,8 @@ from pipeline.training.settings import LossConfig
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BFLOAT16 = torch.bfloat16
+TOKENS_OF_25 = f"decoding.tokens={25 * 5 * 32}"
+"""The setting for 25 sentences of 32 tokens with 5 beams in a batch."""
 
 
 @dataclass(frozen=True)
@@ -156,17 +159,17 @@ def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Cal
 
 
 def estimates(recipe: Recipe, asked: Asked) -> dict[str, tuple[float, float]]:
-    """Return launches and milliseconds of a training pass and of a decoding step."""
+    """Return launches, and milliseconds of the kernels, of a training pass and a decoding step."""
     card = card_name().lower()
     device = next((name for name in ("a100", "h200") if name in card), "h100")
-    sets = ("training.expert_parallel_size=1", "decoding.precision=bfloat16")
+    sets = ("training.expert_parallel_size=1", "decoding.precision=bfloat16", TOKENS_OF_25)
     command = [sys.executable, "-m", "pipeline", "estimate", "--json", "--device", device]
     command += [recipe.name, "--vocabulary", str(asked.vocabulary)]
     command += [word for one in sets for word in ("--set", one)]
     found = json.loads(subprocess.check_output(command, cwd=ROOT))
     names = {"pass": "training micro-batch", "step": "decoding step"}
     return {
-        short: (found[name]["launches"], 1000 * found[name]["seconds"])
+        short: (found[name]["launches"], 1000 * found[name]["kernel_seconds"])
         for short, name in names.items()
     }
 
@@ -198,6 +201,8 @@ def seconds(asked: Asked, *, rounds: int = 8, **works: Callable[[], object]) -> 
         work()
         finish()
 
+    gc.collect()
+    gc.freeze()  # as in training
     timed = {name: partial(until_done, work) for name, work in works.items()}
     found = interleaved(timed, rounds=1 if asked.quick else rounds, warm_up=3)
     return [statistics.median(times) for times in found.values()]
@@ -223,6 +228,18 @@ def kernels_by_name(work: Callable[[], object]) -> dict[str, tuple[float, int]]:
     return {name: (time, numbers[name]) for name, time in times.most_common()}
 
 
+def listed(kernels: Mapping[str, tuple[float, int]]) -> dict[str, str]:
+    """Return the longest kernels in words."""
+    longest = list(kernels.items())[:25]
+    return {name[:100]: f"{time:.3f} ms, {number} launches" for name, (time, number) in longest}
+
+
+def time_of_kernels(work: Callable[[], object], *, rounds: int = 3) -> float:
+    """Return the milliseconds of a work's kernels, the median of some rounds."""
+    works = [kernels_by_name(work).values() for _ in range(1 + rounds)]  # the first compiles
+    return statistics.median(sum(time for time, _ in of_one) for of_one in works[1:]) or 1.0
+
+
 def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest relative distance; infinite for values that are no numbers."""
     pairs = zip(found, exact, strict=True)
@@ -235,7 +252,9 @@ def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> Callable
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     with torch.no_grad():
         result = function(*leaves)
-    slope = torch.randn(result.shape, generator=torch.Generator().manual_seed(2)).to(result)
+    slope = torch.ones_like(result)  # of a loss, as in training
+    if result.dim():
+        slope = torch.randn(result.shape, generator=torch.Generator().manual_seed(2)).to(result)
 
     def run() -> list[Tensor]:
         result = function(*leaves)

@@ -14,14 +14,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.passes import join
-from support.tiny_models import random_batch, tiny_model, tiny_spec
+from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
 from torch import Tensor, nn
 
+from pipeline.decoding import grid_search
+from pipeline.decoding.beam_search import beam_search_n_best
+from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.kernels import activations, logits, products, residuals
 from pipeline.kernels.activations import activated_linear
-from pipeline.kernels.attention import Spans, attend_packed, can_attend_packed
+from pipeline.kernels.attention import Spans, attend_packed, attend_step, can_attend_packed
+from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.launching import fused_kernels_off, fused_on_cpu, is_fused
-from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.logits import fused_best_tokens, summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise, keep
 from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation
@@ -353,6 +358,93 @@ def test_packed_attention_equals_attention_of_each_sentence(
         assert_same(
             lambda x: ours(*sliced(x, 3)), lambda x: reference(*x.chunk(3, 1)), joined, dtype=dtype
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "width"), [(1024, 4), (1025, 10), (3000, 7), (9, 8)])
+def test_the_best_tokens_of_a_row_and_its_normalizer_equal_those_of_a_sort(
+    columns: int, width: int, dtype: torch.dtype
+) -> None:
+    logits_RV = torch.randn(5, columns, dtype=dtype) * 4  # in bfloat16, some are equal
+    logits_RV[1, ::3] = -torch.inf
+    excluded = int(logits_RV[0].argmax())
+    best_RC, token_RC, normalizer_R = fused_best_tokens(logits_RV, width, excluded=excluded)
+    torch.testing.assert_close(normalizer_R, logits_RV.float().logsumexp(1))
+    logits_RV[:, excluded] = -torch.inf
+    expected_RV, order_RV = logits_RV.float().sort(dim=1, descending=True, stable=True)
+    torch.testing.assert_close(best_RC, expected_RV[:, :width], rtol=0, atol=0)
+    is_real_RC = best_RC > -torch.inf
+    assert torch.equal(token_RC[is_real_RC], order_RV[:, :width][is_real_RC])
+    assert 0 <= int(token_RC.min()) <= int(token_RC.max()) < columns
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_with_a_logit_that_is_no_number_has_no_normalizer(value: float) -> None:
+    logits_RV = torch.randn(3, 2000)
+    logits_RV[1, 1500] = value
+    *_, token_RC, normalizer_R = fused_best_tokens(logits_RV, 4, excluded=0)
+    assert normalizer_R.isnan().tolist() == [False, True, False]
+    assert int(token_RC.max()) < 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # no bfloat16 in tl.dot here
+@pytest.mark.parametrize(("rows", "heads", "width"), [(1, 2, 16), (5, 3, 24), (17, 1, 64)])
+def test_a_step_of_attention_equals_attention_over_the_entries_that_a_row_sees(
+    rows: int, heads: int, width: int, dtype: torch.dtype
+) -> None:
+    sentences, entries, made = 3, 70 + rows, 66 + rows
+    shape = (sentences, heads, entries, width)
+    key_BHSK, value_BHSK = torch.randn(2, *shape, dtype=dtype).unbind()
+    joined_RX = torch.randn(sentences * rows, 3 * heads * width, dtype=dtype)
+    query_RD, key_RD, value_RD = joined_RX.chunk(3, dim=1)
+    is_seen_BJS = torch.rand(sentences, rows, entries) < 0.5
+    is_seen_BJS[:, :, made - rows : made] = torch.eye(rows, dtype=torch.bool)
+    is_seen_BJS[:, :, made:] = False
+
+    def in_heads(x_RD: Tensor) -> Tensor:
+        return x_RD.reshape(sentences, rows, heads, width).transpose(1, 2)
+
+    keys, values = key_BHSK.clone(), value_BHSK.clone()
+    keys[:, :, made - rows : made], values[:, :, made - rows : made] = (
+        in_heads(x) for x in (key_RD, value_RD)
+    )
+    for new, mask_BJS, own, its in (
+        ((torch.tensor(made), key_RD, value_RD), is_seen_BJS, keys, values),
+        (None, is_seen_BJS[:, :1] | (torch.arange(entries) == 3), keys, values),
+    ):
+        found_RD = attend_step(query_RD, key_BHSK, value_BHSK, mask_BJS, new)
+        expected_BHJK = F.scaled_dot_product_attention(
+            *(x.double() for x in (in_heads(query_RD), own, its)), attn_mask=mask_BJS[:, None]
+        )
+        expected_RD = expected_BHJK.transpose(1, 2).reshape(query_RD.shape)
+        assert_close(found_RD, expected_RD.to(dtype), tolerance=TOLERANCE[dtype])
+    assert torch.equal(key_BHSK, keys)
+    assert torch.equal(value_BHSK, values)
+
+
+@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, top_k=2, every=2)])
+def test_a_search_with_fused_kernels_finds_the_translations_of_the_plain_search(
+    moe: MoEConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid_search, "has_grouped_products", lambda _: True)
+    model = tiny_model(tiny_spec(moe=moe)).eval()
+    examples = random_examples(model.spec, sentences=3, seed=4, shortest=1, longest=5)
+    sources = [
+        Source([*one.source_prefix, *one.source, EOS_ID], one.decoder_prompt, 0, 0)
+        for one in examples
+    ]
+    config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=8)
+    grids = grid_search.Grids()
+    with fused_kernels_off():
+        expected = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
+    for _ in range(2):  # a second time on the grids of the first
+        with torch.inference_mode(), sparing_loops():
+            search = grid_search.GridSearch(model, sources, config, eos_id=EOS_ID, grids=grids)
+            found = search.run()
+        for ours, theirs in zip(found, expected, strict=True):
+            assert [one.tokens for one in ours] == [one.tokens for one in theirs]
+            scores = [one.score for one in theirs]
+            assert [one.score for one in ours] == pytest.approx(scores, rel=1e-5)
 
 
 def test_gradients_of_a_fused_projection_need_no_copy() -> None:

@@ -24,9 +24,9 @@ from triton.compiler import ASTSource
 from pipeline.batching.batch import Shares
 from pipeline.kernels import launching
 from pipeline.kernels.activations import activated_linear
-from pipeline.kernels.attention import Spans, attend_packed
+from pipeline.kernels.attention import Spans, attend_packed, attend_step
 from pipeline.kernels.expert_products import ExpertWeights, grouped_products
-from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.kernels.logits import fused_best_tokens, summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise
 from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.placement import Limits, RouteNumbers, combine, gather, place_by_kernels
@@ -83,6 +83,14 @@ def run_everything() -> None:
             joined = (x.unflatten(1, (heads, -1)) for x in sliced(states(ROWS, 3 * WIDTH), 3))
             kind: dict[str, Any] = {"is_causal": is_causal, "dropout": drop}
             backward(attend_packed(*joined, queries=spans, keys=spans, **kind))
+    fused_best_tokens(logits_LV.detach(), 10, excluded=1)
+    seen_BJS = torch.empty(32, 5, 80, dtype=torch.bool, device=META)
+    for heads in (8, 16):
+        cache_BHSK = states(32, heads, 80, WIDTH // heads).detach()
+        joined = states(160, 3 * WIDTH).detach().chunk(3, 1)
+        made = torch.empty((), dtype=torch.int64, device=META)
+        for new in ((made, *joined[1:]), None):
+            attend_step(joined[0], cache_BHSK, cache_BHSK, seen_BJS, new)
     run_experts(None)
     numbers_M = torch.empty(8, dtype=torch.int64, device=META)
     run_experts(Shares((ROWS // 8,) * 8, numbers_M, torch.empty(8, device=META)))

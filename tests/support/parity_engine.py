@@ -88,13 +88,19 @@ def one_update(
 
 
 def try_update(
-    engine: Engine, world: World, update: int, *, rate: float, spec: ModelSpec = SPEC
+    engine: Engine,
+    world: World,
+    update: int,
+    *,
+    rate: float,
+    spec: ModelSpec = SPEC,
+    total_labels: int | None = None,
 ) -> StepResult:
-    """One update, if its gradient is finite."""
+    """One update, if its gradient is finite; its loss is divided by its labels by default."""
     mine = range(world.rank, MICRO_BATCHES, world.size)
     batches = micro_batches(spec, update)
     return engine.train_step(
         passes_of([batches[index] for index in mine]),
-        total_labels=sum(batch.num_labels for batch in batches),
+        total_labels=total_labels or sum(batch.num_labels for batch in batches),
         learning_rate=rate,
     )

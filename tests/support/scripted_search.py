@@ -43,6 +43,9 @@ class ScriptedModel:
     def eval(self) -> "ScriptedModel":
         return self
 
+    def joint_parameters_of_steps(self) -> None:
+        return None
+
     def project(self, hash_R: Tensor) -> Tensor:
         return self.logits_HV[hash_R]
 

@@ -498,7 +498,8 @@ class Recorder(torch.optim.SGD):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         del closure
-        self.gradients += [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        divisor = getattr(self, "grad_scale", 1)
+        self.gradients += [p.grad / divisor for group in self.param_groups for p in group["params"]]
 
 
 def summed_gradients(
@@ -531,7 +532,7 @@ def summed_gradients(
             [batches[world.rank]] * passes,
             stand_ins=range(passes) if only not in (None, world.rank) else (),
         ),
-        total_labels=passes * sum(batch.num_labels for batch in batches),
+        total_labels=passes * 256,  # a power of two, so that no division rounds
         learning_rate=0,
     )
     assert isinstance(engine._zero, DeepSpeedZeroOptimizer)
