@@ -63,22 +63,31 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Row:
-    """A case of ``GOALS``, and what was measured, or why it was not."""
+    """A case of ``GOALS``, and what was measured at which commit, or why it was not."""
 
     case: str
     unit: str
     measured: float | str
     goal: str
     holds: bool | str
+    commit: str = ""
 
 
-def rows_of(section: str, found: Mapping[str, Any]) -> list[Row]:
-    """Return the rows of a section; ``found[section]`` says why cases of it are missing."""
-    why = found.get(section, NOT_MEASURED)
-    return [row(case, *known, found.get(case, why)) for case, known in GOALS[section].items()]
+def rows_of(section: str, found: Mapping[str, Any], *, commit: str) -> list[Row]:
+    """Return the rows of a section.
+
+    ``found`` has measurements and rows measured before; ``found[section]`` says why cases of the
+    section are missing.
+    """
+    rows = []
+    for case, (unit, goal) in GOALS[section].items():
+        measured = found.get(case, found.get(section, NOT_MEASURED))
+        is_before = isinstance(measured, Row)
+        rows.append(measured if is_before else row(case, unit, goal, measured, commit))
+    return rows
 
 
-def row(case: str, unit: str, goal: str, measured: float | str) -> Row:
+def row(case: str, unit: str, goal: str, measured: float | str, commit: str) -> Row:
     """Hold a measurement against its goal; NaN holds against none."""
     if isinstance(measured, str):
         return Row(case, unit, measured, goal, NOT_MEASURED)
@@ -91,4 +100,4 @@ def row(case: str, unit: str, goal: str, measured: float | str) -> Row:
             holds = float(least) <= measured <= float(most)
         case _:
             holds = True
-    return Row(case, unit, float(f"{measured:.4g}"), goal, holds)
+    return Row(case, unit, float(f"{measured:.4g}"), goal, holds, commit)

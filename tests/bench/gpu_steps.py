@@ -105,6 +105,12 @@ def forward_backward(model: Transformer, batch: Batch, loss: LossConfig) -> Tens
     return objective.detach()
 
 
+def repeated(work: Callable[[], object], times: int) -> None:
+    """Do a work some times without waiting for the device."""
+    for _ in range(times):
+        work()
+
+
 def operations(model: Transformer, batches: Sequence[Batch]) -> float:
     """Return the floating-point operations of training on the real tokens of batches."""
     met = count_multiplied(model.spec)
