@@ -392,14 +392,15 @@ def benchmarks_page(results: Path) -> str:
         if "__main__" not in text:
             continue
         files = sorted(results.glob(f"{script.stem}-*.json"))
-        open_rows = _open_rows(script)
+        measured = {row.get("case") for path in files for row in _measured_rows(path)}
+        open_rows = [row for row in _open_rows(script) if row["case"] not in measured]
         if not files and not open_rows:
             without.append(code(script.stem))
             continue
         about = ast.get_docstring(ast.parse(text)) or ""
         parts += [f"## {script.stem}\n", sentence(about.split("\n\n")[0]) + "\n"]
-        parts += [part for path in files for part in _result(path, open_rows)]
-        parts += [] if files else [_rows_table(open_rows)]
+        parts += [part for path in files for part in _result(path)]
+        parts += [_rows_table(open_rows)] if open_rows else []
     if without:
         parts += ["## No stored results\n", f"{', '.join(without)}.\n"]
     return page("Benchmarks", introduction, *parts)
@@ -427,10 +428,16 @@ def _open_rows(script: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _result(path: Path, open_rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _measured_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a result file that were measured."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if row.get("holds") != "not measured"]
+
+
+def _result(path: Path) -> list[str]:
     """Return where and when a result was measured, its table, and its other figures.
 
-    Rows that are open follow where the result has none of their case.
+    The times of kernels by name stay in the file.
     """
     found = json.loads(path.read_text(encoding="utf-8"))
     versions = {
@@ -448,11 +455,9 @@ def _result(path: Path, open_rows: Sequence[Mapping[str, Any]]) -> list[str]:
     parts = ["; ".join(f"{name}: {prose(str(value))}" for name, value in measured.items()) + ".\n"]
     if "note" in found:
         parts.append(sentence(f"Note: {found['note']}") + "\n")
-    cases = {row["case"] for row in found["rows"] if "case" in row}
-    rows = [*found["rows"], *(row for row in open_rows if row["case"] not in cases)]
-    parts.append(_rows_table(rows))
+    parts.append(_rows_table(_measured_rows(path)))
     for name, figures in found.items():
-        if isinstance(figures, Mapping):
+        if isinstance(figures, Mapping) and "kernels" not in name:
             body = [[key.replace("_", " "), _figure(value)] for key, value in figures.items()]
             parts.append(table([name.replace("_", " "), "figure"], body))
     return parts

@@ -57,7 +57,8 @@ class Launch:
         bytes: bytes that it reads and writes.
         dtype: type of its first result.
         product: rows, columns and inner length of a matrix product; a batch counts as rows.
-        blocks: pairs of a tile of queries and a tile of keys that attention computes.
+        blocks: pairs of a tile of queries and a tile of keys that attention computes; number of
+            matrices of a grouped product.
     """
 
     operator: str
@@ -102,6 +103,8 @@ def launch_of(
     if "product" in kind:
         x, y = args[1:3] if "add" in name else args[:2]  # after a bias
         product = x.numel() // x.shape[-1], y.shape[-1], x.shape[-1]
+        if kind == "grouped product":
+            blocks = next((len(one) for one in (x, y, *made) if one.dim() == 3), 0)
     elif kind == "attention":
         named = dict(zip((one.name for one in func._schema.arguments), args, strict=False))
         blocks = _attention_blocks(named)

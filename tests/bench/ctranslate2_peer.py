@@ -35,7 +35,7 @@ def library() -> str:
 
 def write_model(directory: Path, model: Transformer) -> None:
     """As ``mmnmt export --to ctranslate2`` does, without a tokenizer: pieces are called by id."""
-    tensors: dict[str, Tensor] = {one.name: one.value for one in named_slices(model)}
+    tensors: dict[str, Tensor] = {one.name: one.value.cpu() for one in named_slices(model)}
     source = SimpleNamespace(spec=model.spec, tensors=SimpleNamespace(read=tensors.__getitem__))
     specification = _Specification(ctranslate2, cast(ModelSource, source))
     specification.fill()
