@@ -18,15 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.cpu import LOOP_COST, can_loop, over_rows
 from pipeline.kernels.launching import is_fused, launch, power_of_two
-from pipeline.kernels.products import is_on_cpu
 
 CACHED_ROWS = 16
 """Number of rows whose float32 copies exist at a time on CPU, so that they stay in the cache."""
 DEVICE_CHUNKS = 8
 """Number of chunks on other devices: few, as every operator costs a launch regardless of size."""
-DEVICE_PARTS = 64
-"""Parts of a row of logits in which the best tokens are looked for on other devices."""
-
 SEARCH_BLOCK = 1024
 """Columns of a part of a row in :func:`fused_best_tokens`: 32 for each thread of one warp."""
 LOSS_BLOCK, LOSS_WARPS = 8192, 16
@@ -223,25 +219,6 @@ class _Divergence(torch.autograd.Function):
         return (*found, None, None)
 
 
-def best_of_parts(logits_RV: Tensor, width: int, *, parts: int) -> tuple[Tensor, Tensor]:
-    """Return what :func:`best_tokens` returns, out of the best logits of each part of a row.
-
-    ``topk`` works on a row with few threads of a GPU, so that a wide row takes long.
-    """
-    part = logits_RV.shape[1] // parts
-    if parts == 1 or part < 2 * width:
-        best_RC, token_RC = logits_RV.topk(width, dim=1)
-        return best_RC, token_RC
-    whole_RV, rest_RX = logits_RV.split([parts * part, logits_RV.shape[1] - parts * part], dim=1)
-    best_RPC, place_RPC = whole_RV.unflatten(1, (parts, part)).topk(width, dim=2)
-    first_P1 = torch.arange(0, parts * part, part, device=logits_RV.device)[:, None]
-    rest_X = torch.arange(parts * part, logits_RV.shape[1], device=logits_RV.device)
-    candidate_RX = torch.cat([best_RPC.flatten(1), rest_RX], dim=1)
-    token_RX = torch.cat([(place_RPC + first_P1).flatten(1), rest_X.expand_as(rest_RX)], dim=1)
-    best_RC, place_RC = candidate_RX.topk(width, dim=1)
-    return best_RC, token_RX.gather(1, place_RC)
-
-
 def fused_best_tokens(
     logits_RV: Tensor, width: int, *, excluded: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,7 +266,8 @@ def log_normalizer(logits_RV: Tensor) -> Tensor:
 def best_tokens(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the ``width`` largest logits of every row and their tokens, (R, C), best first."""
     if not can_loop(logits_RV) or logits_RV.dtype != torch.float32:
-        return best_of_parts(logits_RV, width, parts=1 if is_on_cpu(logits_RV) else DEVICE_PARTS)
+        best_RC, token_RC = logits_RV.topk(width, dim=1)
+        return best_RC, token_RC
     from pipeline.kernels import compiled_loops as loops
 
     best_RC = logits_RV.new_empty(len(logits_RV), width)

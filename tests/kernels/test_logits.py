@@ -8,7 +8,6 @@ from torch import Tensor
 from pipeline.kernels import logits
 from pipeline.kernels.logits import (
     DEVICE_CHUNKS,
-    best_of_parts,
     best_tokens,
     log_normalizer,
     rows_at_a_time,
@@ -155,15 +154,3 @@ def test_the_best_tokens_are_those_of_a_stable_sort(width: int, size: int) -> No
     is_there = best_RC.isfinite()
     assert torch.equal(token_RC[is_there], order_RV[:, :width][is_there])
     assert not token_RC[~is_there].any()
-
-
-@pytest.mark.parametrize("size", [7, 64, 96, 1003])
-@pytest.mark.parametrize("width", [1, 4, 16])
-def test_the_best_tokens_of_parts_of_a_row_are_those_of_the_row(width: int, size: int) -> None:
-    width = min(width, size)
-    logits_RV = torch.randn(30, size, generator=torch.Generator().manual_seed(size))
-    logits_RV[:, -2:] += 3  # behind the last whole part
-    best_RC, token_RC = best_of_parts(logits_RV, width, parts=5)
-    expected_RC, order_RC = logits_RV.topk(width, dim=1)
-    assert torch.equal(best_RC, expected_RC)
-    assert torch.equal(token_RC, order_RC)
