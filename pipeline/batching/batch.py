@@ -299,7 +299,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device; a no-op if it is there already."""
-        return self if self.source_N.device == device else moved(self, device)
+        here = self.source_N.device
+        is_here = here.type == device.type and device.index in (None, here.index)
+        return self if is_here else moved(self, device)
 
     def shared(self, sentences: Sequence[int]) -> "Batch":
         """Share the batch, on the CPU, among micro-batches of so many sentences each.
