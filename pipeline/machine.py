@@ -6,7 +6,7 @@ open. Only entry points (the command, the stages, the benchmarks) call ``prepare
 importing the package changes nothing. torch is not loaded because the command line has to start
 fast.
 
-Not yet run on a GPU; ``nvidia-smi`` is called as its manual documents.
+``nvidia-smi`` is called as its manual documents, and has not been called on a GPU yet.
 """
 
 import io

@@ -9,8 +9,7 @@ the time outside of collectives shows which rank is slow. Two parts of an update
 
 Backward passes and the optimizer are left out, since ZeRO's reductions run inside them. A slow
 processor, GPU or disk slows the counted parts as well. The host never waits for the device here:
-events are read after the host has waited for the result of the update, as it does anyway. Not yet
-run on a GPU.
+events are read after the host has waited for the result of the update, as it does anyway.
 """
 
 import time

@@ -33,9 +33,10 @@ MAX_HEAD_WIDTH = 128
 width; beyond 192, some have none."""
 STEP_ENTRIES = 64
 """Cached entries that a program of :func:`attend_step` reads at a time."""
-FUSED_MEAN_LENGTH = 256
+FUSED_MEAN_LENGTH = 128
 """Mean number of keys per sentence up to which 16-bit attention without gradients uses the fused
-kernel: an estimate, not a measurement."""
+kernel. On an H100, flash attention took 3.9 times as long for sentences of 11 tokens, 1.8 times for
+32 and 1.1 times for 128."""
 
 
 def fused_attention_pays(query_BHTK: Tensor) -> bool:

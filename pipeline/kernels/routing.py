@@ -1,7 +1,6 @@
 """Routing of tokens to experts: router logits, choice of experts, and weights of kept routes.
 
-On CPU, compiled loops do the work, on GPUs fused kernels, and elsewhere a few operators. Kernels
-have been tested in Triton's interpreter and compiled; they have not yet run on a GPU.
+On CPU, compiled loops do the work, on GPUs fused kernels, and elsewhere a few operators.
 
 Legend: N tokens, M micro-batches of the pass, D model width, E experts, C choices per token
 (top-k), G groups of tokens, P blocks of tokens, K = 2: probabilities and first choices.

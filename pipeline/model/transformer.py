@@ -377,7 +377,8 @@ class Transformer(nn.Module):
         if not is_fused(next(self.decoder.parameters())):
             return None
         layers = [layer.self_attention for layer in self.decoder_layers()]
-        return JointParameters(_linear_groups([[x.query, x.key, x.value] for x in layers]))
+        groups = _linear_groups([[one.query, one.key, one.value] for one in layers])
+        return JointParameters(groups) if groups else None
 
     @cached_property
     def _float32_readers(self) -> list[ReadsFloat32]:
