@@ -108,7 +108,7 @@ def test_long_sentences_use_flash_attention_without_gradients(
 
     monkeypatch.setattr(attention, "_flash_attention", flash)
     with launches_counted_by(lambda name, *_: counted.append(name)):
-        for sentences in (2, 3):
+        for sentences in (4, 5):
             spans = Spans(numbers[: sentences + 1], 500, numbers)
             with torch.no_grad():
                 attend_packed(states, states, states, queries=spans, keys=spans)
