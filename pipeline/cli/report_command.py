@@ -15,10 +15,10 @@ _START = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" cont
 
 
 def _report(options: argparse.Namespace) -> int:
-    from pipeline.evaluation.compared_runs import open_runs
+    from pipeline.evaluation.averages import group_runs
     from pipeline.evaluation.rendering import render_html
     from pipeline.evaluation.report import imprint
-    from pipeline.evaluation.runs_report import runs_report
+    from pipeline.evaluation.runs_report import open_runs, runs_report
     from pipeline.extensions.installed import INSTALLED
 
     _refuse_to_replace_another(options.out)
@@ -26,7 +26,10 @@ def _report(options: argparse.Namespace) -> int:
     analyses = [section for one in INSTALLED for section in one.report_sections(compared.analyses)]
     page = render_html(runs_report(compared, made=imprint(), analyses=analyses))
     _write_page(options.out, page)
-    runs, systems = counted(len(compared.runs), "run"), counted(len(compared.systems), "system")
+    runs, systems = (
+        counted(len(compared.runs), "run"),
+        counted(len(group_runs(compared.runs)), "system"),
+    )
     print(f"{options.out}: {runs} of {systems}")
     return 0
 

@@ -75,7 +75,7 @@ class Bleu(Score):
     tokenizers: Mapping[str, str]
     """Target language → name of sacreBLEU's tokenizer."""
 
-    column = Column("bleu", "BLEU", out_of_100=True, by_target=True)
+    column = Column("bleu", "BLEU", out_of_100=True)
 
     @classmethod
     def into(cls, targets: Iterable[str], *, option: BleuTokenizerOption) -> Self:

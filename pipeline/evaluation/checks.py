@@ -6,9 +6,8 @@ from pathlib import Path
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, listed_names
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluation.averages import RULE
+from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.repeated_runs import group_runs
 from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.scores import SystemScores, Verdicts
 from pipeline.languages import parse_tag

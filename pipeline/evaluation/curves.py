@@ -6,7 +6,7 @@ curve, their mean, in a band that is their range. Losses into and out of the piv
 directions, since ``metrics.jsonl`` does not have their tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, get_args
@@ -16,9 +16,9 @@ import numpy as np
 from pipeline.artifacts.artifact import Artifact, open_recorded
 from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
 from pipeline.errors import UserError
+from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.charts import Series, legend, line_chart
 from pipeline.evaluation.directions import Family, pivot_of, title_of_family
-from pipeline.evaluation.repeated_runs import group_runs
 from pipeline.evaluation.spent import (
     SIDES,
     Spent,
@@ -28,15 +28,7 @@ from pipeline.evaluation.spent import (
     read_per_token,
     tokens_by_update,
 )
-from pipeline.evaluation.tables import (
-    Cell,
-    Figure,
-    ReportSection,
-    Table,
-    bullets,
-    headings,
-    row,
-)
+from pipeline.evaluation.tables import Cell, Figure, ReportSection, Table, bullets, headings, row
 from pipeline.terminal import counted
 
 MAX_POINTS = 300
@@ -84,10 +76,8 @@ def read_curve(system: str, checkpoint: Artifact, *, before: Spent | None) -> Cu
         losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
         if isinstance(directions, dict):
             losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
-        known_losses = {key: loss for key, loss in losses.items() if is_number(loss)}
-        points[entry["kind"]].append(
-            CurvePoint(update, known_losses, operations_of(per_token, **at))
-        )
+        losses = {key: loss for key, loss in losses.items() if is_number(loss)}
+        points[entry["kind"]].append(CurvePoint(update, losses, operations_of(per_token, **at)))
     return Curve(system, tuple(points["train"]), tuple(points["validation"]), before, pivot)
 
 
@@ -131,43 +121,40 @@ def mean_losses(
 # Sections
 
 
-def losses_section(curves: Sequence[Curve]) -> ReportSection | None:
+def losses_section(curves: Sequence[Curve]) -> ReportSection:
     """Return the lowest and last validation loss of every system, and the tiers at the lowest."""
-    systems = {name: runs for name, runs in _by_system(curves).items() if _validated(runs)}
-    if not systems:
-        return None
+    every = _by_system(curves)
+    systems = {name: runs for name, runs in every.items() if all(run.validation for run in runs)}
     best = {
         name: [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
         for name, runs in systems.items()
     }
     last = {name: [run.validation[-1] for run in runs] for name, runs in systems.items()}
-    tiers = [
-        tier
-        for tier in get_args(Resource)
-        if any(tier in one.losses for points in best.values() for one in points)
-    ]
-    titles = ("System", "Runs", "Lowest", "At update", "Last", "At update")
+    known = {key for points in best.values() for one in points for key in one.losses}
+    tiers = [tier for tier in get_args(Resource) if tier in known]
     rows = (
         row(
             name,
             len(runs),
-            _mean_cell(one.losses["all"] for one in best[name]),
-            _updates(best[name]),
-            _mean_cell(one.losses["all"] for one in last[name]),
-            _updates(last[name]),
-            *(_mean_cell(one.losses.get(tier) for one in best[name]) for tier in tiers),
+            *(
+                cell
+                for points in (best[name], last[name])
+                for cell in (_mean_cell(points, "all"), _updates(points))
+            ),
+            *(_mean_cell(best[name], tier) for tier in tiers),
         )
         for name, runs in systems.items()
     )
+    titles = ("System", "Runs", "Lowest", "At update", "Last", "At update")
     tier_titles = (f"{tier.replace('_', ' ').capitalize()} resource" for tier in tiers)
-    without = [name for name in _by_system(curves) if name not in systems]
-    notes = [f"Left out, since a run of them has no validation loss: {', '.join(without)}."]
+    without = ", ".join(name for name in every if name not in systems)
+    note = f"Left out, since a run of them has no validation loss: {without}."
     return ReportSection(
         "Validation losses",
         "Nats per token in the last training of each system; its updates count from its start. "
         "Means over the runs, with their range; the tiers at the lowest loss.",
-        tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),),
-        lists=bullets(notes if without else []),
+        tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),) if systems else (),
+        items=bullets([note] if systems and without else []),
     )
 
 
@@ -176,15 +163,10 @@ def _by_system(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
     return {system: [by_run[run] for run in runs] for system, runs in group_runs(by_run).items()}
 
 
-def _validated(runs: Sequence[Curve]) -> bool:
-    return all(run.validation for run in runs)
-
-
-def _mean_cell(losses: Iterable[float | None]) -> Cell:
+def _mean_cell(points: Sequence[CurvePoint], key: str) -> Cell:
     """Return the mean over runs with their range; a dash if a run lacks the loss."""
-    found = list(losses)
-    known = [loss for loss in found if loss is not None]
-    if len(known) < len(found):
+    known = [point.losses[key] for point in points if key in point.losses]
+    if len(known) < len(points):
         return Cell(None)
     note = f"{min(known):.3f}–{max(known):.3f}" if len(known) > 1 else ""
     return Cell(fmean(known), ".3f", note=note)
@@ -195,7 +177,7 @@ def _updates(points: Sequence[CurvePoint]) -> str:
     return "–".join(f"{update:,}" for update in dict.fromkeys((ends[0], ends[-1])))
 
 
-def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> ReportSection | None:
+def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> ReportSection:
     """Return the loss curves; ``places`` has the number of the color of every run's system."""
     pivots = {curve.pivot for curve in curves if curve.pivot is not None}
     pivot = pivots.pop() if len(pivots) == 1 else None
@@ -207,15 +189,12 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
     found = [_figure(title, curves, places, key) for key, title in titles.items()]
     found.insert(1, _figure("Validation", curves, places, "all", by_operations=True))
     found.append(_figure("Training", curves, places, "all", training=True))
-    figures = tuple(one for one in found if one is not None)
-    if not figures:
-        return None
     return ReportSection(
         "Loss curves",
         "Losses of the last training of each system, which begins where the trainings before it "
         "end. Lines of systems with several runs are means at the updates that all of them "
         "reached, bands their range. Losses into and out of a pivot are means over directions.",
-        figures=figures,
+        figures=tuple(one for one in found if one is not None),
     )
 
 
@@ -232,7 +211,7 @@ def _figure(
     for system, runs in _by_system(curves).items():
         placed = [_place(run, key, training, by_operations) for run in runs]
         known = [one for one in placed if one is not None]
-        shared = [x for x in known[0] if all(x in one for one in known)] if known else []
+        shared = [at for at in known[0] if all(at in one for one in known)] if known else []
         if len(known) < len(runs) or (all(known) and not shared):
             left_out.append(system)
         elif shared:
@@ -240,32 +219,28 @@ def _figure(
     if not series:
         return None
     axis = "FLOP" if by_operations else "updates"
-    chart = line_chart(series, title=f"{title} by {axis}", x_label=axis, y_label="nats per token")
-    note = (
-        f"Left out, since the beginning or common points are not known: {', '.join(left_out)}.",
-    )
-    return Figure(
-        chart + legend(series), title=f"{title} by {axis}", notes=note if left_out else ()
-    )
+    title = f"{title} by {axis}"
+    chart = line_chart(series, title=title, x_label=axis, y_label="nats per token")
+    note = f"Left out, since the beginning or common points are not known: {', '.join(left_out)}."
+    return Figure(chart + legend(series), title=title, note=note if left_out else "")
 
 
 def _place(
     curve: Curve, key: str, training: bool, by_operations: bool
 ) -> dict[int, tuple[float, float]] | None:
     """Return update → position and loss; None if the positions are not known."""
+    points = curve.training if training else curve.validation
     if curve.before is None:
         return None
     begin = curve.before.operations if by_operations else curve.before.updates
-    if begin is None:
+    ends = [point.operations if by_operations else point.update for point in points]
+    if begin is None or None in ends:
         return None
-    found = {}
-    for point in curve.training if training else curve.validation:
-        x = point.operations if by_operations else point.update
-        if x is None:
-            return None
-        if key in point.losses:
-            found[point.update] = (begin + x, point.losses[key])
-    return found
+    return {
+        point.update: (begin + (end or 0), point.losses[key])
+        for point, end in zip(points, ends, strict=True)
+        if key in point.losses
+    }
 
 
 def _mean_series(
@@ -276,11 +251,11 @@ def _mean_series(
 ) -> Series:
     step = -(-len(updates) // MAX_POINTS)
     kept = updates[step - 1 :: step]
-    xs = [fmean(run[at][0] for run in runs) for at in kept]
 
-    def line(of_runs: Callable[[Iterator[float]], float]) -> tuple[tuple[float, float], ...]:
+    def line(summary: Callable[[list[float]], float]) -> tuple[tuple[float, float], ...]:
         return tuple(
-            (x, of_runs(run[at][1] for run in runs)) for x, at in zip(xs, kept, strict=True)
+            (fmean(run[at][0] for run in runs), summary([run[at][1] for run in runs]))
+            for at in kept
         )
 
     if len(runs) == 1:

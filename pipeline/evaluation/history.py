@@ -1,8 +1,8 @@
-"""Runs behind systems, followed through manifests: training budgets, stages and loss curves.
+"""Runs behind systems, followed through manifests: training budgets and loss curves.
 
 A system is an artifact of translations, or a checkpoint by itself. Its budget is the sum over the
 training runs that its weights come from, each once and whole. Its new cost leaves out, run by run,
-what led to given checkpoints, which the user had already.
+the training of given checkpoints, which the user had already.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,6 @@ from pipeline.evaluation.spent import (
     Spent,
     add_up,
     beyond,
-    is_count,
     published,
     read_metrics,
     readable_spec,
@@ -23,7 +22,6 @@ from pipeline.evaluation.spent import (
 )
 from pipeline.evaluation.tables import (
     NO_VALUE,
-    Cell,
     ReportSection,
     Table,
     bullets,
@@ -37,14 +35,6 @@ from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, count_parameters
 from pipeline.terminal import counted
 
 TRAINING_STAGES = ("pretrain", "finetune")
-
-
-@dataclass(frozen=True)
-class Translation:
-    """Lines that a system translated, and the wall time of that stage."""
-
-    lines: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,6 @@ class SystemTraining:
     """Cost beyond the given checkpoints; None if none is given."""
     parameters: tuple[int, int] | None = None
     """Number of parameters, in total and active per token."""
-    translation: Translation | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,7 @@ class History:
 
 
 def checkpoint_of(system: Artifact) -> Artifact | None:
-    """Return a checkpoint itself, or the one behind translations; None if it is not there."""
+    """Return a checkpoint itself, or the checkpoint behind translations; None if it is gone."""
     if system.manifest.kind == "checkpoint":
         return system
     record = system.manifest.inputs.get("checkpoint")
@@ -102,29 +91,19 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
             missing.add(last.directory.name)
         elif last is not None:
             curves.append(read_curve(name, last, before=before if training.complete else None))
-    return History(
-        tuple(curves),
-        tuple(sorted(missing)),
-        tuple(trainings),
-        tuple(one.directory.name for one in given),
-    )
+    names = tuple(one.directory.name for one in given)
+    return History(tuple(curves), tuple(sorted(missing)), tuple(trainings), names)
 
 
 def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
 ) -> tuple[SystemTraining, Artifact | None, Spent, set[str]]:
-    """Return the training of a system, its last run, the cost before it, and what is missing.
-
-    Args:
-        name: of the system.
-        system: its translations or checkpoint.
-        given: checkpoints that existed already; empty: the new cost is not asked for.
-    """
-    checkpoint, translation = checkpoint_of(system), _translation_of(system)
+    """Return the training of a system, its last run, the cost before it, and what is missing."""
+    checkpoint = checkpoint_of(system)
     if checkpoint is None:
         record = system.manifest.inputs.get("checkpoint")
-        nothing = SystemTraining(name, complete=record is None, translation=translation)
-        return nothing, None, Spent(), set() if record is None else {Path(record.path).name}
+        gone = set() if record is None else {Path(record.path).name}
+        return SystemTraining(name, complete=record is None), None, Spent(), gone
     lineage, runs = _trace_runs([checkpoint])
     spent = {identity: spent_by(members) for identity, members in runs.items()}
     _, already = _trace_runs(given)
@@ -141,24 +120,13 @@ def trace_training(
         complete=not lineage.missing,
         new=add_up(new) if given else None,
         parameters=None if counts is None else (counts["total"], counts["active"]),
-        translation=translation,
     )
     before = add_up(one for identity, one in spent.items() if identity != last)
-    found = published(runs[last]) if last in runs else None
-    return training, found, before, lineage.missing
+    return training, published(runs[last]) if last in runs else None, before, lineage.missing
 
 
-def _translation_of(system: Artifact) -> Translation | None:
-    lines, seconds = system.statistics.get("lines"), system.manifest.run.wall_seconds
-    if system.manifest.kind != "translations" or not is_count(lines) or not lines or seconds <= 0:
-        return None
-    return Translation(lines, seconds)
-
-
-def _trace_runs(
-    checkpoints: Sequence[Artifact],
-) -> tuple[Lineage, dict[str, list[Artifact]]]:
-    """Return what the weights of checkpoints come from, and the artifacts of every run in it."""
+def _trace_runs(checkpoints: Sequence[Artifact]) -> tuple[Lineage, dict[str, list[Artifact]]]:
+    """Return the lineage of the weights of checkpoints, and the artifacts of every run in it."""
     lineage = Lineage()
     for checkpoint in checkpoints:
         lineage.add(checkpoint, follow=_gives_weights)
@@ -196,54 +164,35 @@ def _last_run(checkpoint: Artifact) -> str | None:
 def trained_for(history: History, system: str) -> str:
     """Return the training of a system in a few words: ``2,100 updates (3.0 ×), 700 new``.
 
-    The factor is relative to the least trained system; it is left out if there is but one.
+    The factor is relative to the least trained system; it is left out if there is no other system.
     """
     training = next((one for one in history.trainings if one.system == system), None)
     if training is None:
         return NO_VALUE
     if not training.runs:
         return "no training" if training.complete else "training not found"
-    updates = training.total.updates
-    text = counted(updates, "update")
+    text = counted(training.total.updates, "update")
     new = "" if training.new is None else f", {training.new.updates:,} new"
     if not training.complete:
         return f"at least {text}{new}"
     known = [one.total.updates for one in history.trainings if one.runs and one.complete]
-    factor = f" ({updates / min(known):.1f} ×)" if len(known) > 1 and min(known) else ""
-    return f"{text}{factor}{new}"
+    is_compared = len(known) > 1 and min(known)
+    return f"{text}{f' ({training.total.updates / min(known):.1f} ×)' if is_compared else ''}{new}"
 
 
-def budgets_section(history: History) -> ReportSection | None:
+def budgets_section(history: History) -> ReportSection:
     """Return parameters and training cost of every system, baselines without training included."""
-    if not history.trainings:
-        return None
     costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
-    tables = [
-        Table(
-            "All trainings",
-            headings("System", "Parameters", "Active", *costs),
-            tuple(
-                row(
-                    one.system,
-                    *map(_large, one.parameters or (None, None)),
-                    *_costs(one, one.total),
-                )
-                for one in history.trainings
-            ),
-        )
-    ]
+    rows = (
+        row(one.system, *map(format_large, one.parameters or (None, None)), *_costs(one, one.total))
+        for one in history.trainings
+    )
+    titles = headings("System", "Parameters", "Active", *costs)
+    tables = [Table("All trainings", titles, tuple(rows))] if history.trainings else []
     if history.given:
         rows = (row(one.system, *_costs(one, one.new or Spent())) for one in history.trainings)
         title = f"New cost, where {joined(history.given)} existed already"
         tables.append(Table(title, headings("System", *costs), tuple(rows)))
-    translated = [(one.system, one.translation) for one in history.trainings if one.translation]
-    if translated:
-        rows = (
-            row(name, one.lines, Cell(one.lines / one.seconds, ",.1f")) for name, one in translated
-        )
-        tables.append(
-            Table("Translation", headings("System", "lines", "lines per second"), tuple(rows))
-        )
     return ReportSection(
         "Training budgets",
         "Scores are comparable only together with the training behind them. All trainings of a "
@@ -252,25 +201,17 @@ def budgets_section(history: History) -> ReportSection | None:
         f"{OPERATIONS_PER_PARAMETER} for each token and each parameter that multiplies it. Wall "
         "times are of whole stages, on any number of processes.",
         tables=tuple(tables),
-        lists=bullets(_notes(history)),
+        items=bullets(_notes(history)),
     )
 
 
-def _large(value: float | None) -> Cell:
-    return Cell(None if value is None else format_large(value))
-
-
-def _costs(training: SystemTraining, spent: Spent) -> Iterator[Cell]:
+def _costs(training: SystemTraining, spent: Spent) -> Iterator[str]:
     """Yield costs, as lower bounds if some runs are missing."""
     least = "" if training.complete else "≥ "
     counts = (spent.source_tokens, spent.target_tokens, spent.operations)
-    texts = [
-        f"{spent.updates:,}",
-        *(None if one is None else format_large(one) for one in counts),
-        None if spent.seconds is None else format_duration(spent.seconds),
-    ]
-    for text in texts:
-        yield Cell(f"{least}{text}" if training.runs and text is not None else None)
+    seconds = NO_VALUE if spent.seconds is None else format_duration(spent.seconds)
+    for text in (f"{spent.updates:,}", *map(format_large, counts), seconds):
+        yield f"{least}{text}" if training.runs and text != NO_VALUE else NO_VALUE
 
 
 def _notes(history: History) -> Iterator[str]:

@@ -32,21 +32,20 @@ LANGUAGE_ACCURACY = Section(
 )
 
 
-def _column(name: str, variant: str, how: str) -> Column:
+def _column(name: str, how: str) -> Column:
     return Column(
         name,
         f"langdetect {how}, %",
         out_of_100=True,
         section=LANGUAGE_ACCURACY,
-        path=("language_accuracy", variant),
         ceiling=True,
     )
 
 
 NO_LANGUAGE = "none"
 """Outcome of lines without a letter."""
-PLAIN = _column("language", "plain", "as it is")
-RESTRICTED = _column("language_restricted", "restricted", "restricted to the languages at hand")
+PLAIN = _column("language", "as it is")
+RESTRICTED = _column("language_restricted", "restricted to the languages at hand")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from pipeline.evaluation.score_sections import (
     TrainedFor,
     averages_section,
     baseline_section,
-    directions_by_family,
+    direction_facts,
     directions_section,
-    family_title,
     main_tables,
     output_languages_section,
     overview_section,
@@ -26,7 +25,6 @@ from pipeline.evaluation.score_sections import (
 from pipeline.evaluation.scores import Evaluation, Significance
 from pipeline.evaluation.statistics import MIN_LINES
 from pipeline.evaluation.tables import (
-    BulletList,
     Cell,
     Report,
     ReportSection,
@@ -58,14 +56,15 @@ def evaluation_report(
         history: runs behind the systems.
         samples: translated test lines to show.
         made: date and version.
-        further: sections that follow those of the scores.
+        further: sections that follow the sections of the scores.
     """
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
-    training = _trained_for(evaluation, history)
+    training = describe_training(evaluation, history)
+    signatures = tuple(_signatures(evaluation))
     sections = (
         overview_section(evaluation),
-        _warnings_section(evaluation),
-        averages_section(evaluation, training) if evaluation.main_columns else None,
+        ReportSection("Warnings", items=bullets(evaluation.warnings)),
+        averages_section(evaluation, training),
         budgets_section(history),
         *separate_sections(evaluation, training),
         baseline_section(evaluation),
@@ -76,55 +75,29 @@ def evaluation_report(
         curves_section(history.curves, runs),
         samples_section("Sample translations", samples),
         directions_section(evaluation),
-        _notes_section(evaluation, history),
-        _signatures_section(evaluation),
+        ReportSection("Notes", items=bullets(_notes(evaluation, missing=history.missing))),
+        ReportSection("Signatures", items=signatures),
     )
     return Report(
         f"Translation quality of {counted(len(evaluation.systems), 'system')}",
         f"Evaluation report, {made}",
-        _facts(evaluation),
-        tuple(section for section in sections if section is not None),
+        direction_facts(evaluation),
+        tuple(section for section in sections if not section.is_empty),
         generator="mmnmt evaluate",
     )
 
 
 def summary_tables(evaluation: Evaluation, history: History) -> tuple[Table, ...]:
     """Return the averages of the main scores, which the command prints."""
-    return main_tables(evaluation, _trained_for(evaluation, history))
+    return main_tables(evaluation, describe_training(evaluation, history))
 
 
-def _trained_for(evaluation: Evaluation, history: History) -> TrainedFor:
-    """Return the description of a system's training; of runs that differ in it, all of theirs."""
+def describe_training(evaluation: Evaluation, history: History) -> TrainedFor:
+    """Describe the training of a system, or each training of its runs if they differ."""
     runs = {one.name: one.run_names for one in evaluation.systems}
     return lambda system: " / ".join(
         dict.fromkeys(trained_for(history, run) for run in runs[system])
     )
-
-
-def _facts(evaluation: Evaluation) -> tuple[str, ...]:
-    targets = {one.direction.target for one in evaluation.directions}
-    lines = sum(one.test_lines for one in evaluation.directions)
-    kinds = (
-        f"{len(profiles):,} {family_title(evaluation, family)}"
-        for family, profiles in directions_by_family(evaluation).items()
-    )
-    return (
-        f"{counted(len(evaluation.directions), 'direction')} ({', '.join(kinds)})",
-        counted(len(targets), "target language"),
-        counted(lines, "test line"),
-    )
-
-
-def _warnings_section(evaluation: Evaluation) -> ReportSection | None:
-    lists = bullets(evaluation.warnings)
-    return ReportSection("Warnings", lists=lists) if lists else None
-
-
-# Notes
-
-
-def _notes_section(evaluation: Evaluation, history: History) -> ReportSection:
-    return ReportSection("Notes", lists=bullets(_notes(evaluation, missing=history.missing)))
 
 
 def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
@@ -173,16 +146,17 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
 def _note_on_lines(significance: Significance) -> str:
     """Return which directions are resampled together, with the sizes of their line sets."""
     resampled = [name for name, columns in significance.directions.items() if columns]
-    pairs = {pair for one in significance.shared_lines for pair in one.pairs}
-    together = sum(pair_name(*name.split("-")) in pairs for name in resampled)
+    sets = {tuple(pairs.split(", ")): size for pairs, size in significance.shared_lines.items()}
+    shared = {pair for pairs in sets for pair in pairs}
+    together = sum(pair_name(*name.split("-")) in shared for name in resampled)
     if not together:
         return (
             "The two directions of a pair are resampled together, and pairs independently of each "
             "other: no two pairs have half of their test lines in common."
         )
     sizes = [
-        f"{counted(len(one.pairs), 'pair')} with {counted(one.sentences, 'sentence')}"
-        for one in significance.shared_lines
+        f"{counted(len(pairs), 'pair')} with {counted(size, 'sentence')}"
+        for pairs, size in sets.items()
     ]
     return (
         f"{together} of {counted(len(resampled), 'direction')} have parallel test sets, known by "
@@ -191,24 +165,16 @@ def _note_on_lines(significance: Significance) -> str:
     )
 
 
-def _signatures_section(evaluation: Evaluation) -> ReportSection | None:
-    """Return the signatures of the scores, and the target languages that each applies to."""
+def _signatures(evaluation: Evaluation) -> Iterator[Cell]:
+    """Yield the signatures of the scores with the target languages that each applies to."""
     targets: dict[str, set[str]] = {}
+    titles = {one.name: one.title for one in evaluation.columns}
     for system in evaluation.systems:
-        for direction, one in system.directions.items():
-            for column in evaluation.columns:
-                if column.name in one.signatures:
-                    signature = f"{column.title}|{one.signatures[column.name]}"
-                    target = direction.split("-")[1] if column.by_target else "all"
-                    targets.setdefault(signature, set()).add(target)
-    if not targets:
-        return None
-    items = (
-        Cell(
-            signature,
-            note="all targets" if "all" in codes else f"into {', '.join(sorted(codes))}",
-            code=True,
-        )
-        for signature, codes in sorted(targets.items())
-    )
-    return ReportSection("Signatures", lists=(BulletList(tuple(items)),))
+        for direction, scored in system.directions.items():
+            for name, signature in scored.signatures.items():
+                target = direction.split("-")[1]
+                targets.setdefault(f"{titles[name]}|{signature}", set()).add(target)
+    everything = {one.direction.target for one in evaluation.directions}
+    for signature, codes in sorted(targets.items()):
+        note = "all targets" if codes == everything else f"into {', '.join(sorted(codes))}"
+        yield Cell(signature, note=note, code=True)

@@ -19,15 +19,13 @@ DEAD, OVERLOADED = 0.1, 2.0
 Floats = npt.NDArray[np.float64]
 
 
-def loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection | None:
+def loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection:
     """Return the dead and overloaded experts of every layer of every run.
 
     Args:
         routing: run → its statistics.
     """
     rows = [line for run, statistics in routing.items() for line in _load_rows(run, statistics)]
-    if not rows:
-        return None
     titles = ("Run", "layer", "experts", "dead", "overloaded", "largest load", "dropped", "entropy")
     return ReportSection(
         "Load of experts",
@@ -35,7 +33,7 @@ def loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection | N
         f"of tokens relative to an even distribution: dead experts have less than {DEAD:g}, "
         f"overloaded ones more than {OVERLOADED:g}. Dropped is the share of routes beyond the "
         "capacity of an expert; entropy is that of the router's probabilities, in nats.",
-        tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),),
+        tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),) if rows else (),
     )
 
 
@@ -58,13 +56,11 @@ def _load_rows(run: str, statistics: RoutingStatistics) -> Iterator[Row]:
         )
 
 
-def languages_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection | None:
+def languages_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection:
     """Return which experts the target languages use, and how much they share, as heat maps."""
     figures = [
         figure for run, statistics in routing.items() for figure in _figures(run, statistics)
     ]
-    if not figures:
-        return None
     return ReportSection(
         "Languages and experts",
         "Share of the routes of a target language that each expert receives, for the first run of "
@@ -113,4 +109,4 @@ def _figure(
 ) -> Figure:
     high, named = float(values.max()), dict(zip(rows, values.tolist(), strict=True))
     chart = heat_map(named, columns, title=title, x_label=x_label, low=low, high=high)
-    return Figure(chart, title=title, notes=(f"Colors from {low:.2f} (background) to {high:.2f}.",))
+    return Figure(chart, title=title, note=f"Colors from {low:.2f} (background) to {high:.2f}.")

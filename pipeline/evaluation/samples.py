@@ -1,16 +1,14 @@
 """Test lines with the translations of all systems, drawn by seed."""
 
 import random
-import re
 from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_hypotheses, read_lines
+from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.directions import FAMILIES, DirectionProfile, title_of_family
-from pipeline.evaluation.repeated_runs import group_runs
 from pipeline.evaluation.tables import ReportSection, SampleText, TextSample
-from pipeline.languages import language, parts_words_by_spaces
+from pipeline.languages import language
 from pipeline.seeds import derive_seed
 
 DIRECTIONS, LINES, CHARACTERS = 3, 2, 240
@@ -70,13 +68,7 @@ def _samples_of_direction(
                 SampleText("source", sources[line], source),
                 SampleText("reference", references[line], target),
                 *(
-                    SampleText(
-                        name,
-                        text := found[line].text,
-                        target,
-                        place,
-                        differences(text, references[line], code=target),
-                    )
+                    SampleText(name, found[line].text, target, place)
                     for place, (name, found) in enumerate(translated.items())
                 ),
             ),
@@ -86,30 +78,10 @@ def _samples_of_direction(
     ]
 
 
-def samples_section(title: str, samples: Sequence[TextSample]) -> ReportSection | None:
-    """Return the section of the samples, if there are any."""
-    if not samples:
-        return None
+def samples_section(title: str, samples: Sequence[TextSample]) -> ReportSection:
+    """Return the section of the samples."""
     return ReportSection(
         title,
-        "Test lines drawn at random. The page underlines words that an alignment with the "
-        "reference leaves over. Systems with several runs are shown by their first run.",
+        "Test lines drawn at random. Systems with several runs are shown by their first run.",
         samples=tuple(samples),
-    )
-
-
-def differences(text: str, reference: str, *, code: str) -> tuple[tuple[int, int], ...]:
-    """Return start and end of the words of a text that an alignment to the reference leaves over.
-
-    In a language without spaces, every letter is a word.
-    """
-    word = re.compile(r"\w+|[^\w\s]" if parts_words_by_spaces(code) else r"\S")
-    found = list(word.finditer(text))
-    matcher = SequenceMatcher(
-        None, word.findall(reference), [one.group() for one in found], autojunk=False
-    )
-    return tuple(
-        (found[first].start(), found[last - 1].end())
-        for kind, _, _, first, last in matcher.get_opcodes()
-        if kind in ("insert", "replace")
     )

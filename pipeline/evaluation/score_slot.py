@@ -42,7 +42,7 @@ class Column:
     """Name, format and order of a score."""
 
     name: str
-    """Key in line statistics and comparisons; in ``scores.json`` too, if there is no ``path``."""
+    """Key in line statistics, comparisons and ``scores.json``."""
     title: str
     larger_is_better: bool | None = True
     """None: neither end of the scale is better, and no system is the best one."""
@@ -52,22 +52,13 @@ class Column:
     """Whether the score lies in 0–100 and can be drawn as a bar."""
     section: Section | None = None
     """Section of the report; None: the main scores, which are in all tables."""
-    path: tuple[str, ...] = ()
-    """Keys of the score in ``scores.json``."""
     ceiling: bool = False
     """Whether the references are scored too, as an upper bound for systems."""
-    by_target: bool = False
-    """Whether the signature depends on the target language."""
 
     @property
     def heading(self) -> str:
         """Return the title, with a remark if smaller values are better."""
         return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Return ``path``, or the name alone."""
-        return self.path or (self.name,)
 
 
 @dataclass(frozen=True)

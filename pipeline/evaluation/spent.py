@@ -5,7 +5,7 @@ A figure that a run did not record is None, and so is every sum with it.
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, TypeGuard
 
 from pipeline.artifacts.artifact import Artifact
@@ -22,51 +22,47 @@ SIDES: tuple[TokenSide, ...] = ("source", "target")
 
 @dataclass(frozen=True)
 class Spent:
-    """Cost of training."""
+    """Cost of training: estimated floating-point operations, wall time on any processes."""
 
     updates: int = 0
     source_tokens: int | None = 0
     target_tokens: int | None = 0
     operations: float | None = 0.0
-    """Estimated floating-point operations."""
     seconds: float | None = 0.0
-    """Wall time, on any number of processes."""
 
 
 def add_up(parts: Iterable[Spent]) -> Spent:
     """Return the sums; None for a figure that some part lacks."""
-    found = list(parts)
-    sums: dict[str, Any] = {}
-    for field in fields(Spent):
-        values = [getattr(one, field.name) for one in found]
-        sums[field.name] = None if None in values else sum(values)
-    return Spent(**sums)
+    columns: Any = zip(*map(astuple, (Spent(), *parts)), strict=True)
+    sums: Any = (None if None in column else sum(column) for column in columns)
+    return Spent(*sums)
 
 
 def beyond(spent: Spent, given: Spent) -> Spent:
     """Return the cost of a run after the updates of it that are given."""
     if given.updates >= spent.updates:
         return Spent()
-    rest: dict[str, Any] = {}
-    for field in fields(Spent):
-        whole, part = getattr(spent, field.name), getattr(given, field.name)
-        rest[field.name] = None if whole is None or part is None else max(whole - part, 0)
-    return Spent(**rest)
+    pairs: Any = zip(astuple(spent), astuple(given), strict=True)
+    rest: Any = (None if None in pair else max(pair[0] - pair[1], 0) for pair in pairs)
+    return Spent(*rest)
 
 
 def spent_by(members: Sequence[Artifact]) -> Spent:
     """Return the cost of a training run, read from its remaining checkpoints and states."""
     shown = published(members)
     metrics = read_metrics(shown)
-    by_side = {side: [*tokens_by_update(metrics, side=side).values()] for side in SIDES}
-    source, target = (by_side[side][-1] if by_side[side] else None for side in SIDES)
+    by_side = [[*tokens_by_update(metrics, side=side).values()] for side in SIDES]
+    source, target = (found[-1] if found else None for found in by_side)
+    states: list[Any] = [
+        one.statistics.get("updates") or one.statistics.get("update") for one in members
+    ]
+    updates = max(one if isinstance(one, int) else 0 for one in states)
     return Spent(
-        updates=max(_updates(one) for one in members)
-        or max((entry["update"] for entry in metrics), default=0),
-        source_tokens=source,
-        target_tokens=target,
-        operations=operations_of(read_per_token(shown), source=source, target=target),
-        seconds=shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
+        updates or max((entry["update"] for entry in metrics), default=0),
+        source,
+        target,
+        operations_of(read_per_token(shown), source=source, target=target),
+        shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
     )
 
 
@@ -75,18 +71,10 @@ def published(members: Sequence[Artifact]) -> Artifact:
     return max(members, key=lambda one: ("updates" in one.statistics, one.has("metrics.jsonl")))
 
 
-def _updates(artifact: Artifact) -> int:
-    """Return the last update that an artifact records; the run may have gone on."""
-    found = artifact.statistics.get("updates") or artifact.statistics.get("update")
-    return found if isinstance(found, int) else 0
-
-
 def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
     """Return the metrics of a run that have an update and a time; none if the file is damaged."""
-    if not checkpoint.has("metrics.jsonl"):
-        return []
     try:
-        entries = list(read_json_lines(checkpoint.file("metrics.jsonl")))
+        entries = [*read_json_lines(checkpoint.file("metrics.jsonl"))]
     except UserError:
         return []
     return [one for one in entries if is_number(one.get("seconds")) and is_count(one.get("update"))]
@@ -96,20 +84,18 @@ def tokens_by_update(metrics: Iterable[Mapping[str, Any]], *, side: TokenSide) -
     """Return update → tokens of a side up to it; empty if some update lacks its count."""
     found: dict[int, int] = {}
     tokens = 0
-    for entry in metrics:
-        if entry.get("kind") == "train":
-            count = entry.get(f"{side}_tokens")
-            if not is_count(count):
-                return {}
-            tokens += count
-            found[entry["update"]] = tokens
+    for entry in (one for one in metrics if one.get("kind") == "train"):
+        count = entry.get(f"{side}_tokens")
+        if not is_count(count):
+            return {}
+        found[entry["update"]] = tokens = tokens + count
     return found
 
 
 def operations_of(
     per_token: PerToken | None, *, source: float | None, target: float | None
 ) -> float | None:
-    """Return the operations of training on so many tokens; None where something is not known."""
+    """Return the operations of training on so many tokens; None if anything is not known."""
     if source is None or target is None or per_token is None:
         return None
     return float(per_token.source * source + per_token.target * target)
@@ -117,10 +103,9 @@ def operations_of(
 
 def read_per_token(run: Artifact) -> PerToken | None:
     """Return the operations of training per token of each side; None if the model is unreadable."""
-    spec = readable_spec(run)
+    spec, loss = readable_spec(run), run.manifest.config.get("loss")
     if spec is None:
         return None
-    loss = run.manifest.config.get("loss")
     passes = passes_of(loss.get("objective") if isinstance(loss, dict) else None)
     of_pass, factor = count_multiplied(spec), OPERATIONS_PER_PARAMETER * passes
     return PerToken(source=factor * of_pass.source, target=factor * of_pass.target)

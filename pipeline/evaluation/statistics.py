@@ -17,8 +17,8 @@ Legend: R runs of a system, B resamples.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 
 from pipeline.evaluation.line_sets import Sentences
 from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import BaselineTests, Comparison, Difference, Interval, PairedTest
+from pipeline.evaluation.scores import Comparison, Difference, Interval
 
 LEVEL = 0.05
 """Largest corrected p-value that is significant; 1 - LEVEL is the level of the intervals."""
@@ -319,32 +319,27 @@ def compare(
 
 
 def correct_tests(
-    comparisons: Mapping[str, Mapping[str, Comparison]],
-    *,
-    baseline: str,
-    systems: int,
-    undecided: Sequence[str],
-) -> BaselineTests:
-    """Correct the p-values of all differences to the baseline.
+    comparisons: Mapping[str, Mapping[str, Comparison]], *, decided: Collection[str], tests: int
+) -> dict[str, dict[str, Comparison]]:
+    """Return comparisons with the corrected p-values of all differences to the baseline.
 
     Args:
-        comparisons: direction → name of a column → comparison, of the directions to test.
-        baseline: its name.
-        systems: number of systems.
-        undecided: directions that are not tested but corrected for: the baseline does not translate
-            there, which was not known before its translations were seen.
+        comparisons: direction → name of a column → comparison.
+        decided: directions to test. Where the baseline does not translate, nothing is tested.
+        tests: number of tests to correct for, undecided directions included: that the baseline does
+            not translate there was not known before its translations were seen.
     """
-    tests = (systems - 1) * (len(comparisons) + len(undecided))
-    found: dict[str, dict[str, dict[str, PairedTest]]] = {name: {} for name in comparisons}
+    found = {name: dict(columns) for name, columns in comparisons.items()}
     for column in dict.fromkeys(name for columns in comparisons.values() for name in columns):
         cases = [
-            (direction, system, one)
-            for direction, columns in comparisons.items()
-            if column in columns
+            (name, system, one)
+            for name, columns in comparisons.items()
+            if name in decided and column in columns
             for system, one in columns[column].differences.items()
         ]
         corrected = holm([one.p_value for *_, one in cases], tests=tests)
-        for (direction, system, one), p_value in zip(cases, corrected, strict=True):
-            tested = PairedTest(one.value, one.p_value, p_value)
-            found[direction].setdefault(column, {})[system] = tested
-    return BaselineTests(baseline, found, tests, tuple(undecided))
+        for (name, system, one), p_value in zip(cases, corrected, strict=True):
+            before = found[name][column]
+            differences = {**before.differences, system: replace(one, p_value_holm=p_value)}
+            found[name][column] = replace(before, differences=differences)
+    return found

@@ -7,7 +7,7 @@ are built once; ``rendering`` turns them into Markdown and HTML. No table is wid
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 
 NO_VALUE = "–"
 MAX_COLUMNS = 12
@@ -28,8 +28,6 @@ class Cell:
     bold: bool = False
     code: bool = False
     """Print in a fixed-width font."""
-    bar: float | None = None
-    """Share of its track that a bar below the value fills, 0 to 1; only the HTML page has bars."""
 
     @property
     def text(self) -> str:
@@ -91,28 +89,23 @@ class Table:
             return [self]
         count = -(-(width - 1) // (MAX_COLUMNS - 1))
         size = -(-(width - 1) // count)
-        found = []
-        for number, start in enumerate(range(1, width, size), start=1):
-            kept = [0, *range(start, min(start + size, width))]
-            title = f"{self.title} ({number} of {count})".strip()
-            rows = tuple(
-                replace(one, cells=tuple(one.cells[place] for place in kept)) for one in self.rows
+        starts = range(1, width, size)
+        return [
+            Table(
+                f"{self.title} ({number} of {count})".strip(),
+                (self.headings[0], *self.headings[start : start + size]),
+                tuple(
+                    replace(one, cells=(one.cells[0], *one.cells[start : start + size]))
+                    for one in self.rows
+                ),
             )
-            found.append(Table(title, tuple(self.headings[place] for place in kept), rows))
-        return found
+            for number, start in enumerate(starts, start=1)
+        ]
 
 
-@dataclass(frozen=True)
-class BulletList:
-    """A list of items."""
-
-    items: tuple[Cell, ...]
-
-
-def bullets(texts: Iterable[str]) -> tuple[BulletList, ...]:
-    """Return a list of texts, or nothing if there are none."""
-    items = tuple(Cell(text) for text in texts)
-    return (BulletList(items),) if items else ()
+def bullets(texts: Iterable[str]) -> tuple[Cell, ...]:
+    """Return texts as the items of a list."""
+    return tuple(map(Cell, texts))
 
 
 @dataclass(frozen=True)
@@ -125,18 +118,6 @@ class SampleText:
     """Language code of the text."""
     series: int | None = None
     """Number of the system that wrote it, which chooses its color; None: it is given."""
-    marks: tuple[tuple[int, int], ...] = ()
-    """Start and end of the parts that the HTML page marks, in order."""
-
-    @property
-    def parts(self) -> list[tuple[str, bool]]:
-        """Return the text in parts, and whether each is marked."""
-        edges = [0, *(edge for mark in self.marks for edge in mark), len(self.text)]
-        return [
-            (self.text[start:end], place % 2 == 1)
-            for place, (start, end) in enumerate(pairwise(edges))
-            if start < end
-        ]
 
 
 @dataclass(frozen=True)
@@ -157,7 +138,7 @@ class Figure:
     svg: str
     """The chart and its legend, as HTML."""
     title: str = ""
-    notes: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,18 +151,27 @@ class ReportSection:
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     samples: tuple[TextSample, ...] = ()
-    lists: tuple[BulletList, ...] = ()
+    items: tuple[Cell, ...] = ()
+    """Items of a list."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to show."""
+        return not self.figures and self.is_page_only
 
     @property
     def is_page_only(self) -> bool:
         """Return whether the section has nothing that Markdown can show."""
-        return bool(self.figures) and not (self.tables or self.samples or self.lists)
+        return not (self.tables or self.samples or self.items)
 
     @property
     def sample_groups(self) -> list[tuple[str, list[TextSample]]]:
         """Return the samples of every group of neighbors."""
         groups = groupby(self.samples, key=lambda one: one.group)
-        return [(title, list(members)) for title, members in groups]
+        return [(title, [*members]) for title, members in groups]
+
+
+EMPTY = ReportSection("")
 
 
 @dataclass(frozen=True)

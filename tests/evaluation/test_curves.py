@@ -116,7 +116,7 @@ def test_without_tiers_or_shards_there_are_no_sides(tmp_path: Path, training: ob
 
 def figures(curves: Sequence[Curve]) -> dict[str, Figure]:
     section = curves_section(curves, {"dense": 0, "experts": 1})
-    return {} if section is None else {one.title: one for one in section.figures}
+    return {one.title: one for one in section.figures}
 
 
 def test_there_is_a_chart_by_updates_per_tier_and_of_the_training() -> None:
@@ -150,7 +150,7 @@ def test_a_curve_whose_ancestors_are_gone_is_left_out_and_named() -> None:
     assert len(found) == 1
     for figure in found.values():
         assert figure.svg.count("<polyline") == 1
-        assert "points are not known: experts." in figure.notes[-1]
+        assert "points are not known: experts." in figure.note
 
 
 def test_a_curve_by_arithmetic_ends_at_what_the_run_has_spent(tmp_path: Path) -> None:
@@ -168,5 +168,5 @@ def test_a_curve_by_arithmetic_ends_at_what_the_run_has_spent(tmp_path: Path) ->
         "experts", (), (CurvePoint(1, {"all": 3.0}),), before=Spent(1, None, None, None)
     )
     found = figures([curve, uncounted])
-    assert found["Validation by FLOP"].notes
-    assert not found["Validation by updates"].notes
+    assert found["Validation by FLOP"].note
+    assert not found["Validation by updates"].note

@@ -87,36 +87,14 @@ def test_a_history_is_json(tmp_path: Path) -> None:
 # Budgets
 
 
-def test_the_speed_of_translation_has_a_table_of_its_own(tmp_path: Path) -> None:
-    dense = training_run(tmp_path / "dense", [3.0])
-    systems: dict[str, Artifact] = {"checkpoint": dense}
-    for name, (lines, seconds) in {"fast": (3000, 2.0), "slow": (3000, 40.0)}.items():
-        systems[name] = artifact(
-            tmp_path / name,
-            "translations",
-            "translate",
-            {"checkpoint": dense},
-            statistics={"lines": lines},
-            wall_seconds=seconds,
-        )
-    table = budget_tables(trace_history(systems))["Translation"]
-    assert [one.texts for one in table.rows] == [
-        ("fast", "3,000", "1,500.0"),
-        ("slow", "3,000", "75.0"),
-    ]
-    assert "Translation" not in budget_tables(trace_history({"checkpoint": dense}))
-
-
 def budget_tables(history: History) -> dict[str, Table]:
     section = budgets_section(history)
-    assert section is not None
     return {one.title: one for one in section.tables}
 
 
 def notes_of(history: History) -> str:
     section = budgets_section(history)
-    assert section is not None
-    return " ".join(item.text for one in section.lists for item in one.items)
+    return " ".join(item.text for item in section.items)
 
 
 @pytest.fixture
