@@ -34,11 +34,7 @@ LANGUAGE_ACCURACY = Section(
 
 def _column(name: str, how: str) -> Column:
     return Column(
-        name,
-        f"langdetect {how}, %",
-        out_of_100=True,
-        section=LANGUAGE_ACCURACY,
-        ceiling=True,
+        name, f"langdetect {how}, %", out_of_100=True, section=LANGUAGE_ACCURACY, ceiling=True
     )
 
 

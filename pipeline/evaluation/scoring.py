@@ -30,7 +30,7 @@ from pipeline.evaluation.averages import (
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.checks import caveats, undecided
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.comet import Comet, CometScores, ask_comet
+from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.failed_outputs import (
     Copies,
@@ -62,12 +62,7 @@ from pipeline.evaluation.statistics import (
     correct_tests,
     resampled_scores,
 )
-from pipeline.evaluation.word_accuracy import (
-    WordInputs,
-    join_words,
-    word_tasks,
-    words_of_language,
-)
+from pipeline.evaluation.word_accuracy import WordInputs, join_words, word_tasks, words_of_language
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
@@ -198,11 +193,9 @@ class _Scoring:
     @cached_property
     def scores(self) -> tuple[Score, ...]:
         """Return the scores of the recipe in their order."""
-        comet = self._comet_scores()
-        names = self.call.recipe.evaluation.computed_scores
-        return tuple(self._score(name, comet) for name in names)
+        return tuple(map(self._score, self.call.recipe.evaluation.computed_scores))
 
-    def _score(self, name: ScoreName, comet: CometScores | None) -> Score:
+    def _score(self, name: ScoreName) -> Score:
         settings = self.call.recipe.evaluation
         match name:
             case "bleu":
@@ -210,8 +203,14 @@ class _Scoring:
             case "chrf":
                 return Chrf()
             case "comet":
-                assert comet is not None, "check_inputs asks for the model"
-                return Comet(comet)
+                return ask_comet(
+                    self.call.raw["comet"].only_path(),
+                    digest=self.call.records["comet"].digest,
+                    corpus=self.corpus,
+                    systems=self.runs,
+                    directions=[profile.direction for profile in self.profiles],
+                    work_dir=self.work_dir,
+                )
             case "language":
                 return LanguageAccuracy.plain(self.languages, seed=settings.seed)
             case "language_restricted":
@@ -226,19 +225,6 @@ class _Scoring:
                 return InvalidOutputs()
             case "loops":
                 return Loops()
-
-    def _comet_scores(self) -> CometScores | None:
-        """Score all lines by the COMET model of the call, if there is one."""
-        if "comet" not in self.call.raw:
-            return None
-        return ask_comet(
-            self.call.raw["comet"].only_path(),
-            digest=self.call.records["comet"].digest,
-            corpus=self.corpus,
-            systems=self.runs,
-            directions=[profile.direction for profile in self.profiles],
-            work_dir=self.work_dir,
-        )
 
     def evaluation(self, *, left_out: int) -> Evaluation:
         """Return all scores and comparisons."""

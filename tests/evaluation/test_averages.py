@@ -36,10 +36,7 @@ from pipeline.evaluation.score_sections import (
     sets_section,
 )
 from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.scores import (
-    Evaluation,
-    Scores,
-)
+from pipeline.evaluation.scores import Evaluation, Scores
 from pipeline.evaluation.scoring import baseline_of
 from pipeline.evaluation.tables import Table
 
@@ -183,10 +180,7 @@ def test_the_share_of_distinct_outputs_stands_in_the_document() -> None:
 def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> None:
     found = judged(dense=10.0)
     wins = win_ratios(
-        found.systems,
-        columns=found.columns,
-        profiles=PROFILES,
-        verdicts=found.verdicts,
+        found.systems, columns=found.columns, profiles=PROFILES, verdicts=found.verdicts
     )
     section = baseline_section(replace(found, wins=wins))
     assert section.tables == ()
@@ -258,12 +252,7 @@ def whole_evaluation() -> Evaluation:
 def won(columns: Sequence[Column]) -> Mapping[str, Any]:
     """Of the example, against its dense system."""
     found = evaluation()
-    return win_ratios(
-        found.systems,
-        columns=columns,
-        profiles=PROFILES,
-        verdicts=found.verdicts,
-    )
+    return win_ratios(found.systems, columns=columns, profiles=PROFILES, verdicts=found.verdicts)
 
 
 def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
@@ -303,10 +292,7 @@ def test_a_score_with_less_is_better_is_won_by_the_lower_and_one_without_ends_by
     endless = won([LengthRatio.column])
     assert endless["experts"]["zero_shot"]["all"] == {}
     alone = win_ratios(
-        found.systems[:1],
-        columns=columns,
-        profiles=PROFILES,
-        verdicts=found.verdicts,
+        found.systems[:1], columns=columns, profiles=PROFILES, verdicts=found.verdicts
     )
     assert alone == {}
 

@@ -8,15 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.example_evaluation import (
-    HOSTILE,
-    MADE,
-    NAMES,
-    PROFILES,
-    evaluation,
-    history,
-    sample,
-)
+from support.example_evaluation import HOSTILE, MADE, NAMES, PROFILES, evaluation, history, sample
 
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.charts import SERIES_COLORS
@@ -50,10 +42,7 @@ from pipeline.evaluation.tables import (
 
 def report(system_name: str = "experts") -> Report:
     return evaluation_report(
-        evaluation(second=system_name),
-        history(system_name),
-        [sample(system_name)],
-        made=MADE,
+        evaluation(second=system_name), history(system_name), [sample(system_name)], made=MADE
     )
 
 
@@ -380,9 +369,7 @@ def test_a_page_without_history_or_language_accuracy_leaves_those_sections_out()
     bare = replace(found, columns=found.main_columns, references=None, undetectable=(), warnings=())
     text = render_html(evaluation_report(bare, History(), made=MADE))
     titles = [element.text for element in body(text).iter("h2")]
-    assert titles == [
-        *("Overview", "Average scores", "Scores by direction", "Notes", "Signatures"),
-    ]
+    assert titles == [*("Overview", "Average scores", "Scores by direction", "Notes", "Signatures")]
 
 
 def test_the_overview_has_bars_with_intervals_of_every_main_score_and_type() -> None:

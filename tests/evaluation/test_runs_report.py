@@ -312,9 +312,7 @@ def translated(
     return open_artifact(path, kind="translations")
 
 
-def test_translations_stand_side_by_side_as_text(
-    tmp_path: Path,
-) -> None:
+def test_translations_stand_side_by_side_as_text(tmp_path: Path) -> None:
     text = {"de": ["Das alte Haus"], "en": ["The old house"]}
     corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": text}, "test": {"de-en": text}})
     systems = {"good": "The old house", "bad": "The new house !", "worse": HOSTILE, "none": ""}

@@ -13,14 +13,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, estimate_ci
 from scipy import stats
-from support.damaged_lines import (
-    BLEU_INTO,
-    CHRF_PLUS,
-    damaged,
-    line_statistics,
-    sentences,
-    stored,
-)
+from support.damaged_lines import BLEU_INTO, CHRF_PLUS, damaged, line_statistics, sentences, stored
 
 from pipeline.evaluation import statistics
 from pipeline.evaluation.bleu import Bleu
@@ -229,10 +222,7 @@ def test_intervals_of_averages_over_parallel_directions_cover_the_expected_score
 
 
 def compared(
-    values: Mapping[str, Floats],
-    column: Column = Bleu.column,
-    *,
-    without: tuple[str, ...] = (),
+    values: Mapping[str, Floats], column: Column = Bleu.column, *, without: tuple[str, ...] = ()
 ) -> Comparison:
     return compare(
         sample([*values.values()]),
