@@ -2,14 +2,13 @@
 
 A score computes sufficient statistics of every line, and scores any set of lines from their sum: a
 whole test set, or a thousand resamples at once. Its ``Column`` defines its name and format; tables,
-averages, intervals and reports use nothing else. ``chosen_scores`` turns the recipe's choice into
-scores.
+averages, intervals and reports use nothing else. ``scoring`` turns the recipe's choice into scores.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
@@ -20,8 +19,7 @@ from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[Any]
-"""(lines, statistics) integers, booleans or floats; (lines,) where a line has one figure."""
-
+"""(lines, statistics) integers, booleans or floats; (lines,) if a line has one figure."""
 LineCount = int | Floats
 """Number of lines that statistics are summed over; if it varies, of every draw, (draws,)."""
 
@@ -73,35 +71,30 @@ class TranslatedLines:
     """Name of the system; empty: the references themselves are scored."""
     invalid: Sequence[int] = ()
     """Number of invalid UTF-8 sequences dropped from each line; empty: none from any."""
-
     truncated: int = 0
     """Number of translations of a source that was cut to the maximum length of the model."""
 
     @classmethod
     def read(
-        cls, system: str, corpus: Artifact, translations: Artifact, direction: Direction
+        cls, system: str, corpus: Artifact, translations: Artifact | None, direction: Direction
     ) -> Self:
-        """Read the translations of a direction by a system, and their references."""
+        """Read the translations of a direction and their references; None: only the references."""
+        sides = (direction.source, direction.target)
+        read_sources, read = (
+            partial(read_lines, corpus, "test", direction.pair, code) for code in sides
+        )
+        references = read()
+        if translations is None:
+            return cls(direction, references, references, read_sources)
         hypotheses = read_hypotheses(translations, direction)
         return cls(
             direction,
             [one.text for one in hypotheses],
-            read_lines(corpus, "test", direction.pair, direction.target),
-            lambda: read_lines(corpus, "test", direction.pair, direction.source),
+            references,
+            read_sources,
             system=system,
             invalid=[one.invalid for one in hypotheses],
             truncated=sum(one.truncated for one in hypotheses),
-        )
-
-    @classmethod
-    def of_references(cls, corpus: Artifact, direction: Direction) -> Self:
-        """Read the references of a direction as if they were translations."""
-        references = read_lines(corpus, "test", direction.pair, direction.target)
-        return cls(
-            direction,
-            references,
-            references,
-            lambda: read_lines(corpus, "test", direction.pair, direction.source),
         )
 
     @cached_property
@@ -112,20 +105,16 @@ class TranslatedLines:
 
 @dataclass(frozen=True)
 class LineStatistics:
-    """Sufficient statistics of every line, and the signature of the score."""
+    """Sufficient statistics of every line, and the signature of the score, if it has one."""
 
     rows: Rows
     signature: str = ""
-    """Empty if the score has none."""
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """Class of a line → number of lines; empty if the score has no classes."""
 
 
 class Score(ABC):
-    """A score, whose settings are its fields.
-
-    Workers receive it, so it must be picklable.
-    """
+    """A score. Its settings are its fields; workers receive it, so it must be picklable."""
 
     column: Column
 
@@ -139,12 +128,7 @@ class Score(ABC):
 
     @abstractmethod
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
-        """Return the scores of summed statistics, (draws, statistics) → (draws,).
-
-        Args:
-            sums: one row per draw.
-            lines: number of lines that the rows sum over.
-        """
+        """Return the scores of statistics summed over lines, (draws, statistics) → (draws,)."""
 
     def of_corpus(self, rows: Rows) -> float:
         """Return the score of all lines together."""

@@ -131,10 +131,7 @@ class ScoringTask:
 
 def score_direction(task: ScoringTask) -> tuple[DirectionScores, Mapping[str, Rows]]:
     """Return the scores of one direction, and name of a column → statistics of every line."""
-    if task.translations is None:
-        lines = TranslatedLines.of_references(task.corpus, task.direction)
-    else:
-        lines = TranslatedLines.read(task.system, task.corpus, task.translations, task.direction)
+    lines = TranslatedLines.read(task.system, task.corpus, task.translations, task.direction)
     assert len(lines.hypotheses) == len(lines.references) > 0
     covering = [one for one in task.scores if one.covers(task.direction)]
     found = {one.column.name: one.line_statistics(lines) for one in covering}
@@ -211,10 +208,11 @@ class _Scoring:
                     directions=[profile.direction for profile in self.profiles],
                     work_dir=self.work_dir,
                 )
-            case "language":
-                return LanguageAccuracy.plain(self.languages, seed=settings.seed)
-            case "language_restricted":
-                return LanguageAccuracy.restricted(self.languages, seed=settings.seed)
+            case "language" | "language_restricted":
+                restricted = name == "language_restricted"
+                return LanguageAccuracy.among(
+                    self.languages, seed=settings.seed, restricted=restricted
+                )
             case "length_ratio":
                 return LengthRatio()
             case "copies":
