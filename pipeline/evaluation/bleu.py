@@ -68,8 +68,7 @@ class Bleu(Score):
     """BLEU in 0–100."""
 
     option: BleuTokenizerOption
-    tokenizers: Mapping[str, str]
-    """Target language → name of sacreBLEU's tokenizer."""
+    tokenizers: Mapping[str, str]  # target language → name of sacreBLEU's tokenizer
 
     column = Column("bleu", "BLEU", out_of_100=True)
 

@@ -32,11 +32,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart; its number chooses the color, and it may have a confidence interval."""
+    """A row of a bar chart."""
 
     name: str
     value: float
-    place: int = 0
+    place: int = 0  # chooses the color
     interval: Point | None = None
 
 
@@ -46,16 +46,15 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
     x_ticks = nice_ticks(0.0, max(x for one in series for x, _ in one.points), about=4)
     y_ticks = nice_ticks(min(ys), max(ys))
     x, y = _scale(0.0, x_ticks[-1], LEFT, RIGHT), _scale(y_ticks[0], y_ticks[-1], FLOOR, TOP)
-    parts = [_rule("grid", LEFT, y(one), RIGHT, y(one)) for one in y_ticks]
-    parts += [_text("tick", _tick(one), LEFT - 6, y(one) + 4, "end") for one in y_ticks]
-    parts += [_text("tick", _tick(one), x(one), FLOOR + 18) for one in x_ticks]
+    parts = [_text("label", y_label, LEFT, TOP - 2, "start")]
+    for at in y_ticks:
+        parts.append(_rule("grid", LEFT, y(at), RIGHT, y(at)))
+        parts.append(_text("tick", _tick(at), LEFT - 6, y(at) + 4, "end"))
+    parts += [_text("tick", _tick(at), x(at), FLOOR + 18) for at in x_ticks]
     parts.append(_text("label", x_label, (LEFT + RIGHT) / 2, HEIGHT - 8))
-    parts.append(_text("label", y_label, LEFT, TOP - 2, "start"))
     for one in (one for one in series if one.points):
-        band, line = (
-            " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
-            for points in ((*one.low, *reversed(one.high)), one.points)
-        )
+        edges = ((*one.low, *reversed(one.high)), one.points)
+        band, line = (" ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in edge) for edge in edges)
         if band:
             parts.append(f'<polygon class="band {_color(one)}" points="{band}"/>')
         if one.upright is not None:
@@ -68,8 +67,9 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
 
 def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     """Return the points and outlines of series, at least one point, on axes of one unit."""
-    drawn = [at for one in series for at in one.points]
-    drawn += [end for one in series for segment in one.outline for end in segment]
+    drawn = [
+        at for one in series for at in (*one.points, *(end for two in one.outline for end in two))
+    ]
     (x_low, y_low), (x_high, y_high) = (tuple(map(f, zip(*drawn, strict=True))) for f in (min, max))
     # One unit is as long on both axes, since distances are what the chart shows.
     unit = max((x_high - x_low) / (RIGHT - LEFT), (y_high - y_low) / (FLOOR - TOP)) or 1.0
@@ -89,18 +89,19 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
     ends = [end for bar in bars for end in (bar.value, *(bar.interval or ()))]
     ticks = nice_ticks(low, max(*ends, low), about=4)
     x, floor = _scale(low, ticks[-1], TOP, RIGHT - 60), TOP + BAR_ROW * len(bars)
-    parts = [_rule("grid", x(one), TOP, x(one), floor) for one in ticks if one >= low]
-    parts += [_text("tick", _tick(one), x(one), floor + 16) for one in ticks if one >= low]
+    parts = []
+    for at in (at for at in ticks if at >= low):
+        parts.append(_rule("grid", x(at), TOP, x(at), floor))
+        parts.append(_text("tick", _tick(at), x(at), floor + 16))
     for place, bar in enumerate(bars):
         y, length = TOP + BAR_ROW * place, max(x(bar.value) - TOP, 0.5)
         parts.append(_text("tick", bar.name, TOP, y + 13, "start"))
-        size = f'x="{TOP}" y="{y + 18:.1f}" width="{length:.1f}" height="10"'
-        parts.append(f'<rect class="fill {_color(bar)}" {size}/>')
+        parts.append(_rect(f"fill {_color(bar)}", TOP, y + 18, length, 10))
+        start, end = (x(max(one, low)) for one in bar.interval or (bar.value, bar.value))
         if bar.interval is not None:
-            start, end = (x(max(one, low)) for one in bar.interval)
             parts.append(_rule("whisker", start, y + 23, end, y + 23))
-        right = x(max(bar.value, *(bar.interval or (bar.value,))))
-        parts.append(_text("tick", f"{bar.value:,.4g}", right + 4, y + 28, "start"))
+        right = max(x(bar.value), end) + 4
+        parts.append(_text("tick", f"{bar.value:,.4g}", right, y + 28, "start"))
     parts.append(_text("label", x_label, (TOP + RIGHT) / 2, floor + 34))
     return _svg(title, floor + 42, parts)
 
@@ -116,17 +117,14 @@ def heat_map(
 ) -> str:
     """Return a heat map; cells show their values when pointed at, and names print as they fit."""
     left = max(LEFT, CHARACTER * max(map(len, rows)) + 7.0)
-    width, floor = (RIGHT - left) / len(columns), TOP + ROW * len(rows)
-    parts = []
+    width, floor, parts = (RIGHT - left) / len(columns), TOP + ROW * len(rows), list[str]()
     for number, (name, values) in enumerate(rows.items()):
         y = TOP + ROW * number
         parts.append(_text("tick", name, left - 5, y + 13, "end"))
         for place, (column, value) in enumerate(zip(columns, values, strict=True)):
             share = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 1.0
-            size = f'x="{left + width * place:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}"'
-            said = f"{escape_html(name)}, {escape_html(column)}: {value:.3g}"
-            style = f'class="cell" {size} fill-opacity="{share:.3f}"'
-            parts.append(f"<rect {style}><title>{said}</title></rect>")
+            said = f"<title>{escape_html(f'{name}, {column}')}: {value:.3g}</title>"
+            parts.append(_rect("cell", left + width * place, y, width, ROW, share, said))
     step = math.ceil(CHARACTER * (max(map(len, columns)) + 0.5) / width)
     for place in range(0, len(columns), step):
         parts.append(_text("tick", columns[place], left + width * (place + 0.5), floor + 16))
@@ -187,6 +185,19 @@ def _rule(style: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
+def _rect(
+    style: str,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    opacity: float = 1.0,
+    text: str = "",
+) -> str:
+    at = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{style}" {at} fill-opacity="{opacity:.3f}">{text}</rect>'
+
+
 def _text(style: str, text: str, x: float, y: float, anchor: str = "middle") -> str:
     at = f'text-anchor="{anchor}" x="{x:.1f}" y="{y:.1f}"'
     return f'<text class="{style}" {at}>{escape_html(text)}</text>'
@@ -201,14 +212,14 @@ def _svg(title: str, height: float, parts: Iterable[str]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" {label}>{"".join(parts)}</svg>'
 
 
-def escape_html(text: str) -> str:
-    """Return a text as HTML that shows it as it stands."""
-    return escape(replace_forbidden(text))
-
-
 def replace_forbidden(text: str) -> str:
     """Replace characters that HTML cannot hold by a replacement character."""
     return _NOT_IN_HTML.sub("\ufffd", text)
+
+
+def escape_html(text: str) -> str:
+    """Return a text as HTML that shows it as it stands."""
+    return escape(replace_forbidden(text))
 
 
 def style_sheet() -> str:

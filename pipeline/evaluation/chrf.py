@@ -47,8 +47,7 @@ def shared_words(
     return _shared(_words(hypotheses, numbers), _words(references, numbers), orders=orders)
 
 
-_Items = tuple[Integers, Integers]
-"""Items of all lines, and where each line begins, (lines + 1,)."""
+_Items = tuple[Integers, Integers]  # items of all lines, and where each line begins, (lines + 1,)
 
 
 def _shared(hypotheses: _Items, references: _Items, *, orders: int) -> npt.NDArray[np.int32]:
@@ -78,8 +77,7 @@ def _starts(lengths: Iterable[int]) -> Integers:
 
 
 CHARACTER_ORDERS, WORD_ORDERS = 6, 2
-BETA = 2.0
-"""Weight of recall relative to precision."""
+BETA = 2.0  # weight of recall relative to precision
 _MARKS = frozenset(punctuation)
 
 

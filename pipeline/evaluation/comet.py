@@ -41,10 +41,8 @@ BATCH_LINES = 16
 class Comet(Score):
     """Mean of a COMET model's scores over lines, times 100."""
 
-    folder: Path
-    """Directory with the scores of all lines, ``{system}/{direction}.json``."""
-    signature: str
-    """Name and digest of the model, and version of COMET."""
+    folder: Path  # directory with the scores of all lines, ``{system}/{direction}.json``
+    signature: str  # name and digest of the model, and version of COMET
 
     column = Column("comet", "COMET")
 

@@ -1,4 +1,4 @@
-"""Loss curves of the systems, by updates, arithmetic and resource tier (MMNMT, Figures 1 and 5).
+"""Loss curves of the systems, by updates and resource tier (MMNMT, Figures 1 and 5).
 
 The horizontal axis counts all training behind a system's weights: the curve of a model that was
 assembled or trained further begins where the earlier runs ended. A system with several runs has one
@@ -11,23 +11,13 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, get_args
 
-import numpy as np
-
 from pipeline.artifacts.artifact import Artifact, open_recorded
 from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
 from pipeline.errors import UserError
 from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.charts import Series, legend, line_chart
 from pipeline.evaluation.directions import Family, pivot_of, title_of_family
-from pipeline.evaluation.spent import (
-    SIDES,
-    Spent,
-    is_number,
-    operations_of,
-    read_metrics,
-    read_per_token,
-    tokens_by_update,
-)
+from pipeline.evaluation.spent import Spent, is_number, read_metrics
 from pipeline.evaluation.tables import Cell, Figure, ReportSection, Table, bullets, headings, row
 from pipeline.terminal import counted
 
@@ -42,8 +32,6 @@ class CurvePoint:
     update: int
     losses: Mapping[str, float]
     """``all``, a resource tier or, for example, ``high/into_pivot`` → loss."""
-    operations: float | None = None
-    """Estimated floating-point operations up to the update."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +48,17 @@ class Curve:
 
 def read_curve(system: str, checkpoint: Artifact, *, before: Spent | None) -> Curve:
     """Return the losses of a run; a loss that was not finite leaves a gap."""
-    metrics, per_token = read_metrics(checkpoint), read_per_token(checkpoint)
     pivot, tiers = read_tiers(checkpoint)
-    tokens = {side: {0: 0} | tokens_by_update(metrics, side=side) for side in SIDES}
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
-    for entry in metrics:
+    for entry in read_metrics(checkpoint):
         if entry.get("kind") not in points or not is_number(entry.get("loss")):
             continue
-        update, resources = entry["update"], entry.get("resources")
-        directions = entry.get("directions")
-        at = {
-            side: float(np.interp(update, [*known], [*known.values()])) if len(known) > 1 else None
-            for side, known in tokens.items()
-        }
+        resources, directions = entry.get("resources"), entry.get("directions")
         losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
         if isinstance(directions, dict):
             losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
         losses = {key: loss for key, loss in losses.items() if is_number(loss)}
-        points[entry["kind"]].append(CurvePoint(update, losses, operations_of(per_token, **at)))
+        points[entry["kind"]].append(CurvePoint(entry["update"], losses))
     return Curve(system, tuple(points["train"]), tuple(points["validation"]), before, pivot)
 
 
@@ -101,13 +82,7 @@ def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
 def mean_losses(
     losses: Mapping[str, object], *, pivot: str | None, tiers: Mapping[str, Resource]
 ) -> dict[str, float]:
-    """Return the mean losses of directions by tier and side of the pivot.
-
-    Args:
-        losses: direction → loss. A mean with one that is no number is left out.
-        pivot: language of the sides.
-        tiers: pair → tier.
-    """
+    """Return mean losses of directions by tier and side of the pivot, if all are numbers."""
     found: dict[str, list[object]] = {}
     for direction, loss in losses.items():
         source, _, target = direction.partition("-")
@@ -125,26 +100,22 @@ def losses_section(curves: Sequence[Curve]) -> ReportSection:
     """Return the lowest and last validation loss of every system, and the tiers at the lowest."""
     every = _by_system(curves)
     systems = {name: runs for name, runs in every.items() if all(run.validation for run in runs)}
-    best = {
-        name: [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
-        for name, runs in systems.items()
+    known = {
+        key
+        for runs in systems.values()
+        for run in runs
+        for at in run.validation
+        for key in at.losses
     }
-    last = {name: [run.validation[-1] for run in runs] for name, runs in systems.items()}
-    known = {key for points in best.values() for one in points for key in one.losses}
-    tiers = [tier for tier in get_args(Resource) if tier in known]
-    rows = (
-        row(
-            name,
-            len(runs),
-            *(
-                cell
-                for points in (best[name], last[name])
-                for cell in (_mean_cell(points, "all"), _updates(points))
-            ),
-            *(_mean_cell(best[name], tier) for tier in tiers),
-        )
-        for name, runs in systems.items()
-    )
+    rows, tiers = [], [tier for tier in get_args(Resource) if tier in known]
+    for name, runs in systems.items():
+        best = [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
+        last = [run.validation[-1] for run in runs]
+        cells: list[Cell | str] = [
+            *(_mean_cell(best, "all"), _updates(best), _mean_cell(last, "all"), _updates(last)),
+            *(_mean_cell(best, tier) for tier in tiers),
+        ]
+        rows.append(row(name, len(runs), *cells))
     titles = ("System", "Runs", "Lowest", "At update", "Last", "At update")
     tier_titles = (f"{tier.replace('_', ' ').capitalize()} resource" for tier in tiers)
     without = ", ".join(name for name in every if name not in systems)
@@ -153,8 +124,8 @@ def losses_section(curves: Sequence[Curve]) -> ReportSection:
         "Validation losses",
         "Nats per token in the last training of each system; its updates count from its start. "
         "Means over the runs, with their range; the tiers at the lowest loss.",
-        tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),) if systems else (),
-        items=bullets([note] if systems and without else []),
+        tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),) if rows else (),
+        items=bullets([note] if rows and without else []),
     )
 
 
@@ -187,7 +158,6 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
         for side in PIVOT_SIDES:
             titles[f"{tier}/{side}"] = f"{titles[tier]}, {title_of_family(side, pivot=pivot)}"
     found = [_figure(title, curves, places, key) for key, title in titles.items()]
-    found.insert(1, _figure("Validation", curves, places, "all", by_operations=True))
     found.append(_figure("Training", curves, places, "all", training=True))
     return ReportSection(
         "Loss curves",
@@ -205,58 +175,42 @@ def _figure(
     key: str,
     *,
     training: bool = False,
-    by_operations: bool = False,
 ) -> Figure | None:
     series, left_out = [], []
     for system, runs in _by_system(curves).items():
-        placed = [_place(run, key, training, by_operations) for run in runs]
-        known = [one for one in placed if one is not None]
-        shared = [at for at in known[0] if all(at in one for one in known)] if known else []
-        if len(known) < len(runs) or (all(known) and not shared):
+        found = [
+            {one.update: one.losses[key] for one in points if key in one.losses}
+            for run in runs
+            for points in [run.training if training else run.validation]
+        ]
+        shared = [at for at in found[0] if all(at in one for one in found)]
+        before = [run.before.updates for run in runs if run.before is not None]
+        if len(before) < len(runs) or (all(found) and not shared):
             left_out.append(system)
         elif shared:
-            series.append(_mean_series(system, known, shared, places[runs[0].system]))
+            place = places[runs[0].system]
+            series.append(_mean_series(system, found, shared, begin=fmean(before), place=place))
     if not series:
         return None
-    axis = "FLOP" if by_operations else "updates"
-    title = f"{title} by {axis}"
-    chart = line_chart(series, title=title, x_label=axis, y_label="nats per token")
+    title = f"{title} by updates"
+    chart = line_chart(series, title=title, x_label="updates", y_label="nats per token")
     note = f"Left out, since the beginning or common points are not known: {', '.join(left_out)}."
     return Figure(chart + legend(series), title=title, note=note if left_out else "")
 
 
-def _place(
-    curve: Curve, key: str, training: bool, by_operations: bool
-) -> dict[int, tuple[float, float]] | None:
-    """Return update → position and loss; None if the positions are not known."""
-    points = curve.training if training else curve.validation
-    if curve.before is None:
-        return None
-    begin = curve.before.operations if by_operations else curve.before.updates
-    ends = [point.operations if by_operations else point.update for point in points]
-    if begin is None or None in ends:
-        return None
-    return {
-        point.update: (begin + (end or 0), point.losses[key])
-        for point, end in zip(points, ends, strict=True)
-        if key in point.losses
-    }
-
-
 def _mean_series(
     system: str,
-    runs: Sequence[Mapping[int, tuple[float, float]]],
+    runs: Sequence[Mapping[int, float]],
     updates: Sequence[int],
+    *,
+    begin: float,
     place: int,
 ) -> Series:
     step = -(-len(updates) // MAX_POINTS)
     kept = updates[step - 1 :: step]
 
     def line(summary: Callable[[list[float]], float]) -> tuple[tuple[float, float], ...]:
-        return tuple(
-            (fmean(run[at][0] for run in runs), summary([run[at][1] for run in runs]))
-            for at in kept
-        )
+        return tuple((begin + at, summary([run[at] for run in runs])) for at in kept)
 
     if len(runs) == 1:
         return Series(system, line(fmean), place)

@@ -44,14 +44,10 @@ class SystemTraining:
     system: str
     total: Spent = field(default_factory=Spent)
     """Cost of all runs, a lower bound if some could not be found."""
-    runs: tuple[str, ...] = ()
-    """Directories of the runs, earliest first; baselines have none."""
-    complete: bool = True
-    """Whether all runs could still be found."""
-    new: Spent | None = None
-    """Cost beyond the given checkpoints; None if none is given."""
-    parameters: tuple[int, int] | None = None
-    """Number of parameters, in total and active per token."""
+    runs: tuple[str, ...] = ()  # directories of the runs, earliest first; baselines have none
+    complete: bool = True  # whether all runs could still be found
+    new: Spent | None = None  # cost beyond the given checkpoints; None if none is given
+    parameters: tuple[int, int] | None = None  # number of parameters, in total and active per token
 
 
 @dataclass(frozen=True)
@@ -59,12 +55,10 @@ class History:
     """Runs behind the systems."""
 
     curves: tuple[Curve, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Directories that are gone or have changed since."""
+    missing: tuple[str, ...] = ()  # directories that are gone or have changed since
     trainings: tuple[SystemTraining, ...] = ()
     """Trainings of the systems in their order; of a system with several runs, of each run."""
-    given: tuple[str, ...] = ()
-    """Directories of the given checkpoints."""
+    given: tuple[str, ...] = ()  # directories of the given checkpoints
 
 
 def checkpoint_of(system: Artifact) -> Artifact | None:
@@ -78,9 +72,7 @@ def checkpoint_of(system: Artifact) -> Artifact | None:
 def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] = ()) -> History:
     """Follow the manifests of systems, or of their runs, back to their first trainings.
 
-    Args:
-        systems: name → translations or checkpoint.
-        given: checkpoints that existed already, if new costs are asked for.
+    ``given`` are checkpoints that existed already, if new costs are asked for.
     """
     curves, trainings, missing = [], [], set[str]()
     for name, system in systems.items():

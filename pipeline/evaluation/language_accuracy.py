@@ -37,8 +37,7 @@ def _column(name: str, how: str) -> Column:
     return Column(name, title, out_of_100=True, section=LANGUAGE_ACCURACY, ceiling=True)
 
 
-NO_LANGUAGE = "none"
-"""Outcome of lines without a letter."""
+NO_LANGUAGE = "none"  # outcome of lines without a letter
 PLAIN = _column("language", "as it is")
 RESTRICTED = _column("language_restricted", "restricted to the languages at hand")
 
@@ -48,10 +47,8 @@ class LanguageAccuracy(ShareOfLines):
     """Percentage of lines in the target language."""
 
     column: Column
-    detectable: frozenset[str]
-    """Languages of the corpus that langdetect knows."""
-    candidates: frozenset[str] | None
-    """Languages to choose from; None: all that langdetect knows."""
+    detectable: frozenset[str]  # languages of the corpus that langdetect knows
+    candidates: frozenset[str] | None  # languages to choose from; None: all that langdetect knows
     seed: int
 
     @classmethod

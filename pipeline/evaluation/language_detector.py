@@ -257,7 +257,7 @@ class _Walk:
         self._tests[rows] = 0
 
     def _advance(self, rows: Integers, stages: int, updates: int) -> npt.NDArray[np.bool_]:
-        """Take so many stages of updates, each with its test, and return which trials have ended."""
+        """Take stages of updates, each with its test, and return which trials have ended."""
         drawn, ends = self._draw(rows, stages * updates)
         grams = self._places[self._starts[rows][:, None] + drawn]
         current, weights = self._current[rows], self._weights[rows][:, None]

@@ -40,10 +40,8 @@ class LineSet:
     """Pairs with test lines that are drawn together."""
 
     pairs: tuple[str, ...]
-    sentences: int
-    """Number of different sentences in the lines of all pairs."""
-    of_lines: Mapping[str, Places]
-    """Pair → sentence of every line, (lines,)."""
+    sentences: int  # number of different sentences in the lines of all pairs
+    of_lines: Mapping[str, Places]  # pair → sentence of every line, (lines,)
 
     def of_pair(self, pair: str) -> Sentences:
         """Return the sentences of the lines of one pair."""
@@ -58,8 +56,7 @@ class Key(NamedTuple):
     text: str
 
 
-_Keys = Mapping[str, Mapping[str, Sequence[Key]]]
-"""Pair → language → keys of its lines."""
+_Keys = Mapping[str, Mapping[str, Sequence[Key]]]  # pair → language → keys of its lines
 
 
 def find_line_sets(corpus: Artifact, pairs: Sequence[str]) -> list[LineSet]:

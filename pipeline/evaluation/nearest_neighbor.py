@@ -34,8 +34,7 @@ from pipeline.artifacts.corpus import (
 from pipeline.errors import ArtifactError
 from pipeline.terminal import track
 
-NEAREST_NEIGHBOR = "nearest neighbor"
-"""Name of the baseline among the systems."""
+NEAREST_NEIGHBOR = "nearest neighbor"  # name of the baseline among the systems
 BLOCK_LINES = 65_536
 NO_NEIGHBOR = -1
 NO_TRIGRAM = np.iinfo(np.int64).max  # last of the sorted trigrams, gives every search a place

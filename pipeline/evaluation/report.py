@@ -5,23 +5,12 @@ from datetime import UTC, datetime
 
 from pipeline import installed_version
 from pipeline.artifacts.corpus import pair_name
+from pipeline.evaluation import score_sections
 from pipeline.evaluation.averages import RULE
 from pipeline.evaluation.curves import curves_section
 from pipeline.evaluation.history import History, budgets_section, trained_for
 from pipeline.evaluation.samples import samples_section
-from pipeline.evaluation.score_sections import (
-    TrainedFor,
-    averages_section,
-    baseline_section,
-    direction_facts,
-    directions_section,
-    main_tables,
-    output_languages_section,
-    overview_section,
-    separate_sections,
-    sets_section,
-    word_accuracy_section,
-)
+from pipeline.evaluation.score_sections import TrainedFor
 from pipeline.evaluation.scores import Evaluation, Significance
 from pipeline.evaluation.statistics import MIN_LINES
 from pipeline.evaluation.tables import (
@@ -62,26 +51,26 @@ def evaluation_report(
     training = describe_training(evaluation, history)
     signatures = tuple(_signatures(evaluation))
     sections = (
-        overview_section(evaluation),
+        score_sections.overview_section(evaluation),
         ReportSection("Warnings", items=bullets(evaluation.warnings)),
-        averages_section(evaluation, training),
+        score_sections.averages_section(evaluation, training),
         budgets_section(history),
-        *separate_sections(evaluation, training),
-        baseline_section(evaluation),
-        sets_section(evaluation),
-        output_languages_section(evaluation),
-        word_accuracy_section(evaluation),
+        *score_sections.separate_sections(evaluation, training),
+        score_sections.baseline_section(evaluation),
+        score_sections.sets_section(evaluation),
+        score_sections.output_languages_section(evaluation),
+        score_sections.word_accuracy_section(evaluation),
         *further,
         curves_section(history.curves, runs),
         samples_section("Sample translations", samples),
-        directions_section(evaluation),
+        score_sections.directions_section(evaluation),
         ReportSection("Notes", items=bullets(_notes(evaluation, missing=history.missing))),
         ReportSection("Signatures", items=signatures),
     )
     return Report(
         f"Translation quality of {counted(len(evaluation.systems), 'system')}",
         f"Evaluation report, {made}",
-        direction_facts(evaluation),
+        score_sections.direction_facts(evaluation),
         tuple(section for section in sections if not section.is_empty),
         generator="mmnmt evaluate",
     )
@@ -89,7 +78,7 @@ def evaluation_report(
 
 def summary_tables(evaluation: Evaluation, history: History) -> tuple[Table, ...]:
     """Return the averages of the main scores, which the command prints."""
-    return main_tables(evaluation, describe_training(evaluation, history))
+    return score_sections.main_tables(evaluation, describe_training(evaluation, history))
 
 
 def describe_training(evaluation: Evaluation, history: History) -> TrainedFor:

@@ -47,16 +47,14 @@ class Translated:
     corpus: InputRecord
     training: InputRecord | None
     """Corpus that the systems were trained on, if an evaluation names another corpus."""
-    runs: dict[str, Artifact] = field(default_factory=dict)
-    """Run → translations."""
+    runs: dict[str, Artifact] = field(default_factory=dict)  # run → translations
 
 
 @dataclass
 class ComparedRuns:
     """Runs, evaluations, analyses and translations that a report shows."""
 
-    runs: dict[str, Artifact] = field(default_factory=dict)
-    """Run → checkpoint or translations."""
+    runs: dict[str, Artifact] = field(default_factory=dict)  # run → checkpoint or translations
     evaluations: dict[str, Artifact] = field(default_factory=dict)
     analyses: dict[str, Artifact] = field(default_factory=dict)
     translated: dict[str, Translated] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 A table answers one question; systems are rows where columns would be many.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.averages import RULE
@@ -27,6 +27,7 @@ from pipeline.evaluation.tables import (
     ReportSection,
     Row,
     Table,
+    Value,
     bullets,
     headings,
     row,
@@ -36,11 +37,9 @@ from pipeline.terminal import counted
 
 NOT_DECIDED = "not decided"
 SHOWN_MISTAKES = 20
-SHOWN_DIRECTIONS = 400
-"""With more directions, only scores.json has their scores."""
+SHOWN_DIRECTIONS = 400  # with more directions, only scores.json has their scores
 
-TrainedFor = Callable[[str], str]
-"""Name of a system → the training behind it, in a few words."""
+TrainedFor = Callable[[str], str]  # name of a system → the training behind it, in a few words
 
 
 def family_title(evaluation: Evaluation, family: Family) -> str:
@@ -76,8 +75,7 @@ class _Average:
     family: Family
     group: Group
     heading: Heading
-    compared: Comparison | None
-    """How the systems compare; None if the test sets are too small."""
+    compared: Comparison | None  # how the systems compare; None if the test sets are too small
 
     def value(self, averages: Averages) -> float | None:
         return averages.get(self.family, {}).get(self.group, {}).get(self.column.name)
@@ -103,24 +101,24 @@ def _averages(
     They are of every family, or of the resource tiers of one family.
     """
     found = []
-    groups: tuple[Group, ...] = ("all",) if tiers_of is None else GROUPS[1:]
     families = directions_by_family(evaluation)
-    for family in [*families] if tiers_of is None else [tiers_of]:
-        for group in groups:
-            members = [
-                one
-                for one in families[family]
-                if group in ("all", one.resource)
-                and evaluation.is_measured(column, str(one.direction))
-            ]
-            if not members:
-                continue
-            decided = _is_alone(evaluation) or evaluation.verdicts.decides_average(family, group)
-            note = counted(len(members), "direction") + ("" if decided else f", {NOT_DECIDED}")
-            title = group.replace("_", " ") if tiers_of else family_title(evaluation, family)
-            drawn = {} if evaluation.significance is None else evaluation.significance.averages
-            compared = drawn.get(family, {}).get(group, {}).get(column.name)
-            found.append(_Average(column, family, group, Heading(title, note), compared))
+    keys: list[tuple[Family, Group]] = [(family, "all") for family in families]
+    if tiers_of is not None:
+        keys = [(tiers_of, group) for group in GROUPS[1:]]
+    for family, group in keys:
+        members = [
+            one
+            for one in families[family]
+            if group in ("all", one.resource) and evaluation.is_measured(column, str(one.direction))
+        ]
+        if not members:
+            continue
+        decided = _is_alone(evaluation) or evaluation.verdicts.decides_average(family, group)
+        note = counted(len(members), "direction") + ("" if decided else f", {NOT_DECIDED}")
+        title = group.replace("_", " ") if tiers_of else family_title(evaluation, family)
+        drawn = {} if evaluation.significance is None else evaluation.significance.averages
+        compared = drawn.get(family, {}).get(group, {}).get(column.name)
+        found.append(_Average(column, family, group, Heading(title, note), compared))
     return found
 
 
@@ -295,17 +293,13 @@ def _win_ratio(share: float | None) -> Cell:
 def _counts(evaluation: Evaluation, column: Column, system: str) -> tuple[int, int, int, int]:
     """Count directions that are significantly better and worse, not significant, not decided."""
     assert evaluation.significance is not None
-    sign = -1.0 if column.larger_is_better is False else 1.0
+    sign, name = -1.0 if column.larger_is_better is False else 1.0, column.name
     every = evaluation.significance.directions.values()
-    found = [one[column.name].differences[system] for one in every if column.name in one]
-    p_values = [one.p_value_holm for one in found if one.p_value_holm is not None]
-    sure = [
-        sign * one.value
-        for one in found
-        if one.p_value_holm is not None and one.p_value_holm <= LEVEL
-    ]
-    better, worse = sum(one > 0 for one in sure), sum(one < 0 for one in sure)
-    return better, worse, len(p_values) - better - worse, len(found) - len(p_values)
+    found = [one[name].differences[system] for one in every if name in one]
+    tested = [(sign * one.value, one.p_value_holm) for one in found if one.p_value_holm is not None]
+    better = sum(value > 0 and p_value <= LEVEL for value, p_value in tested)
+    worse = sum(value < 0 and p_value <= LEVEL for value, p_value in tested)
+    return better, worse, len(tested) - better - worse, len(found) - len(tested)
 
 
 # Languages
@@ -313,30 +307,25 @@ def _counts(evaluation: Evaluation, column: Column, system: str) -> tuple[int, i
 
 def sets_section(evaluation: Evaluation) -> ReportSection:
     """Return the main scores by set of the language that is not the pivot."""
-    names = [system.name for system in evaluation.systems]
-    tables = (
-        Table(
-            f"{column.heading} by set",
-            headings("Set and direction type", "Directions", *names),
-            tuple(
-                row(
-                    f"{one.name}, {family_title(evaluation, one.family)}",
-                    one.directions,
-                    *(
-                        score_cell(one.systems[name].get(column.name), decimals=column.decimals)
-                        for name in names
-                    ),
-                )
-                for one in evaluation.set_averages
-            ),
+    names, tables = [system.name for system in evaluation.systems], []
+    for column in evaluation.main_columns if evaluation.set_averages else ():
+        rows = (
+            row(
+                *(f"{one.name}, {family_title(evaluation, one.family)}", one.directions),
+                *(
+                    score_cell(one.systems[name].get(column.name), decimals=column.decimals)
+                    for name in names
+                ),
+            )
+            for one in evaluation.set_averages
         )
-        for column in evaluation.main_columns
-    )
+        titles = headings("Set and direction type", "Directions", *names)
+        tables.append(Table(f"{column.heading} by set", titles, tuple(rows)))
     return ReportSection(
         "Averages by set of languages",
         "Arithmetic means over directions by the recipe's language sets. The language is the "
         "source if the pivot is the target, else the target.",
-        tables=tuple(tables) if evaluation.set_averages else (),
+        tables=tuple(tables),
     )
 
 
@@ -389,40 +378,27 @@ def word_accuracy_section(evaluation: Evaluation) -> ReportSection:
     if evaluation.words is None:
         return EMPTY
     names = [one.name for one in evaluation.systems]
-    tables = (
-        Table(
-            title,
-            headings("Words", "Share, %", *names),
-            tuple(
-                one
-                for family in directions_by_family(evaluation)
-                for one in _word_rows(evaluation, family, trait)
-            ),
-        )
-        for trait, title in WORD_TITLES.items()
-    )
+    tables = []
+    for trait, title in WORD_TITLES.items():
+        rows = []
+        for family in directions_by_family(evaluation):
+            kinds = evaluation.words.families.get(family, {}).get(trait, {})
+            total = sum(systems[names[0]].reference for systems in kinds.values())
+            for kind, systems in kinds.items():
+                share = 100.0 * systems[names[0]].reference / max(total, 1)
+                shown = [share, *(systems[name].f_measure for name in names)]
+                if any(one is not None for one in shown[1:]):
+                    cells = (score_cell(one, decimals=1) for one in shown)
+                    rows.append(row(f"{kind}, {family_title(evaluation, family)}", *cells))
+        if rows:
+            tables.append(Table(title, headings("Words", "Share, %", *names), tuple(rows)))
     read = evaluation.words.training_lines.values()
     lines = f" Training lines read: {min(read):,} to {max(read):,} per language." if read else ""
     return ReportSection(
         "Word accuracy",
         f"F-measure, in percent, of {WORDS_OF[evaluation.words.side]}{lines}",
-        tables=tuple(table for table in tables if table.rows),
+        tables=tuple(tables),
     )
-
-
-def _word_rows(evaluation: Evaluation, family: Family, trait: str) -> Iterator[Row]:
-    """Yield the kinds of words that any reference or translation has."""
-    assert evaluation.words is not None
-    kinds = evaluation.words.families.get(family, {}).get(trait, {})
-    names = [one.name for one in evaluation.systems]
-    total = sum(systems[names[0]].reference for systems in kinds.values())
-    for kind, systems in kinds.items():
-        if any(one.f_measure is not None for one in systems.values()):
-            yield row(
-                f"{kind}, {family_title(evaluation, family)}",
-                score_cell(100.0 * systems[names[0]].reference / max(total, 1), decimals=1),
-                *(score_cell(systems[name].f_measure, decimals=1) for name in names),
-            )
 
 
 # Directions
@@ -431,54 +407,41 @@ def _word_rows(evaluation: Evaluation, family: Family, trait: str) -> Iterator[R
 def directions_section(evaluation: Evaluation) -> ReportSection:
     """Return the main scores of every system in every direction, unless these are too many."""
     profiles = [one for found in directions_by_family(evaluation).values() for one in found]
-    has_synthetic = any(profile.synthetic_lines for profile in profiles)
+    has_synthetic, columns = any(one.synthetic_lines for one in profiles), evaluation.main_columns
+    rows: dict[str, list[Row]] = {column.name: [] for column in columns}
+    for one in profiles:
+        direction, names = one.direction, evaluation.language_names
+        note = f"{names[direction.source]} → {names[direction.target]}"
+        if not (_is_alone(evaluation) or evaluation.verdicts.decides(str(direction))):
+            note += f", {NOT_DECIDED}"
+        first: list[Cell | Value] = [
+            Cell(f"{direction.source} → {direction.target}", note=note),
+            *(family_title(evaluation, one.family), one.training_lines),
+            *([one.synthetic_lines] if has_synthetic else []),
+        ]
+        significance = evaluation.significance
+        drawn = {} if significance is None else significance.directions.get(str(direction), {})
+        for column in columns:
+            scores = (
+                _score_cell(
+                    system.name,
+                    system.directions[str(direction)].scores.get(column.name),
+                    column,
+                    drawn.get(column.name),
+                )
+                for system in evaluation.systems
+            )
+            rows[column.name].append(row(*first, *scores))
     titles = headings(
         *("Direction", "Direction type", "Training lines"),
         *(["Synthetic lines"] if has_synthetic else []),
         *(system.name for system in evaluation.systems),
         words=["Direction type"],
     )
-    tables = (
-        Table(
-            column.heading,
-            titles,
-            tuple(
-                _direction_row(evaluation, one, column, has_synthetic=has_synthetic)
-                for one in profiles
-            ),
-        )
-        for column in evaluation.main_columns
-    )
+    tables = (Table(one.heading, titles, tuple(rows[one.name])) for one in columns)
     return ReportSection(
         "Scores by direction",
         "Training lines are counted for the language pair. Bold print and intervals are as in the "
         "averages. scores.json has all figures.",
         tables=tuple(tables) if len(profiles) <= SHOWN_DIRECTIONS else (),
-    )
-
-
-def _direction_row(
-    evaluation: Evaluation, profile: DirectionProfile, column: Column, *, has_synthetic: bool
-) -> Row:
-    """Return a score of all systems in a direction."""
-    direction, names = profile.direction, evaluation.language_names
-    is_decided = _is_alone(evaluation) or evaluation.verdicts.decides(str(direction))
-    note = f"{names[direction.source]} → {names[direction.target]}"
-    drawn: Mapping[str, Mapping[str, Comparison]] = (
-        {} if evaluation.significance is None else evaluation.significance.directions
-    )
-    compared = drawn.get(str(direction), {}).get(column.name)
-    scores = {one.name: one.directions[str(direction)].scores for one in evaluation.systems}
-    return row(
-        Cell(
-            f"{direction.source} → {direction.target}",
-            note=note if is_decided else f"{note}, {NOT_DECIDED}",
-        ),
-        family_title(evaluation, profile.family),
-        profile.training_lines,
-        *([profile.synthetic_lines] if has_synthetic else []),
-        *(
-            _score_cell(name, found.get(column.name), column, compared)
-            for name, found in scores.items()
-        ),
     )

@@ -29,29 +29,23 @@ class Section:
     """A section of the reports, for scores that stand apart from the others."""
 
     title: str
-    lead: str
-    """Introduction of the section, one paragraph."""
-    note: str
-    """Definition of the scores."""
+    lead: str  # introduction of the section, one paragraph
+    note: str  # definition of the scores
 
 
 @dataclass(frozen=True)
 class Column:
     """Name, format and order of a score."""
 
-    name: str
-    """Key in line statistics, comparisons and ``scores.json``."""
+    name: str  # key in line statistics, comparisons and ``scores.json``
     title: str
     larger_is_better: bool | None = True
     """None: neither end of the scale is better, and no system is the best one."""
-    decimals: int = 1
-    """Number of printed decimals."""
-    out_of_100: bool = False
-    """Whether the score lies in 0–100 and can be drawn as a bar."""
+    decimals: int = 1  # number of printed decimals
+    out_of_100: bool = False  # whether the score lies in 0–100 and can be drawn as a bar
     section: Section | None = None
     """Section of the report; None: the main scores, which are in all tables."""
-    ceiling: bool = False
-    """Whether the references are scored too, as an upper bound for systems."""
+    ceiling: bool = False  # whether the references are scored too, as an upper bound for systems
 
     @property
     def heading(self) -> str:
@@ -67,8 +61,7 @@ class TranslatedLines:
     hypotheses: Sequence[str]
     references: Sequence[str]
     read_sources: Callable[[], Sequence[str]]
-    system: str = ""
-    """Name of the system; empty: the references themselves are scored."""
+    system: str = ""  # name of the system; empty: the references themselves are scored
     invalid: Sequence[int] = ()
     """Number of invalid UTF-8 sequences dropped from each line; empty: none from any."""
     truncated: int = 0

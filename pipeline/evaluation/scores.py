@@ -19,8 +19,7 @@ class Quality:
 
     bleu: float
     """BLEU with the recipe's tokenizers, or with the languages' own if the recipe has no BLEU."""
-    distinct: float
-    """Distinct outputs, in percent of the distinct sources."""
+    distinct: float  # distinct outputs, in percent of the distinct sources
     translates: bool
 
 
@@ -31,17 +30,13 @@ class DirectionScores:
     scores: Scores
     lines: int
     empty: int
-    truncated: int
-    """Number of hypotheses of a source that was cut to the maximum length."""
-    signatures: Mapping[str, str]
-    """Name of a column → signature, for scores that have one."""
+    truncated: int  # number of hypotheses of a source that was cut to the maximum length
+    signatures: Mapping[str, str]  # name of a column → signature, for scores that have one
     quality: Quality
     outcomes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Name of a column → class of a line, for example its language → number of lines."""
-    invalid: int = 0
-    """Number of hypotheses from which invalid UTF-8 was dropped."""
-    invalid_sequences: int = 0
-    """Number of dropped sequences of bytes in all hypotheses."""
+    invalid: int = 0  # number of hypotheses from which invalid UTF-8 was dropped
+    invalid_sequences: int = 0  # number of dropped sequences of bytes in all hypotheses
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,7 @@ class Verdicts:
     """Quality of all systems; nothing is decided where the baseline does not translate."""
 
     baseline: str
-    directions: Mapping[str, Mapping[str, Quality]]
-    """Direction → system → quality."""
+    directions: Mapping[str, Mapping[str, Quality]]  # direction → system → quality
     averages: Mapping[Family, Mapping[Group, Mapping[str, Quality]]]
 
     def decides(self, direction: str) -> bool:
@@ -105,8 +99,7 @@ class Difference(Interval):
 class Comparison:
     """Comparison of all systems by one score."""
 
-    intervals: Mapping[str, Interval]
-    """System → confidence interval."""
+    intervals: Mapping[str, Interval]  # system → confidence interval
     best: str | None
     """System that is significantly better than all others, if it and the baseline translate."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
@@ -118,8 +111,7 @@ class Significance:
     """Comparisons in every direction and average with enough test lines."""
 
     resamples: int
-    directions: Mapping[str, Mapping[str, Comparison]]
-    """Direction → name of a column → comparison."""
+    directions: Mapping[str, Mapping[str, Comparison]]  # direction → name of a column → comparison
     averages: Mapping[Family, Mapping[Group, Mapping[str, Comparison]]]
     tests: int = 0
     """Number of tests (directions × systems) that the p-values of a score are corrected for."""
@@ -167,8 +159,7 @@ class WordAccuracy:
     """Language of the words → number of training lines that were read for their frequency."""
     directions: Mapping[str, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
     families: Mapping[Family, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
-    side: Literal["target", "source"] = "target"
-    """Side whose words are grouped."""
+    side: Literal["target", "source"] = "target"  # side whose words are grouped
 
 
 Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, int]]]]]
@@ -179,15 +170,12 @@ Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, 
 class Evaluation:
     """All scores of an evaluation; systems have the order in which they were given."""
 
-    columns: tuple[Column, ...]
-    """Columns of the scores, in the order of the recipe."""
+    columns: tuple[Column, ...]  # columns of the scores, in the order of the recipe
     pivot: str | None
     thresholds: tuple[int, ...]
     directions: tuple[DirectionProfile, ...]
-    language_names: Mapping[str, str]
-    """Code → English name of every language of the corpus."""
-    tokenizers: Mapping[str, str]
-    """Target language → BLEU tokenizer."""
+    language_names: Mapping[str, str]  # code → English name of every language of the corpus
+    tokenizers: Mapping[str, str]  # target language → BLEU tokenizer
     systems: tuple[SystemScores, ...]
     references: Averages | None
     """Scores of the references themselves, as a perfect system would get them."""

@@ -14,31 +14,12 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import Direction, languages
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
-from pipeline.evaluation.averages import (
-    RUN_MARK,
-    average_by_set,
-    average_scores,
-    by_group,
-    confuse_languages,
-    distinct_share,
-    group_runs,
-    judge,
-    merge_runs,
-    quality,
-    win_ratios,
-)
+from pipeline.evaluation import averages, failed_outputs, statistics, word_accuracy
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.checks import caveats, undecided
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
-from pipeline.evaluation.failed_outputs import (
-    Copies,
-    EmptyOutputs,
-    InvalidOutputs,
-    LengthRatio,
-    Loops,
-)
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.line_sets import find_line_sets
 from pipeline.evaluation.score_slot import Rows, Score, TranslatedLines
@@ -54,15 +35,6 @@ from pipeline.evaluation.scores import (
     WordAccuracy,
 )
 from pipeline.evaluation.settings import ScoreName
-from pipeline.evaluation.statistics import (
-    MIN_LINES,
-    ResampleTask,
-    Sample,
-    compare,
-    correct_tests,
-    resampled_scores,
-)
-from pipeline.evaluation.word_accuracy import WordInputs, join_words, word_tasks, words_of_language
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
@@ -83,7 +55,7 @@ def score_systems(
     writer: ArtifactWriter,
     work_dir: Path,
 ) -> Evaluation:
-    """Score and compare all systems, and write the line statistics.
+    """Score and statistics.compare all systems, and write the line statistics.
 
     Args:
         call: of the stage evaluate.
@@ -123,8 +95,7 @@ class ScoringTask:
     corpus: Artifact
     direction: Direction
     scores: tuple[Score, ...]
-    translations: Artifact | None = None
-    """None: the references are scored."""
+    translations: Artifact | None = None  # None: the references are scored
     bleu: Bleu | None = None
     """BLEU that decides whether the system translates; it need not be among the scores."""
 
@@ -141,7 +112,7 @@ def score_direction(task: ScoringTask) -> tuple[DirectionScores, Mapping[str, Ro
         is_scored = task.bleu in covering
         rows = found["bleu"].rows if is_scored else task.bleu.line_statistics(lines).rows
         bleu = values["bleu"] if is_scored else task.bleu.of_corpus(rows)
-        distinct = distinct_share(lines.hypotheses, lines.sources)
+        distinct = averages.distinct_share(lines.hypotheses, lines.sources)
     scores = DirectionScores(
         scores=values,
         lines=len(lines.hypotheses),
@@ -150,7 +121,7 @@ def score_direction(task: ScoringTask) -> tuple[DirectionScores, Mapping[str, Ro
         invalid=sum(count > 0 for count in lines.invalid),
         invalid_sequences=sum(lines.invalid),
         signatures={name: one.signature for name, one in found.items() if one.signature},
-        quality=quality(bleu=bleu, distinct=distinct),
+        quality=averages.quality(bleu=bleu, distinct=distinct),
         outcomes={name: one.outcomes for name, one in found.items() if one.outcomes},
     )
     return scores, {name: one.rows for name, one in found.items()}
@@ -214,24 +185,24 @@ class _Scoring:
                     self.languages, seed=settings.seed, restricted=restricted
                 )
             case "length_ratio":
-                return LengthRatio()
+                return failed_outputs.LengthRatio()
             case "copies":
-                return Copies()
+                return failed_outputs.Copies()
             case "empty":
-                return EmptyOutputs()
+                return failed_outputs.EmptyOutputs()
             case "invalid":
-                return InvalidOutputs()
+                return failed_outputs.InvalidOutputs()
             case "loops":
-                return Loops()
+                return failed_outputs.Loops()
 
     def evaluation(self, *, left_out: int) -> Evaluation:
         """Return all scores and comparisons."""
         call, profiles, scores = self.call, self.profiles, self.scores
-        groups, columns = group_runs(self.runs), tuple(one.column for one in self.scores)
+        groups, columns = averages.group_runs(self.runs), tuple(one.column for one in self.scores)
         baseline = baseline_of([*groups], call.recipe.evaluation.baseline)
         runs = self._score_runs()
-        systems = merge_runs(runs, groups, profiles=profiles)
-        verdicts = judge(systems, baseline=baseline, profiles=profiles)
+        systems = averages.merge_runs(runs, groups, profiles=profiles)
+        verdicts = averages.judge(systems, baseline=baseline, profiles=profiles)
         pivot = pivot_of(call.artifacts.get("training", self.corpus))
         warnings = caveats(runs, scores=scores, profiles=profiles, left_out=left_out, call=call)
         detecting = [one for one in scores if isinstance(one, LanguageAccuracy)]
@@ -251,10 +222,14 @@ class _Scoring:
             warnings=(*warnings, *undecided(verdicts)),
             verdicts=verdicts,
             significance=self._significance(systems, verdicts),
-            wins=win_ratios(systems, columns=columns, profiles=profiles, verdicts=verdicts),
-            set_averages=tuple(average_by_set(systems, profiles=profiles, pivot=pivot, sets=sets)),
+            wins=averages.win_ratios(
+                systems, columns=columns, profiles=profiles, verdicts=verdicts
+            ),
+            set_averages=tuple(
+                averages.average_by_set(systems, profiles=profiles, pivot=pivot, sets=sets)
+            ),
             words=self._word_accuracy(groups),
-            confusion=confuse_languages(systems, profiles=profiles),
+            confusion=averages.confuse_languages(systems, profiles=profiles),
         )
 
     def _word_accuracy(self, groups: Mapping[str, Sequence[str]]) -> WordAccuracy | None:
@@ -264,7 +239,7 @@ class _Scoring:
         codes = {*self.targets}
         if settings.word_side == "source":
             codes |= {profile.direction.source for profile in self.profiles}
-        given = WordInputs(
+        given = word_accuracy.WordInputs(
             self.corpus,
             self.runs,
             training=self.call.artifacts.get("training", self.corpus),
@@ -273,9 +248,9 @@ class _Scoring:
             max_lines=WORD_LINES,
             side=settings.word_side,
         )
-        tasks = word_tasks(given, self.profiles)
-        found = [*self._in_parallel(words_of_language, tasks, label="words")]
-        return join_words(found, tasks, profiles=self.profiles, groups=groups)
+        tasks = word_accuracy.word_tasks(given, self.profiles)
+        found = [*self._in_parallel(word_accuracy.words_of_language, tasks, label="words")]
+        return word_accuracy.join_words(found, tasks, profiles=self.profiles, groups=groups)
 
     def _score_runs(self) -> list[SystemScores]:
         bleu = next((one for one in self.scores if isinstance(one, Bleu)), None)
@@ -287,16 +262,16 @@ class _Scoring:
         ]
         found: dict[str, dict[str, DirectionScores]] = {}
         results = self._in_parallel(score_direction, tasks, label="score")
-        for task, (scores, statistics) in zip(tasks, results, strict=True):
+        for task, (scores, rows) in zip(tasks, results, strict=True):
             found.setdefault(task.system, {})[str(task.direction)] = scores
-            np.savez_compressed(self._lines_path(task.system, task.direction), **statistics)
+            np.savez_compressed(self._lines_path(task.system, task.direction), **rows)
         return [
             SystemScores(name, scored, self._averages(scored)) for name, scored in found.items()
         ]
 
     def _averages(self, scored: Mapping[str, DirectionScores]) -> Averages:
         scores = {direction: one.scores for direction, one in scored.items()}
-        return average_scores(scores, profiles=self.profiles)
+        return averages.average_scores(scores, profiles=self.profiles)
 
     def _score_references(self) -> Averages | None:
         """Score the references as an upper bound; None if no score uses one."""
@@ -315,21 +290,19 @@ class _Scoring:
 
     def _significance(self, systems: Sequence[SystemScores], verdicts: Verdicts) -> Significance:
         """Compare the systems in every direction and average with enough lines."""
-        large = [one for one in self.profiles if one.test_lines >= MIN_LINES]
+        large = [one for one in self.profiles if one.test_lines >= statistics.MIN_LINES]
         line_sets = find_line_sets(
             self.corpus, [*dict.fromkeys(one.direction.pair for one in large)]
         )
-        settings, set_of = (
-            self.call.recipe.evaluation,
-            {pair: one for one in line_sets for pair in one.pairs},
-        )
+        settings = self.call.recipe.evaluation
+        set_of = {pair: one for one in line_sets for pair in one.pairs}
         runs = [run for one in systems for run in one.runs or (one,)]
         tasks = []
         for direction in (profile.direction for profile in large):
             lines = set_of.get(direction.pair)
             drawn = lines.pairs[0] if lines else direction.pair
             tasks.append(
-                ResampleTask(
+                statistics.ResampleTask(
                     [self._lines_path(run.name, direction) for run in runs],
                     self.scores,
                     seed=derive_seed("bootstrap", settings.seed, drawn),
@@ -337,19 +310,21 @@ class _Scoring:
                     sentences=lines.of_pair(direction.pair) if lines else None,
                 )
             )
-        draws = self._in_parallel(resampled_scores, tasks, label="resample") if tasks else ()
-        samples: dict[str, dict[str, Sample]] = {}
+        draws = (
+            self._in_parallel(statistics.resampled_scores, tasks, label="resample") if tasks else ()
+        )
+        samples: dict[str, dict[str, statistics.Sample]] = {}
         for profile, of_direction in zip(large, draws, strict=True):
             name = str(profile.direction)
             samples[name] = {
-                column: Sample(
+                column: statistics.Sample(
                     [run.directions[name].scores[column] for run in runs], drawn, profile.test_lines
                 )
                 for column, drawn in of_direction.items()
             }
         places = count()
         seeds = {
-            one.name: {run.partition(RUN_MARK)[2]: next(places) for run in one.run_names}
+            one.name: {run.partition(averages.RUN_MARK)[2]: next(places) for run in one.run_names}
             for one in systems
         }
 
@@ -362,8 +337,8 @@ class _Scoring:
                 name = column.name
                 measured = [one for one in directions if name in runs[0].directions[one].scores]
                 if measured and all(name in samples.get(one, {}) for one in measured):
-                    found[name] = compare(
-                        Sample.mean([samples[one][name] for one in measured]),
+                    found[name] = statistics.compare(
+                        statistics.Sample.mean([samples[one][name] for one in measured]),
                         seeds,
                         column=column,
                         baseline=verdicts.baseline,
@@ -377,13 +352,13 @@ class _Scoring:
         decided = {*filter(verdicts.decides, samples)}
         return Significance(
             resamples=settings.resamples,
-            directions=correct_tests(by_direction, decided=decided, tests=tests),
+            directions=statistics.correct_tests(by_direction, decided=decided, tests=tests),
             averages={
                 family: {
                     group: compared(members, verdicts.averages[family][group])
                     for group, members in groups.items()
                 }
-                for family, groups in by_group(names, profiles=self.profiles).items()
+                for family, groups in averages.by_group(names, profiles=self.profiles).items()
             },
             tests=tests,
             shared_lines={", ".join(one.pairs): one.sentences for one in line_sets},

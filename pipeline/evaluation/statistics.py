@@ -33,8 +33,7 @@ from pipeline.evaluation.scores import Comparison, Difference, Interval
 
 LEVEL = 0.05
 """Largest corrected p-value that is significant; 1 - LEVEL is the level of the intervals."""
-MIN_LINES = 20
-"""Test sets with fewer lines have neither intervals nor tests."""
+MIN_LINES = 20  # test sets with fewer lines have neither intervals nor tests
 BLOCK_ELEMENTS = 4_000_000  # draws times lines counted at a time: 32 MB of positions and of counts
 LEAST_LEVEL = 1e-12  # the smallest p-value
 

@@ -19,15 +19,11 @@ Value = str | float | None
 class Cell:
     """A cell of a table or an item of a list."""
 
-    value: Value
-    """A text, or a number to be printed by ``format``; None prints as a dash."""
-    format: str = ","
-    """Format specification of a number, as in ``f"{value:.1f}"``."""
-    note: str = ""
-    """Text in smaller print after the value, such as a confidence interval."""
+    value: Value  # A text, or a number to be printed by ``format``; None prints as a dash
+    format: str = ","  # format specification of a number, as in ``f"{value:.1f}"``
+    note: str = ""  # text in smaller print after the value, such as a confidence interval
     bold: bool = False
-    code: bool = False
-    """Print in a fixed-width font."""
+    code: bool = False  # print in a fixed-width font
 
     @property
     def text(self) -> str:
@@ -42,8 +38,7 @@ class Row:
     """A row of a table; the first cell names it."""
 
     cells: tuple[Cell, ...]
-    is_ceiling: bool = False
-    """Whether the row shows an upper bound instead of a system."""
+    is_ceiling: bool = False  # whether the row shows an upper bound instead of a system
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -114,8 +109,7 @@ class SampleText:
 
     name: str
     text: str
-    language: str
-    """Language code of the text."""
+    language: str  # language code of the text
     series: int | None = None
     """Number of the system that wrote it, which chooses its color; None: it is given."""
 
@@ -125,8 +119,7 @@ class TextSample:
     """One line in several versions, such as source, reference and translations."""
 
     title: str
-    line: int
-    """Counted from 1."""
+    line: int  # counted from 1
     texts: tuple[SampleText, ...]
     group: str = ""
 
@@ -135,8 +128,7 @@ class TextSample:
 class Figure:
     """A chart for the HTML page."""
 
-    svg: str
-    """The chart and its legend, as HTML."""
+    svg: str  # the chart and its legend, as HTML
     title: str = ""
     note: str = ""
 
@@ -146,13 +138,11 @@ class ReportSection:
     """A section of a report."""
 
     title: str
-    lead: str = ""
-    """Introduction of the section, one paragraph."""
+    lead: str = ""  # introduction of the section, one paragraph
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     samples: tuple[TextSample, ...] = ()
-    items: tuple[Cell, ...] = ()
-    """Items of a list."""
+    items: tuple[Cell, ...] = ()  # items of a list
 
     @property
     def is_empty(self) -> bool:
@@ -182,8 +172,7 @@ class Report:
     imprint: str
     facts: tuple[str, ...]
     sections: tuple[ReportSection, ...]
-    generator: str = ""
-    """Name of the command that wrote the page."""
+    generator: str = ""  # name of the command that wrote the page
 
 
 # Figures

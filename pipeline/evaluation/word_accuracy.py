@@ -79,7 +79,7 @@ class Aligner:
             count_W = np.bincount(source_U, weights=count_U)
             probability_U = count_U / count_W[source_U]
         learned = zip(numbers, probability_U.tolist(), strict=True)
-        self._probabilities = {pair: max(one, UNKNOWN) for pair, one in learned}
+        self._probabilities: dict[tuple[str, str], float] = {pair: max(one, UNKNOWN) for pair, one in learned}
 
     def probability(self, source: str, target: str) -> float:
         """Return p(target | source), of words."""
