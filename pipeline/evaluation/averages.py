@@ -89,50 +89,43 @@ def merge_runs(
 ) -> list[SystemScores]:
     """Return the scores of systems (system → its runs) from the scores of all runs."""
     by_name = {one.name: one for one in scored}
+    found = {system: [by_name[name] for name in names] for system, names in groups.items()}
     return [
-        by_name[names[0]]
-        if len(names) == 1
-        else _merge(system, [by_name[name] for name in names], profiles)
-        for system, names in groups.items()
+        runs[0] if len(runs) == 1 else _merge(system, runs, profiles)
+        for system, runs in found.items()
     ]
 
 
 def _merge(
     system: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
 ) -> SystemScores:
-    directions = {
-        name: _merge_direction([run.directions[name] for run in runs])
-        for name in runs[0].directions
-    }
+    names = runs[0].directions
+    directions = {name: _merge_direction([run.directions[name] for run in runs]) for name in names}
     scores = {name: one.scores for name, one in directions.items()}
+    averages = average_scores(scores, profiles=profiles)
     spread: Averages = {
         family: {
             group: {
-                column: stdev(run.averages[family][group][column] for run in runs)
-                for column in means
+                name: stdev(run.averages[family][group][name] for run in runs) for name in means
             }
             for group, means in groups.items()
         }
-        for family, groups in runs[0].averages.items()
+        for family, groups in averages.items()
     }
-    averages = average_scores(scores, profiles=profiles)
     return SystemScores(system, directions, averages, runs=tuple(runs), spread=spread)
 
 
 def _merge_direction(runs: Sequence[DirectionScores]) -> DirectionScores:
     outcomes: dict[str, Counter[str]] = {}
-    for run in runs:
-        for column, counts in run.outcomes.items():
-            outcomes.setdefault(column, Counter()).update(counts)
+    for column, counts in (item for run in runs for item in run.outcomes.items()):
+        outcomes.setdefault(column, Counter()).update(counts)
+    sums = ("lines", "empty", "truncated", "invalid", "invalid_sequences")
     return DirectionScores(
         scores=mean_scores([run.scores for run in runs]),
         signatures=runs[0].signatures,
         quality=_mean_quality([run.quality for run in runs]),
         outcomes=outcomes,
-        **{
-            count: sum(getattr(run, count) for run in runs)
-            for count in ("lines", "empty", "truncated", "invalid", "invalid_sequences")
-        },
+        **{name: sum(getattr(run, name) for run in runs) for name in sums},
     )
 
 
@@ -165,17 +158,16 @@ def average_by_set(
         for profile in profiles:
             if code_of(profile) in codes:
                 members.setdefault((profile.family, name), []).append(str(profile.direction))
+
+    def means(directions: Sequence[str]) -> dict[str, Scores]:
+        return {
+            one.name: mean_scores([one.directions[name].scores for name in directions])
+            for one in systems
+        }
+
     return [
-        SetAverage(
-            name,
-            family,
-            len(names),
-            {
-                one.name: mean_scores([one.directions[name].scores for name in names])
-                for one in systems
-            },
-        )
-        for (family, name), names in sorted(members.items())
+        SetAverage(name, family, len(directions), means(directions))
+        for (family, name), directions in sorted(members.items())
     ]
 
 
@@ -238,11 +230,8 @@ def win_ratios(
     A tie is no win (Zhang et al. 2020). Scores without a better end are left out.
     """
     (base,) = [one for one in systems if one.name == verdicts.baseline]
-    signs = {
-        one.name: 1.0 if one.larger_is_better else -1.0
-        for one in columns
-        if one.larger_is_better is not None
-    }
+    ranked = [one for one in columns if one.larger_is_better is not None]
+    signs = {one.name: 1.0 if one.larger_is_better else -1.0 for one in ranked}
     names = [str(one.direction) for one in profiles]
     shares: dict[str, Averages] = {}
     for system in (one for one in systems if one is not base):

@@ -100,7 +100,7 @@ def _check_names(names: Sequence[str]) -> None:
     taken: dict[str, str] = {}
     for name in names:
         fits = name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
-        if not fits or "/" in name or "\\" in name or name in {".", ".."}:
+        if not fits or {"/", "\\"} & {*name} or name in {".", ".."}:
             raise ConfigError(
                 f"System name {name!r} cannot be the name of a directory. Choose another name."
             )

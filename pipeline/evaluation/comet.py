@@ -74,14 +74,6 @@ def ask_comet(
 ) -> Comet:
     """Score every line of every system, in this process: workers read the scores from files.
 
-    Args:
-        model_dir: directory of the model.
-        digest: digest of that directory.
-        corpus: with sources and references.
-        systems: translations by name.
-        directions: to score.
-        work_dir: receives the scores.
-
     Raises:
         ConfigError: the model cannot be loaded or gives no numbers, or COMET is not installed.
     """

@@ -72,13 +72,7 @@ def pivot_of(training: Artifact) -> str | None:
 def describe_directions(
     corpus: Artifact, *, thresholds: tuple[int, ...], training: Artifact | None = None
 ) -> list[DirectionProfile]:
-    """Return all directions that have test lines, sorted, with family and resource group.
-
-    Args:
-        corpus: with the test lines.
-        thresholds: training lines that separate the resource groups.
-        training: corpus that the systems were trained on; None: ``corpus`` itself.
-    """
+    """Return the directions with test lines, sorted; ``training`` is the corpus of the systems."""
     training = training or corpus
     lines, test = line_counts(training, "train"), line_counts(corpus, "test")
     pivot, emptied = pivot_of(training), emptied_pairs(training)

@@ -15,6 +15,7 @@ from pipeline.evaluation.spent import (
     Spent,
     add_up,
     beyond,
+    is_count,
     published,
     read_metrics,
     readable_spec,
@@ -22,6 +23,7 @@ from pipeline.evaluation.spent import (
 )
 from pipeline.evaluation.tables import (
     NO_VALUE,
+    Cell,
     ReportSection,
     Table,
     bullets,
@@ -48,6 +50,7 @@ class SystemTraining:
     complete: bool = True  # whether all runs could still be found
     new: Spent | None = None  # cost beyond the given checkpoints; None if none is given
     parameters: tuple[int, int] | None = None  # number of parameters, in total and active per token
+    lines_per_second: float | None = None  # of the stage that translated
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,17 @@ def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
 ) -> tuple[SystemTraining, Artifact | None, Spent, set[str]]:
     """Return the training of a system, its last run, the cost before it, and what is missing."""
-    checkpoint = checkpoint_of(system)
+    checkpoint, lines = checkpoint_of(system), system.statistics.get("lines")
+    seconds, is_translated = (
+        system.manifest.run.wall_seconds,
+        system.manifest.kind == "translations",
+    )
+    speed = lines / seconds if is_translated and is_count(lines) and seconds > 0 else None
     if checkpoint is None:
         record = system.manifest.inputs.get("checkpoint")
         gone = set() if record is None else {Path(record.path).name}
-        return SystemTraining(name, complete=record is None), None, Spent(), gone
+        nothing = SystemTraining(name, complete=record is None, lines_per_second=speed)
+        return nothing, None, Spent(), gone
     lineage, runs = _trace_runs([checkpoint])
     spent = {identity: spent_by(members) for identity, members in runs.items()}
     _, already = _trace_runs(given)
@@ -112,6 +121,7 @@ def trace_training(
         complete=not lineage.missing,
         new=add_up(new) if given else None,
         parameters=None if counts is None else (counts["total"], counts["active"]),
+        lines_per_second=speed,
     )
     before = add_up(one for identity, one in spent.items() if identity != last)
     return training, published(runs[last]) if last in runs else None, before, lineage.missing
@@ -176,10 +186,14 @@ def budgets_section(history: History) -> ReportSection:
     """Return parameters and training cost of every system, baselines without training included."""
     costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
     rows = (
-        row(one.system, *map(format_large, one.parameters or (None, None)), *_costs(one, one.total))
+        row(
+            *(one.system, *map(format_large, one.parameters or (None, None))),
+            *_costs(one, one.total),
+            Cell(one.lines_per_second, ",.1f"),
+        )
         for one in history.trainings
     )
-    titles = headings("System", "Parameters", "Active", *costs)
+    titles = headings("System", "Parameters", "Active", *costs, "Translated lines per second")
     tables = [Table("All trainings", titles, tuple(rows))] if history.trainings else []
     if history.given:
         rows = (row(one.system, *_costs(one, one.new or Spent())) for one in history.trainings)

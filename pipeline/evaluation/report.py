@@ -38,15 +38,7 @@ def evaluation_report(
     made: str,
     further: Sequence[ReportSection] = (),
 ) -> Report:
-    """Return the report of an evaluation.
-
-    Args:
-        evaluation: scores of all systems.
-        history: runs behind the systems.
-        samples: translated test lines to show.
-        made: date and version.
-        further: sections that follow the sections of the scores.
-    """
+    """Return the report of an evaluation."""
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
     training = describe_training(evaluation, history)
     signatures = tuple(_signatures(evaluation))

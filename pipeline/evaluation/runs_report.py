@@ -26,16 +26,27 @@ from pipeline.evaluation.history import (
     trace_history,
 )
 from pipeline.evaluation.report import describe_training
-from pipeline.evaluation.routing_tables import languages_section, loads_section
 from pipeline.evaluation.samples import choose_samples, samples_section
 from pipeline.evaluation.score_sections import averages_section, baseline_section
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.evaluation.tables import EMPTY, Report, ReportSection, bullets
+from pipeline.evaluation.tables import (
+    EMPTY,
+    Cell,
+    Report,
+    ReportSection,
+    Row,
+    Table,
+    bullets,
+    headings,
+    row,
+)
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
 from pipeline.terminal import counted, with_article
 from pipeline.training.settings import TrainingConfig
 
+DEAD, OVERLOADED = 0.1, 2.0
+"""Load of an expert, relative to an even one, below which it is dead and above it overloaded."""
 SYSTEMS = "systems/"
 """Beginning of the names under which the manifest of an evaluation lists its systems."""
 
@@ -189,17 +200,10 @@ def _origin(run: Artifact) -> str:
 def runs_report(
     compared: ComparedRuns, *, made: str, analyses: Sequence[ReportSection] = ()
 ) -> Report:
-    """Return the report of any number of runs.
-
-    Args:
-        compared: runs and the artifacts made from them.
-        made: date and version.
-        analyses: sections about the analyses.
-    """
+    """Return the report of any number of runs."""
     history, systems, damaged = trace_history(compared.runs), group_runs(compared.runs), list[str]()
     places = {run: place for place, runs in enumerate(systems.values()) for run in runs}
     routing = _read_routing(compared.runs, damaged)
-    first = {runs[0]: routing[runs[0]] for runs in systems.values() if runs[0] in routing}
     scores = [
         section
         for name, one in compared.evaluations.items()
@@ -210,8 +214,7 @@ def runs_report(
         losses_section(history.curves),
         curves_section(history.curves, places),
         budgets_section(history),
-        loads_section(routing),
-        languages_section(first),
+        _loads_section(routing),
         *analyses,
         *(_samples_section(one, systems) for one in compared.translated.values()),
         ReportSection("Notes", items=bullets(_notes(compared, history, damaged))),
@@ -253,6 +256,39 @@ def _read_routing(runs: Mapping[str, Artifact], damaged: list[str]) -> dict[str,
         except (UserError, ValueError):
             damaged.append(f"the routing statistics of {name}")
     return found
+
+
+def _loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection:
+    """Return the dead and overloaded experts of every layer of every run."""
+    rows = [line for run, statistics in routing.items() for line in _load_rows(run, statistics)]
+    titles = ("Run", "layer", "experts", "dead", "overloaded", "largest load", "dropped", "entropy")
+    return ReportSection(
+        "Load of experts",
+        "Counted on the validation text of the last training. The load of an expert is its number "
+        f"of tokens relative to an even distribution: dead experts have less than {DEAD:g}, "
+        f"overloaded ones more than {OVERLOADED:g}. Dropped is the share of routes beyond the "
+        "capacity of an expert; entropy is that of the router's probabilities, in nats.",
+        tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),) if rows else (),
+    )
+
+
+def _load_rows(run: str, statistics: RoutingStatistics) -> Iterator[Row]:
+    summary = statistics.summary()
+    for layer, routed_GE in zip(statistics.layers, statistics.routed_LGE, strict=True):
+        routed_E = routed_GE.sum(0)
+        if not routed_E.any():
+            continue
+        load_E = routed_E / routed_E.mean()
+        yield row(
+            run,
+            layer,
+            len(load_E),
+            int((load_E < DEAD).sum()),
+            int((load_E > OVERLOADED).sum()),
+            Cell(summary[layer]["max_load"], ".2f"),
+            Cell(summary[layer]["dropped"], ".1%"),
+            Cell(summary[layer]["entropy"], ".2f"),
+        )
 
 
 def _samples_section(translated: Translated, systems: Mapping[str, Sequence[str]]) -> ReportSection:

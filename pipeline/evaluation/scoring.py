@@ -55,15 +55,7 @@ def score_systems(
     writer: ArtifactWriter,
     work_dir: Path,
 ) -> Evaluation:
-    """Score and statistics.compare all systems, and write the line statistics.
-
-    Args:
-        call: of the stage evaluate.
-        profiles: directions to score.
-        left_out: number of directions that some system's model does not know.
-        writer: receives the line statistics.
-        work_dir: directory for temporary files.
-    """
+    """Score and compare all systems, and write the line statistics."""
     # Workers are fresh interpreters: they inherit no signal handlers, locks or threads.
     is_parallel = call.processes > 1 or call.mpi
     with open_pool(call.processes, mpi=call.mpi) if is_parallel else nullcontext() as pool:

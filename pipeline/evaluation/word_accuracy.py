@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -79,7 +79,9 @@ class Aligner:
             count_W = np.bincount(source_U, weights=count_U)
             probability_U = count_U / count_W[source_U]
         learned = zip(numbers, probability_U.tolist(), strict=True)
-        self._probabilities: dict[tuple[str, str], float] = {pair: max(one, UNKNOWN) for pair, one in learned}
+        self._probabilities: dict[tuple[str, str], float] = {
+            pair: max(one, UNKNOWN) for pair, one in learned
+        }
 
     def probability(self, source: str, target: str) -> float:
         """Return p(target | source), of words."""
@@ -124,14 +126,9 @@ class Trait:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the names of the kinds, in the order of values."""
-        if self.names:
-            return self.names
-        lows = (self.least, *self.cutoffs)
-        between = [
-            str(low) if high == low + 1 else f"{low}–{high - 1}"
-            for low, high in zip(lows, self.cutoffs, strict=False)
-        ]
-        return (*between, f"{lows[-1]} and more")
+        ranges = pairwise((self.least, *self.cutoffs))
+        between = [str(low) if high == low + 1 else f"{low}–{high - 1}" for low, high in ranges]
+        return self.names or (*between, f"{self.cutoffs[-1]} and more")
 
     def kind(self, value: int) -> str:
         """Return the kind of a word with this value."""
@@ -200,11 +197,8 @@ class Matches(NamedTuple):
         return {*self.reference, *self.hypothesis}
 
 
-class WordsOfLanguage(NamedTuple):
-    """Word counts of a language by direction, and the number of training lines read."""
-
-    directions: Mapping[str, Kinds]
-    training_lines: int
+WordsOfLanguage = tuple[Mapping[str, Kinds], int]
+"""Word counts of a language by direction, and the number of training lines read."""
 
 
 def words_of_language(task: WordTask) -> WordsOfLanguage:
@@ -219,9 +213,7 @@ def words_of_language(task: WordTask) -> WordsOfLanguage:
     if task.given.tokenizer is not None:
         tokenizer = load_tokenizer(tokenizer_folder(task.given.tokenizer))
         values[FERTILITY] = fertilities(tokenizer, every, language=task.language).__getitem__
-    return WordsOfLanguage(
-        {name: by_kind(systems, values) for name, systems in found.items()}, lines
-    )
+    return {name: by_kind(systems, values) for name, systems in found.items()}, lines
 
 
 def _count_direction(task: WordTask, direction: Direction) -> dict[str, Matches]:
@@ -259,10 +251,9 @@ def count_source_words(
     *,
     aligner: Aligner,
 ) -> Matches:
-    """Count source words by the target words that are aligned to them.
+    """Count source words, once for every word of the translation that they are aligned to.
 
-    A source word counts once for every word of the translation that it is aligned to. It is correct
-    once for every such word that the reference has, as often as the reference has it.
+    They are correct for every such word that the reference has, as often as the reference has it.
     """
     found = Matches(Counter(), Counter(), Counter())
     for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True):
@@ -336,15 +327,8 @@ def join_words(
     profiles: Sequence[DirectionProfile],
     groups: Mapping[str, Sequence[str]],
 ) -> WordAccuracy:
-    """Return the counts of all directions, and the sums of every family.
-
-    Args:
-        found: results of the tasks.
-        tasks: of all languages.
-        profiles: directions.
-        groups: system → its runs; their counts are summed.
-    """
-    by_direction = {name: kinds for one in found for name, kinds in one.directions.items()}
+    """Return the counts of all directions, and the sums of every family."""
+    by_direction = {name: kinds for counts, _ in found for name, kinds in counts.items()}
     directions: dict[str, Kinds] = {}
     families: dict[Family, Kinds] = {}
     zero = WordCounts(0, 0, 0)
@@ -357,9 +341,6 @@ def join_words(
                     for system, members in groups.items():
                         before = into.get(system, zero)
                         into[system] = sum((runs[run] for run in members), start=before)
-    lines = {
-        task.language: one.training_lines
-        for task, one in zip(tasks, found, strict=True)
-        if task.given.training_pairs
-    }
+    read = zip(tasks, found, strict=True)
+    lines = {task.language: count for task, (_, count) in read if task.given.training_pairs}
     return WordAccuracy(lines, directions, families, tasks[0].given.side if tasks else "target")

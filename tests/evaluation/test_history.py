@@ -87,6 +87,20 @@ def test_a_history_is_json(tmp_path: Path) -> None:
 # Budgets
 
 
+def test_budgets_have_the_speed_of_translation(tmp_path: Path) -> None:
+    dense = training_run(tmp_path / "dense", [3.0])
+    fast = artifact(
+        tmp_path / "fast",
+        "translations",
+        "translate",
+        {"checkpoint": dense},
+        statistics={"lines": 3000},
+        wall_seconds=2.0,
+    )
+    rows = budget_tables(trace_history({"dense": dense, "fast": fast}))["All trainings"].rows
+    assert [one.texts[-1] for one in rows] == ["–", "1,500.0"]
+
+
 def budget_tables(history: History) -> dict[str, Table]:
     section = budgets_section(history)
     return {one.title: one for one in section.tables}

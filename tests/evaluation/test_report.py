@@ -308,7 +308,7 @@ def test_language_accuracy_is_averaged_and_counted_where_it_was_measured() -> No
 def test_budgets_stand_with_what_they_are_made_of() -> None:
     text = markdown()
     (row,) = [row for row in table_rows(text) if row[0] == "experts" and "40 k" in row]
-    assert row == [*("experts", "40 k", "2 k", "24", "2.7 k", "2.4 k", "24 M", "8 min 20 s")]
+    assert row == [*("experts", "40 k", "2 k", "24", "2.7 k", "2.4 k", "24 M", "8 min 20 s", "–")]
     assert "experts rests on dense, routed and tuned." in text
     assert "6 for each token and each parameter that multiplies it" in text
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.browser import CHROMIUM, browser
 from support.corpora import make_corpus
 from support.example_evaluation import evaluation
@@ -23,7 +21,7 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.evaluation.routing_tables import DEAD, OVERLOADED, similarity
+from pipeline.evaluation.runs_report import DEAD, OVERLOADED
 from pipeline.evaluation.score_sections import averages_section
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
@@ -247,41 +245,6 @@ def test_the_load_of_experts_is_that_of_routing_json(tmp_path: Path) -> None:
         )
     assert rows(section(page, "Load of experts")) == expected
     assert expected[0][3:5] == ["1", "1"]
-
-
-def test_the_heat_maps_show_the_shares_of_languages_and_what_they_have_in_common(
-    tmp_path: Path,
-) -> None:
-    run = with_experts(tmp_path / "moe", [3.0], ROUTED)
-    part = section(report(tmp_path, str(run.directory)), "Languages and experts")
-    encoder, decoder, alike = (
-        [one.text for one in figure.iter("title")] for figure in part.iter("figure")
-    )
-    assert encoder == [
-        *("de, 0: 0.8", "de, 1: 0", "de, 2: 0.2", "de, 3: 0"),
-        *("fr, 0: 0.9", "fr, 1: 0", "fr, 2: 0", "fr, 3: 0.1"),
-    ]
-    assert decoder[:4] == [f"de, {expert}: 0.25" for expert in range(4)]
-    assert alike == ["de, de: 1", "de, fr: 0.525", "fr, de: 0.525", "fr, fr: 1"], "0.8 and 0.25"
-    assert "xx" not in " ".join(part.itertext()), "no token was translated into it"
-
-
-@settings(deadline=None)
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_the_similarity_of_languages_is_the_overlap_of_their_routes(
-    layers: int, languages: int, experts: int, random: object
-) -> None:
-    generator = np.random.default_rng(random.getrandbits(32))  # type: ignore[attr-defined]
-    shares = generator.dirichlet([0.5] * experts, size=(layers, languages))
-    found = similarity(shares)
-    for one in range(languages):
-        for other in range(languages):
-            overlap = sum(
-                min(shares[layer, one, expert], shares[layer, other, expert])
-                for layer in range(layers)
-                for expert in range(experts)
-            )
-            assert found[one, other] == pytest.approx(overlap / layers)
 
 
 def test_damaged_routing_statistics_cost_the_experts_alone(tmp_path: Path) -> None:

@@ -446,6 +446,6 @@ def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
         ),
         [profile],
     )
-    found = words_of_language(task)
-    assert found.training_lines == 0
-    assert found.directions["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)
+    found, lines = words_of_language(task)
+    assert lines == 0
+    assert found["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)
