@@ -1,8 +1,7 @@
 """Language identification of many lines at once, with the answers of langdetect 1.0.9.
 
-langdetect takes one text at a time, character by character. Here a batch of lines is processed as
-arrays: (1) characters are looked up, n-grams of up to three become integers, and one search finds
-their rows in a table of langdetect's profiles, in langdetect's order; (2) seven times, the
+A batch of lines is processed as arrays: (1) characters are looked up, n-grams of up to three become
+integers, and one search finds their rows in a table of langdetect's profiles; (2) seven times, the
 probabilities of all languages are multiplied by probabilities of n-grams drawn at random, from the
 prior until one language is certain or a thousand were drawn, and averaged. All lines read the same
 stream of random words, since every walk starts from one seed, each at its own position.
@@ -31,9 +30,8 @@ Integers = npt.NDArray[np.int64]
 
 MAX_CHARACTERS = 10_000  # of a text that langdetect reads (Detector.max_text_length)
 BLOCK_CHARACTERS = 1 << 18  # looked up at a time
-CODE_POINTS = 0x110000
-NO_CHARACTER, UNSEEN_CHARACTER, FIRST_CHARACTER = 0, 1, 2
-FIRST_NON_LATIN = 0x300
+CODE_POINTS, FIRST_NON_LATIN = 0x110000, 0x300
+UNSEEN_CHARACTER, FIRST_CHARACTER = 1, 2  # numbers of characters; 0 is none
 
 
 class GramsOfLines(NamedTuple):
@@ -53,7 +51,10 @@ class Profiles:
         letters = enumerate(sorted(set().union(*known)), start=FIRST_CHARACTER)
         self._alphabet = {character: number for number, character in letters}
         self._base = len(self._alphabet) + FIRST_CHARACTER
-        keys = {self._key(gram): gram for gram in known}
+        number, base = self._alphabet.__getitem__, self._base
+        keys = {
+            reduce(lambda key, one: key * base + one, map(number, gram)): gram for gram in known
+        }
         self._keys = np.array(sorted(keys), dtype=np.int64)
         row = {keys[key]: place for place, key in enumerate(self._keys.tolist())}
         self.probabilities: Floats = np.zeros((len(keys), len(profiles)))  # of n-grams
@@ -65,9 +66,6 @@ class Profiles:
         self._numbers: Integers = np.full(CODE_POINTS, -1, dtype=np.int64)
         self._is_upper = np.zeros(CODE_POINTS, dtype=np.bool_)
         self._space = self._alphabet.get(" ", UNSEEN_CHARACTER)
-
-    def _key(self, gram: str) -> int:
-        return reduce(lambda key, one: key * self._base + self._alphabet[one], gram, 0)
 
     def grams(self, texts: Sequence[str]) -> GramsOfLines:
         """Return the n-grams of every text, in langdetect's order."""
@@ -84,8 +82,21 @@ class Profiles:
     def _grams_of_block(self, texts: Sequence[str]) -> GramsOfLines:
         # Every line begins with a space, which makes no n-gram of its own. langdetect's buffer
         # begins anew at each space and holds it: a trigram never has a space in its middle.
-        codes, line = _without_latin_in_other_scripts(texts)
-        numbers, upper = self._look_up(codes)
+        joined = "".join(f" {text}" for text in texts)
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        line = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])
+        # Latin letters are left out of lines of which two thirds are in other scripts. By a slip of
+        # langdetect, the block Latin Extended Additional counts as another script.
+        latin = (codes >= ord("A")) & (codes <= ord("z"))
+        latin_counts = np.bincount(line[latin], minlength=len(texts))
+        others = np.bincount(line[codes >= FIRST_NON_LATIN], minlength=len(texts))
+        kept = ~(latin & (latin_counts * 2 < others)[line])
+        codes, line = codes[kept], line[kept]
+        for code in np.unique(codes[self._numbers[codes] < 0]).tolist():
+            character = NGram.normalize(chr(code))
+            self._numbers[code] = self._alphabet.get(character, UNSEEN_CHARACTER)
+            self._is_upper[code] = character.isupper()
+        numbers, upper = self._numbers[codes], self._is_upper[codes]
         first = np.diff(line, prepend=-1) > 0
         before, before_that = np.roll(numbers, 1), np.roll(numbers, 2)
         space, after_space = numbers == self._space, before == self._space
@@ -99,15 +110,6 @@ class Profiles:
         per_line = np.bincount(line, weights=valid.sum(axis=1), minlength=len(texts))
         return GramsOfLines(places[valid].astype(np.int32), per_line.astype(np.int64))
 
-    def _look_up(self, codes: npt.NDArray[np.uint32]) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Return the numbers of normalized characters, and whether they are upper case."""
-        new = np.unique(codes[self._numbers[codes] < 0])
-        for code in new.tolist():
-            character = NGram.normalize(chr(code))
-            self._numbers[code] = self._alphabet.get(character, UNSEEN_CHARACTER)
-            self._is_upper[code] = character.isupper()
-        return self._numbers[codes], self._is_upper[codes]
-
 
 def normalized(text: str) -> str:
     """Return a text as langdetect appends it: without addresses, Vietnamese composed, cut."""
@@ -118,24 +120,6 @@ def normalized(text: str) -> str:
     if not text.isascii():
         text = NGram.normalize_vi(text)
     return text[:MAX_CHARACTERS]
-
-
-def _without_latin_in_other_scripts(
-    texts: Sequence[str],
-) -> tuple[npt.NDArray[np.uint32], Integers]:
-    """Return the code points of all texts and their lines; every line begins with a space.
-
-    Latin letters are left out of lines of which two thirds are in other scripts. By a slip of
-    langdetect, the block Latin Extended Additional counts as another script.
-    """
-    joined = "".join(f" {text}" for text in texts)
-    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    line = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])
-    latin = (codes >= ord("A")) & (codes <= ord("z"))
-    latin_counts = np.bincount(line[latin], minlength=len(texts))
-    others = np.bincount(line[codes >= FIRST_NON_LATIN], minlength=len(texts))
-    kept = ~(latin & (latin_counts * 2 < others)[line])
-    return codes[kept], line[kept]
 
 
 @lru_cache(maxsize=1)
@@ -205,8 +189,8 @@ def language_probabilities(
     starts, walked = np.cumsum(grams.counts) - grams.counts, np.flatnonzero(grams.counts)
     for first in range(0, len(walked), BLOCK_LINES):
         lines = walked[first : first + BLOCK_LINES]
-        part = GramsOfLines(grams.places, grams.counts[lines])
-        found[lines] = _Walk(part, starts[lines], probabilities, prior, stream).run()
+        part = grams._replace(counts=grams.counts[lines])
+        found[lines] = _Walk(part, starts[lines], (probabilities, prior), stream).run()
     return found
 
 
@@ -217,16 +201,15 @@ class _Walk:
         self,
         grams: GramsOfLines,
         starts: Integers,
-        probabilities: Floats,
-        prior: Floats,
-        stream: RandomWords,
+        model: tuple[Floats, Floats],
+        words: RandomWords,
     ) -> None:
         (self._places, self._counts), self._starts, counts = grams, starts, grams.counts
-        self._probabilities, self._prior, self._stream = probabilities, prior, stream
+        (self._probabilities, self._prior), self._stream = model, words
         self._shifts = np.array([32 - int(count).bit_length() for count in counts], np.uint32)
         self._positions, self._trials, self._tests = np.zeros((3, len(counts)), dtype=np.int64)
         self._weights, self._second_normals = np.zeros((2, len(counts)))
-        self._current = np.tile(prior, (len(counts), 1))
+        self._current = np.tile(self._prior, (len(counts), 1))
 
     def run(self) -> Floats:
         """Walk all lines to their ends and return the means of the trials, (lines, profiles)."""
@@ -283,8 +266,8 @@ class _Walk:
     def _draw(self, rows: Integers, draws: int) -> tuple[Integers, Integers]:
         """Draw numbers below the count of each line as ``random.choice`` does.
 
-        The leading bits of a word are a number; a number that is too large is discarded. The result
-        is the numbers and the positions after them, both (rows, draws).
+        The leading bits of a word are a number, discarded if it is too large. The result is the
+        numbers and the positions after them, both (rows, draws).
         """
         drawn, ends = np.empty((2, len(rows), draws), dtype=np.int64)
         filled, positions = np.zeros(len(rows), dtype=np.int64), self._positions[rows]
@@ -321,17 +304,21 @@ class LanguageDetector:
     def __init__(self, candidates: Iterable[str] | None, *, seed: int) -> None:
         """Choose among candidates that langdetect knows, with equal prior; None: all languages."""
         self._seed = seed
-        given = None if candidates is None else frozenset(candidates)
-        self._names, self._prior, self._probabilities = _choice(given)
+        chosen = _choice(None if candidates is None else frozenset(candidates))
+        self._names, self._prior, self._probabilities = chosen
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
         distinct = tuple(dict.fromkeys(texts))
         probabilities, counts = self._probable(distinct), grams_of_lines(distinct).counts
         best, is_sure = probabilities.argmax(axis=1), probabilities.max(axis=1) > MIN_PROBABILITY
-        found = dict[str, str | None]()
-        for text, count, place, sure in zip(distinct, counts, best, is_sure, strict=True):
-            found[text] = (self._names[place] if sure else UNCERTAIN) if count else None
+        names = (
+            self._names[at] if sure else UNCERTAIN for at, sure in zip(best, is_sure, strict=True)
+        )
+        found = {
+            text: name if count else None
+            for text, name, count in zip(distinct, names, counts, strict=True)
+        }
         return [found[text] for text in texts]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
@@ -342,8 +329,9 @@ class LanguageDetector:
         return [(name, share) for name, share in found.most_common() if share > MIN_PROBABILITY]
 
     def _probable(self, texts: tuple[str, ...]) -> Floats:
-        table = {"probabilities": self._probabilities, "prior": self._prior}
-        return language_probabilities(grams_of_lines(texts), **table, seed=self._seed)
+        table, prior = self._probabilities, self._prior
+        grams = grams_of_lines(texts)
+        return language_probabilities(grams, probabilities=table, prior=prior, seed=self._seed)
 
 
 @lru_cache(maxsize=4)
@@ -352,8 +340,7 @@ def _choice(candidates: frozenset[str] | None) -> tuple[tuple[str, ...], Floats,
     profiles = langdetect_profiles()
     languages = tuple(PROFILE_LANGUAGES.get(name, name) for name in profiles.names)
     if candidates is None:
-        prior = np.full(len(languages), 1.0 / len(languages))
-        return languages, prior, profiles.probabilities
+        return languages, np.full(len(languages), 1.0 / len(languages)), profiles.probabilities
     chosen = [place for place, language in enumerate(languages) if language in candidates]
     if not chosen:
         raise ConfigError(
