@@ -181,10 +181,7 @@ class RandomWords:
 def language_probabilities(
     grams: GramsOfLines, *, probabilities: Floats, prior: Floats, seed: int
 ) -> Floats:
-    """Return langdetect's probabilities, (lines, profiles); zeros for lines without n-grams.
-
-    ``probabilities`` is (n-grams, profiles); ``prior`` is (profiles,), with sum 1.
-    """
+    """Return langdetect's probabilities, (lines, profiles); zeros for lines without n-grams."""
     found, stream = np.zeros((len(grams.counts), len(prior))), RandomWords(seed)
     starts, walked = np.cumsum(grams.counts) - grams.counts, np.flatnonzero(grams.counts)
     for first in range(0, len(walked), BLOCK_LINES):

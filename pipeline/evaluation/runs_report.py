@@ -35,7 +35,6 @@ from pipeline.evaluation.tables import (
     Cell,
     Report,
     ReportSection,
-    Row,
     Table,
     bullets,
     headings,
@@ -56,8 +55,7 @@ class Translated:
     """A corpus and the translations of its test lines."""
 
     corpus: InputRecord
-    training: InputRecord | None
-    """Corpus that the systems were trained on, if an evaluation names another corpus."""
+    training: InputRecord | None  # corpus of the systems, if an evaluation names another
     runs: dict[str, Artifact] = field(default_factory=dict)  # run → translations
 
 
@@ -260,7 +258,18 @@ def _read_routing(runs: Mapping[str, Artifact], damaged: list[str]) -> dict[str,
 
 def _loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection:
     """Return the dead and overloaded experts of every layer of every run."""
-    rows = [line for run, statistics in routing.items() for line in _load_rows(run, statistics)]
+    rows = []
+    for run, statistics in routing.items():
+        summary = statistics.summary()
+        for layer, routed_GE in zip(statistics.layers, statistics.routed_LGE, strict=True):
+            routed_E = routed_GE.sum(0)
+            if not routed_E.any():
+                continue
+            load_E, found = routed_E / routed_E.mean(), summary[layer]
+            numbers = (len(load_E), int((load_E < DEAD).sum()), int((load_E > OVERLOADED).sum()))
+            formats = {"max_load": ".2f", "dropped": ".1%", "entropy": ".2f"}
+            cells = (Cell(found[key], spec) for key, spec in formats.items())
+            rows.append(row(run, layer, *numbers, *cells))
     titles = ("Run", "layer", "experts", "dead", "overloaded", "largest load", "dropped", "entropy")
     return ReportSection(
         "Load of experts",
@@ -270,25 +279,6 @@ def _loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection:
         "capacity of an expert; entropy is that of the router's probabilities, in nats.",
         tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),) if rows else (),
     )
-
-
-def _load_rows(run: str, statistics: RoutingStatistics) -> Iterator[Row]:
-    summary = statistics.summary()
-    for layer, routed_GE in zip(statistics.layers, statistics.routed_LGE, strict=True):
-        routed_E = routed_GE.sum(0)
-        if not routed_E.any():
-            continue
-        load_E = routed_E / routed_E.mean()
-        yield row(
-            run,
-            layer,
-            len(load_E),
-            int((load_E < DEAD).sum()),
-            int((load_E > OVERLOADED).sum()),
-            Cell(summary[layer]["max_load"], ".2f"),
-            Cell(summary[layer]["dropped"], ".1%"),
-            Cell(summary[layer]["entropy"], ".2f"),
-        )
 
 
 def _samples_section(translated: Translated, systems: Mapping[str, Sequence[str]]) -> ReportSection:

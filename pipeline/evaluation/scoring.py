@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -288,7 +287,11 @@ class _Scoring:
         )
         settings = self.call.recipe.evaluation
         set_of = {pair: one for one in line_sets for pair in one.pairs}
-        runs = [run for one in systems for run in one.runs or (one,)]
+        runs = [
+            run
+            for one in systems
+            for run in sorted(one.runs or (one,), key=lambda run: run.name)  # by seed
+        ]
         tasks = []
         for direction in (profile.direction for profile in large):
             lines = set_of.get(direction.pair)
@@ -305,42 +308,45 @@ class _Scoring:
         draws = (
             self._in_parallel(statistics.resampled_scores, tasks, label="resample") if tasks else ()
         )
-        samples: dict[str, dict[str, statistics.Sample]] = {}
+        seeds = tuple(run.name.partition(averages.RUN_MARK)[2] for run in runs)
+        ends = np.cumsum([len(one.run_names) for one in systems])
+        # Direction → name of a column → system → its runs.
+        samples: dict[str, dict[str, dict[str, statistics.Runs]]] = {}
         for profile, of_direction in zip(large, draws, strict=True):
             name = str(profile.direction)
-            samples[name] = {
-                column: statistics.Sample(
-                    [run.directions[name].scores[column] for run in runs], drawn, profile.test_lines
-                )
-                for column, drawn in of_direction.items()
-            }
-        places = count()
-        seeds = {
-            one.name: {run.partition(averages.RUN_MARK)[2]: next(places) for run in one.run_names}
-            for one in systems
-        }
+            for column, drawn_RB in of_direction.items():
+                measured_R = np.array([run.directions[name].scores[column] for run in runs])
+                samples.setdefault(name, {})[column] = {
+                    one.name: statistics.Runs(seeds[part], measured_R[part], drawn_RB[part])
+                    for one, end in zip(systems, ends, strict=True)
+                    for part in [slice(end - len(one.run_names), end)]
+                }
+        test_lines = {str(one.direction): one.test_lines for one in large}
 
         def compared(
             directions: Sequence[str], qualities: Mapping[str, Quality]
         ) -> dict[str, Comparison]:
-            translating = {name: one.translates for name, one in qualities.items()}
             found = {}
             for column in (score.column for score in self.scores):
                 name = column.name
                 measured = [one for one in directions if name in runs[0].directions[one].scores]
                 if measured and all(name in samples.get(one, {}) for one in measured):
+                    parts = [samples[one][name] for one in measured]
                     found[name] = statistics.compare(
-                        statistics.Sample.mean([samples[one][name] for one in measured]),
-                        seeds,
+                        {
+                            key: statistics.Runs.mean([one[key] for one in parts])
+                            for key in parts[0]
+                        },
+                        lines=min(test_lines[one] for one in measured),
                         column=column,
                         baseline=verdicts.baseline,
-                        translating=translating,
+                        translating={key: one.translates for key, one in qualities.items()},
                     )
             return found
 
         names = {name: name for name in (str(one.direction) for one in self.profiles)}
         by_direction = {name: compared([name], verdicts.directions[name]) for name in names}
-        tests = (len(systems) - 1) * len(samples)
+        tests = (len(systems) - 1) * len(large)
         decided = {*filter(verdicts.decides, samples)}
         return Significance(
             resamples=settings.resamples,

@@ -154,6 +154,12 @@ class Runs:
     measured_R: Floats  # of the test lines themselves
     draws_RB: Floats  # of resampled lines
 
+    @classmethod
+    def mean(cls, parts: Sequence[Self]) -> Self:
+        """Return the average over directions."""
+        measured_R = np.mean([one.measured_R for one in parts], axis=0)
+        return cls(parts[0].seeds, measured_R, np.mean([one.draws_RB for one in parts], axis=0))
+
 
 def estimate(*parts: Runs, lines: int) -> Estimate:
     """Estimate the sum of the means over runs of parts that have their seeds independently.
@@ -229,72 +235,39 @@ def holm(p_values: Sequence[float], *, tests: int) -> list[float]:
 # Comparisons
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Scores of all runs in a direction or on average, measured and resampled."""
-
-    measured: Sequence[float]
-    draws_RB: Floats
-    lines: int  # for an average, of its smallest test set
-
-    @classmethod
-    def mean(cls, samples: Sequence[Self]) -> Self:
-        """Return the average over directions."""
-        return cls(
-            np.mean([one.measured for one in samples], axis=0).tolist(),
-            np.mean([one.draws_RB for one in samples], axis=0),
-            min(one.lines for one in samples),
-        )
-
-    def runs_of(self, systems: Mapping[str, Mapping[str, int]]) -> dict[str, Runs]:
-        """Return the runs of every system, given system → seed → place of the run."""
-        measured = np.asarray(self.measured)
-        found = {}
-        for system, places in systems.items():
-            rows = [row for _, row in sorted(places.items())]
-            found[system] = Runs(tuple(sorted(places)), measured[rows], self.draws_RB[rows])
-        return found
-
-
 def compare(
-    sample: Sample,
-    systems: Mapping[str, Mapping[str, int]],
+    systems: Mapping[str, Runs],
     *,
+    lines: int,
     column: Column,
     baseline: str,
     translating: Mapping[str, bool],
 ) -> Comparison:
     """Return the intervals of all systems, their differences to the baseline, and the best system.
 
-    Args:
-        sample: scores of all runs.
-        systems: system → seed → place of the run.
-        column: column of the score.
-        baseline: name of a system.
-        translating: system → whether it translates. If it or the baseline does not, it is not best.
+    An average has the lines of its smallest test set. The best system translates, and so does the
+    baseline, else there is none.
     """
-    runs, lines = sample.runs_of(systems), sample.lines
-    sign = -1.0 if column.larger_is_better is False else 1.0
-    leader = max(runs, key=lambda name: sign * float(runs[name].measured_R.mean()))
 
     def against(name: str, other: str) -> Estimate:
-        return difference(runs[name], runs[other], lines=lines)
+        return difference(systems[name], systems[other], lines=lines)
 
-    leads = [against(leader, name) for name in runs if name != leader]
+    sign = -1.0 if column.larger_is_better is False else 1.0
+    leader = max(systems, key=lambda name: sign * float(systems[name].measured_R.mean()))
+    leads = [against(leader, name) for name in systems if name != leader]
     is_best = (
         bool(leads)
         and column.larger_is_better is not None
         and (translating[leader] and translating[baseline])
         and all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
     )
+    to_baseline = {name: against(name, baseline) for name in systems if name != baseline}
     return Comparison(
-        intervals={name: estimate(one, lines=lines).interval for name, one in runs.items()},
+        intervals={name: estimate(one, lines=lines).interval for name, one in systems.items()},
         best=leader if is_best else None,
         differences={
             name: Difference(found.interval.low, found.interval.high, found.value, found.p_value)
-            for name in runs
-            if name != baseline
-            for found in [against(name, baseline)]
+            for name, found in to_baseline.items()
         },
     )
 

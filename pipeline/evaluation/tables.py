@@ -157,8 +157,7 @@ class ReportSection:
     @property
     def sample_groups(self) -> list[tuple[str, list[TextSample]]]:
         """Return the samples of every group of neighbors."""
-        groups = groupby(self.samples, key=lambda one: one.group)
-        return [(title, [*members]) for title, members in groups]
+        return [(title, [*some]) for title, some in groupby(self.samples, lambda one: one.group)]
 
 
 EMPTY = ReportSection("")
