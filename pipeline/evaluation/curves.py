@@ -6,18 +6,19 @@ curve, their mean, in a band that is their range. Losses into and out of the piv
 directions, since ``metrics.jsonl`` does not have their tokens.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from pipeline.artifacts.artifact import Artifact, open_recorded
 from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
+from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError
 from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.charts import Series, legend, line_chart
 from pipeline.evaluation.directions import Family, pivot_of, title_of_family
-from pipeline.evaluation.spent import Spent, is_number, read_metrics
 from pipeline.evaluation.tables import Cell, Figure, ReportSection, Table, bullets, headings, row
 from pipeline.terminal import counted
 
@@ -41,12 +42,32 @@ class Curve:
     system: str
     training: tuple[CurvePoint, ...]
     validation: tuple[CurvePoint, ...]
-    before: Spent | None = field(default_factory=Spent)
-    """Cost of the earlier runs; None if some of them can no longer be found."""
+    before: int | None = 0
+    """Updates of the earlier runs; None if some of them can no longer be found."""
     pivot: str | None = None
 
 
-def read_curve(system: str, checkpoint: Artifact, *, before: Spent | None) -> Curve:
+def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
+    """Return the metrics of a run that have an update and a time; none if the file is damaged."""
+    try:
+        entries = [*read_json_lines(checkpoint.file("metrics.jsonl"))]
+    except UserError:
+        return []
+    return [one for one in entries if is_number(one.get("seconds")) and is_count(one.get("update"))]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a JSON value is a number that a float can hold; booleans are none."""
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_plain and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether a JSON value is a number of things."""
+    return isinstance(value, int) and is_number(value) and value >= 0
+
+
+def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curve:
     """Return the losses of a run; a loss that was not finite leaves a gap."""
     pivot, tiers = read_tiers(checkpoint)
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
@@ -184,7 +205,7 @@ def _figure(
             for points in [run.training if training else run.validation]
         ]
         shared = [at for at in found[0] if all(at in one for one in found)]
-        before = [run.before.updates for run in runs if run.before is not None]
+        before = [run.before for run in runs if run.before is not None]
         if len(before) < len(runs) or (all(found) and not shared):
             left_out.append(system)
         elif shared:

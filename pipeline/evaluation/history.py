@@ -2,25 +2,19 @@
 
 A system is an artifact of translations, or a checkpoint by itself. Its budget is the sum over the
 training runs that its weights come from, each once and whole. Its new cost leaves out, run by run,
-the training of given checkpoints, which the user had already.
+the training of given checkpoints, which the user had already. A figure that a run did not record is
+None, and so is every sum with it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
-from pipeline.evaluation.curves import Curve, read_curve
-from pipeline.evaluation.spent import (
-    Spent,
-    add_up,
-    beyond,
-    is_count,
-    published,
-    read_metrics,
-    readable_spec,
-    spent_by,
-)
+from pipeline.checkpoints.checkpoint import stated_spec
+from pipeline.errors import UserError
+from pipeline.evaluation.curves import Curve, is_count, read_curve, read_metrics
 from pipeline.evaluation.tables import (
     NO_VALUE,
     Cell,
@@ -33,10 +27,32 @@ from pipeline.evaluation.tables import (
     joined,
     row,
 )
-from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, count_parameters_of
+from pipeline.model.parameters import (
+    OPERATIONS_PER_PARAMETER,
+    PerToken,
+    count_multiplied,
+    count_parameters_of,
+)
+from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted
+from pipeline.training.settings import passes_of
 
 TRAINING_STAGES = ("pretrain", "finetune")
+
+
+TokenSide = Literal["source", "target"]
+SIDES: tuple[TokenSide, ...] = ("source", "target")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Cost of training: estimated floating-point operations, wall time on any processes."""
+
+    updates: int = 0
+    source_tokens: int | None = 0
+    target_tokens: int | None = 0
+    operations: float | None = 0.0
+    seconds: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,8 +108,8 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
 
 def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
-) -> tuple[SystemTraining, Artifact | None, Spent, set[str]]:
-    """Return the training of a system, its last run, the cost before it, and what is missing."""
+) -> tuple[SystemTraining, Artifact | None, int, set[str]]:
+    """Return the training of a system, its last run, the updates before it, and the missing runs."""
     checkpoint, lines = checkpoint_of(system), system.statistics.get("lines")
     seconds, is_translated = (
         system.manifest.run.wall_seconds,
@@ -104,7 +120,7 @@ def trace_training(
         record = system.manifest.inputs.get("checkpoint")
         gone = set() if record is None else {Path(record.path).name}
         nothing = SystemTraining(name, complete=record is None, lines_per_second=speed)
-        return nothing, None, Spent(), gone
+        return nothing, None, 0, gone
     lineage, runs = _trace_runs([checkpoint])
     spent = {identity: spent_by(members) for identity, members in runs.items()}
     _, already = _trace_runs(given)
@@ -123,7 +139,7 @@ def trace_training(
         parameters=None if counts is None else (counts["total"], counts["active"]),
         lines_per_second=speed,
     )
-    before = add_up(one for identity, one in spent.items() if identity != last)
+    before = sum(one.updates for identity, one in spent.items() if identity != last)
     return training, published(runs[last]) if last in runs else None, before, lineage.missing
 
 
@@ -158,6 +174,88 @@ def _last_run(checkpoint: Artifact) -> str | None:
     parents = [open_recorded(record) for record in records]
     found = {None if parent is None else _last_run(parent) for parent in parents}
     return found.pop() if len(found) == 1 else None
+
+
+# Cost of runs
+
+
+def add_up(parts: Iterable[Spent]) -> Spent:
+    """Return the sums; None for a figure that some part lacks."""
+    columns: Any = zip(*map(astuple, (Spent(), *parts)), strict=True)
+    sums: Any = (None if None in column else sum(column) for column in columns)
+    return Spent(*sums)
+
+
+def beyond(spent: Spent, given: Spent) -> Spent:
+    """Return the cost of a run after the updates of it that are given."""
+    if given.updates >= spent.updates:
+        return Spent()
+    pairs: Any = zip(astuple(spent), astuple(given), strict=True)
+    rest: Any = (None if None in pair else max(pair[0] - pair[1], 0) for pair in pairs)
+    return Spent(*rest)
+
+
+def spent_by(members: Sequence[Artifact]) -> Spent:
+    """Return the cost of a training run, read from its remaining checkpoints and states."""
+    shown = published(members)
+    metrics = read_metrics(shown)
+    by_side = [[*tokens_by_update(metrics, side=side).values()] for side in SIDES]
+    source, target = (found[-1] if found else None for found in by_side)
+    states: list[Any] = [
+        one.statistics.get("updates") or one.statistics.get("update") for one in members
+    ]
+    updates = max(one if isinstance(one, int) else 0 for one in states)
+    return Spent(
+        updates or max((entry["update"] for entry in metrics), default=0),
+        source,
+        target,
+        operations_of(read_per_token(shown), source=source, target=target),
+        shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
+    )
+
+
+def published(members: Sequence[Artifact]) -> Artifact:
+    """Return the checkpoint of a run; if it is gone, an artifact with metrics or any other."""
+    return max(members, key=lambda one: ("updates" in one.statistics, one.has("metrics.jsonl")))
+
+
+def tokens_by_update(metrics: Iterable[Mapping[str, Any]], *, side: TokenSide) -> dict[int, int]:
+    """Return update → tokens of a side up to it; empty if some update lacks its count."""
+    found: dict[int, int] = {}
+    tokens = 0
+    for entry in (one for one in metrics if one.get("kind") == "train"):
+        count = entry.get(f"{side}_tokens")
+        if not is_count(count):
+            return {}
+        found[entry["update"]] = tokens = tokens + count
+    return found
+
+
+def operations_of(
+    per_token: PerToken | None, *, source: float | None, target: float | None
+) -> float | None:
+    """Return the operations of training on so many tokens; None if anything is not known."""
+    if source is None or target is None or per_token is None:
+        return None
+    return float(per_token.source * source + per_token.target * target)
+
+
+def read_per_token(run: Artifact) -> PerToken | None:
+    """Return the operations of training per token of each side; None if the model is unreadable."""
+    spec, loss = readable_spec(run), run.manifest.config.get("loss")
+    if spec is None:
+        return None
+    passes = passes_of(loss.get("objective") if isinstance(loss, dict) else None)
+    of_pass, factor = count_multiplied(spec), OPERATIONS_PER_PARAMETER * passes
+    return PerToken(source=factor * of_pass.source, target=factor * of_pass.target)
+
+
+def readable_spec(checkpoint: Artifact) -> ModelSpec | None:
+    """Return the model that a checkpoint states; None if it is unreadable."""
+    try:
+        return stated_spec(checkpoint)
+    except (UserError, OSError, ValueError):
+        return None
 
 
 # Sections

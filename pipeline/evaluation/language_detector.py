@@ -296,7 +296,7 @@ def detectable_languages() -> frozenset[str]:
 
 
 class LanguageDetector:
-    """langdetect with a fixed seed for every text, so that their order does not matter."""
+    """langdetect with a fixed seed for every text: their order does not matter."""
 
     def __init__(self, candidates: Iterable[str] | None, *, seed: int) -> None:
         """Choose among candidates that langdetect knows, with equal prior; None: all languages."""

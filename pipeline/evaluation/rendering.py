@@ -1,7 +1,7 @@
 """Reports as one self-contained HTML page, by the template of this package, and as Markdown.
 
-Both escape text from outside (names of systems, directories and languages, translations, warnings),
-so that it appears literally. The page loads nothing and runs nothing.
+Text from outside (names of systems, directories and languages, translations, warnings) is escaped
+and appears literally. The page loads nothing and runs nothing.
 """
 
 import re

@@ -25,8 +25,7 @@ from pipeline.evaluation.history import (
     checkpoint_of,
     trace_history,
 )
-from pipeline.evaluation.report import describe_training
-from pipeline.evaluation.samples import choose_samples, samples_section
+from pipeline.evaluation.report import choose_samples, describe_training, samples_section
 from pipeline.evaluation.score_sections import averages_section, baseline_section
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.settings import EvaluationConfig
@@ -308,16 +307,11 @@ def _notes(compared: ComparedRuns, history: History, damaged: Sequence[str]) -> 
     if bare := [run for run in compared.runs if run not in drawn]:
         yield f"No losses are recorded for {', '.join(bare)}."
     if compared.missing:
-        yield (
-            "Left out, since their translations are no longer where they were, or have changed: "
-            f"{', '.join(compared.missing)}."
-        )
+        missing = ", ".join(compared.missing)
+        yield f"Left out, since their translations have moved or have changed: {missing}."
     if compared.unreadable:
         yield f"Left out, with no manifest of this version: {', '.join(compared.unreadable)}."
     if damaged:
         yield f"Left out, since damaged or of another version: {', '.join(damaged)}."
     if history.missing:
-        yield (
-            "Budgets leave out what is no longer where it was, or has changed since: "
-            f"{', '.join(history.missing)}."
-        )
+        yield f"Budgets leave out runs that have moved or changed: {', '.join(history.missing)}."

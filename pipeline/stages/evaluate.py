@@ -28,8 +28,7 @@ from pipeline.evaluation.directions import describe_directions
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR, retrieve_all
 from pipeline.evaluation.rendering import render_html, render_markdown, render_tables
-from pipeline.evaluation.report import evaluation_report, imprint, summary_tables
-from pipeline.evaluation.samples import choose_samples
+from pipeline.evaluation.report import choose_samples, evaluation_report, imprint, summary_tables
 from pipeline.evaluation.score_sections import direction_facts
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.scoring import score_systems

@@ -12,7 +12,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.curves import Curve, CurvePoint
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.history import History, SystemTraining
+from pipeline.evaluation.history import History, Spent, SystemTraining
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
 from pipeline.evaluation.scores import (
     Comparison,
@@ -24,7 +24,6 @@ from pipeline.evaluation.scores import (
     Significance,
     SystemScores,
 )
-from pipeline.evaluation.spent import Spent
 from pipeline.evaluation.tables import SampleText, TextSample
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
@@ -152,14 +151,13 @@ def history(system_name: str) -> History:
         CurvePoint(update, {"all": 9.0 / update, "high": 8.0 / update, "low": 10.0 / update})
         for update in range(1, 9)
     )
-    before = Spent(16, 1800, 1600, 14.4e6, 300.0)
     total = Spent(24, 2700, 2400, 24e6, 500.0)
     assembled = SystemTraining(
         system_name, total, ("dense", "routed", "tuned"), parameters=(40_000, 2_000)
     )
     return History(
         curves=(
-            Curve(system_name, points, points, before=before),
+            Curve(system_name, points, points, before=16),
             Curve("dense", points[:1], ()),
         ),
         missing=("shards",),
