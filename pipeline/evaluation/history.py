@@ -109,13 +109,10 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
 def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
 ) -> tuple[SystemTraining, Artifact | None, int, set[str]]:
-    """Return the training of a system, its last run, the updates before it, and the missing runs."""
+    """Return the training of a system, its last run, the updates before it, and missing runs."""
     checkpoint, lines = checkpoint_of(system), system.statistics.get("lines")
-    seconds, is_translated = (
-        system.manifest.run.wall_seconds,
-        system.manifest.kind == "translations",
-    )
-    speed = lines / seconds if is_translated and is_count(lines) and seconds > 0 else None
+    seconds = system.manifest.run.wall_seconds if system.manifest.kind == "translations" else 0.0
+    speed = lines / seconds if is_count(lines) and lines and seconds > 0 else None
     if checkpoint is None:
         record = system.manifest.inputs.get("checkpoint")
         gone = set() if record is None else {Path(record.path).name}

@@ -43,10 +43,6 @@ class LineSet:
     sentences: int  # number of different sentences in the lines of all pairs
     of_lines: Mapping[str, Places]  # pair → sentence of every line, (lines,)
 
-    def of_pair(self, pair: str) -> Sentences:
-        """Return the sentences of the lines of one pair."""
-        return Sentences(self.of_lines[pair], self.sentences)
-
 
 class Key(NamedTuple):
     """Text of a line on one side, with its place among the equal lines of that side."""

@@ -20,7 +20,7 @@ from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
-from pipeline.evaluation.line_sets import find_line_sets
+from pipeline.evaluation.line_sets import Sentences, find_line_sets
 from pipeline.evaluation.score_slot import Rows, Score, TranslatedLines
 from pipeline.evaluation.scores import (
     Averages,
@@ -256,9 +256,7 @@ class _Scoring:
         for task, (scores, rows) in zip(tasks, results, strict=True):
             found.setdefault(task.system, {})[str(task.direction)] = scores
             np.savez_compressed(self._lines_path(task.system, task.direction), **rows)
-        return [
-            SystemScores(name, scored, self._averages(scored)) for name, scored in found.items()
-        ]
+        return [SystemScores(name, one, self._averages(one)) for name, one in found.items()]
 
     def _averages(self, scored: Mapping[str, DirectionScores]) -> Averages:
         scores = {direction: one.scores for direction, one in scored.items()}
@@ -272,7 +270,7 @@ class _Scoring:
             for profile in self.profiles
             if any(score.covers(profile.direction) for score in ceilings)
         ]
-        results = self._in_parallel(score_direction, tasks, label="references") if tasks else ()
+        results = self._in_parallel(score_direction, tasks, label="references")
         found = {str(task.direction): one for task, (one, _) in zip(tasks, results, strict=True)}
         return self._averages(found) if found else None
 
@@ -282,34 +280,32 @@ class _Scoring:
     def _significance(self, systems: Sequence[SystemScores], verdicts: Verdicts) -> Significance:
         """Compare the systems in every direction and average with enough lines."""
         large = [one for one in self.profiles if one.test_lines >= statistics.MIN_LINES]
-        line_sets = find_line_sets(
-            self.corpus, [*dict.fromkeys(one.direction.pair for one in large)]
-        )
+        pairs = [*dict.fromkeys(one.direction.pair for one in large)]
+        line_sets = find_line_sets(self.corpus, pairs)
         settings = self.call.recipe.evaluation
         set_of = {pair: one for one in line_sets for pair in one.pairs}
-        runs = [
-            run
-            for one in systems
-            for run in sorted(one.runs or (one,), key=lambda run: run.name)  # by seed
-        ]
+        # Runs are sorted by seed, so that runs of the same seed can be paired.
+        by_seed = [sorted(one.runs or (one,), key=lambda run: run.name) for one in systems]
+        runs = [run for found in by_seed for run in found]
         tasks = []
         for direction in (profile.direction for profile in large):
             lines = set_of.get(direction.pair)
-            drawn = lines.pairs[0] if lines else direction.pair
+            drawn, sentences = direction.pair, None
+            if lines is not None:
+                drawn = lines.pairs[0]
+                sentences = Sentences(lines.of_lines[direction.pair], lines.sentences)
             tasks.append(
                 statistics.ResampleTask(
                     [self._lines_path(run.name, direction) for run in runs],
                     self.scores,
                     seed=derive_seed("bootstrap", settings.seed, drawn),
                     resamples=settings.resamples,
-                    sentences=lines.of_pair(direction.pair) if lines else None,
+                    sentences=sentences,
                 )
             )
-        draws = (
-            self._in_parallel(statistics.resampled_scores, tasks, label="resample") if tasks else ()
-        )
+        draws = self._in_parallel(statistics.resampled_scores, tasks, label="resample")
         seeds = tuple(run.name.partition(averages.RUN_MARK)[2] for run in runs)
-        ends = np.cumsum([len(one.run_names) for one in systems])
+        places = np.split(np.arange(len(runs)), np.cumsum([len(one) for one in by_seed])[:-1])
         # Direction → name of a column → system → its runs.
         samples: dict[str, dict[str, dict[str, statistics.Runs]]] = {}
         for profile, of_direction in zip(large, draws, strict=True):
@@ -317,9 +313,10 @@ class _Scoring:
             for column, drawn_RB in of_direction.items():
                 measured_R = np.array([run.directions[name].scores[column] for run in runs])
                 samples.setdefault(name, {})[column] = {
-                    one.name: statistics.Runs(seeds[part], measured_R[part], drawn_RB[part])
-                    for one, end in zip(systems, ends, strict=True)
-                    for part in [slice(end - len(one.run_names), end)]
+                    one.name: statistics.Runs(
+                        tuple(seeds[place] for place in rows), measured_R[rows], drawn_RB[rows]
+                    )
+                    for one, rows in zip(systems, places, strict=True)
                 }
         test_lines = {str(one.direction): one.test_lines for one in large}
 
@@ -366,7 +363,9 @@ class _Scoring:
         self, function: Callable[[Task], Result], tasks: Sequence[Task], *, label: str
     ) -> Iterable[Result]:
         """Return the results in the order of the tasks; a single task needs no worker."""
-        if self.pool is None or len(tasks) <= 1:
+        if not tasks:
+            return ()
+        if self.pool is None or len(tasks) == 1:
             results: Iterable[Result] = map(function, tasks)
         else:
             results = self.pool.in_order(function, tasks)

@@ -147,9 +147,7 @@ def test_an_added_score_reaches_every_report(copied: Path, tmp_path: Path) -> No
 
     document = json.loads((out / "scores.json").read_text("utf-8"))
     short, perfect = document["systems"]
-    ratios = {
-        name: one["scores"].get("source_ratio") for name, one in perfect["directions"].items()
-    }
+    ratios = {way: one["scores"].get("source_ratio") for way, one in perfect["directions"].items()}
     assert ratios["de-en"] == pytest.approx(expected_ratio("de", "en")), "of the sources"
     assert ratios["de-fr"] is None
     length = sum(len(shortened(text)) for text in lines_of("en"))
