@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.evaluation.charts import SERIES_COLORS, replace_forbidden, style_sheet
+from pipeline.evaluation.charts import replace_forbidden, style_sheet
 from pipeline.evaluation.tables import Cell, Report, ReportSection, Table
 
 _SPECIAL = re.compile(
@@ -42,7 +42,7 @@ def _page() -> Environment:
         finalize=finalize,
         autoescape=True,
     )
-    found.globals |= {"SERIES_COLORS": SERIES_COLORS, "style": style_sheet()}
+    found.globals["style"] = style_sheet()
     return found
 
 
@@ -82,16 +82,6 @@ def _section(section: ReportSection) -> Iterator[str]:
                 *(_row(map(_markdown, one.cells)) for one in table.rows),
             ]
         )
-    for title, samples in section.sample_groups:
-        if title:
-            yield f"### {escape_markdown(title)}"
-        rows = (
-            (f"{one.title}, line {one.line:,}", version.name, version.text.strip() or "(empty)")
-            for one in samples
-            for version in one.texts
-        )
-        lines = (_row(map(escape_markdown, one)) for one in rows)
-        yield "\n".join(["| Line | Version | Text |", "| --- | --- | --- |", *lines])
     if section.items:
         yield "\n".join(f"- {_markdown(one)}" for one in section.items)
 

@@ -19,11 +19,12 @@ from pipeline.evaluation.tables import (
     Cell,
     Report,
     ReportSection,
-    SampleText,
+    Row,
     Table,
-    TextSample,
     bullets,
+    headings,
     joined,
+    row,
 )
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
@@ -41,7 +42,7 @@ def imprint() -> str:
 def evaluation_report(
     evaluation: Evaluation,
     history: History,
-    samples: Sequence[TextSample] = (),
+    samples: Sequence[Table] = (),
     *,
     made: str,
     further: Sequence[ReportSection] = (),
@@ -179,41 +180,37 @@ def choose_samples(
     profiles: Sequence[DirectionProfile],
     seed: int,
     pivot: str | None,
-) -> list[TextSample]:
-    """Return a few lines of a few directions of every family, with the first run of each system."""
+) -> list[Table]:
+    """Return a few lines of a few directions by family, by the first run of each system."""
     first = {name: systems[runs[0]] for name, runs in group_runs(systems).items()}
-    samples = []
+    tables = []
     for family in FAMILIES:
         members = [profile.direction for profile in profiles if profile.family == family]
-        step = max(len(members) / DIRECTIONS, 1.0)
+        rows, step = list[Row](), max(len(members) / DIRECTIONS, 1.0)
         for index in range(min(len(members), DIRECTIONS)):
             way = members[int(index * step)]
             codes = (way.source, way.target)
             sources, references = (read_lines(corpus, "test", way.pair, code) for code in codes)
-            translated = {name: read_hypotheses(one, way) for name, one in first.items()}
+            versions = {"source": sources, "reference": references}
+            for name, one in first.items():
+                versions[name] = [found.text for found in read_hypotheses(one, way)]
             lines = range(len(references))
             short = [line for line in lines if len(references[line]) <= CHARACTERS] or [*lines]
             generator = random.Random(derive_seed("evaluate samples", seed, str(way)))
-            samples += [
-                TextSample(
-                    " → ".join(language(code).name for code in codes),
-                    line + 1,
-                    (
-                        SampleText("source", sources[line], way.source),
-                        SampleText("reference", references[line], way.target),
-                        *(
-                            SampleText(name, found[line].text, way.target, place)
-                            for place, (name, found) in enumerate(translated.items())
-                        ),
-                    ),
-                    group=title_of_family(family, pivot=pivot),
-                )
+            title = " → ".join(language(code).name for code in codes)
+            rows += [
+                row(f"{title}, line {line + 1:,}", name, texts[line].strip() or "(empty)")
                 for line in sorted(generator.sample(short, min(LINES, len(short))))
+                for name, texts in versions.items()
             ]
-    return samples
+        if rows:
+            titles = ("Line", "Version", "Text")
+            title = title_of_family(family, pivot=pivot)
+            tables.append(Table(title, headings(*titles, words=titles), tuple(rows)))
+    return tables
 
 
-def samples_section(title: str, samples: Sequence[TextSample]) -> ReportSection:
+def samples_section(title: str, samples: Sequence[Table]) -> ReportSection:
     """Return the section of the samples."""
     lead = "Test lines drawn at random. Systems with several runs are shown by their first run."
-    return ReportSection(title, lead, samples=tuple(samples))
+    return ReportSection(title, lead, tables=tuple(samples))

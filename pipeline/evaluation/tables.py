@@ -1,13 +1,12 @@
 """The table model of every report, and how its figures are printed.
 
-A report is a title, facts and sections; a section has figures, tables, samples and lists. Sections
+A report is a title, facts and sections; a section has figures, tables and a list. Sections
 are built once; ``rendering`` turns them into Markdown and HTML. No table is wider than
 ``MAX_COLUMNS``: a wider one is split.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 NO_VALUE = "–"
 MAX_COLUMNS = 12
@@ -104,27 +103,6 @@ def bullets(texts: Iterable[str]) -> tuple[Cell, ...]:
 
 
 @dataclass(frozen=True)
-class SampleText:
-    """One version of a line."""
-
-    name: str
-    text: str
-    language: str  # language code of the text
-    series: int | None = None
-    """Number of the system that wrote it, which chooses its color; None: it is given."""
-
-
-@dataclass(frozen=True)
-class TextSample:
-    """One line in several versions, such as source, reference and translations."""
-
-    title: str
-    line: int  # counted from 1
-    texts: tuple[SampleText, ...]
-    group: str = ""
-
-
-@dataclass(frozen=True)
 class Figure:
     """A chart for the HTML page."""
 
@@ -141,7 +119,6 @@ class ReportSection:
     lead: str = ""  # introduction of the section, one paragraph
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
-    samples: tuple[TextSample, ...] = ()
     items: tuple[Cell, ...] = ()  # items of a list
 
     @property
@@ -152,12 +129,7 @@ class ReportSection:
     @property
     def is_page_only(self) -> bool:
         """Return whether the section has nothing that Markdown can show."""
-        return not (self.tables or self.samples or self.items)
-
-    @property
-    def sample_groups(self) -> list[tuple[str, list[TextSample]]]:
-        """Return the samples of every group of neighbors."""
-        return [(title, [*some]) for title, some in groupby(self.samples, lambda one: one.group)]
+        return not (self.tables or self.items)
 
 
 EMPTY = ReportSection("")

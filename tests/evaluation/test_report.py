@@ -357,11 +357,12 @@ def test_the_best_cells_of_the_page_are_those_of_the_markdown() -> None:
     assert len(bold) == 8
 
 
-def test_empty_translations_are_shown_as_such_and_scripts_choose_their_direction() -> None:
-    cells = list(body(page()).iter("dd"))
+def test_samples_are_text_with_its_own_direction() -> None:
+    (table,) = [one for one in body(page()).iter("section") if one[0].text == "Sample translations"]
+    cells = list(table.iter("td"))
     assert {cell.get("dir") for cell in cells} == {"auto"}
-    assert [cell.get("lang") for cell in cells] == ["de", "fr", "fr", "fr", "fr"]
-    assert "".join(cells[2].itertext()) == "empty"
+    texts = ["".join(cell.itertext()).strip() for cell in cells]
+    assert texts[1::2] == [HOSTILE, "réf", "(empty)", HOSTILE, "x"]
 
 
 def test_a_page_without_history_or_language_accuracy_leaves_those_sections_out() -> None:

@@ -24,7 +24,7 @@ from pipeline.evaluation.scores import (
     Significance,
     SystemScores,
 )
-from pipeline.evaluation.tables import SampleText, TextSample
+from pipeline.evaluation.tables import Table, headings, row
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 MADE = "2024-02-29 12:30 UTC, mmnmt 1.2.3"
@@ -165,15 +165,8 @@ def history(system_name: str) -> History:
     )
 
 
-def sample(system_name: str) -> TextSample:
-    texts = {"dense": "", system_name: HOSTILE, "baseline": "x"}
-    return TextSample(
-        "German → French",
-        7,
-        (
-            SampleText("source", HOSTILE, "de"),
-            SampleText("reference", "réf", "fr"),
-            *(SampleText(name, texts[name], "fr", place) for place, name in enumerate(texts)),
-        ),
-        group="Zero-shot",
-    )
+def sample(system_name: str) -> Table:
+    texts = {"source": HOSTILE, "reference": "réf", "dense": "(empty)", system_name: HOSTILE}
+    rows = (row("German → French, line 7", *one) for one in [*texts.items(), ("baseline", "x")])
+    titles = ("Line", "Version", "Text")
+    return Table("Zero-shot", headings(*titles, words=titles), tuple(rows))
