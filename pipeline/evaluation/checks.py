@@ -162,7 +162,7 @@ def caveats(
 def undecided(verdicts: Verdicts) -> list[str]:
     """Return a warning if the baseline of several systems does not translate somewhere."""
     names = [name for name in verdicts.directions if not verdicts.decides(name)]
-    if not names or all(len(found) == 1 for found in verdicts.directions.values()):
+    if not names:
         return []
     return [
         f"Not decided in {len(names)} of {len(verdicts.directions)} directions, since the baseline "

@@ -113,18 +113,13 @@ def _averages(
         ]
         if not members:
             continue
-        decided = _is_alone(evaluation) or evaluation.verdicts.decides_average(family, group)
+        decided = evaluation.verdicts.decides_average(family, group)
         note = counted(len(members), "direction") + ("" if decided else f", {NOT_DECIDED}")
         title = group.replace("_", " ") if tiers_of else family_title(evaluation, family)
         drawn = {} if evaluation.significance is None else evaluation.significance.averages
         compared = drawn.get(family, {}).get(group, {}).get(column.name)
         found.append(_Average(column, family, group, Heading(title, note), compared))
     return found
-
-
-def _is_alone(evaluation: Evaluation) -> bool:
-    """Return whether there is only one system, which leaves nothing to decide."""
-    return len(evaluation.systems) == 1
 
 
 def _table(title: str, averages: Sequence[_Average], rows: Iterable[Row], *first: Heading) -> Table:
@@ -412,7 +407,7 @@ def directions_section(evaluation: Evaluation) -> ReportSection:
     for one in profiles:
         direction, names = one.direction, evaluation.language_names
         note = f"{names[direction.source]} → {names[direction.target]}"
-        if not (_is_alone(evaluation) or evaluation.verdicts.decides(str(direction))):
+        if not evaluation.verdicts.decides(str(direction)):
             note += f", {NOT_DECIDED}"
         first: list[Cell | Value] = [
             Cell(f"{direction.source} → {direction.target}", note=note),

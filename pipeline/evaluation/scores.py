@@ -69,12 +69,14 @@ class Verdicts:
     averages: Mapping[Family, Mapping[Group, Mapping[str, Quality]]]
 
     def decides(self, direction: str) -> bool:
-        """Return whether a direction (``de-en``) has a baseline that translates."""
-        return self.directions[direction][self.baseline].translates
+        """Return whether the baseline translates a direction (``de-en``), or is by itself."""
+        found = self.directions[direction]
+        return len(found) == 1 or found[self.baseline].translates
 
     def decides_average(self, family: Family, group: Group) -> bool:
-        """Return whether the baseline translates on average over a group of directions."""
-        return self.averages[family][group][self.baseline].translates
+        """Return whether the baseline translates on average over a group, or is by itself."""
+        found = self.averages[family][group]
+        return len(found) == 1 or found[self.baseline].translates
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ class _Scoring:
         line_sets = find_line_sets(self.corpus, pairs)
         settings = self.call.recipe.evaluation
         set_of = {pair: one for one in line_sets for pair in one.pairs}
-        # Runs are sorted by seed, so that runs of the same seed can be paired.
+        # Runs are sorted by seed: systems with the same seeds are paired.
         by_seed = [sorted(one.runs or (one,), key=lambda run: run.name) for one in systems]
         runs = [run for found in by_seed for run in found]
         tasks = []
