@@ -8,25 +8,23 @@ from pipeline.artifacts.manifest import read_manifest
 from pipeline.cli.parser import Command
 from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError
-from pipeline.terminal import counted
 
 _START = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="report">\n'
 """Beginning of a page, by which it is recognized: a page replaces no other file."""
 
 
 def _report(options: argparse.Namespace) -> int:
-    from pipeline.evaluation.compared_runs import open_runs
     from pipeline.evaluation.rendering import render_html
     from pipeline.evaluation.report import imprint
-    from pipeline.evaluation.runs_report import runs_report
+    from pipeline.evaluation.runs_report import open_runs, runs_report
     from pipeline.extensions.installed import INSTALLED
 
     _refuse_to_replace_another(options.out)
     compared = open_runs(options.runs)
     analyses = [section for one in INSTALLED for section in one.report_sections(compared.analyses)]
-    page = render_html(runs_report(compared, made=imprint(), analyses=analyses))
-    _write_page(options.out, page)
-    runs, systems = counted(len(compared.runs), "run"), counted(len(compared.systems), "system")
+    report = runs_report(compared, made=imprint(), analyses=analyses)
+    _write_page(options.out, render_html(report))
+    systems, runs = report.facts
     print(f"{options.out}: {runs} of {systems}")
     return 0
 

@@ -1,23 +1,27 @@
-"""Aggregates over directions: averages, verdicts, win ratios and confusion matrices.
+"""Aggregates over runs and directions: averages, verdicts, win ratios and confusion matrices.
 
-A system that does not translate yet still has scores, and so has one that gives the same few
-outputs for every source. A direction or an average is decided only if the baseline translates it.
+``moe@1`` is a run of the system ``moe``: the scores of a system are means over its runs. A mean of
+BLEU is thus no BLEU of all outputs together. A system that does not translate yet still has scores:
+a direction or an average is decided only if the baseline translates it.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import TypeVar
 
+from pipeline.errors import ConfigError
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
+    Averages,
     Confusion,
+    DirectionScores,
     Quality,
     Scores,
     SetAverage,
     SystemScores,
     Verdicts,
-    Wins,
 )
 from pipeline.languages import language, without_region
 
@@ -25,10 +29,9 @@ Value = TypeVar("Value")
 
 
 def mean_scores(scores: Sequence[Scores]) -> Scores:
-    """Return arithmetic means over directions; each score over the directions that have it."""
+    """Return arithmetic means; each score over the directions or runs that have it."""
     names = dict.fromkeys(name for one in scores for name in one)
-    found = {name: [one[name] for one in scores if name in one] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {name: fmean(one[name] for one in scores if name in one) for name in names}
 
 
 def by_group(
@@ -38,12 +41,9 @@ def by_group(
     found: dict[Family, dict[Group, list[Value]]] = {}
     for profile in profiles:
         name = str(profile.direction)
-        if name not in values:
-            continue
-        groups = found.setdefault(profile.family, {})
-        groups.setdefault("all", []).append(values[name])
-        if profile.resource is not None:
-            groups.setdefault(profile.resource, []).append(values[name])
+        for group in ("all", profile.resource):
+            if name in values and group is not None:
+                found.setdefault(profile.family, {}).setdefault(group, []).append(values[name])
     return found
 
 
@@ -57,6 +57,78 @@ def average_scores(
     }
 
 
+# Runs of a system
+
+RUN_MARK = "@"
+
+
+def group_runs(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return run names per system. A system with one run has the name of its run.
+
+    Raises:
+        ConfigError: a system is named with and without a run.
+    """
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        grouped.setdefault(name.partition(RUN_MARK)[0] or name, []).append(name)
+    for system, runs in grouped.items():
+        if system in runs and len(runs) > 1:
+            other = next(run for run in runs if run != system)
+            raise ConfigError(
+                f"System {system!r} is named without a seed, and {other!r} with one. Name the seed "
+                f"of each of its runs, for example {system}{RUN_MARK}1=DIR."
+            )
+    return {runs[0] if len(runs) == 1 else name: tuple(runs) for name, runs in grouped.items()}
+
+
+def merge_runs(
+    scored: Sequence[SystemScores],
+    groups: Mapping[str, Sequence[str]],
+    *,
+    profiles: Sequence[DirectionProfile],
+) -> list[SystemScores]:
+    """Return the scores of systems (system → its runs) from the scores of all runs."""
+    by_name = {one.name: one for one in scored}
+    found = {system: [by_name[name] for name in names] for system, names in groups.items()}
+    return [
+        runs[0] if len(runs) == 1 else _merge(system, runs, profiles)
+        for system, runs in found.items()
+    ]
+
+
+def _merge(
+    system: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
+) -> SystemScores:
+    names = runs[0].directions
+    directions = {name: _merge_direction([run.directions[name] for run in runs]) for name in names}
+    scores = {name: one.scores for name, one in directions.items()}
+    averages = average_scores(scores, profiles=profiles)
+    spread: Averages = {
+        family: {
+            group: {
+                name: stdev(run.averages[family][group][name] for run in runs) for name in means
+            }
+            for group, means in groups.items()
+        }
+        for family, groups in averages.items()
+    }
+    return SystemScores(system, directions, averages, runs=tuple(runs), spread=spread)
+
+
+def _merge_direction(runs: Sequence[DirectionScores]) -> DirectionScores:
+    outcomes: dict[str, Counter[str]] = {}
+    for column, counts in (item for run in runs for item in run.outcomes.items()):
+        outcomes.setdefault(column, Counter()).update(counts)
+    sums = ("lines", "empty", "truncated", "invalid", "invalid_sequences")
+    return DirectionScores(
+        scores=mean_scores([run.scores for run in runs]),
+        signatures=runs[0].signatures,
+        quality=_mean_quality([run.quality for run in runs]),
+        outcomes=outcomes,
+        **{name: sum(getattr(run, name) for run in runs) for name in sums},
+    )
+
+
 # Averages by sets of languages
 
 
@@ -67,50 +139,42 @@ def average_by_set(
     pivot: str | None,
     sets: Mapping[str, Collection[str]],
 ) -> list[SetAverage]:
-    """Return mean scores by set of languages and family of directions.
+    """Return mean scores by set of languages (in any usual spelling) and family of directions.
 
     The language is the source if the pivot is the target, else the target: averages of Any → En are
     over source languages, averages of En → Any and of zero-shot directions over target languages.
-
-    Args:
-        systems: with their scores.
-        profiles: directions.
-        pivot: language that all trained directions share, if there is one.
-        sets: name of a set → language codes, in any usual spelling.
     """
-    present = {language(_code(profile, pivot)).code for profile in profiles}
+
+    def code_of(profile: DirectionProfile) -> str:
+        way = profile.direction
+        return language(way.source if way.target == pivot else way.target).code
+
+    present = {code_of(profile) for profile in profiles}
     members: dict[tuple[Family, str], list[str]] = {}
     for name, spellings in sets.items():
         codes = {language(one).code for one in spellings}
         # A code with a region also names the language without it, unless the directions have both.
         codes = {code if code in present else without_region(code) for code in codes}
         for profile in profiles:
-            if language(_code(profile, pivot)).code in codes:
+            if code_of(profile) in codes:
                 members.setdefault((profile.family, name), []).append(str(profile.direction))
+
+    def means(directions: Sequence[str]) -> dict[str, Scores]:
+        return {
+            one.name: mean_scores([one.directions[name].scores for name in directions])
+            for one in systems
+        }
+
     return [
-        SetAverage(
-            name=name,
-            family=family,
-            directions=len(names),
-            systems={
-                one.name: mean_scores([one.directions[name].scores for name in names])
-                for one in systems
-            },
-        )
-        for (family, name), names in sorted(members.items())
+        SetAverage(name, family, len(directions), means(directions))
+        for (family, name), directions in sorted(members.items())
     ]
-
-
-def _code(profile: DirectionProfile, pivot: str | None) -> str:
-    direction = profile.direction
-    return direction.source if direction.target == pivot else direction.target
 
 
 # Verdicts
 
 LEAST_BLEU = 5.0
-LEAST_DISTINCT = 50.0
-"""Distinct outputs, in percent of the distinct sources."""
+LEAST_DISTINCT = 50.0  # distinct outputs, in percent of the distinct sources
 RULE = (
     f"A system translates where it has at least {LEAST_BLEU:g} BLEU and at least half as many "
     "distinct outputs as there are distinct sources."
@@ -119,45 +183,36 @@ RULE = (
 
 def quality(*, bleu: float, distinct: float) -> Quality:
     """Judge a direction or an average by its BLEU and by the share of distinct outputs."""
-    translates = bleu >= LEAST_BLEU and distinct >= LEAST_DISTINCT
-    return Quality(bleu=bleu, distinct=distinct, translates=translates)
+    return Quality(bleu, distinct, bleu >= LEAST_BLEU and distinct >= LEAST_DISTINCT)
 
 
 def distinct_share(outputs: Sequence[str], sources: Sequence[str]) -> float:
     """Return the distinct outputs in percent of the distinct sources; white space is ignored."""
-    return 100.0 * _distinct(outputs) / max(_distinct(sources), 1)
-
-
-def _distinct(texts: Sequence[str]) -> int:
-    return len({" ".join(text.split()) for text in texts})
+    found, asked = (len({" ".join(text.split()) for text in side}) for side in (outputs, sources))
+    return 100.0 * found / max(asked, 1)
 
 
 def judge(
     systems: Sequence[SystemScores], *, baseline: str, profiles: Sequence[DirectionProfile]
 ) -> Verdicts:
-    """Judge every system in every direction and on average over every group of directions."""
+    """Judge every system in every direction and by its means over every group of directions."""
     directions: dict[str, dict[str, Quality]] = {
-        str(profile.direction): {
-            one.name: one.directions[str(profile.direction)].quality for one in systems
-        }
-        for profile in profiles
+        name: {one.name: one.directions[name].quality for one in systems}
+        for name in (str(profile.direction) for profile in profiles)
     }
     averages: dict[Family, dict[Group, Mapping[str, Quality]]] = {
-        family: {group: _mean_quality(members) for group, members in groups.items()}
+        family: {
+            group: {name: _mean_quality([one[name] for one in members]) for name in members[0]}
+            for group, members in groups.items()
+        }
         for family, groups in by_group(directions, profiles=profiles).items()
     }
-    return Verdicts(baseline=baseline, directions=directions, averages=averages)
+    return Verdicts(baseline, directions, averages)
 
 
-def _mean_quality(members: Sequence[Mapping[str, Quality]]) -> dict[str, Quality]:
-    """Judge systems by the arithmetic means of their directions."""
-    return {
-        name: quality(
-            bleu=sum(one[name].bleu for one in members) / len(members),
-            distinct=sum(one[name].distinct for one in members) / len(members),
-        )
-        for name in members[0]
-    }
+def _mean_quality(members: Sequence[Quality]) -> Quality:
+    bleu, distinct = fmean(one.bleu for one in members), fmean(one.distinct for one in members)
+    return quality(bleu=bleu, distinct=distinct)
 
 
 # Comparison with the baseline
@@ -166,63 +221,42 @@ def _mean_quality(members: Sequence[Mapping[str, Quality]]) -> dict[str, Quality
 def win_ratios(
     systems: Sequence[SystemScores],
     *,
-    baseline: str,
     columns: Sequence[Column],
     profiles: Sequence[DirectionProfile],
     verdicts: Verdicts,
-) -> Wins | None:
-    """Return the share of directions in which each system beats the baseline (Zhang et al. 2020).
+) -> dict[str, Averages]:
+    """Return the share of decided directions in which each system beats the baseline.
 
-    A tie is no win. None is returned if there is no other system.
-
-    Args:
-        systems: with their scores.
-        baseline: name of the baseline.
-        columns: scores; those without a better end are left out.
-        profiles: directions.
-        verdicts: directions that are not decided are left out.
+    A tie is no win (Zhang et al. 2020). Scores without a better end are left out.
     """
-    (base,) = [one for one in systems if one.name == baseline]
-    ranked = {
-        one.name: 1.0 if one.larger_is_better else -1.0
-        for one in columns
-        if one.larger_is_better is not None
-    }
-    decided = [str(one.direction) for one in profiles if verdicts.decides(str(one.direction))]
-    shares = {}
-    for system in systems:
+    (base,) = [one for one in systems if one.name == verdicts.baseline]
+    ranked = [one for one in columns if one.larger_is_better is not None]
+    signs = {one.name: 1.0 if one.larger_is_better else -1.0 for one in ranked}
+    names = [str(one.direction) for one in profiles]
+    shares: dict[str, Averages] = {}
+    for system in (one for one in systems if one is not base):
         won: dict[str, Scores] = {}
-        for name in decided:
+        for name in filter(verdicts.decides, names):
             ours, theirs = system.directions[name].scores, base.directions[name].scores
             won[name] = {
                 column: 100.0 * (sign * ours[column] > sign * theirs[column])
-                for column, sign in ranked.items()
+                for column, sign in signs.items()
                 if column in ours and column in theirs
             }
-        if system is not base:
-            shares[system.name] = average_scores(won, profiles=profiles)
-    return Wins(baseline, shares) if shares else None
-
-
-# Output languages
+        shares[system.name] = average_scores(won, profiles=profiles)
+    return shares
 
 
 def confuse_languages(
     systems: Sequence[SystemScores], *, profiles: Sequence[DirectionProfile]
 ) -> Confusion:
-    """Return the number of lines by target language and language found, for every family.
-
-    There is one confusion matrix per score that identifies languages, system and family. Directions
-    that a score does not cover have no lines in it.
-    """
+    """Return the number of lines by score, system, family, target language and language found."""
     found: dict[str, dict[str, dict[Family, dict[str, dict[str, int]]]]] = {}
     for system in systems:
         for profile in profiles:
-            outcomes = system.directions[str(profile.direction)].outcomes
-            for column, counts in outcomes.items():
+            for column, counts in system.directions[str(profile.direction)].outcomes.items():
                 families = found.setdefault(column, {}).setdefault(system.name, {})
-                targets = families.setdefault(profile.family, {})
-                target = profile.direction.target
+                targets, target = families.setdefault(profile.family, {}), profile.direction.target
                 sums = Counter(targets.get(target, {})) + Counter(counts)
                 targets[target] = dict(sorted(sums.items()))
     return found

@@ -26,11 +26,7 @@ from pipeline.evaluation.score_slot import (
 
 BleuTokenizerOption = Literal["per-language", "13a", "flores101", "flores200"]
 
-LANGUAGE_TOKENIZERS = {
-    "zh": ("zh",),
-    "ja": ("ja-mecab", "char"),
-    "ko": ("ko-mecab", "char"),
-}
+LANGUAGE_TOKENIZERS = {"zh": ("zh",), "ja": ("ja-mecab", "char"), "ko": ("ko-mecab", "char")}
 """Target language, in any script → sacreBLEU tokenizers, of which the first that loads is used. All
 other languages use 13a."""
 
@@ -72,10 +68,9 @@ class Bleu(Score):
     """BLEU in 0–100."""
 
     option: BleuTokenizerOption
-    tokenizers: Mapping[str, str]
-    """Target language → name of sacreBLEU's tokenizer."""
+    tokenizers: Mapping[str, str]  # target language → name of sacreBLEU's tokenizer
 
-    column = Column("bleu", "BLEU", out_of_100=True, by_target=True)
+    column = Column("bleu", "BLEU", out_of_100=True)
 
     @classmethod
     def into(cls, targets: Iterable[str], *, option: BleuTokenizerOption) -> Self:

@@ -10,15 +10,11 @@ from importlib import resources
 from pipeline.evaluation.tables import format_large
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, FLOOR = 360, 260, 60.0, 336.0, 18.0, 212.0
-ROW, BAR_ROW = 17.0, 34.0
-"""Heights of a row of a heat map, and of a bar with its name above."""
-CHARACTER = 8.4
-"""Width of a digit in the widest font of the page."""
+ROW, BAR_ROW = 17.0, 34.0  # heights of a row of a heat map, and of a bar with its name above
+CHARACTER = 8.4  # width of a digit in the widest font of the page
 SERIES_COLORS = 8
 _NOT_IN_HTML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-
 Point = tuple[float, float]
-Scale = Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -27,15 +23,11 @@ class Series:
 
     name: str
     points: tuple[Point, ...]
-    place: int
-    """Number that chooses color and dashes."""
-    upright: float | None = None
-    """Position of a vertical line in the color of the series, such as its mean."""
+    place: int  # chooses color and dashes
+    upright: float | None = None  # position of a vertical line, such as the mean
     low: tuple[Point, ...] = ()
-    high: tuple[Point, ...] = ()
-    """Edges of a band around the line, such as the range over runs; empty: none."""
-    outline: tuple[tuple[Point, Point], ...] = ()
-    """Segments of lines around the points of a scatter chart, such as those of equal density."""
+    high: tuple[Point, ...] = ()  # edges of a band around the line; empty: none
+    outline: tuple[tuple[Point, Point], ...] = ()  # segments around the points of a scatter chart
 
 
 @dataclass(frozen=True)
@@ -44,55 +36,51 @@ class Bar:
 
     name: str
     value: float
-    place: int = 0
-    """Number that chooses the color."""
+    place: int = 0  # chooses the color
     interval: Point | None = None
-    """Confidence interval of the value."""
 
 
 def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
     """Return a line chart; at least one series has points, and :func:`legend` is separate."""
-    xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in (*one.points, *one.low, *one.high)]
-    x_ticks, y_ticks = nice_ticks(0.0, max(xs), about=4), nice_ticks(min(ys), max(ys))
-    x = _scale(0.0, x_ticks[-1], LEFT, RIGHT)
-    y = _scale(y_ticks[0], y_ticks[-1], FLOOR, TOP)
-    parts = [_rule("grid", LEFT, y(one), RIGHT, y(one)) for one in y_ticks]
-    parts += [_text("tick", _tick(one), LEFT - 6, y(one) + 4, "end") for one in y_ticks]
-    parts += [_text("tick", _tick(one), x(one), FLOOR + 18) for one in x_ticks]
+    x_ticks = nice_ticks(0.0, max(x for one in series for x, _ in one.points), about=4)
+    y_ticks = nice_ticks(min(ys), max(ys))
+    x, y = _scale(0.0, x_ticks[-1], LEFT, RIGHT), _scale(y_ticks[0], y_ticks[-1], FLOOR, TOP)
+    parts = [_text("label", y_label, LEFT, TOP - 2, "start")]
+    for at in y_ticks:
+        parts.append(_rule("grid", LEFT, y(at), RIGHT, y(at)))
+        parts.append(_text("tick", _tick(at), LEFT - 6, y(at) + 4, "end"))
+    parts += [_text("tick", _tick(at), x(at), FLOOR + 18) for at in x_ticks]
     parts.append(_text("label", x_label, (LEFT + RIGHT) / 2, HEIGHT - 8))
-    parts.append(_text("label", y_label, LEFT, TOP - 2, "start"))
     for one in (one for one in series if one.points):
-        color = f"s{one.place % SERIES_COLORS}"
-        if one.low:
-            edge = _coordinates((*one.low, *reversed(one.high)), x, y)
-            parts.append(f'<polygon class="band {color}" points="{edge}"/>')
+        edges = ((*one.low, *reversed(one.high)), one.points)
+        band, line = (" ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in edge) for edge in edges)
+        if band:
+            parts.append(f'<polygon class="band {_color(one)}" points="{band}"/>')
         if one.upright is not None:
-            parts.append(_rule(f"upright {color}", x(one.upright), TOP, x(one.upright), FLOOR))
-        line = _coordinates(one.points, x, y)
-        parts.append(f'<polyline class="line {color}" points="{line}"/>')
-        parts += [_dot(one, at, x, y) for at in one.points if len(one.points) == 1]
+            at = x(one.upright)
+            parts.append(_rule(f"upright {_color(one)}", at, TOP, at, FLOOR))
+        parts.append(f'<polyline class="line {_color(one)}" points="{line}"/>')
+        parts += [_dot(one, x(a), y(b)) for a, b in one.points if len(one.points) == 1]
     return _svg(title, HEIGHT, parts)
 
 
 def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     """Return the points and outlines of series, at least one point, on axes of one unit."""
-    drawn = [at for one in series for at in one.points]
-    drawn += [end for one in series for segment in one.outline for end in segment]
-    xs, ys = zip(*drawn, strict=True)
-    width, height = (RIGHT - LEFT) / 2, (FLOOR - TOP) / 2
+    drawn = [
+        at for one in series for at in (*one.points, *(end for two in one.outline for end in two))
+    ]
+    (x_low, y_low), (x_high, y_high) = (tuple(map(f, zip(*drawn, strict=True))) for f in (min, max))
     # One unit is as long on both axes, since distances are what the chart shows.
-    unit = max((max(xs) - min(xs)) / width, (max(ys) - min(ys)) / height) / 2 or 1.0
-    x_middle, y_middle = (min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2
-    x = _scale(x_middle - unit * width, x_middle + unit * width, LEFT, RIGHT)
-    y = _scale(y_middle - unit * height, y_middle + unit * height, FLOOR, TOP)
-    parts = [_dot(one, at, x, y) for one in series for at in one.points]
-    for one in series:
-        ends = "".join(
-            f"M{x(a):.1f} {y(b):.1f}L{x(c):.1f} {y(d):.1f}" for (a, b), (c, d) in one.outline
-        )
-        if ends:
-            parts.append(f'<path class="outline s{one.place % SERIES_COLORS}" d="{ends}"/>')
+    unit = max((x_high - x_low) / (RIGHT - LEFT), (y_high - y_low) / (FLOOR - TOP)) or 1.0
+    x_half, y_half = unit * (RIGHT - LEFT) / 2, unit * (FLOOR - TOP) / 2
+    x_middle, y_middle = (x_low + x_high) / 2, (y_low + y_high) / 2
+    x = _scale(x_middle - x_half, x_middle + x_half, LEFT, RIGHT)
+    y = _scale(y_middle - y_half, y_middle + y_half, FLOOR, TOP)
+    parts = [_dot(one, x(a), y(b)) for one in series for a, b in one.points]
+    for one in (one for one in series if one.outline):
+        ends = (f"M{x(a):.1f} {y(b):.1f}L{x(c):.1f} {y(d):.1f}" for (a, b), (c, d) in one.outline)
+        parts.append(f'<path class="outline {_color(one)}" d="{"".join(ends)}"/>')
     return _svg(title, FLOOR + TOP, parts)
 
 
@@ -101,20 +89,19 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
     ends = [end for bar in bars for end in (bar.value, *(bar.interval or ()))]
     ticks = nice_ticks(low, max(*ends, low), about=4)
     x, floor = _scale(low, ticks[-1], TOP, RIGHT - 60), TOP + BAR_ROW * len(bars)
-    parts = [_rule("grid", x(one), TOP, x(one), floor) for one in ticks if one >= low]
-    parts += [_text("tick", _tick(one), x(one), floor + 16) for one in ticks if one >= low]
+    parts = []
+    for at in (at for at in ticks if at >= low):
+        parts.append(_rule("grid", x(at), TOP, x(at), floor))
+        parts.append(_text("tick", _tick(at), x(at), floor + 16))
     for place, bar in enumerate(bars):
-        y = TOP + BAR_ROW * place
+        y, length = TOP + BAR_ROW * place, max(x(bar.value) - TOP, 0.5)
         parts.append(_text("tick", bar.name, TOP, y + 13, "start"))
-        parts.append(
-            f'<rect class="fill s{bar.place % SERIES_COLORS}" x="{TOP}" y="{y + 18:.1f}" '
-            f'width="{max(x(bar.value) - TOP, 0.5):.1f}" height="10"/>'
-        )
+        parts.append(_rect(f"fill {_color(bar)}", TOP, y + 18, length, 10))
+        start, end = (x(max(one, low)) for one in bar.interval or (bar.value, bar.value))
         if bar.interval is not None:
-            start, end = (x(max(one, low)) for one in bar.interval)
             parts.append(_rule("whisker", start, y + 23, end, y + 23))
-        right = x(max(bar.value, *(bar.interval or (bar.value,))))
-        parts.append(_text("tick", f"{bar.value:,.4g}", right + 4, y + 28, "start"))
+        right = max(x(bar.value), end) + 4
+        parts.append(_text("tick", f"{bar.value:,.4g}", right, y + 28, "start"))
     parts.append(_text("label", x_label, (TOP + RIGHT) / 2, floor + 34))
     return _svg(title, floor + 42, parts)
 
@@ -130,18 +117,14 @@ def heat_map(
 ) -> str:
     """Return a heat map; cells show their values when pointed at, and names print as they fit."""
     left = max(LEFT, CHARACTER * max(map(len, rows)) + 7.0)
-    width, floor = (RIGHT - left) / len(columns), TOP + ROW * len(rows)
-    parts = []
+    width, floor, parts = (RIGHT - left) / len(columns), TOP + ROW * len(rows), list[str]()
     for number, (name, values) in enumerate(rows.items()):
         y = TOP + ROW * number
         parts.append(_text("tick", name, left - 5, y + 13, "end"))
         for place, (column, value) in enumerate(zip(columns, values, strict=True)):
             share = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 1.0
-            parts.append(
-                f'<rect class="cell" x="{left + width * place:.1f}" y="{y:.1f}" '
-                f'width="{width:.1f}" height="{ROW:.1f}" fill-opacity="{share:.3f}"><title>'
-                f"{escape_html(name)}, {escape_html(column)}: {value:.3g}</title></rect>"
-            )
+            said = f"<title>{escape_html(f'{name}, {column}')}: {value:.3g}</title>"
+            parts.append(_rect("cell", left + width * place, y, width, ROW, share, said))
     step = math.ceil(CHARACTER * (max(map(len, columns)) + 0.5) / width)
     for place in range(0, len(columns), step):
         parts.append(_text("tick", columns[place], left + width * (place + 0.5), floor + 16))
@@ -153,8 +136,7 @@ def legend(series: Sequence[Series]) -> str:
     """Return the legend of the series that have points, as an HTML list."""
     keys = (
         '<li><svg class="key" viewBox="0 0 36 12" aria-hidden="true"><path class="line '
-        f's{one.place % SERIES_COLORS}" d="M1 6H35"/></svg>'
-        f"<span>{escape_html(one.name)}</span></li>"
+        f'{_color(one)}" d="M1 6H35"/></svg><span>{escape_html(one.name)}</span></li>'
         for one in series
         if one.points
     )
@@ -166,9 +148,8 @@ def picture(chart: str, series: Sequence[Series] = ()) -> str:
     size, _, rest = chart.removeprefix('<svg viewBox="0 0 ').partition('"')
     drawn, height = rest.removesuffix("</svg>"), float(size.split()[1])
     for one in (one for one in series if one.points):
-        y = height + 8
-        drawn += f'<path class="line s{one.place % SERIES_COLORS}" d="M46 {y}H80"/>'
-        drawn += _text("label", one.name, 88, y + 4, "start")
+        drawn += f'<path class="line {_color(one)}" d="M46 {height + 8}H80"/>'
+        drawn += _text("label", one.name, 88, height + 12, "start")
         height += 20
     attributes, _, drawn = drawn.partition(">")
     return (
@@ -188,20 +169,33 @@ def nice_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
     return [round(step * place, 10) for place in range(first, max(last, first + 1) + 1)]
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Scale:
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     return lambda value: start + (value - low) / (high - low) * (end - start)
-
-
-def _coordinates(points: Iterable[Point], x: Scale, y: Scale) -> str:
-    return " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
 
 
 def _tick(value: float) -> str:
     return format_large(value) if value >= 10_000 else f"{value:,.4g}"
 
 
+def _color(one: Series | Bar) -> str:
+    return f"s{one.place % SERIES_COLORS}"
+
+
 def _rule(style: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _rect(
+    style: str,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    opacity: float = 1.0,
+    text: str = "",
+) -> str:
+    at = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{style}" {at} fill-opacity="{opacity:.3f}">{text}</rect>'
 
 
 def _text(style: str, text: str, x: float, y: float, anchor: str = "middle") -> str:
@@ -209,9 +203,8 @@ def _text(style: str, text: str, x: float, y: float, anchor: str = "middle") -> 
     return f'<text class="{style}" {at}>{escape_html(text)}</text>'
 
 
-def _dot(one: Series, at: Point, x: Scale, y: Scale) -> str:
-    style = f"marker s{one.place % SERIES_COLORS}"
-    return f'<circle class="{style}" cx="{x(at[0]):.1f}" cy="{y(at[1]):.1f}" r="3"/>'
+def _dot(one: Series, x: float, y: float) -> str:
+    return f'<circle class="marker {_color(one)}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
 
 
 def _svg(title: str, height: float, parts: Iterable[str]) -> str:

@@ -6,19 +6,16 @@ from pathlib import Path
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, listed_names
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluation.averages import RULE
+from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.repeated_runs import group_runs
 from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.scores import SystemScores, Verdicts
 from pipeline.languages import parse_tag
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted
 
-MAX_NAME_BYTES = 200
-"""Longest name of a system, which becomes the name of a directory."""
-NAMED_DIRECTIONS = 8
-"""Number of directions that a warning lists by name."""
+MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory
+NAMED_DIRECTIONS = 8  # directions that a warning lists by name
 
 
 # Refusals
@@ -32,24 +29,22 @@ def check_inputs(call: StageCall) -> None:
             languages contains an unknown language; or a system is named with and without a seed.
     """
     settings = call.recipe.evaluation
-    if "comet" in call.raw and "comet" not in settings.computed_scores:
+    has_comet, asks_comet = "comet" in call.raw, "comet" in settings.computed_scores
+    if has_comet != asks_comet:
         raise ConfigError(
             "--comet names a model, but evaluation.scores does not list comet. Add it there, or "
             "leave the option out."
-        )
-    if "comet" in settings.computed_scores and "comet" not in call.raw:
-        raise ConfigError(
-            "evaluation.scores lists comet, but no model is given. Name its directory with "
+            if has_comet
+            else "evaluation.scores lists comet, but no model is given. Name its directory with "
             "--comet, or leave comet out."
         )
     if "tokenizer" in call.artifacts and not settings.word_accuracy:
         raise ConfigError(
-            "--tokenizer is used for word accuracy alone, and evaluation.word_accuracy is false. "
+            "--tokenizer is used only for word accuracy, and evaluation.word_accuracy is false. "
             "Set it to true, or leave the option out."
         )
-    for codes in settings.language_sets.values():
-        for code in codes:
-            parse_tag(code)
+    for code in (code for codes in settings.language_sets.values() for code in codes):
+        parse_tag(code)
     group_runs(call.many("systems"))
 
 
@@ -71,14 +66,11 @@ def shared_directions(
     _check_names(list(systems))
     unknown: set[str] = set()
     for name, translations in systems.items():
-        skipped = skipped_directions(translations)
-        missing = [
-            str(one.direction)
-            for one in profiles
-            if not translations.has(hypotheses_name(one.direction))
-            and str(one.direction) not in skipped
-        ]
-        if missing:
+        skipped = listed_names(translations, "skipped_directions")
+        lacking = (one for one in profiles if not translations.has(hypotheses_name(one.direction)))
+        if missing := [
+            name for name in (str(one.direction) for one in lacking) if name not in skipped
+        ]:
             raise ArtifactError(
                 f"System {name!r} ({translations.directory}) has no translations for "
                 f"{', '.join(missing)}. Translate the whole corpus with it."
@@ -108,7 +100,7 @@ def _check_names(names: Sequence[str]) -> None:
     taken: dict[str, str] = {}
     for name in names:
         fits = name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
-        if not fits or "/" in name or "\\" in name or name in {".", ".."}:
+        if not fits or {"/", "\\"} & {*name} or name in {".", ".."}:
             raise ConfigError(
                 f"System name {name!r} cannot be the name of a directory. Choose another name."
             )
@@ -118,11 +110,6 @@ def _check_names(names: Sequence[str]) -> None:
                 "some file systems ignore. Choose another name."
             )
         taken[name.casefold()] = name
-
-
-def skipped_directions(translations: Artifact) -> set[str]:
-    """Return the directions that were not translated, as the model lacks their languages."""
-    return listed_names(translations, "skipped_directions")
 
 
 # Warnings
@@ -136,20 +123,11 @@ def caveats(
     left_out: int,
     call: StageCall,
 ) -> list[str]:
-    """Return the warnings of the report, in sentences.
-
-    Args:
-        systems: with their scores.
-        scores: of the evaluation.
-        profiles: directions that were scored.
-        left_out: number of directions that some system's model does not know.
-        call: of the stage.
-    """
-    found = []
+    """Return the warnings of the report, in sentences."""
+    found, translated = [], call.many("systems")
     if left_out:
-        named = sorted(
-            {code for one in call.many("systems").values() for code in skipped_directions(one)}
-        )
+        skipped = (listed_names(one, "skipped_directions") for one in translated.values())
+        named = sorted(set().union(*skipped))
         found.append(
             f"{left_out} of {left_out + len(profiles)} directions are left out, because not every "
             f"system translates them: {_listed(named)}."
@@ -166,15 +144,12 @@ def caveats(
             "no text": sum(one.empty for one in scored),
             "lost bytes that are not valid UTF-8": sum(one.invalid for one in scored),
         }
-        parts = [
-            f"{count:,} {'has' if count == 1 else 'have'} {defect}"
-            for defect, count in defects.items()
-            if count
-        ]
+        counts = ((defect, count) for defect, count in defects.items() if count)
+        parts = [f"{count:,} {'has' if count == 1 else 'have'} {what}" for what, count in counts]
         if parts:
             lines = sum(one.lines for one in scored)
             found.append(f"{system.name}: of {lines:,} translations, {' and '.join(parts)}.")
-    for name, translations in call.many("systems").items():
+    for name, translations in translated.items():
         record = translations.manifest.inputs.get("corpus")
         if record is not None and record.digest != call.artifacts["corpus"].digest:
             found.append(
@@ -187,7 +162,7 @@ def caveats(
 def undecided(verdicts: Verdicts) -> list[str]:
     """Return a warning if the baseline of several systems does not translate somewhere."""
     names = [name for name in verdicts.directions if not verdicts.decides(name)]
-    if not names or all(len(found) == 1 for found in verdicts.directions.values()):
+    if not names:
         return []
     return [
         f"Not decided in {len(names)} of {len(verdicts.directions)} directions, since the baseline "

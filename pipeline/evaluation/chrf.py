@@ -47,8 +47,7 @@ def shared_words(
     return _shared(_words(hypotheses, numbers), _words(references, numbers), orders=orders)
 
 
-_Items = tuple[Integers, Integers]
-"""Items of all lines, and where each line begins, (lines + 1,)."""
+_Items = tuple[Integers, Integers]  # items of all lines, and where each line begins, (lines + 1,)
 
 
 def _shared(hypotheses: _Items, references: _Items, *, orders: int) -> npt.NDArray[np.int32]:
@@ -60,26 +59,20 @@ def _shared(hypotheses: _Items, references: _Items, *, orders: int) -> npt.NDArr
 
 def _characters(texts: Sequence[str]) -> _Items:
     codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return codes.astype(np.int64), _starts(map(len, texts))
+    return codes.astype(np.int64), np.cumsum([0, *map(len, texts)], dtype=np.int64)
 
 
 def _words(texts: Iterable[Sequence[str]], numbers: dict[str, int]) -> _Items:
     """Return words as numbers, which new words receive in order."""
-    items: list[int] = []
-    lengths = []
+    items, starts = list[int](), [0]
     for words in texts:
         items += [numbers.setdefault(word, len(numbers)) for word in words]
-        lengths.append(len(words))
-    return np.array(items, dtype=np.int64), _starts(lengths)
-
-
-def _starts(lengths: Iterable[int]) -> Integers:
-    return np.cumsum([0, *lengths], dtype=np.int64)
+        starts.append(len(items))
+    return np.array(items, dtype=np.int64), np.array(starts, dtype=np.int64)
 
 
 CHARACTER_ORDERS, WORD_ORDERS = 6, 2
-BETA = 2.0
-"""Weight of recall relative to precision."""
+BETA = 2.0  # weight of recall relative to precision
 _MARKS = frozenset(punctuation)
 
 
@@ -106,8 +99,10 @@ class Chrf(Score):
         hypothesis, reference, matches = sums[:, 0::3], sums[:, 1::3], sums[:, 2::3]
         known = (hypothesis > 0) & (reference > 0)
         orders = np.maximum(known.sum(axis=1), 1)
-        precision = _sum_where(known, matches / np.maximum(hypothesis, 1.0)) / orders
-        recall = _sum_where(known, matches / np.maximum(reference, 1.0)) / orders
+        precision, recall = (
+            np.where(known, matches / np.maximum(side, 1.0), 0.0).sum(axis=1) / orders
+            for side in (hypothesis, reference)
+        )
         return _f_score(precision, recall)
 
 
@@ -170,11 +165,6 @@ def _f_score(precision: Floats, recall: Floats) -> Floats:
     return scores
 
 
-def _sum_where(known: npt.NDArray[np.bool_], values: Floats) -> Floats:
-    summed: Floats = np.where(known, values, 0.0).sum(axis=1)
-    return summed
-
-
 def words(text: str) -> list[str]:
     """Split a text into words as sacreBLEU's chrF does.
 
@@ -183,14 +173,9 @@ def words(text: str) -> list[str]:
     """
     found = []
     for word in text.split():
-        if len(word) == 1:
-            found.append(word)
-        elif word[-1] in _MARKS:
-            found += [word[:-1], word[-1]]
-        elif word[0] in _MARKS:
-            found += [word[0], word[1:]]
-        else:
-            found.append(word)
+        # The place where a word is cut in two; 0: nowhere.
+        cut = (len(word) - 1 if word[-1] in _MARKS else int(word[0] in _MARKS)) % len(word)
+        found += [word[:cut], word[cut:]] if cut else [word]
     return found
 
 

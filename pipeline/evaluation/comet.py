@@ -1,27 +1,16 @@
 """COMET: scores of a trained metric from source, translation and reference.
 
-The model is a directory on this machine: ``hparams.yaml`` beside ``checkpoints/model.ckpt``, as
-COMET lays out its own models. The configuration and tokenizer of its encoder are in ``encoder/``,
-in the directory that ``pretrained_model`` names, or in the Hugging Face cache. Only weights are
-read from the checkpoint, and nothing is downloaded.
-
-An evaluation runs the model in a process of its own, so that one model scores all lines and its
-workers do not import COMET's dependencies::
-
-    python -m pipeline.evaluation.comet MODEL_DIR WORK_DIR
-
-``WORK_DIR/lines/**.json`` are lists of objects with ``src``, ``mt`` and ``ref``;
-``WORK_DIR/scores/**.json`` become lists of scores in the same order. The process prints one line
-per file. It reports an error that the user can fix in one sentence on standard error.
+The model is a directory on this machine: ``hparams.yaml`` and ``checkpoints/model.ckpt``, as COMET
+lays out its own models. The configuration and tokenizer of its encoder are in ``encoder/``, in the
+directory that ``pretrained_model`` names, or in the Hugging Face cache. Only weights are read from
+the checkpoint, and nothing is downloaded.
 """
 
 import inspect
 import json
 import math
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +21,7 @@ import numpy as np
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.errors import EXIT_USER_ERROR, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
@@ -45,37 +34,33 @@ from pipeline.terminal import track
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 DIGEST_DIGITS = 12
-
-
-@dataclass(frozen=True)
-class CometScores:
-    """Scores that a model gave to all lines of an evaluation."""
-
-    folder: Path
-    """Directory of ``{system}/{direction}.json``."""
-    signature: str
-    """Name and digest of the model, and version of COMET."""
+BATCH_LINES = 16
 
 
 @dataclass(frozen=True)
 class Comet(Score):
     """Mean of a COMET model's scores over lines, times 100."""
 
-    given: CometScores
+    folder: Path  # directory with the scores of all lines, ``{system}/{direction}.json``
+    signature: str  # name and digest of the model, and version of COMET
 
     column = Column("comet", "COMET")
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return the scores of the model, (lines,)."""
-        path = _place(self.given.folder, lines.system, lines.direction)
+        path = _place(self.folder, lines.system, lines.direction)
         scores = np.array(json.loads(path.read_text("utf-8")), dtype=np.float64)
         assert len(scores) == len(lines.hypotheses)
-        return LineStatistics(scores, self.given.signature)
+        return LineStatistics(scores, self.signature)
 
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
         """Return means of summed scores, (draws, 1) → (draws,)."""
         found: Floats = 100.0 * sums[:, 0] / lines
         return found
+
+
+def _place(folder: Path, system: str, direction: Direction) -> Path:
+    return folder / system / f"{direction}.json"
 
 
 def ask_comet(
@@ -86,93 +71,26 @@ def ask_comet(
     systems: Mapping[str, Artifact],
     directions: Sequence[Direction],
     work_dir: Path,
-) -> CometScores:
-    """Score every line of every system.
-
-    Args:
-        model_dir: directory of the model.
-        digest: digest of that directory.
-        corpus: with sources and references.
-        systems: translations by name.
-        directions: to score.
-        work_dir: receives lines and scores.
+) -> Comet:
+    """Score every line of every system, in this process: workers read the scores from files.
 
     Raises:
-        ConfigError: the model cannot be loaded, or COMET is not installed.
+        ConfigError: the model cannot be loaded or gives no numbers, or COMET is not installed.
     """
-    for system, translations in systems.items():
-        for direction in directions:
-            lines = TranslatedLines.read(system, corpus, translations, direction)
-            sides = zip(lines.sources, lines.hypotheses, lines.references, strict=True)
-            samples = [{"src": src, "mt": mt, "ref": ref} for src, mt, ref in sides]
-            path = _place(work_dir / LINES, system, direction)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(samples), encoding="utf-8")
-    total = len(systems) * len(directions)
-    for _ in track(_run(model_dir, work_dir), label="comet", total=total):
-        pass
-    version = (work_dir / VERSION).read_text("utf-8")
-    parts = (f"model:{model_dir.name}", f"digest:{digest[:DIGEST_DIGITS]}", f"version:{version}")
-    return CometScores(work_dir / SCORES, "|".join(parts))
-
-
-def _place(folder: Path, system: str, direction: Direction) -> Path:
-    return folder / system / f"{direction}.json"
-
-
-def _run(model_dir: Path, work_dir: Path) -> Iterator[str]:
-    """Start the process and yield its output, one line per scored file."""
-    module = "pipeline.evaluation.comet"
-    command = [sys.executable, "-m", module, str(model_dir), str(work_dir)]
-    with (
-        (work_dir / "errors.txt").open("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(
-            command,
-            env={**os.environ, **OFFLINE},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            yield from process.stdout
-            status = process.wait()
-        finally:
-            process.kill()
-        if status:
-            errors.seek(0)
-            said = errors.read().split("\n")
-            last = next((line for line in reversed(said) if line.strip()), "it said nothing")
-            if status == EXIT_USER_ERROR:
-                raise ConfigError(last)
-            raise ConfigError(f"COMET stopped while it scored with {model_dir}: {last.strip()}")
-
-
-LINES, SCORES, VERSION = "lines", "scores", "version.txt"
-BATCH_LINES = 16
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Score the files of a work directory and return the exit status."""
-    model_dir, work_dir = map(Path, arguments)
-    try:
-        model = load_model(model_dir)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
-    (work_dir / VERSION).write_text(version("unbabel-comet"), encoding="utf-8")
-    for path in sorted((work_dir / LINES).rglob("*.json")):
-        found = scores_of(model, json.loads(path.read_text("utf-8")))
-        if not all(map(math.isfinite, found)):
-            print(f"{model_dir} gives scores that are no numbers. Use another.", file=sys.stderr)
-            return EXIT_USER_ERROR
-        place = work_dir / SCORES / path.relative_to(work_dir / LINES)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(found), encoding="utf-8")
-        print(path.name, flush=True)
-    return 0
+    model = load_model(model_dir)
+    tasks = [(system, direction) for system in systems for direction in directions]
+    for system, direction in track(tasks, label="comet"):
+        lines = TranslatedLines.read(system, corpus, systems[system], direction)
+        sides = zip(lines.sources, lines.hypotheses, lines.references, strict=True)
+        samples = [{"src": src, "mt": mt, "ref": ref} for src, mt, ref in sides]
+        scores = scores_of(model, samples)
+        if not all(map(math.isfinite, scores)):
+            raise ConfigError(f"{model_dir} gives scores that are no numbers. Use another model.")
+        path = _place(work_dir / "comet", system, direction)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(scores), encoding="utf-8")
+    known = f"digest:{digest[:DIGEST_DIGITS]}|version:{version('unbabel-comet')}"
+    return Comet(work_dir / "comet", f"model:{model_dir.name}|{known}")
 
 
 def load_model(model_dir: Path) -> Any:
@@ -182,6 +100,7 @@ def load_model(model_dir: Path) -> Any:
         ConfigError: COMET is not installed, or the directory does not hold one of its models.
     """
     settings = _settings_file(model_dir)
+    os.environ |= OFFLINE  # before Hugging Face's packages read it
     try:
         import torch
         from comet.models import str2model
@@ -294,7 +213,3 @@ def scores_of(model: Any, samples: Sequence[Mapping[str, str]]) -> list[float]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Loss curves of the systems, by updates, arithmetic and resource tier (MMNMT, Figures 1 and 5).
+"""Loss curves of the systems, by updates and resource tier (MMNMT, Figures 1 and 5).
 
 The horizontal axis counts all training behind a system's weights: the curve of a model that was
 assembled or trained further begins where the earlier runs ended. A system with several runs has one
@@ -6,37 +6,20 @@ curve, their mean, in a band that is their range. Losses into and out of the piv
 directions, since ``metrics.jsonl`` does not have their tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, get_args
-
-import numpy as np
+from typing import Any, TypeGuard, get_args
 
 from pipeline.artifacts.artifact import Artifact, open_recorded
 from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resource_of
+from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError
+from pipeline.evaluation.averages import group_runs
 from pipeline.evaluation.charts import Series, legend, line_chart
 from pipeline.evaluation.directions import Family, pivot_of, title_of_family
-from pipeline.evaluation.repeated_runs import group_runs
-from pipeline.evaluation.spent import (
-    SIDES,
-    Spent,
-    is_number,
-    operations_of,
-    read_metrics,
-    read_per_token,
-    tokens_by_update,
-)
-from pipeline.evaluation.tables import (
-    Cell,
-    Figure,
-    ReportSection,
-    Table,
-    bullets,
-    headings,
-    row,
-)
+from pipeline.evaluation.tables import Cell, Figure, ReportSection, Table, bullets, headings, row
 from pipeline.terminal import counted
 
 MAX_POINTS = 300
@@ -50,8 +33,6 @@ class CurvePoint:
     update: int
     losses: Mapping[str, float]
     """``all``, a resource tier or, for example, ``high/into_pivot`` → loss."""
-    operations: float | None = None
-    """Estimated floating-point operations up to the update."""
 
 
 @dataclass(frozen=True)
@@ -61,33 +42,44 @@ class Curve:
     system: str
     training: tuple[CurvePoint, ...]
     validation: tuple[CurvePoint, ...]
-    before: Spent | None = field(default_factory=Spent)
-    """Cost of the earlier runs; None if some of them can no longer be found."""
+    before: int | None = 0
+    """Updates of the earlier runs; None if some of them can no longer be found."""
     pivot: str | None = None
 
 
-def read_curve(system: str, checkpoint: Artifact, *, before: Spent | None) -> Curve:
+def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
+    """Return the metrics of a run that have an update and a time; none if the file is damaged."""
+    try:
+        entries = [*read_json_lines(checkpoint.file("metrics.jsonl"))]
+    except UserError:
+        return []
+    return [one for one in entries if is_number(one.get("seconds")) and is_count(one.get("update"))]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a JSON value is a number that a float can hold; booleans are none."""
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_plain and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether a JSON value is a number of things."""
+    return isinstance(value, int) and is_number(value) and value >= 0
+
+
+def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curve:
     """Return the losses of a run; a loss that was not finite leaves a gap."""
-    metrics, per_token = read_metrics(checkpoint), read_per_token(checkpoint)
     pivot, tiers = read_tiers(checkpoint)
-    tokens = {side: {0: 0} | tokens_by_update(metrics, side=side) for side in SIDES}
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
-    for entry in metrics:
+    for entry in read_metrics(checkpoint):
         if entry.get("kind") not in points or not is_number(entry.get("loss")):
             continue
-        update, resources = entry["update"], entry.get("resources")
-        directions = entry.get("directions")
-        at = {
-            side: float(np.interp(update, [*known], [*known.values()])) if len(known) > 1 else None
-            for side, known in tokens.items()
-        }
+        resources, directions = entry.get("resources"), entry.get("directions")
         losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
         if isinstance(directions, dict):
             losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
-        known_losses = {key: loss for key, loss in losses.items() if is_number(loss)}
-        points[entry["kind"]].append(
-            CurvePoint(update, known_losses, operations_of(per_token, **at))
-        )
+        losses = {key: loss for key, loss in losses.items() if is_number(loss)}
+        points[entry["kind"]].append(CurvePoint(entry["update"], losses))
     return Curve(system, tuple(points["train"]), tuple(points["validation"]), before, pivot)
 
 
@@ -111,13 +103,7 @@ def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
 def mean_losses(
     losses: Mapping[str, object], *, pivot: str | None, tiers: Mapping[str, Resource]
 ) -> dict[str, float]:
-    """Return the mean losses of directions by tier and side of the pivot.
-
-    Args:
-        losses: direction → loss. A mean with one that is no number is left out.
-        pivot: language of the sides.
-        tiers: pair → tier.
-    """
+    """Return mean losses of directions by tier and side of the pivot, if all are numbers."""
     found: dict[str, list[object]] = {}
     for direction, loss in losses.items():
         source, _, target = direction.partition("-")
@@ -131,43 +117,36 @@ def mean_losses(
 # Sections
 
 
-def losses_section(curves: Sequence[Curve]) -> ReportSection | None:
+def losses_section(curves: Sequence[Curve]) -> ReportSection:
     """Return the lowest and last validation loss of every system, and the tiers at the lowest."""
-    systems = {name: runs for name, runs in _by_system(curves).items() if _validated(runs)}
-    if not systems:
-        return None
-    best = {
-        name: [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
-        for name, runs in systems.items()
+    every = _by_system(curves)
+    systems = {name: runs for name, runs in every.items() if all(run.validation for run in runs)}
+    known = {
+        key
+        for runs in systems.values()
+        for run in runs
+        for at in run.validation
+        for key in at.losses
     }
-    last = {name: [run.validation[-1] for run in runs] for name, runs in systems.items()}
-    tiers = [
-        tier
-        for tier in get_args(Resource)
-        if any(tier in one.losses for points in best.values() for one in points)
-    ]
+    rows, tiers = [], [tier for tier in get_args(Resource) if tier in known]
+    for name, runs in systems.items():
+        best = [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
+        last = [run.validation[-1] for run in runs]
+        cells: list[Cell | str] = [
+            *(_mean_cell(best, "all"), _updates(best), _mean_cell(last, "all"), _updates(last)),
+            *(_mean_cell(best, tier) for tier in tiers),
+        ]
+        rows.append(row(name, len(runs), *cells))
     titles = ("System", "Runs", "Lowest", "At update", "Last", "At update")
-    rows = (
-        row(
-            name,
-            len(runs),
-            _mean_cell(one.losses["all"] for one in best[name]),
-            _updates(best[name]),
-            _mean_cell(one.losses["all"] for one in last[name]),
-            _updates(last[name]),
-            *(_mean_cell(one.losses.get(tier) for one in best[name]) for tier in tiers),
-        )
-        for name, runs in systems.items()
-    )
     tier_titles = (f"{tier.replace('_', ' ').capitalize()} resource" for tier in tiers)
-    without = [name for name in _by_system(curves) if name not in systems]
-    notes = [f"Left out, since a run of them has no validation loss: {', '.join(without)}."]
+    without = ", ".join(name for name in every if name not in systems)
+    note = f"Left out, since a run of them has no validation loss: {without}."
     return ReportSection(
         "Validation losses",
         "Nats per token in the last training of each system; its updates count from its start. "
         "Means over the runs, with their range; the tiers at the lowest loss.",
-        tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),),
-        lists=bullets(notes if without else []),
+        tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),) if rows else (),
+        items=bullets([note] if rows and without else []),
     )
 
 
@@ -176,15 +155,10 @@ def _by_system(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
     return {system: [by_run[run] for run in runs] for system, runs in group_runs(by_run).items()}
 
 
-def _validated(runs: Sequence[Curve]) -> bool:
-    return all(run.validation for run in runs)
-
-
-def _mean_cell(losses: Iterable[float | None]) -> Cell:
+def _mean_cell(points: Sequence[CurvePoint], key: str) -> Cell:
     """Return the mean over runs with their range; a dash if a run lacks the loss."""
-    found = list(losses)
-    known = [loss for loss in found if loss is not None]
-    if len(known) < len(found):
+    known = [point.losses[key] for point in points if key in point.losses]
+    if len(known) < len(points):
         return Cell(None)
     note = f"{min(known):.3f}–{max(known):.3f}" if len(known) > 1 else ""
     return Cell(fmean(known), ".3f", note=note)
@@ -195,7 +169,7 @@ def _updates(points: Sequence[CurvePoint]) -> str:
     return "–".join(f"{update:,}" for update in dict.fromkeys((ends[0], ends[-1])))
 
 
-def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> ReportSection | None:
+def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> ReportSection:
     """Return the loss curves; ``places`` has the number of the color of every run's system."""
     pivots = {curve.pivot for curve in curves if curve.pivot is not None}
     pivot = pivots.pop() if len(pivots) == 1 else None
@@ -205,17 +179,13 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
         for side in PIVOT_SIDES:
             titles[f"{tier}/{side}"] = f"{titles[tier]}, {title_of_family(side, pivot=pivot)}"
     found = [_figure(title, curves, places, key) for key, title in titles.items()]
-    found.insert(1, _figure("Validation", curves, places, "all", by_operations=True))
     found.append(_figure("Training", curves, places, "all", training=True))
-    figures = tuple(one for one in found if one is not None)
-    if not figures:
-        return None
     return ReportSection(
         "Loss curves",
         "Losses of the last training of each system, which begins where the trainings before it "
         "end. Lines of systems with several runs are means at the updates that all of them "
         "reached, bands their range. Losses into and out of a pivot are means over directions.",
-        figures=figures,
+        figures=tuple(one for one in found if one is not None),
     )
 
 
@@ -226,62 +196,42 @@ def _figure(
     key: str,
     *,
     training: bool = False,
-    by_operations: bool = False,
 ) -> Figure | None:
     series, left_out = [], []
     for system, runs in _by_system(curves).items():
-        placed = [_place(run, key, training, by_operations) for run in runs]
-        known = [one for one in placed if one is not None]
-        shared = [x for x in known[0] if all(x in one for one in known)] if known else []
-        if len(known) < len(runs) or (all(known) and not shared):
+        found = [
+            {one.update: one.losses[key] for one in points if key in one.losses}
+            for run in runs
+            for points in [run.training if training else run.validation]
+        ]
+        shared = [at for at in found[0] if all(at in one for one in found)]
+        before = [run.before for run in runs if run.before is not None]
+        if len(before) < len(runs) or (all(found) and not shared):
             left_out.append(system)
         elif shared:
-            series.append(_mean_series(system, known, shared, places[runs[0].system]))
+            place = places[runs[0].system]
+            series.append(_mean_series(system, found, shared, begin=fmean(before), place=place))
     if not series:
         return None
-    axis = "FLOP" if by_operations else "updates"
-    chart = line_chart(series, title=f"{title} by {axis}", x_label=axis, y_label="nats per token")
-    note = (
-        f"Left out, since the beginning or common points are not known: {', '.join(left_out)}.",
-    )
-    return Figure(
-        chart + legend(series), title=f"{title} by {axis}", notes=note if left_out else ()
-    )
-
-
-def _place(
-    curve: Curve, key: str, training: bool, by_operations: bool
-) -> dict[int, tuple[float, float]] | None:
-    """Return update → position and loss; None if the positions are not known."""
-    if curve.before is None:
-        return None
-    begin = curve.before.operations if by_operations else curve.before.updates
-    if begin is None:
-        return None
-    found = {}
-    for point in curve.training if training else curve.validation:
-        x = point.operations if by_operations else point.update
-        if x is None:
-            return None
-        if key in point.losses:
-            found[point.update] = (begin + x, point.losses[key])
-    return found
+    title = f"{title} by updates"
+    chart = line_chart(series, title=title, x_label="updates", y_label="nats per token")
+    note = f"Left out, since the beginning or common points are not known: {', '.join(left_out)}."
+    return Figure(chart + legend(series), title=title, note=note if left_out else "")
 
 
 def _mean_series(
     system: str,
-    runs: Sequence[Mapping[int, tuple[float, float]]],
+    runs: Sequence[Mapping[int, float]],
     updates: Sequence[int],
+    *,
+    begin: float,
     place: int,
 ) -> Series:
     step = -(-len(updates) // MAX_POINTS)
     kept = updates[step - 1 :: step]
-    xs = [fmean(run[at][0] for run in runs) for at in kept]
 
-    def line(of_runs: Callable[[Iterator[float]], float]) -> tuple[tuple[float, float], ...]:
-        return tuple(
-            (x, of_runs(run[at][1] for run in runs)) for x, at in zip(xs, kept, strict=True)
-        )
+    def line(summary: Callable[[list[float]], float]) -> tuple[tuple[float, float], ...]:
+        return tuple((begin + at, summary([run[at] for run in runs])) for at in kept)
 
     if len(runs) == 1:
         return Series(system, line(fmean), place)

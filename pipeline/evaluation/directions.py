@@ -33,8 +33,7 @@ pivot; not trained (zero-shot, or emptied: cleaning left no line of the pair); u
 corpus has training lines."""
 Group = Literal["all", Resource]
 
-FAMILIES: tuple[Family, ...] = get_args(Family)
-"""Order of families in every table, panel and list."""
+FAMILIES: tuple[Family, ...] = get_args(Family)  # order of families in every table, panel and list
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
@@ -46,11 +45,9 @@ class DirectionProfile:
     family: Family
     resource: Resource | None
     """Resource group by the imported training lines of the pair; None if none are left."""
-    training_lines: int
-    """Natural lines of the pair."""
+    training_lines: int  # natural lines of the pair
     test_lines: int
-    synthetic_lines: int = 0
-    """Lines with a side that a machine wrote, which train this direction."""
+    synthetic_lines: int = 0  # lines with a side that a machine wrote, which train this direction
 
 
 def find_pivot(training_pairs: Iterable[str]) -> str | None:
@@ -75,13 +72,7 @@ def pivot_of(training: Artifact) -> str | None:
 def describe_directions(
     corpus: Artifact, *, thresholds: tuple[int, ...], training: Artifact | None = None
 ) -> list[DirectionProfile]:
-    """Return all directions that have test lines, sorted, with family and resource group.
-
-    Args:
-        corpus: with the test lines.
-        thresholds: training lines that separate the resource groups.
-        training: corpus that the systems were trained on; None: ``corpus`` itself.
-    """
+    """Return the directions with test lines, sorted; ``training`` is the corpus of the systems."""
     training = training or corpus
     lines, test = line_counts(training, "train"), line_counts(corpus, "test")
     pivot, emptied = pivot_of(training), emptied_pairs(training)

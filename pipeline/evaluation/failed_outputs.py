@@ -26,17 +26,14 @@ OUTPUTS = Section(
     "characters within a word longer than thirty) at least four times in a row, unless the "
     "reference has one too. Bytes that are not valid UTF-8 are dropped before scoring.",
 )
-LOOP_REPEATS = 4
-"""Number of repetitions in a row that make a loop."""
-LOOP_WORDS, LOOP_CHARACTERS = 4, 16
-"""Longest repeated n-grams: in words, and in characters within a long word."""
-LONG_WORD = 30
-"""Words with more characters are searched for loops: some languages are written without spaces."""
+LOOP_REPEATS = 4  # repetitions in a row that make a loop
+LOOP_WORDS, LOOP_CHARACTERS = 4, 16  # longest n-grams, in words and in characters of a long word
+LONG_WORD = 30  # longer words are searched for loops: some languages are written without spaces
 
 
 @dataclass(frozen=True)
 class LengthRatio(Score):
-    """Characters of translations divided by those of references; neither end is better."""
+    """Characters of translations divided by characters of references; neither end is better."""
 
     column = Column(
         "length_ratio", "Length ratio", larger_is_better=None, decimals=2, section=OUTPUTS
@@ -44,9 +41,9 @@ class LengthRatio(Score):
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return characters of hypothesis and reference without outer white space, (lines, 2)."""
-        pairs = zip(lines.hypotheses, lines.references, strict=True)
-        counted = [[len(one.strip()), len(other.strip())] for one, other in pairs]
-        return LineStatistics(np.array(counted, dtype=np.int32))
+        sides = (lines.hypotheses, lines.references)
+        counted = [[len(text.strip()) for text in side] for side in sides]
+        return LineStatistics(np.array(counted, dtype=np.int32).T)
 
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:  # noqa: ARG002 (one signature)
         """Return ratios of characters, (draws, 2) → (draws,)."""
@@ -78,8 +75,9 @@ class Copies(FailedOutputs):
 
     def flags(self, lines: TranslatedLines) -> list[bool]:
         """Return which lines are copies; an empty translation is none."""
-        pairs = zip(lines.hypotheses, lines.sources, strict=True)
-        return [bool(one.strip()) and _folded(one) == _folded(other) for one, other in pairs]
+        sides = (lines.hypotheses, lines.sources)
+        folded = [[" ".join(text.casefold().split()) for text in side] for side in sides]
+        return [bool(one) and one == other for one, other in zip(*folded, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class InvalidOutputs(FailedOutputs):
 
 @dataclass(frozen=True)
 class Loops(FailedOutputs):
-    """Translations that repeat an n-gram in a loop where their references do not."""
+    """Translations that repeat an n-gram in a loop, unless their references do too."""
 
     column = _column("loops", "Loops of an n-gram, %")
 
@@ -133,7 +131,3 @@ def _repeats(tokens: Sequence[str], *, longest: int) -> bool:
             if run == needed:
                 return True
     return False
-
-
-def _folded(text: str) -> str:
-    return " ".join(text.casefold().split())

@@ -1,26 +1,20 @@
-"""Runs behind systems, followed through manifests: training budgets, stages and loss curves.
+"""Runs behind systems, followed through manifests: training budgets and loss curves.
 
 A system is an artifact of translations, or a checkpoint by itself. Its budget is the sum over the
 training runs that its weights come from, each once and whole. Its new cost leaves out, run by run,
-what led to given checkpoints, which the user had already.
+the training of given checkpoints, which the user had already. A figure that a run did not record is
+None, and so is every sum with it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
-from pipeline.evaluation.curves import Curve, read_curve
-from pipeline.evaluation.spent import (
-    Spent,
-    add_up,
-    beyond,
-    is_count,
-    published,
-    read_metrics,
-    readable_spec,
-    spent_by,
-)
+from pipeline.checkpoints.checkpoint import stated_spec
+from pipeline.errors import UserError
+from pipeline.evaluation.curves import Curve, is_count, read_curve, read_metrics
 from pipeline.evaluation.tables import (
     NO_VALUE,
     Cell,
@@ -33,18 +27,32 @@ from pipeline.evaluation.tables import (
     joined,
     row,
 )
-from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, count_parameters_of
+from pipeline.model.parameters import (
+    OPERATIONS_PER_PARAMETER,
+    PerToken,
+    count_multiplied,
+    count_parameters_of,
+)
+from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted
+from pipeline.training.settings import passes_of
 
 TRAINING_STAGES = ("pretrain", "finetune")
 
 
-@dataclass(frozen=True)
-class Translation:
-    """Lines that a system translated, and the wall time of that stage."""
+TokenSide = Literal["source", "target"]
+SIDES: tuple[TokenSide, ...] = ("source", "target")
 
-    lines: int
-    seconds: float
+
+@dataclass(frozen=True)
+class Spent:
+    """Cost of training: estimated floating-point operations, wall time on any processes."""
+
+    updates: int = 0
+    source_tokens: int | None = 0
+    target_tokens: int | None = 0
+    operations: float | None = 0.0
+    seconds: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,15 +62,11 @@ class SystemTraining:
     system: str
     total: Spent = field(default_factory=Spent)
     """Cost of all runs, a lower bound if some could not be found."""
-    runs: tuple[str, ...] = ()
-    """Directories of the runs, earliest first; baselines have none."""
-    complete: bool = True
-    """Whether all runs could still be found."""
-    new: Spent | None = None
-    """Cost beyond the given checkpoints; None if none is given."""
-    parameters: tuple[int, int] | None = None
-    """Number of parameters, in total and active per token."""
-    translation: Translation | None = None
+    runs: tuple[str, ...] = ()  # directories of the runs, earliest first; baselines have none
+    complete: bool = True  # whether all runs could still be found
+    new: Spent | None = None  # cost beyond the given checkpoints; None if none is given
+    parameters: tuple[int, int] | None = None  # number of parameters, in total and active per token
+    lines_per_second: float | None = None  # of the stage that translated
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,14 @@ class History:
     """Runs behind the systems."""
 
     curves: tuple[Curve, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Directories that are gone or have changed since."""
+    missing: tuple[str, ...] = ()  # directories that are gone or have changed since
     trainings: tuple[SystemTraining, ...] = ()
     """Trainings of the systems in their order; of a system with several runs, of each run."""
-    given: tuple[str, ...] = ()
-    """Directories of the given checkpoints."""
+    given: tuple[str, ...] = ()  # directories of the given checkpoints
 
 
 def checkpoint_of(system: Artifact) -> Artifact | None:
-    """Return a checkpoint itself, or the one behind translations; None if it is not there."""
+    """Return a checkpoint itself, or the checkpoint behind translations; None if it is gone."""
     if system.manifest.kind == "checkpoint":
         return system
     record = system.manifest.inputs.get("checkpoint")
@@ -89,9 +91,7 @@ def checkpoint_of(system: Artifact) -> Artifact | None:
 def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] = ()) -> History:
     """Follow the manifests of systems, or of their runs, back to their first trainings.
 
-    Args:
-        systems: name → translations or checkpoint.
-        given: checkpoints that existed already, if new costs are asked for.
+    ``given`` are checkpoints that existed already, if new costs are asked for.
     """
     curves, trainings, missing = [], [], set[str]()
     for name, system in systems.items():
@@ -102,29 +102,22 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
             missing.add(last.directory.name)
         elif last is not None:
             curves.append(read_curve(name, last, before=before if training.complete else None))
-    return History(
-        tuple(curves),
-        tuple(sorted(missing)),
-        tuple(trainings),
-        tuple(one.directory.name for one in given),
-    )
+    names = tuple(one.directory.name for one in given)
+    return History(tuple(curves), tuple(sorted(missing)), tuple(trainings), names)
 
 
 def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
-) -> tuple[SystemTraining, Artifact | None, Spent, set[str]]:
-    """Return the training of a system, its last run, the cost before it, and what is missing.
-
-    Args:
-        name: of the system.
-        system: its translations or checkpoint.
-        given: checkpoints that existed already; empty: the new cost is not asked for.
-    """
-    checkpoint, translation = checkpoint_of(system), _translation_of(system)
+) -> tuple[SystemTraining, Artifact | None, int, set[str]]:
+    """Return the training of a system, its last run, the updates before it, and missing runs."""
+    checkpoint, lines = checkpoint_of(system), system.statistics.get("lines")
+    seconds = system.manifest.run.wall_seconds if system.manifest.kind == "translations" else 0.0
+    speed = lines / seconds if is_count(lines) and lines and seconds > 0 else None
     if checkpoint is None:
         record = system.manifest.inputs.get("checkpoint")
-        nothing = SystemTraining(name, complete=record is None, translation=translation)
-        return nothing, None, Spent(), set() if record is None else {Path(record.path).name}
+        gone = set() if record is None else {Path(record.path).name}
+        nothing = SystemTraining(name, complete=record is None, lines_per_second=speed)
+        return nothing, None, 0, gone
     lineage, runs = _trace_runs([checkpoint])
     spent = {identity: spent_by(members) for identity, members in runs.items()}
     _, already = _trace_runs(given)
@@ -141,24 +134,14 @@ def trace_training(
         complete=not lineage.missing,
         new=add_up(new) if given else None,
         parameters=None if counts is None else (counts["total"], counts["active"]),
-        translation=translation,
+        lines_per_second=speed,
     )
-    before = add_up(one for identity, one in spent.items() if identity != last)
-    found = published(runs[last]) if last in runs else None
-    return training, found, before, lineage.missing
+    before = sum(one.updates for identity, one in spent.items() if identity != last)
+    return training, published(runs[last]) if last in runs else None, before, lineage.missing
 
 
-def _translation_of(system: Artifact) -> Translation | None:
-    lines, seconds = system.statistics.get("lines"), system.manifest.run.wall_seconds
-    if system.manifest.kind != "translations" or not is_count(lines) or not lines or seconds <= 0:
-        return None
-    return Translation(lines, seconds)
-
-
-def _trace_runs(
-    checkpoints: Sequence[Artifact],
-) -> tuple[Lineage, dict[str, list[Artifact]]]:
-    """Return what the weights of checkpoints come from, and the artifacts of every run in it."""
+def _trace_runs(checkpoints: Sequence[Artifact]) -> tuple[Lineage, dict[str, list[Artifact]]]:
+    """Return the lineage of the weights of checkpoints, and the artifacts of every run in it."""
     lineage = Lineage()
     for checkpoint in checkpoints:
         lineage.add(checkpoint, follow=_gives_weights)
@@ -190,60 +173,127 @@ def _last_run(checkpoint: Artifact) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
+# Cost of runs
+
+
+def add_up(parts: Iterable[Spent]) -> Spent:
+    """Return the sums; None for a figure that some part lacks."""
+    columns: Any = zip(*map(astuple, (Spent(), *parts)), strict=True)
+    sums: Any = (None if None in column else sum(column) for column in columns)
+    return Spent(*sums)
+
+
+def beyond(spent: Spent, given: Spent) -> Spent:
+    """Return the cost of a run after the updates of it that are given."""
+    if given.updates >= spent.updates:
+        return Spent()
+    pairs: Any = zip(astuple(spent), astuple(given), strict=True)
+    rest: Any = (None if None in pair else max(pair[0] - pair[1], 0) for pair in pairs)
+    return Spent(*rest)
+
+
+def spent_by(members: Sequence[Artifact]) -> Spent:
+    """Return the cost of a training run, read from its remaining checkpoints and states."""
+    shown = published(members)
+    metrics = read_metrics(shown)
+    by_side = [[*tokens_by_update(metrics, side=side).values()] for side in SIDES]
+    source, target = (found[-1] if found else None for found in by_side)
+    states: list[Any] = [
+        one.statistics.get("updates") or one.statistics.get("update") for one in members
+    ]
+    updates = max(one if isinstance(one, int) else 0 for one in states)
+    return Spent(
+        updates or max((entry["update"] for entry in metrics), default=0),
+        source,
+        target,
+        operations_of(read_per_token(shown), source=source, target=target),
+        shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
+    )
+
+
+def published(members: Sequence[Artifact]) -> Artifact:
+    """Return the checkpoint of a run; if it is gone, an artifact with metrics or any other."""
+    return max(members, key=lambda one: ("updates" in one.statistics, one.has("metrics.jsonl")))
+
+
+def tokens_by_update(metrics: Iterable[Mapping[str, Any]], *, side: TokenSide) -> dict[int, int]:
+    """Return update → tokens of a side up to it; empty if some update lacks its count."""
+    found: dict[int, int] = {}
+    tokens = 0
+    for entry in (one for one in metrics if one.get("kind") == "train"):
+        count = entry.get(f"{side}_tokens")
+        if not is_count(count):
+            return {}
+        found[entry["update"]] = tokens = tokens + count
+    return found
+
+
+def operations_of(
+    per_token: PerToken | None, *, source: float | None, target: float | None
+) -> float | None:
+    """Return the operations of training on so many tokens; None if anything is not known."""
+    if source is None or target is None or per_token is None:
+        return None
+    return float(per_token.source * source + per_token.target * target)
+
+
+def read_per_token(run: Artifact) -> PerToken | None:
+    """Return the operations of training per token of each side; None if the model is unreadable."""
+    spec, loss = readable_spec(run), run.manifest.config.get("loss")
+    if spec is None:
+        return None
+    passes = passes_of(loss.get("objective") if isinstance(loss, dict) else None)
+    of_pass, factor = count_multiplied(spec), OPERATIONS_PER_PARAMETER * passes
+    return PerToken(source=factor * of_pass.source, target=factor * of_pass.target)
+
+
+def readable_spec(checkpoint: Artifact) -> ModelSpec | None:
+    """Return the model that a checkpoint states; None if it is unreadable."""
+    try:
+        return stated_spec(checkpoint)
+    except (UserError, OSError, ValueError):
+        return None
+
+
 # Sections
 
 
 def trained_for(history: History, system: str) -> str:
     """Return the training of a system in a few words: ``2,100 updates (3.0 ×), 700 new``.
 
-    The factor is relative to the least trained system; it is left out if there is but one.
+    The factor is relative to the least trained system; it is left out if there is no other system.
     """
     training = next((one for one in history.trainings if one.system == system), None)
     if training is None:
         return NO_VALUE
     if not training.runs:
         return "no training" if training.complete else "training not found"
-    updates = training.total.updates
-    text = counted(updates, "update")
+    text = counted(training.total.updates, "update")
     new = "" if training.new is None else f", {training.new.updates:,} new"
     if not training.complete:
         return f"at least {text}{new}"
     known = [one.total.updates for one in history.trainings if one.runs and one.complete]
-    factor = f" ({updates / min(known):.1f} ×)" if len(known) > 1 and min(known) else ""
-    return f"{text}{factor}{new}"
+    is_compared = len(known) > 1 and min(known)
+    return f"{text}{f' ({training.total.updates / min(known):.1f} ×)' if is_compared else ''}{new}"
 
 
-def budgets_section(history: History) -> ReportSection | None:
+def budgets_section(history: History) -> ReportSection:
     """Return parameters and training cost of every system, baselines without training included."""
-    if not history.trainings:
-        return None
     costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
-    tables = [
-        Table(
-            "All trainings",
-            headings("System", "Parameters", "Active", *costs),
-            tuple(
-                row(
-                    one.system,
-                    *map(_large, one.parameters or (None, None)),
-                    *_costs(one, one.total),
-                )
-                for one in history.trainings
-            ),
+    rows = (
+        row(
+            *(one.system, *map(format_large, one.parameters or (None, None))),
+            *_costs(one, one.total),
+            Cell(one.lines_per_second, ",.1f"),
         )
-    ]
+        for one in history.trainings
+    )
+    titles = headings("System", "Parameters", "Active", *costs, "Translated lines per second")
+    tables = [Table("All trainings", titles, tuple(rows))] if history.trainings else []
     if history.given:
         rows = (row(one.system, *_costs(one, one.new or Spent())) for one in history.trainings)
         title = f"New cost, where {joined(history.given)} existed already"
         tables.append(Table(title, headings("System", *costs), tuple(rows)))
-    translated = [(one.system, one.translation) for one in history.trainings if one.translation]
-    if translated:
-        rows = (
-            row(name, one.lines, Cell(one.lines / one.seconds, ",.1f")) for name, one in translated
-        )
-        tables.append(
-            Table("Translation", headings("System", "lines", "lines per second"), tuple(rows))
-        )
     return ReportSection(
         "Training budgets",
         "Scores are comparable only together with the training behind them. All trainings of a "
@@ -252,25 +302,17 @@ def budgets_section(history: History) -> ReportSection | None:
         f"{OPERATIONS_PER_PARAMETER} for each token and each parameter that multiplies it. Wall "
         "times are of whole stages, on any number of processes.",
         tables=tuple(tables),
-        lists=bullets(_notes(history)),
+        items=bullets(_notes(history)),
     )
 
 
-def _large(value: float | None) -> Cell:
-    return Cell(None if value is None else format_large(value))
-
-
-def _costs(training: SystemTraining, spent: Spent) -> Iterator[Cell]:
+def _costs(training: SystemTraining, spent: Spent) -> Iterator[str]:
     """Yield costs, as lower bounds if some runs are missing."""
     least = "" if training.complete else "≥ "
     counts = (spent.source_tokens, spent.target_tokens, spent.operations)
-    texts = [
-        f"{spent.updates:,}",
-        *(None if one is None else format_large(one) for one in counts),
-        None if spent.seconds is None else format_duration(spent.seconds),
-    ]
-    for text in texts:
-        yield Cell(f"{least}{text}" if training.runs and text is not None else None)
+    seconds = NO_VALUE if spent.seconds is None else format_duration(spent.seconds)
+    for text in (f"{spent.updates:,}", *map(format_large, counts), seconds):
+        yield f"{least}{text}" if training.runs and text != NO_VALUE else NO_VALUE
 
 
 def _notes(history: History) -> Iterator[str]:

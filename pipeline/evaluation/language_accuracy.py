@@ -1,7 +1,7 @@
 """Language accuracy: the share of lines that langdetect assigns to the target language.
 
 There are two variants: langdetect as it is, and with its prior restricted to the languages of the
-corpus. Directions whose target language langdetect does not know have no language accuracy.
+corpus. Directions with a target language that langdetect does not know have no language accuracy.
 """
 
 from collections import Counter
@@ -32,21 +32,14 @@ LANGUAGE_ACCURACY = Section(
 )
 
 
-def _column(name: str, variant: str, how: str) -> Column:
-    return Column(
-        name,
-        f"langdetect {how}, %",
-        out_of_100=True,
-        section=LANGUAGE_ACCURACY,
-        path=("language_accuracy", variant),
-        ceiling=True,
-    )
+def _column(name: str, how: str) -> Column:
+    title = f"langdetect {how}, %"
+    return Column(name, title, out_of_100=True, section=LANGUAGE_ACCURACY, ceiling=True)
 
 
-NO_LANGUAGE = "none"
-"""Outcome of lines without a letter."""
-PLAIN = _column("language", "plain", "as it is")
-RESTRICTED = _column("language_restricted", "restricted", "restricted to the languages at hand")
+NO_LANGUAGE = "none"  # outcome of lines without a letter
+PLAIN = _column("language", "as it is")
+RESTRICTED = _column("language_restricted", "restricted to the languages at hand")
 
 
 @dataclass(frozen=True)
@@ -54,22 +47,16 @@ class LanguageAccuracy(ShareOfLines):
     """Percentage of lines in the target language."""
 
     column: Column
-    detectable: frozenset[str]
-    """Languages of the corpus that langdetect knows."""
-    candidates: frozenset[str] | None
-    """Languages to choose from; None: all that langdetect knows."""
+    detectable: frozenset[str]  # languages of the corpus that langdetect knows
+    candidates: frozenset[str] | None  # languages to choose from; None: all that langdetect knows
     seed: int
 
     @classmethod
-    def plain(cls, languages: Iterable[str], *, seed: int) -> Self:
-        """Return the variant with langdetect's own prior."""
-        return cls(PLAIN, _detectable(languages), None, seed)
-
-    @classmethod
-    def restricted(cls, languages: Iterable[str], *, seed: int) -> Self:
-        """Return the variant whose prior covers the languages of the corpus alone."""
-        detectable = _detectable(languages)
-        return cls(RESTRICTED, detectable, detectable, seed)
+    def among(cls, languages: Iterable[str], *, seed: int, restricted: bool) -> Self:
+        """Return the variant with langdetect's prior, or with a prior over some languages."""
+        detectable = detectable_languages() & {without_region(code) for code in languages}
+        candidates = detectable if restricted else None
+        return cls(RESTRICTED if restricted else PLAIN, detectable, candidates, seed)
 
     def covers(self, direction: Direction) -> bool:
         """Return whether langdetect knows the target language."""
@@ -86,7 +73,3 @@ class LanguageAccuracy(ShareOfLines):
         hits = np.array([code == target for code in found], dtype=np.bool_)
         outcomes = Counter(code or NO_LANGUAGE for code in found)
         return LineStatistics(hits, outcomes=dict(sorted(outcomes.items())))
-
-
-def _detectable(languages: Iterable[str]) -> frozenset[str]:
-    return detectable_languages() & {without_region(code) for code in languages}

@@ -1,22 +1,17 @@
 """Language identification of many lines at once, with the answers of langdetect 1.0.9.
 
-langdetect takes one text at a time, character by character. Here a batch of lines is processed as
-arrays, in three steps:
-
-1. n-grams: characters are looked up, n-grams of up to three become integers, and one search finds
-   their rows in the table of langdetect's profiles, in langdetect's order and with its repetitions.
-2. Random walk: seven times, the probabilities of all languages are multiplied by probabilities of
-   n-grams drawn at random, from the prior until one language is certain or a thousand were drawn.
-   The means of the seven ends are the answer. Every walk starts from one seed: all lines read the
-   same stream of random words, which is drawn once, each at its own position.
-3. Answers: the most probable language, with langdetect's own prior or one over some languages.
+A batch of lines is processed as arrays: (1) characters are looked up, n-grams of up to three become
+integers, and one search finds their rows in a table of langdetect's profiles; (2) seven times, the
+probabilities of all languages are multiplied by probabilities of n-grams drawn at random, from the
+prior until one language is certain or a thousand were drawn, and averaged. All lines read the same
+stream of random words, since every walk starts from one seed, each at its own position.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, reduce
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -33,22 +28,17 @@ from pipeline.errors import ConfigError
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-MAX_CHARACTERS = 10_000
-"""langdetect reads no more of a text (Detector.max_text_length)."""
-BLOCK_CHARACTERS = 1 << 18
-"""Number of characters that are looked up at a time."""
-CODE_POINTS = 0x110000
-NO_CHARACTER, UNSEEN_CHARACTER, FIRST_CHARACTER = 0, 1, 2
-FIRST_NON_LATIN = 0x300
+MAX_CHARACTERS = 10_000  # of a text that langdetect reads (Detector.max_text_length)
+BLOCK_CHARACTERS = 1 << 18  # looked up at a time
+CODE_POINTS, FIRST_NON_LATIN = 0x110000, 0x300
+UNSEEN_CHARACTER, FIRST_CHARACTER = 1, 2  # numbers of characters; 0 is none
 
 
 class GramsOfLines(NamedTuple):
-    """Known n-grams of lines, one list after the other."""
+    """Known n-grams of lines, one list after the other, as rows of ``Profiles.probabilities``."""
 
     places: npt.NDArray[np.int32]
-    """Row of every n-gram in ``Profiles.probabilities``."""
-    counts: Integers
-    """Number of n-grams of every line, (lines,)."""
+    counts: Integers  # of every line, (lines,)
 
 
 class Profiles:
@@ -58,16 +48,16 @@ class Profiles:
         """Build the table from langdetect's ``LangProfile`` objects; the first wins a tie."""
         self.names: tuple[str, ...] = tuple(profile.name for profile in profiles)
         known = {gram for profile in profiles for gram in profile.freq if 1 <= len(gram) <= 3}
-        self._alphabet = {
-            character: number
-            for number, character in enumerate(sorted(set().union(*known)), start=FIRST_CHARACTER)
-        }
+        letters = enumerate(sorted(set().union(*known)), start=FIRST_CHARACTER)
+        self._alphabet = {character: number for number, character in letters}
         self._base = len(self._alphabet) + FIRST_CHARACTER
-        keys = {self._key(gram): gram for gram in known}
+        number, base = self._alphabet.__getitem__, self._base
+        keys = {
+            reduce(lambda key, one: key * base + one, map(number, gram)): gram for gram in known
+        }
         self._keys = np.array(sorted(keys), dtype=np.int64)
         row = {keys[key]: place for place, key in enumerate(self._keys.tolist())}
-        self.probabilities: Floats = np.zeros((len(keys), len(profiles)))
-        """Probabilities of n-grams, (n-grams, profiles)."""
+        self.probabilities: Floats = np.zeros((len(keys), len(profiles)))  # of n-grams
         for column, profile in enumerate(profiles):
             grams = [gram for gram in profile.freq if gram in row]
             counts = np.array([profile.freq[gram] for gram in grams], dtype=np.float64)
@@ -77,33 +67,41 @@ class Profiles:
         self._is_upper = np.zeros(CODE_POINTS, dtype=np.bool_)
         self._space = self._alphabet.get(" ", UNSEEN_CHARACTER)
 
-    def _key(self, gram: str) -> int:
-        key = 0
-        for character in gram:
-            key = key * self._base + self._alphabet[character]
-        return key
-
     def grams(self, texts: Sequence[str]) -> GramsOfLines:
         """Return the n-grams of every text, in langdetect's order."""
-        found = [self._grams_of_block(block) for block in _blocks(texts)]
-        places = [np.empty(0, dtype=np.int32), *(one.places for one in found)]
-        counts = [np.empty(0, dtype=np.int64), *(one.counts for one in found)]
-        return GramsOfLines(np.concatenate(places), np.concatenate(counts))
+        found, block, characters = [self._grams_of_block([])], list[str](), 0
+        for text in map(normalized, texts):
+            block.append(text)
+            characters += len(text)
+            if characters >= BLOCK_CHARACTERS:
+                found.append(self._grams_of_block(block))
+                block, characters = [], 0
+        found.append(self._grams_of_block(block))
+        return GramsOfLines(*map(np.concatenate, zip(*found, strict=True)))
 
     def _grams_of_block(self, texts: Sequence[str]) -> GramsOfLines:
-        """Return the n-grams of normalized texts."""
         # Every line begins with a space, which makes no n-gram of its own. langdetect's buffer
         # begins anew at each space and holds it: a trigram never has a space in its middle.
-        codes, line = _without_latin_in_other_scripts(texts)
-        numbers, upper = self._look_up(codes)
+        joined = "".join(f" {text}" for text in texts)
+        codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+        line = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])
+        # Latin letters are left out of lines of which two thirds are in other scripts. By a slip of
+        # langdetect, the block Latin Extended Additional counts as another script.
+        latin = (codes >= ord("A")) & (codes <= ord("z"))
+        latin_counts = np.bincount(line[latin], minlength=len(texts))
+        others = np.bincount(line[codes >= FIRST_NON_LATIN], minlength=len(texts))
+        kept = ~(latin & (latin_counts * 2 < others)[line])
+        codes, line = codes[kept], line[kept]
+        for code in np.unique(codes[self._numbers[codes] < 0]).tolist():
+            character = NGram.normalize(chr(code))
+            self._numbers[code] = self._alphabet.get(character, UNSEEN_CHARACTER)
+            self._is_upper[code] = character.isupper()
+        numbers, upper = self._numbers[codes], self._is_upper[codes]
         first = np.diff(line, prepend=-1) > 0
-        space = numbers == self._space
         before, before_that = np.roll(numbers, 1), np.roll(numbers, 2)
-        after_space = before == self._space
-        one = numbers
-        two = before * self._base + one
-        three = before_that * self._base**2 + two
-        keys = np.stack([one, two, three], axis=1)
+        space, after_space = numbers == self._space, before == self._space
+        two = before * self._base + numbers
+        keys = np.stack([numbers, two, before_that * self._base**2 + two], axis=1)
         valid = np.stack([~space, ~(space & after_space), ~after_space], axis=1)
         valid &= ~(first | (upper & np.roll(upper, 1)))[:, None]
         places = np.searchsorted(self._keys, keys)
@@ -111,28 +109,6 @@ class Profiles:
         valid &= self._keys[places] == keys
         per_line = np.bincount(line, weights=valid.sum(axis=1), minlength=len(texts))
         return GramsOfLines(places[valid].astype(np.int32), per_line.astype(np.int64))
-
-    def _look_up(self, codes: npt.NDArray[np.uint32]) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Return the numbers of normalized characters, and whether they are upper case."""
-        new = np.unique(codes[self._numbers[codes] < 0])
-        for code in new.tolist():
-            character = NGram.normalize(chr(code))
-            self._numbers[code] = self._alphabet.get(character, UNSEEN_CHARACTER)
-            self._is_upper[code] = character.isupper()
-        return self._numbers[codes], self._is_upper[codes]
-
-
-def _blocks(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the normalized texts in blocks of about equal numbers of characters."""
-    block, characters = list[str](), 0
-    for text in texts:
-        block.append(normalized(text))
-        characters += len(block[-1])
-        if characters >= BLOCK_CHARACTERS:
-            yield block
-            block, characters = [], 0
-    if block:
-        yield block
 
 
 def normalized(text: str) -> str:
@@ -144,25 +120,6 @@ def normalized(text: str) -> str:
     if not text.isascii():
         text = NGram.normalize_vi(text)
     return text[:MAX_CHARACTERS]
-
-
-def _without_latin_in_other_scripts(
-    texts: Sequence[str],
-) -> tuple[npt.NDArray[np.uint32], Integers]:
-    """Return the code points of all texts and their lines; every line begins with a space.
-
-    Latin letters are left out of lines of which two thirds are in other scripts. langdetect means
-    to count the block Latin Extended Additional as Latin, but compares its number with its name, so
-    the block counts as another script.
-    """
-    joined = "".join(f" {text}" for text in texts)
-    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    line = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])
-    latin = (codes >= ord("A")) & (codes <= ord("z"))
-    latin_counts = np.bincount(line[latin], minlength=len(texts))
-    others = np.bincount(line[codes >= FIRST_NON_LATIN], minlength=len(texts))
-    kept = ~(latin & (latin_counts * 2 < others)[line])
-    return codes[kept], line[kept]
 
 
 @lru_cache(maxsize=1)
@@ -178,22 +135,18 @@ def grams_of_lines(texts: tuple[str, ...]) -> GramsOfLines:
     return langdetect_profiles().grams(texts)
 
 
-TRIALS = 7
-ALPHA, ALPHA_WIDTH = 0.5, 0.05
-BASE_FREQUENCY = 10_000
-CONVERGED = 0.99999
+TRIALS, CONVERGED = 7, 0.99999
+ALPHA, ALPHA_WIDTH, BASE_FREQUENCY = 0.5, 0.05, 10_000
 UPDATES_PER_TEST = 5
-MAX_TESTS = 201
-"""Tests of a trial: after its first update, and after every fifth up to the thousandth."""
+MAX_TESTS = 201  # of a trial: after its first update, and after every fifth up to the thousandth
 WORDS_OF_NORMAL_PAIR = 4
 WORDS_AHEAD = 1 << 13
-"""Number of words beyond the furthest position that a round finds ready. A round draws at most
-``MIN_ROWS`` times five numbers, each from two words on average at worst."""
-BLOCK_LINES = 2048
-"""Number of lines that are walked at a time."""
+"""Words ready beyond the furthest position: a round draws at most ``MIN_ROWS`` times five numbers,
+each from two words on average at worst."""
+BLOCK_LINES = 2048  # walked at a time
 MIN_ROWS = 128
-"""With fewer running lines, each takes several stages per call: the last lines of a block are those
-that never become certain, and would need a thousand updates one call after another."""
+"""With fewer running lines, each takes several stages per call: the last lines of a block never
+become certain, and would need a thousand updates one call after another."""
 
 
 class RandomWords:
@@ -213,15 +166,11 @@ class RandomWords:
 
     def normal_pair(self, position: int) -> tuple[float, float]:
         """Return the results of two calls of ``gauss(0, 1)`` from a position on."""
-        found = self._normal_pairs.get(position)
-        if found is None:
-            angle, radius = self._uniform(position) * math.tau, 1.0 - self._uniform(position + 2)
-            radius = math.sqrt(-2.0 * math.log(radius))
-            found = self._normal_pairs[position] = (
-                math.cos(angle) * radius,
-                math.sin(angle) * radius,
-            )
-        return found
+        if position not in self._normal_pairs:
+            angle, rest = self._uniform(position) * math.tau, 1.0 - self._uniform(position + 2)
+            radius = math.sqrt(-2.0 * math.log(rest))
+            self._normal_pairs[position] = (math.cos(angle) * radius, math.sin(angle) * radius)
+        return self._normal_pairs[position]
 
     def _uniform(self, position: int) -> float:
         high, low = self.words[position : position + 2].tolist()
@@ -232,20 +181,13 @@ class RandomWords:
 def language_probabilities(
     grams: GramsOfLines, *, probabilities: Floats, prior: Floats, seed: int
 ) -> Floats:
-    """Return langdetect's probabilities, (lines, profiles); zeros for lines without n-grams.
-
-    Args:
-        grams: n-grams of the lines.
-        probabilities: of n-grams, (n-grams, profiles).
-        prior: of the profiles, (profiles,), with sum 1.
-        seed: of the random walk.
-    """
+    """Return langdetect's probabilities, (lines, profiles); zeros for lines without n-grams."""
     found, stream = np.zeros((len(grams.counts), len(prior))), RandomWords(seed)
     starts, walked = np.cumsum(grams.counts) - grams.counts, np.flatnonzero(grams.counts)
     for first in range(0, len(walked), BLOCK_LINES):
         lines = walked[first : first + BLOCK_LINES]
-        walk = _Walk(grams.places, starts[lines], grams.counts[lines], probabilities, prior, stream)
-        found[lines] = walk.run()
+        part = grams._replace(counts=grams.counts[lines])
+        found[lines] = _Walk(part, starts[lines], (probabilities, prior), stream).run()
     return found
 
 
@@ -254,19 +196,17 @@ class _Walk:
 
     def __init__(
         self,
-        places: npt.NDArray[np.int32],
+        grams: GramsOfLines,
         starts: Integers,
-        counts: Integers,
-        probabilities: Floats,
-        prior: Floats,
-        stream: RandomWords,
+        model: tuple[Floats, Floats],
+        words: RandomWords,
     ) -> None:
-        self._places, self._starts, self._counts = places, starts, counts
-        self._probabilities, self._prior, self._stream = probabilities, prior, stream
+        (self._places, self._counts), self._starts, counts = grams, starts, grams.counts
+        (self._probabilities, self._prior), self._stream = model, words
         self._shifts = np.array([32 - int(count).bit_length() for count in counts], np.uint32)
         self._positions, self._trials, self._tests = np.zeros((3, len(counts)), dtype=np.int64)
         self._weights, self._second_normals = np.zeros((2, len(counts)))
-        self._current = np.tile(prior, (len(counts), 1))
+        self._current = np.tile(self._prior, (len(counts), 1))
 
     def run(self) -> Floats:
         """Walk all lines to their ends and return the means of the trials, (lines, profiles)."""
@@ -297,10 +237,7 @@ class _Walk:
         self._tests[rows] = 0
 
     def _advance(self, rows: Integers, stages: int, updates: int) -> npt.NDArray[np.bool_]:
-        """Take so many stages of updates, each with its test, and return which trials have ended.
-
-        A line whose trial ends before the last stage keeps its state and its position.
-        """
+        """Take stages of updates, each with its test, and return which trials have ended."""
         drawn, ends = self._draw(rows, stages * updates)
         grams = self._places[self._starts[rows][:, None] + drawn]
         current, weights = self._current[rows], self._weights[rows][:, None]
@@ -313,6 +250,7 @@ class _Walk:
                 factors += weights
                 stepped *= factors
             stepped /= stepped.sum(axis=1, keepdims=True)
+            # A line with an ended trial keeps its state and its position.
             current = np.where(ended[:, None], current, stepped)
             positions = np.where(ended, positions, ends[:, (stage + 1) * updates - 1])
             tests += ~ended
@@ -325,10 +263,8 @@ class _Walk:
     def _draw(self, rows: Integers, draws: int) -> tuple[Integers, Integers]:
         """Draw numbers below the count of each line as ``random.choice`` does.
 
-        The leading bits of a word are a number; a number that is too large is discarded.
-
-        Returns:
-            The numbers and the positions after them, both (rows, draws).
+        The leading bits of a word are a number, discarded if it is too large. The result is the
+        numbers and the positions after them, both (rows, draws).
         """
         drawn, ends = np.empty((2, len(rows), draws), dtype=np.int64)
         filled, positions = np.zeros(len(rows), dtype=np.int64), self._positions[rows]
@@ -350,10 +286,8 @@ class _Walk:
         return drawn, ends
 
 
-PROFILE_LANGUAGES = {"zh-cn": "zh", "zh-tw": "zh"}
-"""langdetect profile → language code, if the two differ."""
-UNCERTAIN, MIN_PROBABILITY = "unknown", 0.1
-"""langdetect's answer if no language reaches the minimum probability."""
+PROFILE_LANGUAGES = {"zh-cn": "zh", "zh-tw": "zh"}  # profile → language code, if they differ
+UNCERTAIN, MIN_PROBABILITY = "unknown", 0.1  # the answer if no language reaches the minimum
 
 
 def detectable_languages() -> frozenset[str]:
@@ -362,71 +296,55 @@ def detectable_languages() -> frozenset[str]:
 
 
 class LanguageDetector:
-    """langdetect with a fixed seed and, if candidates are given, a prior over them alone.
-
-    Args:
-        candidates: languages to choose from, with equal prior; those that langdetect does not know
-            are left out; None: all that it knows.
-        seed: of langdetect's random walk; every text starts from it, so order does not matter.
-    """
+    """langdetect with a fixed seed for every text: their order does not matter."""
 
     def __init__(self, candidates: Iterable[str] | None, *, seed: int) -> None:
+        """Choose among candidates that langdetect knows, with equal prior; None: all languages."""
         self._seed = seed
-        given = None if candidates is None else frozenset(candidates)
-        self._names, self._prior, self._probabilities = _choice(given)
+        chosen = _choice(None if candidates is None else frozenset(candidates))
+        self._names, self._prior, self._probabilities = chosen
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
         distinct = tuple(dict.fromkeys(texts))
         probabilities, counts = self._probable(distinct), grams_of_lines(distinct).counts
-        best, most = probabilities.argmax(axis=1).tolist(), probabilities.max(axis=1).tolist()
+        best, is_sure = probabilities.argmax(axis=1), probabilities.max(axis=1) > MIN_PROBABILITY
+        names = (
+            self._names[at] if sure else UNCERTAIN for at, sure in zip(best, is_sure, strict=True)
+        )
         found = {
-            text: None
-            if not count
-            else self._names[place]
-            if share > MIN_PROBABILITY
-            else UNCERTAIN
-            for text, count, place, share in zip(distinct, counts.tolist(), best, most, strict=True)
+            text: name if count else None
+            for text, name, count in zip(distinct, names, counts, strict=True)
         }
         return [found[text] for text in texts]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
-        """Return the languages that a text may be in with their probabilities, the best first.
-
-        Languages below ``MIN_PROBABILITY`` are left out, so that the list may be empty.
-        """
+        """Return the languages with at least ``MIN_PROBABILITY`` and this, the best first."""
         found: Counter[str] = Counter()
-        for name, probability in zip(self._names, self._probable((text,))[0].tolist(), strict=True):
-            found[name] += probability
+        for name, share in zip(self._names, self._probable((text,))[0].tolist(), strict=True):
+            found[name] += share
         return [(name, share) for name, share in found.most_common() if share > MIN_PROBABILITY]
 
     def _probable(self, texts: tuple[str, ...]) -> Floats:
-        return language_probabilities(
-            grams_of_lines(texts),
-            probabilities=self._probabilities,
-            prior=self._prior,
-            seed=self._seed,
-        )
+        table, prior = self._probabilities, self._prior
+        grams = grams_of_lines(texts)
+        return language_probabilities(grams, probabilities=table, prior=prior, seed=self._seed)
 
 
 @lru_cache(maxsize=4)
 def _choice(candidates: frozenset[str] | None) -> tuple[tuple[str, ...], Floats, Floats]:
-    """Return the languages to choose from, their prior and their probabilities of n-grams.
-
-    Candidates have equal weight, which the profiles of a language share.
-    """
+    """Return languages, their prior and their n-grams; profiles of a language share its weight."""
     profiles = langdetect_profiles()
     languages = tuple(PROFILE_LANGUAGES.get(name, name) for name in profiles.names)
     if candidates is None:
-        prior = np.full(len(languages), 1.0 / len(languages))
-        return languages, prior, profiles.probabilities
+        return languages, np.full(len(languages), 1.0 / len(languages)), profiles.probabilities
     chosen = [place for place, language in enumerate(languages) if language in candidates]
     if not chosen:
         raise ConfigError(
             f"langdetect knows none of the languages {', '.join(sorted(candidates))}. "
             "Set evaluation.language_accuracy to false."
         )
-    counts = Counter(languages)
-    weights = np.array([1.0 / counts[languages[place]] for place in chosen])
+    names = tuple(languages[place] for place in chosen)
+    weights = np.array([1.0 / names.count(name) for name in names])
     kept = np.ascontiguousarray(profiles.probabilities[:, chosen])
-    return tuple(languages[place] for place in chosen), weights / sum(weights.tolist()), kept
+    return names, weights / sum(weights.tolist()), kept

@@ -6,7 +6,7 @@ together. Equal text on a side that two pairs share tells which lines are the sa
 
 - A line has a key on each side: its text, how often the side has that text, and which of these
   occurrences it is. A repeated short line thus agrees only with a side that repeats it as often.
-- Two pairs are parallel if at least half of the lines of the shorter one have a key of the other,
+- Two pairs are parallel if at least half of the lines of the shorter pair have a key of the other,
   or by way of a third pair: de-fr and en-ja over de-en.
 - Within a set, lines with a common key are one sentence, unless that would put two lines of a pair
   into one. Keys of texts that occur once are taken first.
@@ -25,33 +25,23 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 
 Places = npt.NDArray[np.int64]
-LEAST_SHARED = 0.5
-"""Share of the lines of the shorter of two test sets that parallel ones have in common."""
+LEAST_SHARED = 0.5  # of the lines of the shorter of two parallel test sets
 
 
-@dataclass(frozen=True)
-class Sentences:
-    """The sentences of a line set that the lines of one pair are."""
+class Sentences(NamedTuple):
+    """The sentence of every line of a pair, (lines,), and the number of sentences of its set."""
 
     of_lines: Places
-    """Sentence of every line, (lines,)."""
     total: int
-    """Number of sentences of the whole set."""
 
 
 @dataclass(frozen=True)
 class LineSet:
-    """Pairs whose test lines are drawn together."""
+    """Pairs with test lines that are drawn together."""
 
     pairs: tuple[str, ...]
-    sentences: int
-    """Number of different sentences in the lines of all pairs."""
-    of_lines: Mapping[str, Places]
-    """Pair → sentence of every line, (lines,)."""
-
-    def of_pair(self, pair: str) -> Sentences:
-        """Return the sentences of the lines of one pair."""
-        return Sentences(self.of_lines[pair], self.sentences)
+    sentences: int  # number of different sentences in the lines of all pairs
+    of_lines: Mapping[str, Places]  # pair → sentence of every line, (lines,)
 
 
 class Key(NamedTuple):
@@ -62,33 +52,42 @@ class Key(NamedTuple):
     text: str
 
 
-Sides = Mapping[str, Mapping[str, Sequence[str]]]
-"""Pair → language → lines."""
+_Keys = Mapping[str, Mapping[str, Sequence[Key]]]  # pair → language → keys of its lines
 
 
 def find_line_sets(corpus: Artifact, pairs: Sequence[str]) -> list[LineSet]:
     """Return the sets of parallel test sets among some pairs of a corpus."""
     if len(pairs) < 2:
         return []
-    return group_lines(
-        {
-            pair: {code: read_lines(corpus, "test", pair, code) for code in pair.split("-")}
-            for pair in pairs
-        }
-    )
+    sides = {
+        pair: {c: read_lines(corpus, "test", pair, c) for c in pair.split("-")} for pair in pairs
+    }
+    return group_lines(sides)
 
 
-def group_lines(sides: Sides) -> list[LineSet]:
-    """Return the sets of at least two parallel pairs, in the order of their first pairs."""
+def group_lines(sides: Mapping[str, Mapping[str, Sequence[str]]]) -> list[LineSet]:
+    """Return the sets of at least two parallel pairs, in the order of their first pairs.
+
+    ``sides`` is pair → language → lines.
+    """
     keys = {
-        pair: {code: line_keys(lines) for code, lines in texts.items()}
+        pair: {code: _line_keys(lines) for code, lines in texts.items()}
         for pair, texts in sides.items()
     }
-    return [_line_set(members, keys) for members in _parallel_pairs(keys) if len(members) > 1]
+    groups = {pair: [pair] for pair in keys}
+    for code in dict.fromkeys(code for found in keys.values() for code in found):
+        texts = {pair: set(found[code]) for pair, found in keys.items() if code in found}
+        for one, other in combinations(texts, 2):
+            least = LEAST_SHARED * min(len(texts[one]), len(texts[other]))
+            is_apart = groups[one] is not groups[other]
+            if is_apart and len(texts[one] & texts[other]) >= least:
+                groups[one] += groups[other]
+                groups.update(dict.fromkeys(groups[other], groups[one]))
+    members = {id(group): group for group in groups.values()}.values()
+    return [_line_set(group, keys) for group in members if len(group) > 1]
 
 
-def line_keys(lines: Sequence[str]) -> list[Key]:
-    """Return the key of every line of a side."""
+def _line_keys(lines: Sequence[str]) -> list[Key]:
     occurrences, seen = Counter(lines), Counter[str]()
     found = []
     for text in lines:
@@ -97,37 +96,18 @@ def line_keys(lines: Sequence[str]) -> list[Key]:
     return found
 
 
-_Keys = Mapping[str, Mapping[str, Sequence[Key]]]
-"""Pair → language → keys of its lines."""
-
-
-def _parallel_pairs(keys: _Keys) -> list[list[str]]:
-    """Group pairs that are parallel, directly or by way of others."""
-    groups = {pair: [pair] for pair in keys}
-    for code in dict.fromkeys(code for sides in keys.values() for code in sides):
-        texts = {pair: set(sides[code]) for pair, sides in keys.items() if code in sides}
-        for one, other in combinations(texts, 2):
-            if groups[one] is groups[other]:
-                continue
-            common = len(texts[one] & texts[other])
-            if common >= LEAST_SHARED * min(len(texts[one]), len(texts[other])):
-                groups[one] += groups[other]
-                groups.update(dict.fromkeys(groups[other], groups[one]))
-    return list({id(members): members for members in groups.values()}.values())
-
-
 def _line_set(pairs: Sequence[str], keys: _Keys) -> LineSet:
     """Return which lines of parallel pairs are one sentence."""
-    lines = [len(next(iter(keys[pair].values()))) for pair in pairs]
-    starts = np.cumsum([0, *lines]).tolist()
+    sizes = [len(next(iter(keys[pair].values()))) for pair in pairs]
+    starts = np.cumsum([0, *sizes]).tolist()
     holders: dict[tuple[str, Key], list[int]] = {}
     for pair, start in zip(pairs, starts, strict=False):
         for code, of_side in keys[pair].items():
             for number, key in enumerate(of_side, start=start):
                 holders.setdefault((code, key), []).append(number)
-    parents = list(range(sum(lines)))  # of a union-find forest
+    parents = list(range(sum(sizes)))  # of a union-find forest
     # A bit per pair: sentences are joined only if they have none in common.
-    members = [1 << place for place, count in enumerate(lines) for _ in range(count)]
+    members = [1 << place for place, count in enumerate(sizes) for _ in range(count)]
 
     def root(line: int) -> int:
         while parents[line] != line:

@@ -34,25 +34,17 @@ from pipeline.artifacts.corpus import (
 from pipeline.errors import ArtifactError
 from pipeline.terminal import track
 
-NEAREST_NEIGHBOR = "nearest neighbor"
-"""Name of the baseline among the systems."""
+NEAREST_NEIGHBOR = "nearest neighbor"  # name of the baseline among the systems
 BLOCK_LINES = 65_536
 NO_NEIGHBOR = -1
-NO_TRIGRAM = np.iinfo(np.int64).max
-"""Last of the sorted trigrams, which gives every search a place."""
+NO_TRIGRAM = np.iinfo(np.int64).max  # last of the sorted trigrams, gives every search a place
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
 def retrieve_all(directory: Path, corpus: Artifact, *, training: Artifact) -> Artifact:
-    """Translate all test lines and write them as translations.
-
-    Args:
-        directory: of the translations.
-        corpus: with the test lines.
-        training: with the training lines.
-    """
+    """Translate all test lines of a corpus and write them as translations."""
     with new_artifact(
         directory, kind="translations", stage="evaluate", config={}, inputs={}
     ) as writer:
@@ -85,15 +77,9 @@ def retrieve(corpus: Artifact, direction: Direction, *, training: Artifact) -> l
 
 
 def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LINES) -> Integers:
-    """Find the line, counted from 0, that is most similar to each query.
+    """Find the line, counted from 0, that is most similar to each query: (queries,).
 
-    Args:
-        path: text file, one line each.
-        queries: lines to look up.
-        block_lines: lines indexed at a time; changes memory, not the result.
-
-    Returns:
-        (queries,) line numbers, NO_NEIGHBOR where no line shares a trigram.
+    It is NO_NEIGHBOR if no line shares a trigram. ``block_lines`` changes memory, not the result.
     """
     keys_G, frequency_G, total = _document_frequencies(path, block_lines)
 

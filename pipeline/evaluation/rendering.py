@@ -1,18 +1,19 @@
-"""Reports as Markdown and as one self-contained HTML page, by the templates of this package.
+"""Reports as one self-contained HTML page, by the template of this package, and as Markdown.
 
-Both escape text from outside (names of systems, directories and languages, translations, warnings),
-so that it appears literally. The page loads nothing and runs nothing.
+Text from outside (names of systems, directories and languages, translations, warnings) is escaped
+and appears literally. The page loads nothing and runs nothing.
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.evaluation.charts import SERIES_COLORS, replace_forbidden, style_sheet
-from pipeline.evaluation.tables import Report, ReportSection, Table
+from pipeline.evaluation.charts import replace_forbidden, style_sheet
+from pipeline.evaluation.tables import Cell, Report, ReportSection, Table
 
 _SPECIAL = re.compile(
     r"""[\\`*\[\]~|$]             # code, emphasis, links, strikethrough, cells, formulae
@@ -21,25 +22,78 @@ _SPECIAL = re.compile(
     """,
     re.VERBOSE,
 )
-_NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+@cache
+def _page() -> Environment:
+    def finalize(value: Any) -> Any:
+        """Replace characters that HTML cannot hold; autoescape does the rest."""
+        is_plain = isinstance(value, str) and not isinstance(value, Markup)
+        return replace_forbidden(value) if is_plain else value
+
+    found = Environment(
+        loader=PackageLoader("pipeline.evaluation"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=finalize,
+        autoescape=True,
+    )
+    found.globals["style"] = style_sheet()
+    return found
 
 
 def render_html(report: Report) -> str:
     """Return a report as one HTML page."""
-    return _html().get_template("report.html.j2").render(report=report, style=style_sheet())
+    return _page().get_template("report.html.j2").render(report=report)
 
 
 def render_markdown(report: Report) -> str:
     """Return a report as Markdown."""
-    return _markdown().get_template("report.md.j2").render(report=report).rstrip() + "\n"
+    head = [f"# {escape_markdown(report.title)}"] if report.title else []
+    facts = [report.imprint, " · ".join(report.facts)]
+    blocks = [*head, *(escape_markdown(one) for one in facts if one)]
+    for section in report.sections:
+        if not section.is_page_only:
+            blocks += _section(section)
+    return "\n\n".join(blocks) + "\n"
 
 
 def render_tables(tables: tuple[Table, ...]) -> str:
     """Return only tables as Markdown, for the terminal."""
     return render_markdown(Report("", "", (), (ReportSection("", tables=tables),))).strip()
+
+
+def _section(section: ReportSection) -> Iterator[str]:
+    if section.title:
+        yield f"## {escape_markdown(section.title)}"
+    if section.lead:
+        yield escape_markdown(section.lead)
+    for table in (part for one in section.tables for part in one.parts):
+        if table.title:
+            yield f"### {escape_markdown(table.title)}"
+        yield "\n".join(
+            [
+                _row(_markdown(Cell(one.title, note=one.note)) for one in table.headings),
+                _row("---:" if one.is_number else "---" for one in table.headings),
+                *(_row(map(_markdown, one.cells)) for one in table.rows),
+            ]
+        )
+    if section.items:
+        yield "\n".join(f"- {_markdown(one)}" for one in section.items)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _markdown(cell: Cell) -> str:
+    text = markdown_code(cell.text) if cell.code else escape_markdown(cell.text)
+    note = f" ({escape_markdown(cell.note)})" if cell.note else ""
+    return f"**{text}**{note}" if cell.bold else f"{text}{note}"
 
 
 def escape_markdown(text: str) -> str:
@@ -48,47 +102,14 @@ def escape_markdown(text: str) -> str:
     White space becomes a space. Bare web and mail addresses are left for the renderer to link: they
     show as they stand.
     """
-    line = _SURROGATE.sub("\ufffd", _BLANK.sub(" ", text)).strip()
+    line = re.sub(r"[\ud800-\udfff]", "\ufffd", _BLANK.sub(" ", text)).strip()
     escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", line)
-    escaped = _NUMBERED.sub(r"\1\\\2", escaped)
+    escaped = re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", escaped)
     return re.sub("[&<>]", lambda found: _HTML[found.group()], escaped)
 
 
-def markdown_code(text: str) -> Markup:
-    """Return a code span, whose fence is longer than any run of backticks within it."""
+def markdown_code(text: str) -> str:
+    """Return a code span, with a fence longer than any run of backticks within it."""
     text = _BLANK.sub(" ", text)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return Markup(f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}")
-
-
-@cache
-def _html() -> Environment:
-    def finalize(value: Any) -> Any:
-        """Replace characters that HTML cannot hold; autoescape does the rest."""
-        is_plain = isinstance(value, str) and not isinstance(value, Markup)
-        return replace_forbidden(value) if is_plain else value
-
-    return _environment(finalize=finalize, autoescape=True)
-
-
-@cache
-def _markdown() -> Environment:
-    def finalize(value: Any) -> Any:
-        return value if isinstance(value, Markup) else escape_markdown(str(value))
-
-    environment = _environment(finalize=finalize, autoescape=False)
-    environment.filters["code"] = markdown_code
-    return environment
-
-
-def _environment(**settings: Any) -> Environment:
-    environment = Environment(
-        loader=PackageLoader("pipeline.evaluation"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        **settings,
-    )
-    environment.globals["SERIES_COLORS"] = SERIES_COLORS
-    return environment
+    return f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}"

@@ -1,41 +1,37 @@
-"""The report of an evaluation: order of its sections, and notes."""
+"""The report of an evaluation: order of its sections, sample translations, and notes."""
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from pipeline import installed_version
-from pipeline.artifacts.corpus import pair_name
-from pipeline.evaluation.averages import RULE
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import pair_name, read_hypotheses, read_lines
+from pipeline.evaluation import score_sections
+from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.curves import curves_section
+from pipeline.evaluation.directions import FAMILIES, DirectionProfile, title_of_family
 from pipeline.evaluation.history import History, budgets_section, trained_for
-from pipeline.evaluation.samples import samples_section
-from pipeline.evaluation.score_sections import (
-    TrainedFor,
-    averages_section,
-    baseline_section,
-    directions_by_family,
-    directions_section,
-    family_title,
-    main_tables,
-    output_languages_section,
-    overview_section,
-    separate_sections,
-    sets_section,
-    word_accuracy_section,
-)
+from pipeline.evaluation.score_sections import TrainedFor
 from pipeline.evaluation.scores import Evaluation, Significance
 from pipeline.evaluation.statistics import MIN_LINES
 from pipeline.evaluation.tables import (
-    BulletList,
     Cell,
     Report,
     ReportSection,
+    Row,
     Table,
-    TextSample,
     bullets,
+    headings,
     joined,
+    row,
 )
+from pipeline.languages import language
+from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
+
+# Samples per family of directions: directions, lines of each, and the longest reference shown.
+DIRECTIONS, LINES, CHARACTERS = 3, 2, 240
 
 
 def imprint() -> str:
@@ -46,85 +42,52 @@ def imprint() -> str:
 def evaluation_report(
     evaluation: Evaluation,
     history: History,
-    samples: Sequence[TextSample] = (),
+    samples: Sequence[Table] = (),
     *,
     made: str,
     further: Sequence[ReportSection] = (),
 ) -> Report:
-    """Return the report of an evaluation.
-
-    Args:
-        evaluation: scores of all systems.
-        history: runs behind the systems.
-        samples: translated test lines to show.
-        made: date and version.
-        further: sections that follow those of the scores.
-    """
+    """Return the report of an evaluation."""
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
-    training = _trained_for(evaluation, history)
+    training = describe_training(evaluation, history)
+    signatures = tuple(_signatures(evaluation))
     sections = (
-        overview_section(evaluation),
-        _warnings_section(evaluation),
-        averages_section(evaluation, training) if evaluation.main_columns else None,
+        score_sections.overview_section(evaluation),
+        ReportSection("Warnings", items=bullets(evaluation.warnings)),
+        score_sections.averages_section(evaluation, training),
         budgets_section(history),
-        *separate_sections(evaluation, training),
-        baseline_section(evaluation),
-        sets_section(evaluation),
-        output_languages_section(evaluation),
-        word_accuracy_section(evaluation),
+        *score_sections.separate_sections(evaluation, training),
+        score_sections.baseline_section(evaluation),
+        score_sections.sets_section(evaluation),
+        score_sections.output_languages_section(evaluation),
+        score_sections.word_accuracy_section(evaluation),
         *further,
         curves_section(history.curves, runs),
         samples_section("Sample translations", samples),
-        directions_section(evaluation),
-        _notes_section(evaluation, history),
-        _signatures_section(evaluation),
+        score_sections.directions_section(evaluation),
+        ReportSection("Notes", items=bullets(_notes(evaluation, missing=history.missing))),
+        ReportSection("Signatures", items=signatures),
     )
     return Report(
         f"Translation quality of {counted(len(evaluation.systems), 'system')}",
         f"Evaluation report, {made}",
-        _facts(evaluation),
-        tuple(section for section in sections if section is not None),
+        score_sections.direction_facts(evaluation),
+        tuple(section for section in sections if not section.is_empty),
         generator="mmnmt evaluate",
     )
 
 
 def summary_tables(evaluation: Evaluation, history: History) -> tuple[Table, ...]:
     """Return the averages of the main scores, which the command prints."""
-    return main_tables(evaluation, _trained_for(evaluation, history))
+    return score_sections.main_tables(evaluation, describe_training(evaluation, history))
 
 
-def _trained_for(evaluation: Evaluation, history: History) -> TrainedFor:
-    """Return the description of a system's training; of runs that differ in it, all of theirs."""
+def describe_training(evaluation: Evaluation, history: History) -> TrainedFor:
+    """Describe the training of a system, or each training of its runs if they differ."""
     runs = {one.name: one.run_names for one in evaluation.systems}
     return lambda system: " / ".join(
         dict.fromkeys(trained_for(history, run) for run in runs[system])
     )
-
-
-def _facts(evaluation: Evaluation) -> tuple[str, ...]:
-    targets = {one.direction.target for one in evaluation.directions}
-    lines = sum(one.test_lines for one in evaluation.directions)
-    kinds = (
-        f"{len(profiles):,} {family_title(evaluation, family)}"
-        for family, profiles in directions_by_family(evaluation).items()
-    )
-    return (
-        f"{counted(len(evaluation.directions), 'direction')} ({', '.join(kinds)})",
-        counted(len(targets), "target language"),
-        counted(lines, "test line"),
-    )
-
-
-def _warnings_section(evaluation: Evaluation) -> ReportSection | None:
-    lists = bullets(evaluation.warnings)
-    return ReportSection("Warnings", lists=lists) if lists else None
-
-
-# Notes
-
-
-def _notes_section(evaluation: Evaluation, history: History) -> ReportSection:
-    return ReportSection("Notes", lists=bullets(_notes(evaluation, missing=history.missing)))
 
 
 def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
@@ -165,24 +128,25 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
         )
     if missing:
         yield (
-            "Wall times and budgets leave out what is no longer where it was, or has changed "
-            f"since: {', '.join(missing)}."
+            "Wall times and budgets leave out runs that have moved or changed: "
+            f"{', '.join(missing)}."
         )
 
 
 def _note_on_lines(significance: Significance) -> str:
     """Return which directions are resampled together, with the sizes of their line sets."""
     resampled = [name for name, columns in significance.directions.items() if columns]
-    pairs = {pair for one in significance.shared_lines for pair in one.pairs}
-    together = sum(pair_name(*name.split("-")) in pairs for name in resampled)
+    sets = {tuple(pairs.split(", ")): size for pairs, size in significance.shared_lines.items()}
+    shared = {pair for pairs in sets for pair in pairs}
+    together = sum(pair_name(*name.split("-")) in shared for name in resampled)
     if not together:
         return (
             "The two directions of a pair are resampled together, and pairs independently of each "
             "other: no two pairs have half of their test lines in common."
         )
     sizes = [
-        f"{counted(len(one.pairs), 'pair')} with {counted(one.sentences, 'sentence')}"
-        for one in significance.shared_lines
+        f"{counted(len(pairs), 'pair')} with {counted(size, 'sentence')}"
+        for pairs, size in sets.items()
     ]
     return (
         f"{together} of {counted(len(resampled), 'direction')} have parallel test sets, known by "
@@ -191,24 +155,62 @@ def _note_on_lines(significance: Significance) -> str:
     )
 
 
-def _signatures_section(evaluation: Evaluation) -> ReportSection | None:
-    """Return the signatures of the scores, and the target languages that each applies to."""
+def _signatures(evaluation: Evaluation) -> Iterator[Cell]:
+    """Yield the signatures of the scores with the target languages that each applies to."""
     targets: dict[str, set[str]] = {}
+    titles = {one.name: one.title for one in evaluation.columns}
     for system in evaluation.systems:
-        for direction, one in system.directions.items():
-            for column in evaluation.columns:
-                if column.name in one.signatures:
-                    signature = f"{column.title}|{one.signatures[column.name]}"
-                    target = direction.split("-")[1] if column.by_target else "all"
-                    targets.setdefault(signature, set()).add(target)
-    if not targets:
-        return None
-    items = (
-        Cell(
-            signature,
-            note="all targets" if "all" in codes else f"into {', '.join(sorted(codes))}",
-            code=True,
-        )
-        for signature, codes in sorted(targets.items())
-    )
-    return ReportSection("Signatures", lists=(BulletList(tuple(items)),))
+        for direction, scored in system.directions.items():
+            for name, signature in scored.signatures.items():
+                target = direction.split("-")[1]
+                targets.setdefault(f"{titles[name]}|{signature}", set()).add(target)
+    everything = {one.direction.target for one in evaluation.directions}
+    for signature, codes in sorted(targets.items()):
+        note = "all targets" if codes == everything else f"into {', '.join(sorted(codes))}"
+        yield Cell(signature, note=note, code=True)
+
+
+# Samples
+
+
+def choose_samples(
+    corpus: Artifact,
+    systems: Mapping[str, Artifact],
+    *,
+    profiles: Sequence[DirectionProfile],
+    seed: int,
+    pivot: str | None,
+) -> list[Table]:
+    """Return a few lines of a few directions by family, by the first run of each system."""
+    first = {name: systems[runs[0]] for name, runs in group_runs(systems).items()}
+    tables = []
+    for family in FAMILIES:
+        members = [profile.direction for profile in profiles if profile.family == family]
+        rows, step = list[Row](), max(len(members) / DIRECTIONS, 1.0)
+        for index in range(min(len(members), DIRECTIONS)):
+            way = members[int(index * step)]
+            codes = (way.source, way.target)
+            sources, references = (read_lines(corpus, "test", way.pair, code) for code in codes)
+            versions = {"source": sources, "reference": references}
+            for name, one in first.items():
+                versions[name] = [found.text for found in read_hypotheses(one, way)]
+            lines = range(len(references))
+            short = [line for line in lines if len(references[line]) <= CHARACTERS] or [*lines]
+            generator = random.Random(derive_seed("evaluate samples", seed, str(way)))
+            title = " → ".join(language(code).name for code in codes)
+            rows += [
+                row(f"{title}, line {line + 1:,}", name, texts[line].strip() or "(empty)")
+                for line in sorted(generator.sample(short, min(LINES, len(short))))
+                for name, texts in versions.items()
+            ]
+        if rows:
+            titles = ("Line", "Version", "Text")
+            title = title_of_family(family, pivot=pivot)
+            tables.append(Table(title, headings(*titles, words=titles), tuple(rows)))
+    return tables
+
+
+def samples_section(title: str, samples: Sequence[Table]) -> ReportSection:
+    """Return the section of the samples."""
+    lead = "Test lines drawn at random. Systems with several runs are shown by their first run."
+    return ReportSection(title, lead, tables=tuple(samples))

@@ -1,63 +1,249 @@
-"""The page of ``mmnmt report``: scores, losses, budgets, experts, analyses and translations."""
+"""The page of ``mmnmt report``: scores, losses, budgets, experts, analyses and translations.
+
+An argument is a checkpoint, translations, an evaluation, an analysis, or a folder of such
+artifacts, for example the folder of a plan. A run has the name that the argument or the evaluation
+gives it, else the name of its folder; ``moe@1`` is a run of ``moe``.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from pipeline.artifacts.artifact import Artifact, open_recorded
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.artifacts.artifact import Artifact, InputRecord, open_artifact, open_recorded
 from pipeline.artifacts.corpus import hypotheses_name
-from pipeline.errors import UserError
-from pipeline.evaluation.compared_runs import ComparedRuns, Translated
-from pipeline.evaluation.compared_scores import scores_section
+from pipeline.artifacts.manifest import MANIFEST_NAME, read_manifest
+from pipeline.errors import ArtifactError, ConfigError, UserError
+from pipeline.evaluation.averages import RUN_MARK, group_runs
 from pipeline.evaluation.curves import curves_section, losses_section
 from pipeline.evaluation.directions import describe_directions, pivot_of
-from pipeline.evaluation.history import History, budgets_section, checkpoint_of, trace_history
-from pipeline.evaluation.routing_tables import languages_section, loads_section
-from pipeline.evaluation.samples import choose_samples, samples_section
+from pipeline.evaluation.history import (
+    TRAINING_STAGES,
+    History,
+    budgets_section,
+    checkpoint_of,
+    trace_history,
+)
+from pipeline.evaluation.report import choose_samples, describe_training, samples_section
+from pipeline.evaluation.score_sections import averages_section, baseline_section
+from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.evaluation.tables import Report, ReportSection, bullets
+from pipeline.evaluation.tables import (
+    EMPTY,
+    Cell,
+    Report,
+    ReportSection,
+    Table,
+    bullets,
+    headings,
+    row,
+)
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
-from pipeline.terminal import counted
+from pipeline.terminal import counted, with_article
 from pipeline.training.settings import TrainingConfig
+
+DEAD, OVERLOADED = 0.1, 2.0
+"""Load of an expert, relative to an even one, below which it is dead and above it overloaded."""
+SYSTEMS = "systems/"
+"""Beginning of the names under which the manifest of an evaluation lists its systems."""
+
+
+@dataclass
+class Translated:
+    """A corpus and the translations of its test lines."""
+
+    corpus: InputRecord
+    training: InputRecord | None  # corpus of the systems, if an evaluation names another
+    runs: dict[str, Artifact] = field(default_factory=dict)  # run → translations
+
+
+@dataclass
+class ComparedRuns:
+    """Runs, evaluations, analyses and translations that a report shows."""
+
+    runs: dict[str, Artifact] = field(default_factory=dict)  # run → checkpoint or translations
+    evaluations: dict[str, Artifact] = field(default_factory=dict)
+    analyses: dict[str, Artifact] = field(default_factory=dict)
+    translated: dict[str, Translated] = field(default_factory=dict)
+    """Digest of a corpus → its translations."""
+    missing: list[str] = field(default_factory=list)
+    """Runs of evaluations whose translations are gone or have changed."""
+    unreadable: list[str] = field(default_factory=list)
+    """Folders with a manifest that is not of this version."""
+
+    def add(self, name: str, path: Path) -> None:
+        """Add the artifact at a path, or the artifacts in a folder by names that begin with it."""
+        manifest = read_manifest(path)
+        if manifest is None:
+            self._add_folder(name, path)
+        elif manifest.kind in ("checkpoint", "translations"):
+            self._add_run(name or path.name, open_artifact(path, kind=manifest.kind))
+        elif manifest.kind == "evaluation":
+            self._add_evaluation(name, path)
+        elif manifest.kind == "analysis":
+            self._add_analysis(name or path.name, path)
+        else:
+            raise ArtifactError(
+                f"{path} is {with_article(manifest.kind)}, which report does not show. Name a "
+                "checkpoint, translations, an evaluation, an analysis or the folder of a plan."
+            )
+
+    def _add_run(
+        self,
+        name: str,
+        artifact: Artifact,
+        *,
+        otherwise: str = "",
+        training: InputRecord | None = None,
+    ) -> None:
+        """Add a run, by the other name if another run has the first."""
+        origin, (system, mark, _) = _origin(artifact), name.partition(RUN_MARK)
+        others = {run.partition(RUN_MARK)[:2] for run in self.runs}
+        # A system has either runs with seeds or one run without.
+        is_mixed = (system, "" if mark else RUN_MARK) in others
+        if otherwise and (is_mixed or _origin(self.runs.get(name, artifact)) != origin):
+            name = otherwise
+        other = self.runs.setdefault(name, artifact)
+        if _origin(other) != origin:
+            raise ConfigError(
+                f"Two runs are named {name!r}: {other.directory} and {artifact.directory}. Give "
+                f"each its own name, for example {name}-2={artifact.directory}."
+            )
+        record = artifact.manifest.inputs.get("corpus")
+        if artifact.manifest.kind == "translations" and record is not None:
+            found = self.translated.setdefault(record.digest, Translated(record, training))
+            found.runs.setdefault(name, artifact)
+
+    def _add_analysis(self, name: str, path: Path) -> None:
+        title = str(path) if name in self.analyses else name
+        self.analyses[title] = open_artifact(path, kind="analysis")
+
+    def _add_evaluation(self, name: str, path: Path) -> None:
+        evaluation, prefix = open_artifact(path, kind="evaluation"), f"{name}/" if name else ""
+        title = f"{prefix}{path.name}"
+        title = str(path) if title in self.evaluations else title
+        self.evaluations[title] = evaluation
+        inputs = evaluation.manifest.inputs
+        for key in (key for key in inputs if key.startswith(SYSTEMS)):
+            run, translations = key.removeprefix(SYSTEMS), open_recorded(inputs[key])
+            if translations is None:
+                self.missing.append(f"{prefix}{run}")
+                continue
+            other = f"{title}/{run}"
+            training = inputs.get("training")
+            self._add_run(f"{prefix}{run}", translations, otherwise=other, training=training)
+
+    def _add_folder(self, name: str, path: Path) -> None:
+        """Add evaluations, analyses and the checkpoints that no evaluation has shown."""
+        prefix, trained, is_shown = f"{name}/" if name else "", list[Path](), False
+        for entry in sorted(one for one in path.iterdir() if one.is_dir()):
+            try:
+                manifest = read_manifest(entry)
+            except ArtifactError:
+                self.unreadable.append(entry.name)
+                continue
+            if manifest is None or entry.name.startswith("."):
+                continue
+            if manifest.stage in TRAINING_STAGES:
+                trained.append(entry)
+            elif manifest.kind in ("evaluation", "analysis"):
+                is_shown = True
+                is_analysis = manifest.kind == "analysis"
+                self.add(f"{prefix}{entry.name}" if is_analysis else name, entry)
+        known = {_origin(run) for run in self.runs.values()}
+        for entry in trained:
+            checkpoint = open_artifact(entry, kind="checkpoint")
+            if checkpoint.digest not in known:
+                other = f"{path.name}/{entry.name}"
+                self._add_run(f"{prefix}{entry.name}", checkpoint, otherwise=other)
+        if not (is_shown or trained):
+            raise ArtifactError(
+                f"{path} holds no run: it has no {MANIFEST_NAME}, and no folder in it is a trained "
+                "checkpoint, an evaluation or an analysis. Name the folder of a plan that has "
+                "finished one, or a run as NAME=DIR."
+            )
+
+
+def open_runs(given: Sequence[str]) -> ComparedRuns:
+    """Open runs from texts of the form ``DIR``, ``NAME=DIR`` or ``NAME@SEED=DIR``.
+
+    Raises:
+        ArtifactError: A folder is not there, or holds nothing that a report can show.
+        ConfigError: Two runs have one name, or a system is named with and without a seed.
+    """
+    found = ComparedRuns()
+    for text in given:
+        name, separator, path = text.partition("=")
+        if not separator or Path(text).exists():
+            name, path = "", text
+        if not path or not Path(path).is_dir():
+            raise ArtifactError(
+                f"{path or text} is not a folder. Name the folder of a run, as DIR or NAME=DIR."
+            )
+        found.add(name, Path(path).resolve())
+    group_runs(found.runs)
+    return found
+
+
+def _origin(run: Artifact) -> str:
+    """Return the digest of the weights of a run, or of its translations if these have none."""
+    return (checkpoint_of(run) or run).digest
+
+
+# The page
 
 
 def runs_report(
     compared: ComparedRuns, *, made: str, analyses: Sequence[ReportSection] = ()
 ) -> Report:
-    """Return the report of any number of runs.
-
-    Args:
-        compared: runs and what was made from them.
-        made: date and version.
-        analyses: sections about the analyses.
-    """
-    history = trace_history(compared.runs)
-    places = {run: place for place, runs in enumerate(compared.systems.values()) for run in runs}
-    routing, damaged = _read_routing(compared.runs)
-    first = {runs[0]: routing[runs[0]] for runs in compared.systems.values() if runs[0] in routing}
+    """Return the report of any number of runs."""
+    history, systems, damaged = trace_history(compared.runs), group_runs(compared.runs), list[str]()
+    places = {run: place for place, runs in enumerate(systems.values()) for run in runs}
+    routing = _read_routing(compared.runs, damaged)
+    scores = [
+        section
+        for name, one in compared.evaluations.items()
+        for section in _scores_sections(name, one, history, damaged)
+    ]
     sections = (
-        *(scores_section(name, one) for name, one in compared.evaluations.items()),
+        *scores,
         losses_section(history.curves),
         curves_section(history.curves, places),
         budgets_section(history),
-        loads_section(routing),
-        languages_section(first),
+        _loads_section(routing),
         *analyses,
-        *(_samples_section(one, compared.systems) for one in compared.translated.values()),
-        _notes_section(compared, history, damaged),
+        *(_samples_section(one, systems) for one in compared.translated.values()),
+        ReportSection("Notes", items=bullets(_notes(compared, history, damaged))),
     )
     return Report(
-        f"Comparison of {counted(len(compared.systems), 'system')}" if places else "Analyses",
+        f"Comparison of {counted(len(systems), 'system')}" if places else "Analyses",
         f"Report on runs, {made}",
-        (counted(len(compared.systems), "system"), counted(len(compared.runs), "run")),
-        tuple(section for section in sections if section is not None),
+        (counted(len(systems), "system"), counted(len(compared.runs), "run")),
+        tuple(section for section in sections if not section.is_empty),
         generator="report",
     )
 
 
-def _read_routing(
-    runs: Mapping[str, Artifact],
-) -> tuple[dict[str, RoutingStatistics], list[str]]:
-    """Return the routing statistics of the runs that have them, and the runs with damaged ones."""
-    found, damaged = {}, []
+def _scores_sections(
+    name: str, artifact: Artifact, history: History, damaged: list[str]
+) -> Iterator[ReportSection]:
+    """Yield the average scores of an evaluation and their comparison."""
+    try:
+        document = artifact.read_json("scores.json")
+        evaluation = TypeAdapter(Evaluation).validate_python(document)
+    except (UserError, ValidationError):
+        damaged.append(f"the scores of {name}")
+        return
+    averages = averages_section(evaluation, describe_training(evaluation, history))
+    yield replace(averages, title=f"Scores of {name}")
+    baseline = baseline_section(evaluation)
+    yield replace(baseline, title=f"{name}: {baseline.title}")
+
+
+def _read_routing(runs: Mapping[str, Artifact], damaged: list[str]) -> dict[str, RoutingStatistics]:
+    """Return the routing statistics of the runs that have them."""
+    found = {}
     for name, run in runs.items():
         checkpoint = checkpoint_of(run)
         if checkpoint is None or not checkpoint.has(ROUTING_FILE):
@@ -65,63 +251,67 @@ def _read_routing(
         try:
             found[name] = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
         except (UserError, ValueError):
-            damaged.append(name)
-    return found, damaged
+            damaged.append(f"the routing statistics of {name}")
+    return found
 
 
-def _samples_section(
-    translated: Translated, systems: Mapping[str, Sequence[str]]
-) -> ReportSection | None:
+def _loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection:
+    """Return the dead and overloaded experts of every layer of every run."""
+    rows = []
+    for run, statistics in routing.items():
+        summary = statistics.summary()
+        for layer, routed_GE in zip(statistics.layers, statistics.routed_LGE, strict=True):
+            routed_E = routed_GE.sum(0)
+            if not routed_E.any():
+                continue
+            load_E, found = routed_E / routed_E.mean(), summary[layer]
+            numbers = (len(load_E), int((load_E < DEAD).sum()), int((load_E > OVERLOADED).sum()))
+            formats = {"max_load": ".2f", "dropped": ".1%", "entropy": ".2f"}
+            cells = (Cell(found[key], spec) for key, spec in formats.items())
+            rows.append(row(run, layer, *numbers, *cells))
+    titles = ("Run", "layer", "experts", "dead", "overloaded", "largest load", "dropped", "entropy")
+    return ReportSection(
+        "Load of experts",
+        "Counted on the validation text of the last training. The load of an expert is its number "
+        f"of tokens relative to an even distribution: dead experts have less than {DEAD:g}, "
+        f"overloaded ones more than {OVERLOADED:g}. Dropped is the share of routes beyond the "
+        "capacity of an expert; entropy is that of the router's probabilities, in nats.",
+        tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),) if rows else (),
+    )
+
+
+def _samples_section(translated: Translated, systems: Mapping[str, Sequence[str]]) -> ReportSection:
     """Return some test lines of the directions that all systems translated, by their first run."""
     corpus = open_recorded(translated.corpus)
     training = None if translated.training is None else open_recorded(translated.training)
     if corpus is None:
-        return None
+        return EMPTY
     translations = {
-        system: translated.runs[run]
+        system: known[0]
         for system, runs in systems.items()
-        for run in [next((run for run in runs if run in translated.runs), None)]
-        if run is not None
+        if (known := [translated.runs[run] for run in runs if run in translated.runs])
     }
+    thresholds = TrainingConfig().resource_thresholds
     profiles = [
         profile
-        for profile in describe_directions(
-            corpus, thresholds=TrainingConfig().resource_thresholds, training=training
-        )
+        for profile in describe_directions(corpus, thresholds=thresholds, training=training)
         if all(run.has(hypotheses_name(profile.direction)) for run in translations.values())
     ]
-    samples = choose_samples(
-        corpus,
-        translations,
-        profiles=profiles,
-        seed=EvaluationConfig().seed,
-        pivot=pivot_of(training or corpus),
-    )
+    pivot, seed = pivot_of(training or corpus), EvaluationConfig().seed
+    samples = choose_samples(corpus, translations, profiles=profiles, seed=seed, pivot=pivot)
     return samples_section(f"Translations of {corpus.directory.name}", samples)
 
 
-def _notes_section(
-    compared: ComparedRuns, history: History, damaged: list[str]
-) -> ReportSection | None:
-    lists = bullets(_notes(compared, history, damaged))
-    return ReportSection("Notes", lists=lists) if lists else None
-
-
-def _notes(compared: ComparedRuns, history: History, damaged: list[str]) -> Iterator[str]:
+def _notes(compared: ComparedRuns, history: History, damaged: Sequence[str]) -> Iterator[str]:
     drawn = {curve.system for curve in history.curves}
     if bare := [run for run in compared.runs if run not in drawn]:
         yield f"No losses are recorded for {', '.join(bare)}."
     if compared.missing:
-        yield (
-            "Left out, since their translations are no longer where they were, or have changed: "
-            f"{', '.join(compared.missing)}."
-        )
+        missing = ", ".join(compared.missing)
+        yield f"Left out, since their translations have moved or have changed: {missing}."
     if compared.unreadable:
         yield f"Left out, with no manifest of this version: {', '.join(compared.unreadable)}."
     if damaged:
-        yield f"The routing statistics are damaged of {', '.join(damaged)}."
+        yield f"Left out, since damaged or of another version: {', '.join(damaged)}."
     if history.missing:
-        yield (
-            "Budgets leave out what is no longer where it was, or has changed since: "
-            f"{', '.join(history.missing)}."
-        )
+        yield f"Budgets leave out runs that have moved or changed: {', '.join(history.missing)}."

@@ -1,16 +1,13 @@
 """Sections of a report that are functions of the scores.
 
-Averages over directions, comparison with the baseline, averages by language, output languages, word
-accuracy and scores by direction. A table answers one question; systems are rows where columns would
-be many.
+A table answers one question; systems are rows where columns would be many.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.averages import RULE
-from pipeline.evaluation.charts import Bar, bar_chart, heat_map
+from pipeline.evaluation.charts import Bar, bar_chart
 from pipeline.evaluation.directions import (
     FAMILIES,
     GROUPS,
@@ -20,21 +17,18 @@ from pipeline.evaluation.directions import (
     title_of_family,
 )
 from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.scores import (
-    Averages,
-    Comparison,
-    Evaluation,
-    PairedTest,
-    SystemScores,
-)
+from pipeline.evaluation.scores import Averages, Comparison, Evaluation, SystemScores
 from pipeline.evaluation.statistics import LEVEL
 from pipeline.evaluation.tables import (
+    EMPTY,
     Cell,
     Figure,
     Heading,
     ReportSection,
     Row,
     Table,
+    Value,
+    bullets,
     headings,
     row,
     score_cell,
@@ -42,14 +36,10 @@ from pipeline.evaluation.tables import (
 from pipeline.terminal import counted
 
 NOT_DECIDED = "not decided"
-MATRIX_LANGUAGES = 24
-"""Columns of a map of output languages; less frequent languages are summed up in one more."""
 SHOWN_MISTAKES = 20
-SHOWN_DIRECTIONS = 400
-"""With more directions, the report has maps of them only, and scores.json the figures."""
+SHOWN_DIRECTIONS = 400  # with more directions, only scores.json has their scores
 
-TrainedFor = Callable[[str], str]
-"""Name of a system → the training behind it, in a few words."""
+TrainedFor = Callable[[str], str]  # name of a system → the training behind it, in a few words
 
 
 def family_title(evaluation: Evaluation, family: Family) -> str:
@@ -59,11 +49,22 @@ def family_title(evaluation: Evaluation, family: Family) -> str:
 
 def directions_by_family(evaluation: Evaluation) -> dict[Family, list[DirectionProfile]]:
     """Return the families that have directions, in their fixed order."""
-    members = {
-        family: [one for one in evaluation.directions if one.family == family]
-        for family in FAMILIES
-    }
-    return {family: profiles for family, profiles in members.items() if profiles}
+    profiles = evaluation.directions
+    members = {family: [one for one in profiles if one.family == family] for family in FAMILIES}
+    return {family: found for family, found in members.items() if found}
+
+
+def direction_facts(evaluation: Evaluation) -> tuple[str, ...]:
+    """Return the numbers of directions, of target languages and of test lines."""
+    kinds = ", ".join(
+        f"{len(profiles):,} {family_title(evaluation, family)}"
+        for family, profiles in directions_by_family(evaluation).items()
+    )
+    return (
+        f"{counted(len(evaluation.directions), 'direction')} ({kinds})",
+        counted(len({one.direction.target for one in evaluation.directions}), "target language"),
+        counted(sum(one.test_lines for one in evaluation.directions), "test line"),
+    )
 
 
 @dataclass(frozen=True)
@@ -74,20 +75,15 @@ class _Average:
     family: Family
     group: Group
     heading: Heading
-    compared: Comparison | None
-    """How the systems compare; None if the test sets are too small."""
+    compared: Comparison | None  # how the systems compare; None if the test sets are too small
 
     def value(self, averages: Averages) -> float | None:
         return averages.get(self.family, {}).get(self.group, {}).get(self.column.name)
 
     def cell(self, system: SystemScores) -> Cell:
-        return _score_cell(
-            system.name,
-            self.value(system.averages),
-            self.column,
-            self.compared,
-            spread=self.value(system.spread),
-        )
+        spread = self.value(system.spread)
+        value = self.value(system.averages)
+        return _score_cell(system.name, value, self.column, self.compared, spread=spread)
 
     def difference(self, system: str) -> Cell:
         found = None if self.compared is None else self.compared.differences[system]
@@ -100,50 +96,41 @@ class _Average:
 def _averages(
     evaluation: Evaluation, column: Column, tiers_of: Family | None = None
 ) -> list[_Average]:
-    """Return the averages of every family, or of the tiers of one family.
+    """Return averages over the directions in which every system has the score.
 
-    They are over the directions in which every system has the score.
+    They are of every family, or of the resource tiers of one family.
     """
     found = []
-    keys: list[tuple[Family, Group]] = (
-        [(family, "all") for family in directions_by_family(evaluation)]
-        if tiers_of is None
-        else [(tiers_of, group) for group in GROUPS[1:]]
-    )
+    families = directions_by_family(evaluation)
+    keys: list[tuple[Family, Group]] = [(family, "all") for family in families]
+    if tiers_of is not None:
+        keys = [(tiers_of, group) for group in GROUPS[1:]]
     for family, group in keys:
         members = [
             one
-            for one in evaluation.directions
-            if one.family == family
-            and group in ("all", one.resource)
-            and evaluation.is_measured(column, str(one.direction))
+            for one in families[family]
+            if group in ("all", one.resource) and evaluation.is_measured(column, str(one.direction))
         ]
         if not members:
             continue
-        decided = _is_alone(evaluation) or evaluation.verdicts.decides_average(family, group)
+        decided = evaluation.verdicts.decides_average(family, group)
         note = counted(len(members), "direction") + ("" if decided else f", {NOT_DECIDED}")
-        title = family_title(evaluation, family) if tiers_of is None else group.replace("_", " ")
+        title = group.replace("_", " ") if tiers_of else family_title(evaluation, family)
         drawn = {} if evaluation.significance is None else evaluation.significance.averages
         compared = drawn.get(family, {}).get(group, {}).get(column.name)
         found.append(_Average(column, family, group, Heading(title, note), compared))
     return found
 
 
-def _is_alone(evaluation: Evaluation) -> bool:
-    """Return whether there is only one system, which leaves nothing to decide."""
-    return len(evaluation.systems) == 1
-
-
 def _table(title: str, averages: Sequence[_Average], rows: Iterable[Row], *first: Heading) -> Table:
-    return Table(
-        title, (*headings("System"), *first, *(one.heading for one in averages)), tuple(rows)
-    )
+    columns = (*headings("System"), *first, *(one.heading for one in averages))
+    return Table(title, columns, tuple(rows))
 
 
 # Averages
 
 
-def overview_section(evaluation: Evaluation) -> ReportSection | None:
+def overview_section(evaluation: Evaluation) -> ReportSection:
     """Return bars of the main scores over all directions of each type."""
     columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
     figures = []
@@ -151,14 +138,12 @@ def overview_section(evaluation: Evaluation) -> ReportSection | None:
         column, compared, bars = average.column, average.compared, []
         for place, system in enumerate(evaluation.systems):
             found = None if compared is None else compared.intervals[system.name]
-            interval = None if found is None else (found.low, found.high)
             value = round(average.value(system.averages) or 0.0, column.decimals)
+            interval = None if found is None else (found.low, found.high)
             bars.append(Bar(system.name, value, place, interval))
         title = f"{column.title}, {average.heading.title}"
         chart = bar_chart(bars, title=title, x_label=column.heading)
         figures.append(Figure(chart, title=f"{title} ({average.heading.note})"))
-    if not figures:
-        return None
     return ReportSection(
         "Overview",
         f"Mean {' and '.join(column.heading for column in columns)} over all directions of each "
@@ -194,11 +179,12 @@ def averages_section(evaluation: Evaluation, trained_for: TrainedFor) -> ReportS
 
 
 def separate_sections(evaluation: Evaluation, trained_for: TrainedFor) -> list[ReportSection]:
-    """Return the sections of scores that stand apart from the main ones, if they were measured."""
+    """Return the sections of the scores that stand apart from the main scores."""
     return [
-        ReportSection(section.title, section.lead, tables=tables)
+        ReportSection(
+            section.title, section.lead, tables=_mean_tables(evaluation, columns, trained_for)
+        )
         for section, columns in evaluation.sections.items()
-        if (tables := _mean_tables(evaluation, columns, trained_for))
     ]
 
 
@@ -214,7 +200,7 @@ def _mean_tables(
             for one in evaluation.systems
         ]
         if evaluation.references is not None and column.ceiling:
-            values = (one.value(evaluation.references.averages) for one in averages)
+            values = (one.value(evaluation.references) for one in averages)
             cells = (score_cell(value, decimals=column.decimals) for value in values)
             rows.insert(0, row("References", "", *cells, is_ceiling=True))
         if averages:
@@ -235,7 +221,7 @@ def _score_cell(
     *,
     spread: float | None = None,
 ) -> Cell:
-    """Return a score with its spread over runs and its interval, bold if it is the best one."""
+    """Return a score with its spread over runs and its interval, bold for the best system."""
     notes = [] if spread is None else [f"± {spread:.{column.decimals}f}"]
     if compared is not None:
         found = compared.intervals[system]
@@ -247,41 +233,51 @@ def _score_cell(
 # Comparison with the baseline
 
 
-def baseline_section(evaluation: Evaluation) -> ReportSection | None:
+def baseline_section(evaluation: Evaluation) -> ReportSection:
     """Return differences, win ratios and significant differences against the baseline."""
-    wins, verdicts, tested = evaluation.wins, evaluation.verdicts, evaluation.baseline_tests
-    if wins is None:
-        return None
+    wins, verdicts, significance = evaluation.wins, evaluation.verdicts, evaluation.significance
+    if not wins:
+        return EMPTY
     title = f"Comparison with the baseline {verdicts.baseline}"
     if not any(verdicts.decides(str(one.direction)) for one in evaluation.directions):
         text = f"Not decided: {verdicts.baseline} does not translate in any direction."
-        return ReportSection(title, text)
+        return ReportSection(title, items=bullets([text]))
     lead = (
         "The range after a difference is its 95 % confidence interval. The win ratio is the share "
         "of decided directions in which a system scores better than the baseline; a tie is no win."
     )
-    if tested is not None:
+    if significance is not None and significance.tests:
         lead += (
             f" A difference is significant if its p-value is at most {LEVEL} after Holm's "
-            f"correction for {tested.tests:,} tests (directions × systems). With two or three "
-            "seeds, hardly any direction can be significant by itself: compare averages."
+            f"correction for {significance.tests:,} tests (directions × systems). With two or "
+            "three seeds, hardly any direction can be significant by itself: compare averages."
         )
     tables = []
     for column in evaluation.columns:
         averages = [one for one in _averages(evaluation, column) if one.compared is not None]
-        rows = [row(name, *(one.difference(name) for one in averages)) for name in wins.systems]
+        rows = [row(name, *(one.difference(name) for one in averages)) for name in wins]
         if averages:
             name = f"{column.title}: difference to {verdicts.baseline}"
             tables.append(_table(name, averages, rows))
-    for column in evaluation.main_columns:
+    ranked = [one for one in evaluation.main_columns if one.larger_is_better is not None]
+    for column in ranked:
         averages = _averages(evaluation, column)
-        if column.larger_is_better is not None and averages:
-            rows = [
-                row(name, *(_win_ratio(one.value(shares)) for one in averages))
-                for name, shares in wins.systems.items()
-            ]
+        rows = [
+            row(name, *(_win_ratio(one.value(shares)) for one in averages))
+            for name, shares in wins.items()
+        ]
+        if averages:
             tables.append(_table(f"{column.title}: win ratio, %", averages, rows))
-    tables += _test_tables(evaluation)
+    tables += [
+        Table(
+            f"{column.title}: directions with a significant difference",
+            headings("System", "better", "worse", "not significant", NOT_DECIDED),
+            tuple(row(name, *_counts(evaluation, column, name)) for name in wins),
+        )
+        for column in ranked
+        if significance is not None
+        and any(column.name in one for one in significance.directions.values())
+    ]
     return ReportSection(title, f"{lead} {RULE}", tables=tuple(tables))
 
 
@@ -289,63 +285,37 @@ def _win_ratio(share: float | None) -> Cell:
     return Cell(NOT_DECIDED) if share is None else score_cell(share, decimals=1)
 
 
-def _test_tables(evaluation: Evaluation) -> Iterator[Table]:
-    """Count directions by their verdict."""
-    tests = evaluation.baseline_tests
-    if tests is None:
-        return
-    others = [one.name for one in evaluation.systems if one.name != tests.baseline]
-    for column in evaluation.main_columns:
-        by_system: dict[str, list[PairedTest]] = {name: [] for name in others}
-        for columns in tests.directions.values():
-            for name, test in columns.get(column.name, {}).items():
-                by_system[name].append(test)
-        if column.larger_is_better is not None and (any(by_system.values()) or tests.undecided):
-            rows = (
-                row(name, *_counts(column, found), len(tests.undecided))
-                for name, found in by_system.items()
-            )
-            yield Table(
-                f"{column.title}: directions with a significant difference",
-                headings("System", "better", "worse", "not significant", NOT_DECIDED),
-                tuple(rows),
-            )
-
-
-def _counts(column: Column, tests: Sequence[PairedTest]) -> tuple[int, int, int]:
-    """Count directions that are significantly better, worse, and neither."""
-    sign = 1.0 if column.larger_is_better else -1.0
-    sure = [sign * one.difference for one in tests if one.p_value_holm <= LEVEL]
-    better, worse = sum(one > 0 for one in sure), sum(one < 0 for one in sure)
-    return better, worse, len(tests) - better - worse
+def _counts(evaluation: Evaluation, column: Column, system: str) -> tuple[int, int, int, int]:
+    """Count directions that are significantly better and worse, not significant, not decided."""
+    assert evaluation.significance is not None
+    sign, name = -1.0 if column.larger_is_better is False else 1.0, column.name
+    every = evaluation.significance.directions.values()
+    found = [one[name].differences[system] for one in every if name in one]
+    tested = [(sign * one.value, one.p_value_holm) for one in found if one.p_value_holm is not None]
+    better = sum(value > 0 and p_value <= LEVEL for value, p_value in tested)
+    worse = sum(value < 0 and p_value <= LEVEL for value, p_value in tested)
+    return better, worse, len(tested) - better - worse, len(found) - len(tested)
 
 
 # Languages
 
 
-def sets_section(evaluation: Evaluation) -> ReportSection | None:
-    """Return the main scores by set of the language that is not the pivot, if there are sets."""
-    if not evaluation.set_averages:
-        return None
-    names = [system.name for system in evaluation.systems]
-    tables = (
-        Table(
-            f"{column.heading} by set",
-            headings("Set and direction type", "Directions", *names),
-            tuple(
-                row(
-                    f"{one.name}, {family_title(evaluation, one.family)}",
-                    one.directions,
-                    *(
-                        score_cell(one.systems[name].get(column.name), decimals=column.decimals)
-                        for name in names
-                    ),
-                )
-                for one in evaluation.set_averages
-            ),
+def sets_section(evaluation: Evaluation) -> ReportSection:
+    """Return the main scores by set of the language that is not the pivot."""
+    names, tables = [system.name for system in evaluation.systems], []
+    for column in evaluation.main_columns if evaluation.set_averages else ():
+        rows = (
+            row(
+                *(f"{one.name}, {family_title(evaluation, one.family)}", one.directions),
+                *(
+                    score_cell(one.systems[name].get(column.name), decimals=column.decimals)
+                    for name in names
+                ),
+            )
+            for one in evaluation.set_averages
         )
-        for column in evaluation.main_columns
-    )
+        titles = headings("Set and direction type", "Directions", *names)
+        tables.append(Table(f"{column.heading} by set", titles, tuple(rows)))
     return ReportSection(
         "Averages by set of languages",
         "Arithmetic means over directions by the recipe's language sets. The language is the "
@@ -354,29 +324,18 @@ def sets_section(evaluation: Evaluation) -> ReportSection | None:
     )
 
 
-def output_languages_section(evaluation: Evaluation) -> ReportSection | None:
+def output_languages_section(evaluation: Evaluation) -> ReportSection:
     """Return the wrong languages of outputs by the first score that identifies languages."""
-    column = next(
-        (one.name for one in evaluation.columns if one.name in evaluation.confusion), None
-    )
-    if column is None:
-        return None
-    mistakes, figures = [], []
-    for system, families in evaluation.confusion[column].items():
-        for family, targets in families.items():
-            title, wrong = family_title(evaluation, family), {}
-            for target, counts in sorted(targets.items()):
-                others = {code: lines for code, lines in counts.items() if code != target}
-                if others:
-                    wrong[target] = Counter(counts)
-                total = sum(counts.values())
-                mistakes += [
-                    (lines / total, system, title, target, code) for code, lines in others.items()
-                ]
-            if wrong:
-                figures.append(_map_of_languages(f"{system}, {title}", wrong))
-    if not mistakes:
-        return None
+    names = [one.name for one in evaluation.columns if one.name in evaluation.confusion]
+    confusion = evaluation.confusion[names[0]] if names else {}
+    mistakes = [
+        (lines / sum(counts.values()), system, family_title(evaluation, family), target, code)
+        for system, families in confusion.items()
+        for family, targets in families.items()
+        for target, counts in targets.items()
+        for code, lines in counts.items()
+        if code != target
+    ]
     largest = sorted(mistakes, key=lambda one: (-one[0], *one[1:]))[:SHOWN_MISTAKES]
     words = ("System", "Direction type", "Target language", "Found instead")
     table = Table(
@@ -386,31 +345,10 @@ def output_languages_section(evaluation: Evaluation) -> ReportSection | None:
     )
     return ReportSection(
         "Output languages",
-        "Languages that were found in place of the target language. The page has a map for each "
-        "system and type of direction, scores.json the counts of every direction.",
-        tables=(table,),
-        figures=tuple(figures),
+        "Languages that were found in place of the target language. scores.json has the counts of "
+        "every direction.",
+        tables=(table,) if mistakes else (),
     )
-
-
-def _map_of_languages(title: str, targets: Mapping[str, Counter[str]]) -> Figure:
-    """Return a confusion matrix: rows are target languages, columns the most frequent outputs."""
-    totals = sum(targets.values(), Counter[str]())
-    often = sorted(totals, key=lambda code: (-totals[code], code))
-    shown = sorted(often[:MATRIX_LANGUAGES])
-    rows = {}
-    for target, counts in targets.items():
-        shares = [100.0 * counts[code] / counts.total() for code in shown]
-        rows[target] = [*shares, 100.0 - sum(shares)]
-    chart = heat_map(
-        rows,
-        [*shown, "others"],
-        title=title,
-        x_label="output language, % of lines",
-        low=0,
-        high=100,
-    )
-    return Figure(chart, title=title)
 
 
 # Words
@@ -430,131 +368,75 @@ WORDS_OF = {
 }
 
 
-def word_accuracy_section(evaluation: Evaluation) -> ReportSection | None:
+def word_accuracy_section(evaluation: Evaluation) -> ReportSection:
     """Return the accuracy of words by frequency, fertility and length, if it was measured."""
     if evaluation.words is None:
-        return None
+        return EMPTY
     names = [one.name for one in evaluation.systems]
-    tables = (
-        Table(
-            title,
-            headings("Words", "Share, %", *names),
-            tuple(
-                one
-                for family in directions_by_family(evaluation)
-                for one in _word_rows(evaluation, family, trait)
-            ),
-        )
-        for trait, title in WORD_TITLES.items()
-    )
+    tables = []
+    for trait, title in WORD_TITLES.items():
+        rows = []
+        for family in directions_by_family(evaluation):
+            kinds = evaluation.words.families.get(family, {}).get(trait, {})
+            total = sum(systems[names[0]].reference for systems in kinds.values())
+            for kind, systems in kinds.items():
+                share = 100.0 * systems[names[0]].reference / max(total, 1)
+                shown = [share, *(systems[name].f_measure for name in names)]
+                if any(one is not None for one in shown[1:]):
+                    cells = (score_cell(one, decimals=1) for one in shown)
+                    rows.append(row(f"{kind}, {family_title(evaluation, family)}", *cells))
+        if rows:
+            tables.append(Table(title, headings("Words", "Share, %", *names), tuple(rows)))
     read = evaluation.words.training_lines.values()
     lines = f" Training lines read: {min(read):,} to {max(read):,} per language." if read else ""
     return ReportSection(
         "Word accuracy",
         f"F-measure, in percent, of {WORDS_OF[evaluation.words.side]}{lines}",
-        tables=tuple(table for table in tables if table.rows),
+        tables=tuple(tables),
     )
-
-
-def _word_rows(evaluation: Evaluation, family: Family, trait: str) -> Iterator[Row]:
-    """Yield the kinds of words that any reference or translation has."""
-    assert evaluation.words is not None
-    kinds = evaluation.words.families.get(family, {}).get(trait, {})
-    first = evaluation.systems[0].name
-    total = sum(systems[first].reference for systems in kinds.values())
-    for kind, systems in kinds.items():
-        if any(one.f_measure is not None for one in systems.values()):
-            yield row(
-                f"{kind}, {family_title(evaluation, family)}",
-                score_cell(100.0 * systems[first].reference / max(total, 1), decimals=1),
-                *(
-                    score_cell(systems[one.name].f_measure, decimals=1)
-                    for one in evaluation.systems
-                ),
-            )
 
 
 # Directions
 
 
-def directions_section(evaluation: Evaluation) -> ReportSection | None:
-    """Return the main scores of every system in every direction: tables, and maps on the page."""
-    if not evaluation.main_columns:
-        return None
-    names = ", ".join(f"{number} {one.name}" for number, one in enumerate(evaluation.systems, 1))
+def directions_section(evaluation: Evaluation) -> ReportSection:
+    """Return the main scores of every system in every direction, unless these are too many."""
     profiles = [one for found in directions_by_family(evaluation).values() for one in found]
+    has_synthetic, columns = any(one.synthetic_lines for one in profiles), evaluation.main_columns
+    rows: dict[str, list[Row]] = {column.name: [] for column in columns}
+    for one in profiles:
+        direction, names = one.direction, evaluation.language_names
+        note = f"{names[direction.source]} → {names[direction.target]}"
+        if not evaluation.verdicts.decides(str(direction)):
+            note += f", {NOT_DECIDED}"
+        first: list[Cell | Value] = [
+            Cell(f"{direction.source} → {direction.target}", note=note),
+            *(family_title(evaluation, one.family), one.training_lines),
+            *([one.synthetic_lines] if has_synthetic else []),
+        ]
+        significance = evaluation.significance
+        drawn = {} if significance is None else significance.directions.get(str(direction), {})
+        for column in columns:
+            scores = (
+                _score_cell(
+                    system.name,
+                    system.directions[str(direction)].scores.get(column.name),
+                    column,
+                    drawn.get(column.name),
+                )
+                for system in evaluation.systems
+            )
+            rows[column.name].append(row(*first, *scores))
     titles = headings(
         *("Direction", "Direction type", "Training lines"),
-        *(["Synthetic lines"] if has_synthetic_lines(evaluation) else []),
+        *(["Synthetic lines"] if has_synthetic else []),
         *(system.name for system in evaluation.systems),
         words=["Direction type"],
     )
-    tables = (
-        Table(
-            column.heading,
-            titles,
-            tuple(direction_row(evaluation, one, column) for one in profiles),
-        )
-        for column in evaluation.main_columns
-        if len(profiles) <= SHOWN_DIRECTIONS
-    )
+    tables = (Table(one.heading, titles, tuple(rows[one.name])) for one in columns)
     return ReportSection(
         "Scores by direction",
-        "Training lines are counted for the language pair. Bold print and intervals are as "
-        f"in the averages. Maps have a row per direction, most training lines first, and the "
-        f"systems as columns: {names}. scores.json has all figures.",
-        tables=tuple(tables),
-        figures=tuple(_maps_of_directions(evaluation)),
-    )
-
-
-def _maps_of_directions(evaluation: Evaluation) -> Iterator[Figure]:
-    numbers = [str(number) for number in range(1, len(evaluation.systems) + 1)]
-    for column in evaluation.main_columns:
-        for family, profiles in directions_by_family(evaluation).items():
-            rows = {
-                name: [one.directions[name].scores[column.name] for one in evaluation.systems]
-                for one in sorted(profiles, key=lambda one: -one.training_lines)
-                for name in [str(one.direction)]
-                if evaluation.is_measured(column, name)
-            }
-            if len(rows) < 3 or len(rows) > SHOWN_DIRECTIONS:
-                continue
-            title = f"{column.title}, {family_title(evaluation, family)}"
-            ends = [value for values in rows.values() for value in values]
-            low, high = min(ends), max(ends)
-            chart = heat_map(rows, numbers, title=title, x_label="system", low=low, high=high)
-            note = f"Colors from {low:.{column.decimals}f} to {high:.{column.decimals}f}."
-            yield Figure(chart, title=title, notes=(note,))
-
-
-def has_synthetic_lines(evaluation: Evaluation) -> bool:
-    """Return whether machine translations train a direction."""
-    return any(profile.synthetic_lines for profile in evaluation.directions)
-
-
-def direction_row(evaluation: Evaluation, profile: DirectionProfile, column: Column) -> Row:
-    """Return a score of all systems in a direction."""
-    direction, names = profile.direction, evaluation.language_names
-    is_decided = _is_alone(evaluation) or evaluation.verdicts.decides(str(direction))
-    long_name = f"{names[direction.source]} → {names[direction.target]}"
-    significance = evaluation.significance
-    compared = {} if significance is None else significance.directions.get(str(direction), {})
-    return row(
-        Cell(
-            f"{direction.source} → {direction.target}",
-            note=long_name if is_decided else f"{long_name}, {NOT_DECIDED}",
-        ),
-        family_title(evaluation, profile.family),
-        profile.training_lines,
-        *([profile.synthetic_lines] if has_synthetic_lines(evaluation) else []),
-        *(
-            _score_cell(
-                system.name,
-                system.directions[str(direction)].scores.get(column.name),
-                column,
-                compared.get(column.name),
-            )
-            for system in evaluation.systems
-        ),
+        "Training lines are counted for the language pair. Bold print and intervals are as in the "
+        "averages. scores.json has all figures.",
+        tables=tuple(tables) if len(profiles) <= SHOWN_DIRECTIONS else (),
     )

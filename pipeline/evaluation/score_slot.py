@@ -2,14 +2,13 @@
 
 A score computes sufficient statistics of every line, and scores any set of lines from their sum: a
 whole test set, or a thousand resamples at once. Its ``Column`` defines its name and format; tables,
-averages, intervals and reports use nothing else. ``chosen_scores`` turns the recipe's choice into
-scores.
+averages, intervals and reports use nothing else. ``scoring`` turns the recipe's choice into scores.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
@@ -20,8 +19,7 @@ from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[Any]
-"""(lines, statistics) integers, booleans or floats; (lines,) where a line has one figure."""
-
+"""(lines, statistics) integers, booleans or floats; (lines,) if a line has one figure."""
 LineCount = int | Floats
 """Number of lines that statistics are summed over; if it varies, of every draw, (draws,)."""
 
@@ -31,43 +29,28 @@ class Section:
     """A section of the reports, for scores that stand apart from the others."""
 
     title: str
-    lead: str
-    """Introduction of the section, one paragraph."""
-    note: str
-    """Definition of the scores."""
+    lead: str  # introduction of the section, one paragraph
+    note: str  # definition of the scores
 
 
 @dataclass(frozen=True)
 class Column:
     """Name, format and order of a score."""
 
-    name: str
-    """Key in line statistics and comparisons; in ``scores.json`` too, if there is no ``path``."""
+    name: str  # key in line statistics, comparisons and ``scores.json``
     title: str
     larger_is_better: bool | None = True
     """None: neither end of the scale is better, and no system is the best one."""
-    decimals: int = 1
-    """Number of printed decimals."""
-    out_of_100: bool = False
-    """Whether the score lies in 0–100 and can be drawn as a bar."""
+    decimals: int = 1  # number of printed decimals
+    out_of_100: bool = False  # whether the score lies in 0–100 and can be drawn as a bar
     section: Section | None = None
     """Section of the report; None: the main scores, which are in all tables."""
-    path: tuple[str, ...] = ()
-    """Keys of the score in ``scores.json``."""
-    ceiling: bool = False
-    """Whether the references are scored too, as an upper bound for systems."""
-    by_target: bool = False
-    """Whether the signature depends on the target language."""
+    ceiling: bool = False  # whether the references are scored too, as an upper bound for systems
 
     @property
     def heading(self) -> str:
         """Return the title, with a remark if smaller values are better."""
         return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Return ``path``, or the name alone."""
-        return self.path or (self.name,)
 
 
 @dataclass(frozen=True)
@@ -78,39 +61,33 @@ class TranslatedLines:
     hypotheses: Sequence[str]
     references: Sequence[str]
     read_sources: Callable[[], Sequence[str]]
-    system: str = ""
-    """Name of the system; empty: the references themselves are scored."""
+    system: str = ""  # name of the system; empty: the references themselves are scored
     invalid: Sequence[int] = ()
     """Number of invalid UTF-8 sequences dropped from each line; empty: none from any."""
-
     truncated: int = 0
     """Number of translations of a source that was cut to the maximum length of the model."""
 
     @classmethod
     def read(
-        cls, system: str, corpus: Artifact, translations: Artifact, direction: Direction
+        cls, system: str, corpus: Artifact, translations: Artifact | None, direction: Direction
     ) -> Self:
-        """Read the translations of a direction by a system, and their references."""
+        """Read the translations of a direction and their references; None: only the references."""
+        sides = (direction.source, direction.target)
+        read_sources, read = (
+            partial(read_lines, corpus, "test", direction.pair, code) for code in sides
+        )
+        references = read()
+        if translations is None:
+            return cls(direction, references, references, read_sources)
         hypotheses = read_hypotheses(translations, direction)
         return cls(
             direction,
             [one.text for one in hypotheses],
-            read_lines(corpus, "test", direction.pair, direction.target),
-            lambda: read_lines(corpus, "test", direction.pair, direction.source),
+            references,
+            read_sources,
             system=system,
             invalid=[one.invalid for one in hypotheses],
             truncated=sum(one.truncated for one in hypotheses),
-        )
-
-    @classmethod
-    def of_references(cls, corpus: Artifact, direction: Direction) -> Self:
-        """Read the references of a direction as if they were translations."""
-        references = read_lines(corpus, "test", direction.pair, direction.target)
-        return cls(
-            direction,
-            references,
-            references,
-            lambda: read_lines(corpus, "test", direction.pair, direction.source),
         )
 
     @cached_property
@@ -121,20 +98,16 @@ class TranslatedLines:
 
 @dataclass(frozen=True)
 class LineStatistics:
-    """Sufficient statistics of every line, and the signature of the score."""
+    """Sufficient statistics of every line, and the signature of the score, if it has one."""
 
     rows: Rows
     signature: str = ""
-    """Empty if the score has none."""
     outcomes: Mapping[str, int] = field(default_factory=dict)
     """Class of a line → number of lines; empty if the score has no classes."""
 
 
 class Score(ABC):
-    """A score, whose settings are its fields.
-
-    Workers receive it, so it must be picklable.
-    """
+    """A score. Its settings are its fields; workers receive it, so it must be picklable."""
 
     column: Column
 
@@ -148,12 +121,7 @@ class Score(ABC):
 
     @abstractmethod
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
-        """Return the scores of summed statistics, (draws, statistics) → (draws,).
-
-        Args:
-            sums: one row per draw.
-            lines: number of lines that the rows sum over.
-        """
+        """Return the scores of statistics summed over lines, (draws, statistics) → (draws,)."""
 
     def of_corpus(self, rows: Rows) -> float:
         """Return the score of all lines together."""

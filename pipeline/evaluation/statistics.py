@@ -17,8 +17,8 @@ Legend: R runs of a system, B resamples.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -29,14 +29,13 @@ import numpy as np
 
 from pipeline.evaluation.line_sets import Sentences
 from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import BaselineTests, Comparison, Difference, Interval, PairedTest
+from pipeline.evaluation.scores import Comparison, Difference, Interval
 
 LEVEL = 0.05
 """Largest corrected p-value that is significant; 1 - LEVEL is the level of the intervals."""
-MIN_LINES = 20
-"""Test sets with fewer lines have neither intervals nor tests."""
-BLOCK_ELEMENTS = 4_000_000
-"""Draws times lines that are counted at a time: 32 MB each of positions and of counts."""
+MIN_LINES = 20  # test sets with fewer lines have neither intervals nor tests
+BLOCK_ELEMENTS = 4_000_000  # draws times lines counted at a time: 32 MB of positions and of counts
+LEAST_LEVEL = 1e-12  # the smallest p-value
 
 # Resampled lines
 
@@ -45,10 +44,8 @@ BLOCK_ELEMENTS = 4_000_000
 class ResampleTask:
     """One direction of all runs."""
 
-    paths: Sequence[Path]
-    """Files of line statistics, one per run."""
-    scores: Sequence[Score]
-    """Scores to resample if every file has their statistics."""
+    paths: Sequence[Path]  # files of line statistics, one per run
+    scores: Sequence[Score]  # to resample if every file has their statistics
     seed: int
     resamples: int
     sentences: Sentences | None = None
@@ -63,34 +60,29 @@ def resampled_scores(task: ResampleTask) -> dict[str, Floats]:
 def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> dict[str, Floats]:
     """Return the scores of all resamples, name of a column → (runs, resamples).
 
-    Args:
-        statistics: name of a column → (lines, statistics), for every run.
-        task: which scores to resample, and how.
+    ``statistics`` has name of a column → (lines, statistics), for every run.
     """
     measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
     if not measured:
         return {}
     blocks = [found[one.column.name] for one in measured for found in statistics]
-    sums, drawn = _drawn_sums(np.concatenate(blocks, axis=1), task)
-    parts = iter(np.split(sums, np.cumsum([block.shape[1] for block in blocks]), axis=1))
+    columns = np.concatenate(blocks, axis=1)
+    sentences = task.sentences or Sentences(np.arange(len(columns)), len(columns))
+    sums_of_blocks, drawn_of_blocks = [], []
+    for block in draw_counts(sentences.total, resamples=task.resamples, seed=task.seed):
+        of_lines = block[:, sentences.of_lines]
+        sums_of_blocks.append(of_lines @ columns)
+        drawn_of_blocks.append(of_lines.sum(axis=1))
+    # A draw may miss all lines of a test set that has few of the set's sentences.
+    drawn = np.maximum(np.concatenate(drawn_of_blocks), 1.0)
+    ends = np.cumsum([block.shape[1] for block in blocks])
+    parts = iter(np.split(np.concatenate(sums_of_blocks), ends, axis=1))
     return {
         one.column.name: np.stack(
             [one.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
         )
         for one in measured
     }
-
-
-def _drawn_sums(columns: Floats, task: ResampleTask) -> tuple[Floats, Floats]:
-    """Return the sums of statistics over drawn lines, (resamples, statistics), and their number."""
-    sentences = task.sentences or Sentences(np.arange(len(columns)), len(columns))
-    sums, drawn = [], []
-    for block in draw_counts(sentences.total, resamples=task.resamples, seed=task.seed):
-        of_lines = block[:, sentences.of_lines]
-        sums.append(of_lines @ columns)
-        drawn.append(of_lines.sum(axis=1))
-    # A draw may miss all lines of a test set that has few of the set's sentences.
-    return np.concatenate(sums), np.maximum(np.concatenate(drawn), 1.0)
 
 
 def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
@@ -127,7 +119,7 @@ class Estimate:
     over_lines: float
     """Variance over test lines; no interval is narrower than this variance makes it."""
     terms: tuple[tuple[float, int], ...]
-    """Variance and degrees of freedom of every source of error."""
+    """Variance and degrees of freedom of every source of error, lines first."""
 
     def half_width(self, level: float) -> float:
         """Return half the width of the confidence interval of level ``1 - level``."""
@@ -159,18 +151,21 @@ class Runs:
     """Scores of the runs of a system, ordered by seed, or differences of two such systems."""
 
     seeds: tuple[str, ...]
-    measured_R: Floats
-    """Scores of the test lines themselves."""
-    draws_RB: Floats
-    """Scores of resampled lines."""
+    measured_R: Floats  # of the test lines themselves
+    draws_RB: Floats  # of resampled lines
+
+    @classmethod
+    def mean(cls, parts: Sequence[Self]) -> Self:
+        """Return the average over directions."""
+        measured_R = np.mean([one.measured_R for one in parts], axis=0)
+        return cls(parts[0].seeds, measured_R, np.mean([one.draws_RB for one in parts], axis=0))
 
 
 def estimate(*parts: Runs, lines: int) -> Estimate:
     """Estimate the sum of the means over runs of parts that have their seeds independently.
 
-    Args:
-        parts: one system, or two of which one is negated.
-        lines: number of test lines, at least two; for an average, of its smallest test set.
+    The parts are one system, or two of which one is negated. An average has the number of lines of
+    its smallest test set.
     """
     correction = lines / (lines - 1)
     total_B = np.sum([part.draws_RB.mean(axis=0) for part in parts], axis=0)
@@ -195,9 +190,7 @@ def difference(ours: Runs, theirs: Runs, *, lines: int) -> Estimate:
     return estimate(Runs(ours.seeds, measured_R, draws_RB), lines=lines)
 
 
-LEAST_LEVEL = 1e-12  # the smallest p-value
-LARGE = 19
-"""Least degrees of freedom at which an expansion of the quantile is exact to three digits."""
+LARGE = 19  # degrees of freedom from which an expansion of the quantile is exact to three digits
 
 
 def tail_of_t(value: float, *, freedom: int) -> float:
@@ -231,10 +224,7 @@ def t_quantile(level: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float], *, tests: int) -> list[float]:
-    """Return corrected p-values in the same order.
-
-    ``tests`` is the number of tests to correct for; missing p-values count as 1.
-    """
+    """Return p-values corrected for a number of tests, in order; missing p-values count as 1."""
     order = np.argsort(p_values, kind="stable")
     factors = np.arange(tests, 0, -1)[: len(p_values)]
     corrected = np.empty(len(p_values))
@@ -245,71 +235,35 @@ def holm(p_values: Sequence[float], *, tests: int) -> list[float]:
 # Comparisons
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Scores of all runs in a direction or on average, measured and resampled."""
-
-    measured: Sequence[float]
-    draws_RB: Floats
-    lines: int
-    """Number of test lines; for an average, of its smallest test set."""
-
-    @classmethod
-    def mean(cls, samples: Sequence[Self]) -> Self:
-        """Return the average over directions."""
-        return cls(
-            np.mean([one.measured for one in samples], axis=0).tolist(),
-            np.mean([one.draws_RB for one in samples], axis=0),
-            min(one.lines for one in samples),
-        )
-
-    def runs_of(self, systems: Mapping[str, Mapping[str, int]]) -> dict[str, Runs]:
-        """Return the runs of every system, given system → seed → place of the run."""
-        measured = np.asarray(self.measured)
-        found = {}
-        for system, places in systems.items():
-            rows = [row for _, row in sorted(places.items())]
-            found[system] = Runs(tuple(sorted(places)), measured[rows], self.draws_RB[rows])
-        return found
-
-
 def compare(
-    sample: Sample,
-    systems: Mapping[str, Mapping[str, int]],
+    systems: Mapping[str, Runs],
     *,
+    lines: int,
     column: Column,
     baseline: str,
     translating: Mapping[str, bool],
 ) -> Comparison:
     """Return the intervals of all systems, their differences to the baseline, and the best system.
 
-    Args:
-        sample: scores of all runs.
-        systems: system → seed → place of the run.
-        column: of the score.
-        baseline: name of a system.
-        translating: system → whether it translates. No other is the best one; without the baseline,
-            none is.
+    An average has the lines of its smallest test set. The best system translates, and so does the
+    baseline, else there is none.
     """
-    runs, lines = sample.runs_of(systems), sample.lines
-    to_baseline = {
-        name: difference(one, runs[baseline], lines=lines)
-        for name, one in runs.items()
-        if name != baseline
-    }
+
+    def against(name: str, other: str) -> Estimate:
+        return difference(systems[name], systems[other], lines=lines)
+
     sign = -1.0 if column.larger_is_better is False else 1.0
-    leader = max(runs, key=lambda name: sign * float(runs[name].measured_R.mean()))
-    leads = [
-        difference(runs[leader], one, lines=lines) for name, one in runs.items() if name != leader
-    ]
+    leader = max(systems, key=lambda name: sign * float(systems[name].measured_R.mean()))
+    leads = [against(leader, name) for name in systems if name != leader]
     is_best = (
         bool(leads)
         and column.larger_is_better is not None
         and (translating[leader] and translating[baseline])
         and all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
     )
+    to_baseline = {name: against(name, baseline) for name in systems if name != baseline}
     return Comparison(
-        intervals={name: estimate(one, lines=lines).interval for name, one in runs.items()},
+        intervals={name: estimate(one, lines=lines).interval for name, one in systems.items()},
         best=leader if is_best else None,
         differences={
             name: Difference(found.interval.low, found.interval.high, found.value, found.p_value)
@@ -319,32 +273,27 @@ def compare(
 
 
 def correct_tests(
-    comparisons: Mapping[str, Mapping[str, Comparison]],
-    *,
-    baseline: str,
-    systems: int,
-    undecided: Sequence[str],
-) -> BaselineTests:
-    """Correct the p-values of all differences to the baseline.
+    comparisons: Mapping[str, Mapping[str, Comparison]], *, decided: Collection[str], tests: int
+) -> dict[str, dict[str, Comparison]]:
+    """Return comparisons with the corrected p-values of all differences to the baseline.
 
     Args:
-        comparisons: direction → name of a column → comparison, of the directions to test.
-        baseline: its name.
-        systems: number of systems.
-        undecided: directions that are not tested but corrected for: the baseline does not translate
-            there, which was not known before its translations were seen.
+        comparisons: direction → name of a column → comparison.
+        decided: directions to test. Where the baseline does not translate, nothing is tested.
+        tests: number of tests to correct for, undecided directions included: that the baseline does
+            not translate there was not known before its translations were seen.
     """
-    tests = (systems - 1) * (len(comparisons) + len(undecided))
-    found: dict[str, dict[str, dict[str, PairedTest]]] = {name: {} for name in comparisons}
+    found = {name: dict(columns) for name, columns in comparisons.items()}
     for column in dict.fromkeys(name for columns in comparisons.values() for name in columns):
         cases = [
-            (direction, system, one)
-            for direction, columns in comparisons.items()
-            if column in columns
+            (name, system, one)
+            for name, columns in comparisons.items()
+            if name in decided and column in columns
             for system, one in columns[column].differences.items()
         ]
         corrected = holm([one.p_value for *_, one in cases], tests=tests)
-        for (direction, system, one), p_value in zip(cases, corrected, strict=True):
-            tested = PairedTest(one.value, one.p_value, p_value)
-            found[direction].setdefault(column, {})[system] = tested
-    return BaselineTests(baseline, found, tests, tuple(undecided))
+        for (name, system, one), p_value in zip(cases, corrected, strict=True):
+            before = found[name][column]
+            differences = {**before.differences, system: replace(one, p_value_holm=p_value)}
+            found[name][column] = replace(before, differences=differences)
+    return found

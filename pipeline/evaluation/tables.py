@@ -1,13 +1,12 @@
 """The table model of every report, and how its figures are printed.
 
-A report is a title, facts and sections; a section has figures, tables, samples and lists. Sections
+A report is a title, facts and sections; a section has figures, tables and a list. Sections
 are built once; ``rendering`` turns them into Markdown and HTML. No table is wider than
 ``MAX_COLUMNS``: a wider one is split.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 
 NO_VALUE = "–"
 MAX_COLUMNS = 12
@@ -19,17 +18,11 @@ Value = str | float | None
 class Cell:
     """A cell of a table or an item of a list."""
 
-    value: Value
-    """A text, or a number to be printed by ``format``; None prints as a dash."""
-    format: str = ","
-    """Format specification of a number, as in ``f"{value:.1f}"``."""
-    note: str = ""
-    """Text in smaller print after the value, such as a confidence interval."""
+    value: Value  # A text, or a number to be printed by ``format``; None prints as a dash
+    format: str = ","  # format specification of a number, as in ``f"{value:.1f}"``
+    note: str = ""  # text in smaller print after the value, such as a confidence interval
     bold: bool = False
-    code: bool = False
-    """Print in a fixed-width font."""
-    bar: float | None = None
-    """Share of its track that a bar below the value fills, 0 to 1; only the HTML page has bars."""
+    code: bool = False  # print in a fixed-width font
 
     @property
     def text(self) -> str:
@@ -44,8 +37,7 @@ class Row:
     """A row of a table; the first cell names it."""
 
     cells: tuple[Cell, ...]
-    is_ceiling: bool = False
-    """Whether the row shows an upper bound instead of a system."""
+    is_ceiling: bool = False  # whether the row shows an upper bound instead of a system
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -91,73 +83,32 @@ class Table:
             return [self]
         count = -(-(width - 1) // (MAX_COLUMNS - 1))
         size = -(-(width - 1) // count)
-        found = []
-        for number, start in enumerate(range(1, width, size), start=1):
-            kept = [0, *range(start, min(start + size, width))]
-            title = f"{self.title} ({number} of {count})".strip()
-            rows = tuple(
-                replace(one, cells=tuple(one.cells[place] for place in kept)) for one in self.rows
-            )
-            found.append(Table(title, tuple(self.headings[place] for place in kept), rows))
-        return found
-
-
-@dataclass(frozen=True)
-class BulletList:
-    """A list of items."""
-
-    items: tuple[Cell, ...]
-
-
-def bullets(texts: Iterable[str]) -> tuple[BulletList, ...]:
-    """Return a list of texts, or nothing if there are none."""
-    items = tuple(Cell(text) for text in texts)
-    return (BulletList(items),) if items else ()
-
-
-@dataclass(frozen=True)
-class SampleText:
-    """One version of a line."""
-
-    name: str
-    text: str
-    language: str
-    """Language code of the text."""
-    series: int | None = None
-    """Number of the system that wrote it, which chooses its color; None: it is given."""
-    marks: tuple[tuple[int, int], ...] = ()
-    """Start and end of the parts that the HTML page marks, in order."""
-
-    @property
-    def parts(self) -> list[tuple[str, bool]]:
-        """Return the text in parts, and whether each is marked."""
-        edges = [0, *(edge for mark in self.marks for edge in mark), len(self.text)]
+        starts = range(1, width, size)
         return [
-            (self.text[start:end], place % 2 == 1)
-            for place, (start, end) in enumerate(pairwise(edges))
-            if start < end
+            Table(
+                f"{self.title} ({number} of {count})".strip(),
+                (self.headings[0], *self.headings[start : start + size]),
+                tuple(
+                    replace(one, cells=(one.cells[0], *one.cells[start : start + size]))
+                    for one in self.rows
+                ),
+            )
+            for number, start in enumerate(starts, start=1)
         ]
 
 
-@dataclass(frozen=True)
-class TextSample:
-    """One line in several versions, such as source, reference and translations."""
-
-    title: str
-    line: int
-    """Counted from 1."""
-    texts: tuple[SampleText, ...]
-    group: str = ""
+def bullets(texts: Iterable[str]) -> tuple[Cell, ...]:
+    """Return texts as the items of a list."""
+    return tuple(map(Cell, texts))
 
 
 @dataclass(frozen=True)
 class Figure:
     """A chart for the HTML page."""
 
-    svg: str
-    """The chart and its legend, as HTML."""
+    svg: str  # the chart and its legend, as HTML
     title: str = ""
-    notes: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,23 +116,23 @@ class ReportSection:
     """A section of a report."""
 
     title: str
-    lead: str = ""
-    """Introduction of the section, one paragraph."""
+    lead: str = ""  # introduction of the section, one paragraph
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
-    samples: tuple[TextSample, ...] = ()
-    lists: tuple[BulletList, ...] = ()
+    items: tuple[Cell, ...] = ()  # items of a list
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to show."""
+        return not self.figures and self.is_page_only
 
     @property
     def is_page_only(self) -> bool:
         """Return whether the section has nothing that Markdown can show."""
-        return bool(self.figures) and not (self.tables or self.samples or self.lists)
+        return not (self.tables or self.items)
 
-    @property
-    def sample_groups(self) -> list[tuple[str, list[TextSample]]]:
-        """Return the samples of every group of neighbors."""
-        groups = groupby(self.samples, key=lambda one: one.group)
-        return [(title, list(members)) for title, members in groups]
+
+EMPTY = ReportSection("")
 
 
 @dataclass(frozen=True)
@@ -192,8 +143,7 @@ class Report:
     imprint: str
     facts: tuple[str, ...]
     sections: tuple[ReportSection, ...]
-    generator: str = ""
-    """Name of the command that wrote the page."""
+    generator: str = ""  # name of the command that wrote the page
 
 
 # Figures

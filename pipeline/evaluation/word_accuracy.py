@@ -2,16 +2,12 @@
 
 A word of a translation is correct if the reference of its line has it too, as often as the
 reference has it. These words, or the source words that they translate (``evaluation.word_side``),
-are grouped by
+are grouped by their frequency in the training lines, by their fertility (the number of subwords
+that a tokenizer makes of the word by itself) and by their length in characters.
 
-- their frequency in the training lines, and whether they occur there at all;
-- their fertility, the number of subwords that a tokenizer makes of the word alone;
-- their length in characters.
-
-Precision, recall and F-measure of a group are those of compare-mt (Neubig et al. 2019,
-``calc_bucketed_matches`` and ``calc_source_bucketed_matches`` in its ``bucketers.py``), which made
-LOBEF's Figures 3 and 4. Source words need alignments: compare-mt reads them from files, here
-``Aligner`` computes them. Words are sacreBLEU's tokens, as in BLEU.
+Precision, recall and F-measure of a group are computed as in compare-mt (Neubig et al. 2019,
+``bucketers.py``), which made LOBEF's Figures 3 and 4. compare-mt reads alignments of source words
+from files; here ``Aligner`` computes them. Words are sacreBLEU's tokens, as in BLEU.
 """
 
 from bisect import bisect_right
@@ -19,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -41,58 +37,55 @@ from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.evaluation.scores import WordAccuracy, WordCounts
 
-# Alignment
-#
-# IBM Model 1 with fast_align's prior: a target word is aligned to one source word or to none. Its
-# prior prefers the diagonal, p(i) ∝ exp(-λ |i/I - j/J|), with the constants of fast_align (Dyer et
-# al., 2013); translation probabilities are learned by expectation maximization.
-#
-# Legend: E (source, target) pairs of positions, U distinct pairs of words, W source words.
-
 DIAGONAL_TENSION = 4.0
-NULL_SHARE = 0.08
-"""Prior probability that a target word translates nothing."""
+NULL_SHARE = 0.08  # prior probability that a target word translates nothing
 ITERATIONS = 5
-UNKNOWN = 1e-7
-"""Probability of a translation that was not seen."""
-NULL = ""
-"""Source word of target words that translate nothing; it occurs in no text."""
+UNKNOWN = 1e-7  # probability of a translation that was not seen
+NULL = ""  # source word of target words that translate nothing; it occurs in no text
 
 Words = Sequence[str]
 Floats = npt.NDArray[np.float64]
 
 
 class Aligner:
-    """Word alignment by learned translation probabilities."""
+    """Word alignment by IBM Model 1 with the prior of fast_align (Dyer et al., 2013).
+
+    A target word is aligned to one source word or to none. The prior prefers the diagonal,
+    p(i) ∝ exp(-λ |i/I - j/J|); expectation maximization learns translation probabilities.
+
+    Legend: E (source, target) pairs of positions, U distinct pairs of words, W source words.
+    """
 
     def __init__(self, lines: Sequence[tuple[Words, Words]]) -> None:
         """Learn from pairs of tokenized sentences, source first, of which no side is empty."""
         numbers: dict[tuple[str, str], int] = {}
-        place_E: list[int] = []
-        prior_E: list[Floats] = []
-        starts: list[int] = []
-        for source, target in lines:
-            if not source:
-                continue
+        places: list[int] = []
+        priors, sizes = [np.empty(0)], list[int]()
+        for source, target in (line for line in lines if line[0]):
             for j, word in enumerate(target):
-                starts.append(len(place_E))
-                place_E += [
-                    numbers.setdefault((one, word), len(numbers)) for one in (NULL, *source)
-                ]
-                prior_E.append(_prior(len(source), len(target), j))
-        self._numbers = numbers
-        self._probability_U: list[float] = []
-        if numbers:
-            sources = {source: place for place, (source, _) in enumerate(numbers)}
-            source_U = np.array([sources[source] for source, _ in numbers])
-            self._probability_U = _learn(
-                np.array(place_E), np.concatenate(prior_E), np.array(starts), source_U
-            ).tolist()
+                pairs = [(one, word) for one in (NULL, *source)]
+                places += [numbers.setdefault(pair, len(numbers)) for pair in pairs]
+                priors.append(_prior(len(source), len(target), j))
+                sizes.append(len(pairs))
+        place_E, prior_E = np.array(places, dtype=np.int64), np.concatenate(priors)
+        starts = np.cumsum([0, *sizes[:-1]]) if sizes else np.empty(0, dtype=np.int64)
+        words = {source: place for place, (source, _) in enumerate(numbers)}
+        source_U = np.array([words[source] for source, _ in numbers], dtype=np.int64)
+        probability_U = np.ones(len(numbers))
+        for _ in range(ITERATIONS):
+            weight_E = probability_U[place_E] * prior_E
+            posterior_E = weight_E / np.repeat(np.add.reduceat(weight_E, starts), sizes)
+            count_U = np.bincount(place_E, weights=posterior_E, minlength=len(numbers))
+            count_W = np.bincount(source_U, weights=count_U)
+            probability_U = count_U / count_W[source_U]
+        learned = zip(numbers, probability_U.tolist(), strict=True)
+        self._probabilities: dict[tuple[str, str], float] = {
+            pair: max(one, UNKNOWN) for pair, one in learned
+        }
 
     def probability(self, source: str, target: str) -> float:
         """Return p(target | source), of words."""
-        place = self._numbers.get((source, target))
-        return UNKNOWN if place is None else max(self._probability_U[place], UNKNOWN)
+        return self._probabilities.get((source, target), UNKNOWN)
 
     def align(self, source: Words, target: Words) -> list[tuple[int, int]]:
         """Return (source index, target index) of every aligned target word."""
@@ -113,39 +106,12 @@ def _prior(sources: int, targets: int, j: int) -> Floats:
     return np.concatenate([[NULL_SHARE], (1 - NULL_SHARE) * weight / weight.sum()])
 
 
-def _learn(
-    place_E: npt.NDArray[np.int64],
-    prior_E: Floats,
-    starts: npt.NDArray[np.int64],
-    source_U: npt.NDArray[np.int64],
-) -> Floats:
-    """Return p(target | source) of every distinct pair of words, (U,).
-
-    Args:
-        place_E: distinct pair of words of every pair of positions.
-        prior_E: prior of every pair of positions.
-        starts: where the positions of each target word begin.
-        source_U: source word of every distinct pair.
-    """
-    sizes = np.diff(np.append(starts, len(place_E)))
-    probability_U = np.full(len(source_U), 1.0)
-    for _ in range(ITERATIONS):
-        weight_E = probability_U[place_E] * prior_E
-        posterior_E = weight_E / np.repeat(np.add.reduceat(weight_E, starts), sizes)
-        count_U = np.bincount(place_E, weights=posterior_E, minlength=len(source_U))
-        count_W = np.bincount(source_U, weights=count_U)
-        probability_U = count_U / count_W[source_U]
-    return probability_U
-
-
 # Words
 
 Side = Literal["target", "source"]
-ALIGNED_LINES = 10_000
-"""Alignments are learned from at most this number of training lines of a pair, the first ones."""
+ALIGNED_LINES = 10_000  # maximum of training lines of a pair from which alignments are learned
 Values = Callable[[str], int]
-WORD_START = "\u2581"
-"""SentencePiece's symbol for the space before a word; alone it is no part of the word."""
+WORD_START = "\u2581"  # SentencePiece's space before a word; by itself no part of the word
 
 
 @dataclass(frozen=True)
@@ -153,24 +119,16 @@ class Trait:
     """A number by which words are grouped into kinds."""
 
     name: str
-    cutoffs: tuple[int, ...]
-    """Smallest value of every kind but the first."""
-    least: int
-    """Smallest possible value."""
-    names: tuple[str, ...] = ()
-    """Names of the kinds; empty: their ranges of values."""
+    cutoffs: tuple[int, ...]  # smallest value of every kind but the first
+    least: int  # smallest possible value
+    names: tuple[str, ...] = ()  # names of the kinds; empty: their ranges of values
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the names of the kinds, in the order of values."""
-        if self.names:
-            return self.names
-        lows = (self.least, *self.cutoffs)
-        between = [
-            str(low) if high == low + 1 else f"{low}–{high - 1}"
-            for low, high in zip(lows, self.cutoffs, strict=False)
-        ]
-        return (*between, f"{lows[-1]} and more")
+        ranges = pairwise((self.least, *self.cutoffs))
+        between = [str(low) if high == low + 1 else f"{low}–{high - 1}" for low, high in ranges]
+        return self.names or (*between, f"{self.cutoffs[-1]} and more")
 
     def kind(self, value: int) -> str:
         """Return the kind of a word with this value."""
@@ -192,22 +150,17 @@ class WordInputs:
     """Texts and settings of all directions."""
 
     corpus: Artifact
-    systems: Mapping[str, Artifact]
-    """Run → translations."""
-    training: Artifact | None
-    """Training corpus; None, or without lines: the frequency of words is not known."""
-    tokenizer: Artifact | None
-    """Tokenizer artifact; None: words have no fertility."""
-    tokenizers: Mapping[str, str]
-    """Language → sacreBLEU's tokenizer, of both sides if source words are grouped."""
-    max_lines: int
-    """Maximum number of training lines of a pair that are read."""
+    systems: Mapping[str, Artifact]  # run → translations
+    training: Artifact | None  # None, or without lines: the frequency of words is not known
+    tokenizer: Artifact | None  # None: words have no fertility
+    tokenizers: Mapping[str, str]  # language → sacreBLEU's tokenizer, of all sides that are read
+    max_lines: int  # maximum number of training lines of a pair that are read
     side: Side = "target"
 
     @property
-    def has_training(self) -> bool:
-        """Return whether there are training lines."""
-        return self.training is not None and bool(line_counts(self.training, "train"))
+    def training_pairs(self) -> dict[str, int]:
+        """Return the pairs with training lines, and their numbers."""
+        return {} if self.training is None else dict(line_counts(self.training, "train"))
 
 
 @dataclass(frozen=True)
@@ -215,8 +168,7 @@ class WordTask:
     """All directions into one language, or from it if source words are grouped."""
 
     given: WordInputs
-    language: str
-    """Language of the words that are grouped."""
+    language: str  # of the words that are grouped
     directions: Sequence[Direction]
 
     def split(self, code: str) -> Callable[[str], list[str]]:
@@ -239,67 +191,57 @@ class Matches(NamedTuple):
     reference: Counter[str]
     hypothesis: Counter[str]
 
+    @property
+    def words(self) -> set[str]:
+        """Return all words of both sides."""
+        return {*self.reference, *self.hypothesis}
 
-class WordsOfLanguage(NamedTuple):
-    """Word counts of a language by direction, and the number of training lines read."""
 
-    directions: Mapping[str, Kinds]
-    training_lines: int
+WordsOfLanguage = tuple[Mapping[str, Kinds], int]
+"""Word counts of a language by direction, and the number of training lines read."""
 
 
 def words_of_language(task: WordTask) -> WordsOfLanguage:
     """Count the words of every direction and system by kind."""
     found = {str(direction): _count_direction(task, direction) for direction in task.directions}
-    every = {
-        word
-        for systems in found.values()
-        for one in systems.values()
-        for word in (*one.reference, *one.hypothesis)
-    }
+    every = {word for systems in found.values() for one in systems.values() for word in one.words}
     values: dict[Trait, Values] = {LENGTH: len}
     lines = 0
-    if task.given.has_training:
+    if task.given.training_pairs:
         lines, trained = training_counts(task, wanted=every)
         values[SEEN] = values[FREQUENCY] = trained.__getitem__
     if task.given.tokenizer is not None:
         tokenizer = load_tokenizer(tokenizer_folder(task.given.tokenizer))
         values[FERTILITY] = fertilities(tokenizer, every, language=task.language).__getitem__
-    return WordsOfLanguage(
-        {name: by_kind(systems, values) for name, systems in found.items()}, lines
-    )
+    return {name: by_kind(systems, values) for name, systems in found.items()}, lines
 
 
 def _count_direction(task: WordTask, direction: Direction) -> dict[str, Matches]:
-    split, aligner = task.split(direction.target), None
-    if task.given.side == "source":
-        split_source = task.split(direction.source)
-        lines = read_lines(task.given.corpus, "test", direction.pair, direction.source)
-        sources = [split_source(line) for line in lines]
-        lines = read_lines(task.given.corpus, "test", direction.pair, direction.target)
-        references = [split(line) for line in lines]
-        learned = _training_words(task, direction)
-        aligner = Aligner([*learned, *zip(sources, references, strict=True)])
-    found = {}
-    for system, translations in task.given.systems.items():
-        read = TranslatedLines.read(system, task.given.corpus, translations, direction)
-        if aligner is None:
+    given, split, found = task.given, task.split(direction.target), dict[str, Matches]()
+    texts = {
+        system: TranslatedLines.read(system, given.corpus, translations, direction)
+        for system, translations in given.systems.items()
+    }
+    if given.side == "target":
+        for system, read in texts.items():
             found[system] = count_words(read.hypotheses, read.references, split=split)
-        else:
-            hypotheses = [split(line) for line in read.hypotheses]
-            found[system] = count_source_words(sources, hypotheses, references, aligner=aligner)
+        return found
+    split_source = task.split(direction.source)
+    pair, codes = direction.pair, (direction.source, direction.target)
+    sources, references = (
+        [*map(one, read_lines(given.corpus, "test", pair, code))]
+        for one, code in zip((split_source, split), codes, strict=True)
+    )
+    learned = [*zip(sources, references, strict=True)]
+    if given.training is not None and pair in given.training_pairs:
+        paths = [given.training.file(text_name("train", pair, code)) for code in codes]
+        lines = islice(aligned_lines(*paths), min(ALIGNED_LINES, given.max_lines))
+        learned = [*((split_source(one), split(other)) for one, other in lines), *learned]
+    aligner = Aligner(learned)
+    for system, read in texts.items():
+        hypotheses = [*map(split, read.hypotheses)]
+        found[system] = count_source_words(sources, hypotheses, references, aligner=aligner)
     return found
-
-
-def _training_words(task: WordTask, direction: Direction) -> list[tuple[list[str], list[str]]]:
-    """Return the first training lines of a direction as words, if there are any."""
-    training = task.given.training
-    if training is None or direction.pair not in line_counts(training, "train"):
-        return []
-    codes = direction.source, direction.target
-    paths = [training.file(text_name("train", direction.pair, code)) for code in codes]
-    split_source, split_target = map(task.split, codes)
-    lines = islice(aligned_lines(*paths), min(ALIGNED_LINES, task.given.max_lines))
-    return [(split_source(source), split_target(target)) for source, target in lines]
 
 
 def count_source_words(
@@ -309,10 +251,9 @@ def count_source_words(
     *,
     aligner: Aligner,
 ) -> Matches:
-    """Count source words by the target words that are aligned to them.
+    """Count source words, once for every word of the translation that they are aligned to.
 
-    A source word counts once for every word of the translation that it is aligned to. It is correct
-    once for every such word that the reference has, as often as the reference has it.
+    They are correct for every such word that the reference has, as often as the reference has it.
     """
     found = Matches(Counter(), Counter(), Counter())
     for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True):
@@ -344,7 +285,7 @@ def training_counts(task: WordTask, *, wanted: set[str]) -> tuple[int, Counter[s
     training = task.given.training
     assert training is not None
     lines, counts, split = 0, Counter[str](), task.split(task.language)
-    for pair in line_counts(training, "train"):
+    for pair in task.given.training_pairs:
         if task.language in pair.split("-"):
             path = training.file(text_name("train", pair, task.language))
             for line in islice(iterate_lines(path), task.given.max_lines):
@@ -386,32 +327,20 @@ def join_words(
     profiles: Sequence[DirectionProfile],
     groups: Mapping[str, Sequence[str]],
 ) -> WordAccuracy:
-    """Return the counts of all directions, and the sums of every family.
-
-    Args:
-        found: results of the tasks.
-        tasks: of all languages.
-        profiles: directions.
-        groups: system → its runs; their counts are summed.
-    """
-    by_direction = {name: kinds for one in found for name, kinds in one.directions.items()}
+    """Return the counts of all directions, and the sums of every family."""
+    by_direction = {name: kinds for counts, _ in found for name, kinds in counts.items()}
     directions: dict[str, Kinds] = {}
     families: dict[Family, Kinds] = {}
+    zero = WordCounts(0, 0, 0)
     for profile in profiles:
         name = str(profile.direction)
-        for trait, kinds in by_direction[name].items():
-            for kind, runs in kinds.items():
-                for system, members in groups.items():
-                    counts = sum((runs[run] for run in members), start=WordCounts(0, 0, 0))
-                    for totals in (
-                        directions.setdefault(name, {}),
-                        families.setdefault(profile.family, {}),
-                    ):
-                        into = totals.setdefault(trait, {}).setdefault(kind, {})
-                        into[system] = into.get(system, WordCounts(0, 0, 0)) + counts
-    lines = {
-        task.language: one.training_lines
-        for task, one in zip(tasks, found, strict=True)
-        if task.given.has_training
-    }
+        for totals in (directions.setdefault(name, {}), families.setdefault(profile.family, {})):
+            for trait, kinds in by_direction[name].items():
+                for kind, runs in kinds.items():
+                    into = totals.setdefault(trait, {}).setdefault(kind, {})
+                    for system, members in groups.items():
+                        before = into.get(system, zero)
+                        into[system] = sum((runs[run] for run in members), start=before)
+    read = zip(tasks, found, strict=True)
+    lines = {task.language: count for task, (_, count) in read if task.given.training_pairs}
     return WordAccuracy(lines, directions, families, tasks[0].given.side if tasks else "target")

@@ -28,10 +28,9 @@ from pipeline.evaluation.directions import describe_directions
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR, retrieve_all
 from pipeline.evaluation.rendering import render_html, render_markdown, render_tables
-from pipeline.evaluation.report import evaluation_report, imprint, summary_tables
-from pipeline.evaluation.samples import choose_samples
-from pipeline.evaluation.score_sections import directions_by_family, family_title
-from pipeline.evaluation.scores import Evaluation, scores_document
+from pipeline.evaluation.report import choose_samples, evaluation_report, imprint, summary_tables
+from pipeline.evaluation.score_sections import direction_facts
+from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.scoring import score_systems
 from pipeline.evaluation.tables import ReportSection
 from pipeline.extensions.installed import INSTALLED
@@ -72,7 +71,7 @@ def run(call: StageCall) -> None:
             made=imprint(),
             further=further,
         )
-        writer.write_json("scores.json", scores_document(evaluation))
+        writer.write_json("scores.json", asdict(evaluation))
         writer.write_json("history.json", asdict(history))
         _write_text(writer, "report.html", render_html(report))
         _write_text(writer, "report.md", render_markdown(report))
@@ -110,16 +109,9 @@ def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:
 
 def _summary(evaluation: Evaluation) -> Iterator[str]:
     """Yield what was scored, a line for each finding."""
-    lines = sum(one.test_lines for one in evaluation.directions)
-    kinds = ", ".join(
-        f"{len(profiles)} {family_title(evaluation, family)}"
-        for family, profiles in directions_by_family(evaluation).items()
-    )
+    ways, _, lines = direction_facts(evaluation)
+    yield f"{counted(len(evaluation.systems), 'system')} scored on {lines} in {ways}"
     total = len(evaluation.directions)
-    yield (
-        f"{counted(len(evaluation.systems), 'system')} scored on {counted(lines, 'test line')} in "
-        f"{counted(total, 'direction')} ({kinds})"
-    )
     for section, columns in evaluation.sections.items():
         known = sum(
             any(evaluation.is_measured(column, str(profile.direction)) for column in columns)

@@ -63,8 +63,8 @@ def main() -> None:
     lines = TranslatedLines(Direction("xx", "en"), texts, texts[::-1], lambda: texts)
     known = frozenset((*LANGUAGES, "en"))
     accuracies = (
-        LanguageAccuracy.plain(known, seed=1),
-        LanguageAccuracy.restricted(known, seed=1),
+        LanguageAccuracy.among(known, seed=1, restricted=False),
+        LanguageAccuracy.among(known, seed=1, restricted=True),
     )
     others: tuple[Score, ...] = (Bleu("13a", {"en": "13a"}), Chrf())
     share = max(len(texts) // PEER_LINES, 1)

@@ -1,9 +1,9 @@
-"""Averages, verdicts, win ratios and confusion matrices: counted by hand, and shown in reports."""
+"""Averages over directions and runs, verdicts, win ratios and confusion matrices, by hand."""
 
-import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +18,10 @@ from pipeline.evaluation.averages import (
     average_scores,
     confuse_languages,
     distinct_share,
+    group_runs,
     judge,
     mean_scores,
+    merge_runs,
     quality,
     win_ratios,
 )
@@ -31,25 +33,15 @@ from pipeline.evaluation.failed_outputs import LengthRatio
 from pipeline.evaluation.rendering import render_html, render_markdown
 from pipeline.evaluation.report import evaluation_report
 from pipeline.evaluation.score_sections import (
-    MATRIX_LANGUAGES,
     baseline_section,
     output_languages_section,
     sets_section,
 )
 from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.scores import (
-    BaselineTests,
-    Evaluation,
-    PairedTest,
-    Scores,
-    Wins,
-    scores_document,
-)
+from pipeline.evaluation.scores import Evaluation, Scores, SystemScores
 from pipeline.evaluation.scoring import baseline_of
-from pipeline.evaluation.tables import ReportSection, Table
+from pipeline.evaluation.tables import Table
 
-MANY = {f"l{number:02}": 1 for number in range(MATRIX_LANGUAGES + 4)}
-MISSED = {"de-en": {"en": 9, "de": 1}, "en-de": {"de": 10}, "fr-de": {"de": 6, "fr": 3, "none": 1}}
 FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "none": 1}}
 
 
@@ -178,7 +170,7 @@ def test_both_reports_say_not_decided_where_the_baseline_does_not_translate() ->
 
 def test_the_share_of_distinct_outputs_stands_in_the_document() -> None:
     found = judged(experts=42.5)
-    verdicts = scores_document(found)["verdicts"]
+    verdicts = asdict(found)["verdicts"]
     assert verdicts["directions"]["de-en"]["experts"] == {
         "bleu": 31.0,
         "distinct": 42.5,
@@ -190,16 +182,12 @@ def test_the_share_of_distinct_outputs_stands_in_the_document() -> None:
 def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> None:
     found = judged(dense=10.0)
     wins = win_ratios(
-        found.systems,
-        baseline="dense",
-        columns=found.columns,
-        profiles=PROFILES,
-        verdicts=found.verdicts,
+        found.systems, columns=found.columns, profiles=PROFILES, verdicts=found.verdicts
     )
     section = baseline_section(replace(found, wins=wins))
-    assert section is not None
     assert section.tables == ()
-    assert section.lead == "Not decided: dense does not translate in any direction."
+    (said,) = section.items
+    assert said.text == "Not decided: dense does not translate in any direction."
 
 
 def test_of_one_system_nothing_is_called_undecided() -> None:
@@ -219,6 +207,13 @@ def test_of_one_system_nothing_is_called_undecided() -> None:
 # Wins and tests
 
 
+P_VALUES = {
+    "de-en": {"experts": (1.0, 0.01), "baseline": (-27.0, 0.0)},
+    "de-fr": {"experts": (-1.0, 0.04), "baseline": (-4.0, 0.06)},
+}
+"""Direction → system → difference of BLEU to the baseline, and its corrected p-value."""
+
+
 def whole_evaluation() -> Evaluation:
     """The example with all that stands beside its averages."""
     found = evaluation()
@@ -232,24 +227,22 @@ def whole_evaluation() -> Evaluation:
         )
         for system in found.systems
     )
-    tests = {
-        "de-en": {
-            "bleu": {
-                "experts": PairedTest(1.0, 0.001, 0.01),
-                "baseline": PairedTest(-27.0, 0.0, 0.0),
-            }
-        },
-        "de-fr": {
-            "bleu": {
-                "experts": PairedTest(-1.0, 0.01, 0.04),
-                "baseline": PairedTest(-4.0, 0.01, 0.06),
-            }
-        },
-    }
+    assert found.significance is not None
+    compared = dict(found.significance.directions)
+    for name, p_values in P_VALUES.items():
+        before = compared[name]["bleu"]
+        differences = {
+            system: replace(before.differences[system], value=value, p_value_holm=p_value)
+            for system, (value, p_value) in p_values.items()
+        }
+        compared[name] = {"bleu": replace(before, differences=differences)}
+    small = {"en-de", "en-fr"}
+    compared = {name: {} if name in small else one for name, one in compared.items()}
+    significance = replace(found.significance, directions=compared, tests=8)
     return replace(
         found,
         systems=systems,
-        baseline_tests=BaselineTests("dense", tests, 8, ("de-mg",)),
+        significance=significance,
         set_averages=tuple(
             average_by_set(systems, profiles=PROFILES, pivot="en", sets={"German": ["de"]})
         ),
@@ -258,16 +251,10 @@ def whole_evaluation() -> Evaluation:
     )
 
 
-def won(columns: Sequence[Column]) -> Wins | None:
+def won(columns: Sequence[Column]) -> Mapping[str, Any]:
     """Of the example, against its dense system."""
     found = evaluation()
-    return win_ratios(
-        found.systems,
-        baseline="dense",
-        columns=columns,
-        profiles=PROFILES,
-        verdicts=found.verdicts,
-    )
+    return win_ratios(found.systems, columns=columns, profiles=PROFILES, verdicts=found.verdicts)
 
 
 def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
@@ -290,51 +277,40 @@ def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
 
 def test_win_ratios_are_shares_of_directions_won_and_ties_are_none() -> None:
     wins = won(evaluation().columns)
-    assert wins is not None
-    assert wins.systems.keys() == {"experts", "baseline"}
-    ours = wins.systems["experts"]
+    assert wins.keys() == {"experts", "baseline"}
+    ours = wins["experts"]
     won_out = [BLEU["second"][name] > BLEU["dense"][name] for name in ("en-de", "en-fr")]
     assert ours["out_of_pivot"]["all"]["bleu"] == 100 * sum(won_out) / 2 == 100.0
     assert ours["out_of_pivot"]["high"]["chrf"] == 100.0
     assert ours["zero_shot"]["all"]["language"] == 0.0, "equal"
-    assert wins.systems["baseline"]["into_pivot"]["all"]["bleu"] == 0.0
+    assert wins["baseline"]["into_pivot"]["all"]["bleu"] == 0.0
 
 
 def test_a_score_with_less_is_better_is_won_by_the_lower_and_one_without_ends_by_none() -> None:
     found = evaluation()
     columns = [replace(Bleu.column, larger_is_better=False), replace(Chrf.column)]
     wins = won(columns)
-    assert wins is not None
-    assert wins.systems["baseline"]["zero_shot"]["all"] == {"bleu": 100.0, "chrf": 0.0}
+    assert wins["baseline"]["zero_shot"]["all"] == {"bleu": 100.0, "chrf": 0.0}
     endless = won([LengthRatio.column])
-    assert endless is not None
-    assert endless.systems["experts"]["zero_shot"]["all"] == {}
+    assert endless["experts"]["zero_shot"]["all"] == {}
     alone = win_ratios(
-        found.systems[:1],
-        baseline="dense",
-        columns=columns,
-        profiles=PROFILES,
-        verdicts=found.verdicts,
+        found.systems[:1], columns=columns, profiles=PROFILES, verdicts=found.verdicts
     )
-    assert alone is None
+    assert alone == {}
 
 
 def test_directions_whose_baseline_does_not_translate_are_won_by_none() -> None:
     """Into Malagasy the baseline has 1 BLEU: of both zero-shot directions, de-fr alone counts."""
     wins = won(evaluation().columns)
-    assert wins is not None
     assert BLEU["second"]["de-mg"] > BLEU["dense"]["de-mg"]
     assert BLEU["second"]["de-fr"] < BLEU["dense"]["de-fr"]
-    assert wins.systems["experts"]["zero_shot"]["all"]["bleu"] == 0.0
+    assert wins["experts"]["zero_shot"]["all"]["bleu"] == 0.0
 
 
 def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> None:
     whole = whole_evaluation()
     baseline, averages = baseline_section(whole), sets_section(whole)
     languages = output_languages_section(whole)
-    assert baseline is not None
-    assert averages is not None
-    assert languages is not None
     by_set, _ = averages.tables
     assert [table.title for table in averages.tables] == ["BLEU by set", "chrF++ by set"]
     systems = ["dense", "experts", "baseline"]
@@ -373,12 +349,12 @@ def test_averages_by_set_are_means_over_the_languages_that_are_not_the_pivot() -
 
 def test_both_reports_and_the_document_hold_them() -> None:
     found = whole_evaluation()
-    document = scores_document(found)
-    assert document["wins"]["systems"]["experts"]["into_pivot"]["all"]["bleu"] == 100.0
-    test = document["baseline_tests"]["directions"]["de-en"]["bleu"]["experts"]
-    assert (test["p_value"], test["p_value_holm"]) == (0.001, 0.01)
+    document = asdict(found)
+    assert document["wins"]["experts"]["into_pivot"]["all"]["bleu"] == 100.0
+    compared = document["significance"]["directions"]["de-en"]["bleu"]["differences"]
+    assert (compared["experts"]["value"], compared["experts"]["p_value_holm"]) == (1.0, 0.01)
     scored = document["systems"][0]["directions"]["de-fr"]
-    assert scored["language_found"] == FOUND["de-fr"]
+    assert scored["outcomes"]["language"] == FOUND["de-fr"]
     text, page = both_forms(found)
     for title in ("Comparison with the baseline dense", "Output languages"):
         assert f"## {title}\n" in text
@@ -432,26 +408,79 @@ def test_counts_of_a_familys_directions_into_a_language_are_summed() -> None:
     )
 
 
-def cells(section: ReportSection | None, title: str) -> dict[str, float]:
-    """Row and column of a map → its share, of every cell."""
-    assert section is not None
-    (figure,) = [one for one in section.figures if one.title == title]
-    shown = re.findall("<title>(.*?): (.*?)</title>", figure.svg)
-    return {name: float(value) for name, value in shown}
+# Runs of a system
 
 
-def test_the_map_shows_shares_of_the_lines_asked_for_where_any_was_missed() -> None:
-    section = output_languages_section(told(MISSED))
-    found = cells(section, "dense, Any → En")
-    assert found == {"en, de": 10.0, "en, en": 90.0, "en, others": 0.0}
-    assert section is not None
-    assert not any("En → Any" in one.title for one in section.figures), "nothing was missed there"
+def test_runs_are_grouped_by_the_name_before_the_mark() -> None:
+    assert group_runs(["moe@1", "dense", "moe@2", "own@1", "@x"]) == {
+        "moe": ("moe@1", "moe@2"),
+        "dense": ("dense",),
+        "own@1": ("own@1",),
+        "@x": ("@x",),
+    }
 
 
-def test_languages_that_are_found_seldom_are_summed_up() -> None:
-    found = cells(output_languages_section(told({"de-en": {"en": 80, **MANY}})), "dense, Any → En")
-    assert len(found) == MATRIX_LANGUAGES + 1
-    total = 80 + len(MANY)
-    assert found["en, en"] == pytest.approx(100 * 80 / total, abs=0.1)
-    seldom = len(MANY) - (MATRIX_LANGUAGES - 1)
-    assert found["en, others"] == pytest.approx(100 * seldom / total, abs=0.01)
+@pytest.mark.parametrize("names", [["moe", "moe@1"], ["moe@1", "dense", "moe"]])
+def test_a_system_with_and_without_a_seed_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"'moe' is named without a seed, and 'moe@1' with one"):
+        group_runs(names)
+
+
+def runs() -> tuple[SystemScores, ...]:
+    """Two runs of one system, of 30 and 31 BLEU from German to English."""
+    first, second, _ = evaluation().systems
+    return replace(first, name="moe@1"), replace(second, name="moe@2")
+
+
+def merged() -> SystemScores:
+    (found,) = merge_runs(runs(), {"moe": ("moe@1", "moe@2")}, profiles=PROFILES)
+    return found
+
+
+def test_scores_of_a_system_are_means_and_its_counts_are_sums() -> None:
+    found = merged()
+    scored = found.directions["de-en"]
+    assert scored.scores["bleu"] == 30.5
+    assert scored.quality.bleu == 30.5
+    assert scored.quality.distinct == (97.0 + 90.0) / 2
+    assert scored.lines == 60
+    assert found.averages["into_pivot"]["high"]["bleu"] == 30.5
+    assert found.averages["out_of_pivot"]["all"]["bleu"] == pytest.approx(
+        ((20.0 + 11.0) / 2 + (22.0 + 11.04) / 2) / 2
+    )
+    assert found.spread["into_pivot"]["all"]["bleu"] == pytest.approx(0.5**0.5)
+    assert "language" not in found.directions["de-mg"].scores
+
+
+def test_a_system_with_one_run_is_left_as_it_is() -> None:
+    (first, second) = runs()
+    assert merge_runs([first], {"moe@1": ("moe@1",)}, profiles=PROFILES) == [first]
+    assert second.run_names == ("moe@2",)
+
+
+def repeated() -> Evaluation:
+    found = evaluation()
+    systems = (merged(), found.systems[2])
+    return replace(
+        found,
+        systems=systems,
+        significance=None,
+        verdicts=judge(systems, baseline="moe", profiles=PROFILES),
+    )
+
+
+def test_both_reports_show_the_number_of_runs_and_their_spread() -> None:
+    known = replace(history("moe@2"), curves=())
+    report = evaluation_report(repeated(), known, made=MADE)
+    text = render_markdown(report)
+    assert "| moe (2 runs) | – / 24 updates (3.0 ×) | 30.5 (± 0.7) |" in text
+    assert "| baseline | no training | 3.0 |" in text
+    assert "± 0.7" in render_html(report)
+
+
+def test_the_document_has_every_run_and_the_spread() -> None:
+    systems = asdict(repeated())["systems"]
+    assert [one["name"] for one in systems[0]["runs"]] == ["moe@1", "moe@2"]
+    assert systems[0]["runs"][1]["directions"]["de-en"]["scores"]["bleu"] == 31.0
+    assert systems[0]["spread"]["into_pivot"]["all"]["bleu"] == pytest.approx(0.5**0.5)
+    assert (systems[1]["runs"], systems[1]["spread"]) == ((), {})

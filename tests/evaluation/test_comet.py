@@ -1,7 +1,6 @@
-"""COMET scores: the model's own, from a process of its own that loads weights and nothing else."""
+"""COMET scores are the model's own; of a checkpoint only weights are loaded."""
 
 import importlib.util
-import json
 import pickle
 import sys
 from collections.abc import Iterator
@@ -20,11 +19,12 @@ from support.comet_models import (
     write_model,
     write_stub_model,
 )
+from support.corpora import make_corpus
 
-from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.errors import ConfigError
-from pipeline.evaluation import comet
-from pipeline.evaluation.comet import Comet, CometScores, _run, load_model, scores_of
+from pipeline.evaluation.comet import Comet, ask_comet, load_model, scores_of
 from pipeline.evaluation.score_slot import TranslatedLines
 
 needs_comet = pytest.mark.skipif(
@@ -43,11 +43,22 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def work_with(folder: Path, samples: list[dict[str, str]]) -> Path:
-    path = folder / "lines" / "ours" / "de-en.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(samples), encoding="utf-8")
-    return folder
+def asked(folder: Path, model: Path, lines: list[dict[str, str]]) -> Comet:
+    """Score translations into English of one system."""
+    sides = {"de": [one["src"] for one in lines], "en": [one["ref"] for one in lines]}
+    corpus = make_corpus(folder / "corpus", {"test": {"de-en": sides}})
+    direction, path = Direction("de", "en"), folder / "lines"
+    with new_artifact(path, kind="translations", stage="t", config={}, inputs={}) as writer:
+        hypotheses = [Hypothesis(one["mt"]) for one in lines]
+        write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
+    return ask_comet(
+        model,
+        digest="0" * 64,
+        corpus=corpus,
+        systems={"ours": open_artifact(path, kind="translations")},
+        directions=[direction],
+        work_dir=folder,
+    )
 
 
 class Opens:
@@ -60,21 +71,17 @@ class Opens:
         return open, (str(self._path), "w")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("stub")
-def test_lines_go_to_the_process_as_files_and_scores_come_back_as_files(tmp_path: Path) -> None:
+def test_scores_of_all_lines_are_kept_as_files_and_averaged(tmp_path: Path) -> None:
     model = write_stub_model(tmp_path / "model")
     samples = [{"src": "x" * (40 - n), "mt": "y" * n, "ref": "z"} for n in range(40)]
-    work = work_with(tmp_path / "work", samples)
-    assert len([*_run(model, work)]) == 1
-    given = CometScores(work / "scores", "model:model|digest:0|version:9.9")
+    score = asked(tmp_path, model, samples)
     texts = [one["mt"] for one in samples]
     lines = TranslatedLines(Direction("de", "en"), texts, texts, lambda: [], "ours")
-    found = Comet(given).line_statistics(lines)
+    found = score.line_statistics(lines)
     np.testing.assert_allclose(found.rows, [0.02 * n for n in range(40)], rtol=1e-6)
-    assert found.signature == given.signature
-    assert Comet(given).of_corpus(found.rows) == pytest.approx(100 * 0.02 * 19.5)
-    assert (work / "version.txt").read_text("utf-8") == "9.9"
+    assert found.signature == "model:model|digest:000000000000|version:9.9"
+    assert score.of_corpus(found.rows) == pytest.approx(100 * 0.02 * 19.5)
 
 
 @pytest.mark.usefixtures("stub")
@@ -136,20 +143,11 @@ def test_a_folder_that_holds_no_model_is_refused_in_one_sentence(
 
 
 @pytest.mark.usefixtures("stub")
-def test_scores_that_are_no_numbers_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scores_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     weights = {"weight": torch.tensor(float("nan"))}
     model = write_stub_model(tmp_path / "model", state_dict=weights)
-    work = work_with(tmp_path / "work", [{"src": "a", "mt": "b", "ref": "c"}])
-    assert comet.main([str(model), str(work)]) == 2
-    assert capsys.readouterr().err == f"{model} gives scores that are no numbers. Use another.\n"
-
-
-def test_what_the_process_refuses_is_an_error_in_its_words(tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    with pytest.raises(ConfigError, match=r"^/.*/hparams.yaml cannot be read as a COMET model's"):
-        list(_run(tmp_path / "nothing", tmp_path / "work"))
+    with pytest.raises(ConfigError, match=r"gives scores that are no numbers\. Use another model"):
+        asked(tmp_path, model, [{"src": "a", "mt": "b", "ref": "c"}])
 
 
 def test_comet_that_is_not_installed_is_asked_for(

@@ -8,20 +8,12 @@ from statistics import fmean
 
 import pytest
 from support.example_evaluation import history as example_history
-from support.recorded_runs import (
-    SOURCE_TOKENS_PER_UPDATE,
-    TOKENS_PER_UPDATE,
-    artifact,
-    training_run,
-)
-from support.tiny_models import tiny_spec
+from support.recorded_runs import artifact
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.evaluation.curves import Curve, CurvePoint, curves_section, read_tiers
 from pipeline.evaluation.history import trace_history
-from pipeline.evaluation.spent import Spent
 from pipeline.evaluation.tables import Figure
-from pipeline.model.parameters import count_multiplied
 
 IMPORTED = {"de-en": 900, "en-fr": 900, "en-mg": 20, "en-sw": 10}
 TRAINING = {"resource_thresholds": [100, 500]}
@@ -116,7 +108,7 @@ def test_without_tiers_or_shards_there_are_no_sides(tmp_path: Path, training: ob
 
 def figures(curves: Sequence[Curve]) -> dict[str, Figure]:
     section = curves_section(curves, {"dense": 0, "experts": 1})
-    return {} if section is None else {one.title: one for one in section.figures}
+    return {one.title: one for one in section.figures}
 
 
 def test_there_is_a_chart_by_updates_per_tier_and_of_the_training() -> None:
@@ -150,23 +142,4 @@ def test_a_curve_whose_ancestors_are_gone_is_left_out_and_named() -> None:
     assert len(found) == 1
     for figure in found.values():
         assert figure.svg.count("<polyline") == 1
-        assert "points are not known: experts." in figure.notes[-1]
-
-
-def test_a_curve_by_arithmetic_ends_at_what_the_run_has_spent(tmp_path: Path) -> None:
-    dense = training_run(tmp_path / "dense", [3.0, 2.0, 1.0])
-    (curve,) = trace_history({"dense": dense}).curves
-    per_token = count_multiplied(tiny_spec())
-    per_update = 6.0 * (
-        per_token.source * SOURCE_TOKENS_PER_UPDATE + per_token.target * TOKENS_PER_UPDATE
-    )
-    assert [point.operations for point in curve.validation] == pytest.approx(
-        [per_update, 2 * per_update, 3 * per_update]
-    )
-    assert "Validation by FLOP" in figures([curve])
-    uncounted = Curve(
-        "experts", (), (CurvePoint(1, {"all": 3.0}),), before=Spent(1, None, None, None)
-    )
-    found = figures([curve, uncounted])
-    assert found["Validation by FLOP"].notes
-    assert not found["Validation by updates"].notes
+        assert "points are not known: experts." in figure.note

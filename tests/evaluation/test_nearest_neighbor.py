@@ -52,10 +52,7 @@ texts = st.lists(st.text(alphabet="abcÄß 中文\u2028", max_size=12), min_size
 @settings(max_examples=80, deadline=None)
 @given(lines=texts, queries=texts, block_lines=st.integers(1, 5))
 def test_the_neighbour_has_the_largest_cosine_of_all_lines(
-    tmp_path_factory: pytest.TempPathFactory,
-    lines: list[str],
-    queries: list[str],
-    block_lines: int,
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], queries: list[str], block_lines: int
 ) -> None:
     path = written(tmp_path_factory.mktemp("lines") / "train.txt", lines)
     found = nearest_lines(path, queries, block_lines=block_lines)

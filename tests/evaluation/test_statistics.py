@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, estimate_ci
 from scipy import stats
-from support.damaged_lines import (
-    BLEU_INTO,
-    CHRF_PLUS,
-    damaged,
-    line_statistics,
-    sentences,
-    stored,
-)
+from support.damaged_lines import BLEU_INTO, CHRF_PLUS, damaged, line_statistics, sentences, stored
 
 from pipeline.evaluation import statistics
 from pipeline.evaluation.bleu import Bleu
@@ -32,7 +26,6 @@ from pipeline.evaluation.scores import Comparison, Difference
 from pipeline.evaluation.statistics import (
     ResampleTask,
     Runs,
-    Sample,
     compare,
     correct_tests,
     difference,
@@ -121,22 +114,20 @@ def test_quantiles_of_t_are_scipys(freedom: int, level: float) -> None:
     assert t_quantile(level, freedom) == pytest.approx(stats.t.isf(level / 2, freedom), rel=2e-3)
 
 
-def sample(rows: list[Floats], *, resamples: int = 1000, seed: int = 1) -> Sample:
-    """Percentages of hits of runs, measured and resampled."""
+def sample(rows: list[Floats], *, resamples: int = 1000, seed: int = 1) -> Runs:
+    """Percentages of hits of runs with seeds 1, 2, …, measured and resampled."""
     task = ResampleTask([], (HITS,), seed=seed, resamples=resamples)
     draws = resample([{"language": row[:, None]} for row in rows], task)["language"]
-    return Sample([100.0 * float(row.mean()) for row in rows], draws, len(rows[0]))
-
-
-SINGLE: Mapping[str, Mapping[str, int]] = {"base": {"": 0}, "ours": {"": 1}}
+    seeds = tuple(str(place) for place in range(1, len(rows) + 1))
+    return Runs(seeds, np.array([100.0 * float(row.mean()) for row in rows]), draws)
 
 
 def test_of_one_run_each_the_test_is_the_paired_t_test() -> None:
     generator = np.random.default_rng(1)
     base = generator.normal(0.5, 0.2, 50)
     ours = base + generator.normal(0.05, 0.2, 50)
-    runs = sample([base, ours], resamples=20_000).runs_of(SINGLE)
-    found, expected = difference(runs["ours"], runs["base"], lines=50), stats.ttest_rel(ours, base)
+    runs = [sample([one], resamples=20_000) for one in (ours, base)]
+    found, expected = difference(*runs, lines=50), stats.ttest_rel(ours, base)
     assert found.p_value == pytest.approx(expected.pvalue, rel=0.1)
     low, high = expected.confidence_interval()
     assert (found.interval.low, found.interval.high) == pytest.approx((100 * low, 100 * high), 0.02)
@@ -145,11 +136,9 @@ def test_of_one_run_each_the_test_is_the_paired_t_test() -> None:
 @pytest.mark.parametrize("paired", [True, False])
 def test_of_runs_that_only_seeds_tell_apart_the_test_is_the_t_test_over_seeds(paired: bool) -> None:
     theirs, ours = (0.40, 0.45, 0.50), (0.41, 0.47, 0.53)
-    found = sample([np.full(30, one) for one in (*theirs, *ours)])
-    seeds = {"base": {"1": 0, "2": 1, "3": 2}}
-    seeds["ours"] = {"3": 5, "1": 3, "2": 4} if paired else {"4": 3, "5": 4, "6": 5}
-    runs = found.runs_of(seeds)
-    compared = difference(runs["ours"], runs["base"], lines=30)
+    base, found = (sample([np.full(30, one) for one in side]) for side in (theirs, ours))
+    found = found if paired else replace(found, seeds=("4", "5", "6"))
+    compared = difference(found, base, lines=30)
     assert compared.value == pytest.approx(2.0)
     expected = stats.ttest_rel(ours, theirs).pvalue
     if paired:
@@ -157,7 +146,7 @@ def test_of_runs_that_only_seeds_tell_apart_the_test_is_the_t_test_over_seeds(pa
     else:
         assert compared.p_value > 0.5
     mean, half = 45.0, stats.t.isf(0.025, 2) * 5.0 / np.sqrt(3)
-    interval = estimate(runs["base"], lines=30).interval
+    interval = estimate(base, lines=30).interval
     assert (interval.low, interval.high) == pytest.approx((mean - half, mean + half))
 
 
@@ -188,10 +177,9 @@ def hits(generator: np.random.Generator, *, runs: int, spread: float) -> list[Fl
 def test_intervals_cover_the_expected_score(runs: int, spread: float, most: float) -> None:
     """Of few runs that differ no more than their lines do, intervals are too wide."""
     generator, covered, studies = np.random.default_rng(2), 0, 600
-    places = {"": {str(place): place for place in range(runs)}}
     for study in range(studies):
         found = sample(hits(generator, runs=runs, spread=spread), resamples=200, seed=study)
-        interval = estimate(found.runs_of(places)[""], lines=LINES).interval
+        interval = estimate(found, lines=LINES).interval
         covered += interval.low <= 50.0 <= interval.high
     assert 0.93 <= covered / studies <= most
 
@@ -217,9 +205,8 @@ def test_intervals_of_averages_over_parallel_directions_cover_the_expected_score
                     else ResampleTask([], (HITS,), seed=study * directions + place, resamples=200)
                 )
                 draws = resample([{"language": row[of, None]}], task)["language"]
-                samples.append(Sample([100.0 * row[of].mean()], draws, len(of)))
-            runs = Sample.mean(samples).runs_of({"": {"": 0}})[""]
-            interval = estimate(runs, lines=min(map(len, here))).interval
+                samples.append(Runs(("",), np.array([100.0 * row[of].mean()]), draws))
+            interval = estimate(Runs.mean(samples), lines=min(map(len, here))).interval
             covered[kind] += interval.low <= 50.0 <= interval.high
     assert covered["independent"] / studies < 0.85
     assert 0.93 <= covered["together"] / studies <= 0.97
@@ -229,14 +216,11 @@ def test_intervals_of_averages_over_parallel_directions_cover_the_expected_score
 
 
 def compared(
-    values: Mapping[str, Floats],
-    column: Column = Bleu.column,
-    *,
-    without: tuple[str, ...] = (),
+    values: Mapping[str, Floats], column: Column = Bleu.column, *, without: tuple[str, ...] = ()
 ) -> Comparison:
     return compare(
-        sample([*values.values()]),
-        {name: {"": place} for place, name in enumerate(values)},
+        {name: sample([row]) for name, row in values.items()},
+        lines=LINES,
         column=column,
         baseline=next(iter(values)),
         translating={name: name not in without for name in values},
@@ -277,16 +261,15 @@ def test_of_many_directions_alike_hardly_any_is_significant_once_corrected() -> 
         }
         for place in range(200)
     }
-    found = correct_tests(comparisons, baseline="base", systems=2, undecided=["x-en"])
-    tests = [found.directions[name]["bleu"]["ours"] for name in comparisons]
-    assert found.tests == 201, "also those that are not decided"
+    decided = [*comparisons][1:]
+    found = correct_tests(comparisons, decided=decided, tests=200)
+    assert found["d0-en"] == comparisons["d0-en"], "not decided"
+    tests = [found[name]["bleu"].differences["ours"] for name in decided]
     assert 3 <= sum(one.p_value <= 0.05 for one in tests) <= 20
-    assert sum(one.p_value_holm <= 0.05 for one in tests) <= 1
+    assert sum(one.p_value_holm <= 0.05 for one in tests if one.p_value_holm is not None) <= 1
 
 
 def test_systems_far_apart_are_significant_among_any_number_of_tests() -> None:
     far = {"bleu": Comparison({}, None, {"ours": Difference(1.0, 3.0, 2.0, 1e-9)})}
-    found = correct_tests(
-        {"de-en": far}, baseline="base", systems=2, undecided=[str(one) for one in range(12_000)]
-    )
-    assert found.directions["de-en"]["bleu"]["ours"].p_value_holm == pytest.approx(12_001e-9)
+    found = correct_tests({"de-en": far}, decided=["de-en"], tests=12_001)
+    assert found["de-en"]["bleu"].differences["ours"].p_value_holm == pytest.approx(12_001e-9)

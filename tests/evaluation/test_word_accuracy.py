@@ -167,9 +167,7 @@ texts = st.lists(st.sampled_from(["a", "b", "cc", "ddddd"]), max_size=8).map(" "
 
 
 @given(st.lists(st.tuples(texts, texts), max_size=4))
-def test_words_are_shared_as_they_are_when_matched_one_by_one(
-    pairs: list[tuple[str, str]],
-) -> None:
+def test_words_are_shared_as_they_are_when_matched_one_by_one(pairs: list[tuple[str, str]]) -> None:
     expected = [Counter[str](), Counter[str](), Counter[str]()]
     for pair in pairs:
         for total, counts in zip(
@@ -448,6 +446,6 @@ def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
         ),
         [profile],
     )
-    found = words_of_language(task)
-    assert found.training_lines == 0
-    assert found.directions["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)
+    found, lines = words_of_language(task)
+    assert lines == 0
+    assert found["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)

@@ -12,7 +12,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.curves import Curve, CurvePoint
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.history import History, SystemTraining
+from pipeline.evaluation.history import History, Spent, SystemTraining
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
 from pipeline.evaluation.scores import (
     Comparison,
@@ -20,13 +20,11 @@ from pipeline.evaluation.scores import (
     DirectionScores,
     Evaluation,
     Interval,
-    ReferenceScores,
     Scores,
     Significance,
     SystemScores,
 )
-from pipeline.evaluation.spent import Spent
-from pipeline.evaluation.tables import SampleText, TextSample
+from pipeline.evaluation.tables import Table, headings, row
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 MADE = "2024-02-29 12:30 UTC, mmnmt 1.2.3"
@@ -137,7 +135,7 @@ def evaluation(*, second: str = "experts") -> Evaluation:
         language_names=NAMES,
         tokenizers=dict.fromkeys(NAMES, "13a"),
         systems=tuple(systems),
-        references=ReferenceScores(references, average_scores(references, profiles=PROFILES)),
+        references=average_scores(references, profiles=PROFILES),
         undetectable=("mg",),
         warnings=(f"{second}: 3 translations are empty.",),
         verdicts=judge(systems, baseline="dense", profiles=PROFILES),
@@ -153,14 +151,13 @@ def history(system_name: str) -> History:
         CurvePoint(update, {"all": 9.0 / update, "high": 8.0 / update, "low": 10.0 / update})
         for update in range(1, 9)
     )
-    before = Spent(16, 1800, 1600, 14.4e6, 300.0)
     total = Spent(24, 2700, 2400, 24e6, 500.0)
     assembled = SystemTraining(
         system_name, total, ("dense", "routed", "tuned"), parameters=(40_000, 2_000)
     )
     return History(
         curves=(
-            Curve(system_name, points, points, before=before),
+            Curve(system_name, points, points, before=16),
             Curve("dense", points[:1], ()),
         ),
         missing=("shards",),
@@ -168,15 +165,8 @@ def history(system_name: str) -> History:
     )
 
 
-def sample(system_name: str) -> TextSample:
-    texts = {"dense": "", system_name: HOSTILE, "baseline": "x"}
-    return TextSample(
-        "German → French",
-        7,
-        (
-            SampleText("source", HOSTILE, "de"),
-            SampleText("reference", "réf", "fr"),
-            *(SampleText(name, texts[name], "fr", place) for place, name in enumerate(texts)),
-        ),
-        group="Zero-shot",
-    )
+def sample(system_name: str) -> Table:
+    texts = {"source": HOSTILE, "reference": "réf", "dense": "(empty)", system_name: HOSTILE}
+    rows = (row("German → French, line 7", *one) for one in [*texts.items(), ("baseline", "x")])
+    titles = ("Line", "Version", "Text")
+    return Table("Zero-shot", headings(*titles, words=titles), tuple(rows))

@@ -83,9 +83,9 @@ def test_its_export_says_what_it_is(done: Path) -> None:
 def test_both_routes_stand_in_the_report_beside_the_baseline(done: Path) -> None:
     """Which after a few updates does not translate, so that nothing is decided."""
     scores = open_artifact(done / "runs" / "modules-scores", kind="evaluation")
-    wins = scores.read_json("scores.json")["wins"]
-    assert wins["baseline"] == "plain"
-    assert set(wins["systems"]) == {"specific", "shared"}
+    document = scores.read_json("scores.json")
+    assert document["verdicts"]["baseline"] == "plain"
+    assert set(document["wins"]) == {"specific", "shared"}
     report = scores.file("report.md").read_text(encoding="utf-8")
     assert "Not decided: plain does not translate in any direction." in report
 

@@ -59,16 +59,16 @@ VARIANT = Variant(
                 'ScoreName = Literal[\n    "source_ratio",\n    "bleu",',
             )
         ],
-        "pipeline/evaluation/chosen_scores.py": [
+        "pipeline/evaluation/scoring.py": [
             (
                 "from pipeline.evaluation.score_slot import",
                 "from pipeline.evaluation.source_ratio import SourceRatio\n"
                 "from pipeline.evaluation.score_slot import",
             ),
             (
-                '        case "chrf":\n',
-                '        case "source_ratio":\n            return SourceRatio()\n'
-                '        case "chrf":\n',
+                '            case "chrf":\n',
+                '            case "source_ratio":\n                return SourceRatio()\n'
+                '            case "chrf":\n',
             ),
         ],
     },
@@ -141,13 +141,13 @@ def test_an_added_score_reaches_every_report(copied: Path, tmp_path: Path) -> No
     assert touched_files(copied) == {
         "pipeline/evaluation/source_ratio.py",
         "pipeline/evaluation/settings.py",
-        "pipeline/evaluation/chosen_scores.py",
+        "pipeline/evaluation/scoring.py",
     }
     out = evaluate(copied, tmp_path)
 
     document = json.loads((out / "scores.json").read_text("utf-8"))
     short, perfect = document["systems"]
-    ratios = {name: one["scores"]["source_ratio"] for name, one in perfect["directions"].items()}
+    ratios = {way: one["scores"].get("source_ratio") for way, one in perfect["directions"].items()}
     assert ratios["de-en"] == pytest.approx(expected_ratio("de", "en")), "of the sources"
     assert ratios["de-fr"] is None
     length = sum(len(shortened(text)) for text in lines_of("en"))

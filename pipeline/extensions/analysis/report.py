@@ -363,9 +363,9 @@ def _languages(name: str, document: JsonObject) -> ReportSection:
     if document["points"]:
         chart = states_chart(document) + legend(states_series(document))
         note = "Outlines hold 50 and 90 % of the kernel density of a language's points."
-        notes = (note,) if any(one.outline for one in states_series(document)) else ()
+        note = note if any(one.outline for one in states_series(document)) else ""
         title = "Encoder states of the same lines, t-SNE"
-        figures.append(Figure(chart, title=title, notes=notes))
+        figures.append(Figure(chart, title=title, note=note))
     tables = (
         Table(
             "Encoder states of translations",

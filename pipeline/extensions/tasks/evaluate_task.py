@@ -12,7 +12,7 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.config.settings import Route
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
-from pipeline.evaluation.repeated_runs import RUN_MARK
+from pipeline.evaluation.averages import RUN_MARK
 from pipeline.extensions.tasks.examination import Examination, examination
 from pipeline.extensions.tasks.report import describe_systems, markdown, scores_document
 from pipeline.extensions.tasks.task_model import Head, TaskSpec, load_task_model, read_task_spec

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from pipeline.evaluation.repeated_runs import RUN_MARK
+from pipeline.evaluation.averages import RUN_MARK
 
 TITLES = {"f1": "F1", "precision": "precision", "recall": "recall", "exact_match": "exact match"}
 MAIN = {"tagger": ("f1",), "reader": ("f1", "exact_match")}
@@ -101,7 +101,7 @@ def markdown(
         notes.append(f"Means over runs ({counts}); ± is their standard deviation.")
     if skipped:
         notes.append(f"Left out, since not every system knows them: {', '.join(skipped)}.")
-    section = ReportSection("Scores by language", tables=tuple(tables), lists=bullets(notes))
+    section = ReportSection("Scores by language", tables=tuple(tables), items=bullets(notes))
     task = "Named entities" if head == "tagger" else "Question answering"
     return render_markdown(Report(task, "", (), (section,)))
 
