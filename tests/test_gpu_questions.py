@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,25 @@ def test_a_section_that_ends_early_keeps_its_rows_and_says_why(
     monkeypatch.setitem(gpu.SECTIONS, "search", section)
     rows = rows_of("search", dict(gpu.outcome("search", Asked(quick=True, demo=ROOT))))
     assert [one.measured for one in rows] == [why, 1.0]
+
+
+def test_rows_that_were_measured_before_keep_their_commit_on_the_same_card(tmp_path: Path) -> None:
+    from gpu import earlier
+    from gpu_goals import rows_of
+
+    step, to_estimate = (
+        "search step, 25 sentences x beam 5, bfloat16",
+        "search step / mmnmt estimate",
+    )
+    path = tmp_path / "gpu.json"
+    rows = [asdict(row) for row in rows_of("search", {step: 0.7}, commit="old")]
+    path.write_text(json.dumps({"processor": "H100", "rows": rows, "a table": {"a": "1 ms"}}))
+    assert earlier(path, {"processor": "H200"}) == {}
+    found = earlier(path, {"processor": "H100"})
+    assert found["a table"] == {"a": "1 ms"}
+    first, second = rows_of("search", found | {to_estimate: 1.0}, commit="new")
+    assert (first.measured, first.holds, first.commit) == (0.7, True, "old")
+    assert (second.measured, second.commit) == (1.0, "new")
 
 
 def test_rows_of_a_process_that_fails_or_hangs_are_kept() -> None:

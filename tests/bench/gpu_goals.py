@@ -73,7 +73,7 @@ class Row:
     commit: str = ""
 
 
-def rows_of(section: str, found: Mapping[str, Any], *, commit: str) -> list[Row]:
+def rows_of(section: str, found: Mapping[str, Any], *, commit: str = "") -> list[Row]:
     """Return the rows of a section.
 
     ``found`` has measurements and rows measured before; ``found[section]`` says why cases of the
@@ -87,7 +87,7 @@ def rows_of(section: str, found: Mapping[str, Any], *, commit: str) -> list[Row]
     return rows
 
 
-def row(case: str, unit: str, goal: str, measured: float | str, commit: str) -> Row:
+def row(case: str, unit: str, goal: str, measured: float | str, commit: str = "") -> Row:
     """Hold a measurement against its goal; NaN holds against none."""
     if isinstance(measured, str):
         return Row(case, unit, measured, goal, NOT_MEASURED)
