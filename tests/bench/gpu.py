@@ -466,10 +466,9 @@ def main() -> int:
     path, about = options.json, {**about_this_machine(), "clocks before": clocks()}
     if path is None and DEVICE.type == "cuda" and not asked.quick:
         path = result_path()
-    found = earlier(path, about)
+    found, rows_now = earlier(path, about), partial(rows_of, commit=about["commit"])
     for name in options.only or SECTIONS:
-        for case in GOALS[name]:
-            found.pop(case, None)
+        found = {case: value for case, value in found.items() if case not in GOALS[name]}
         left = 60 * MINUTES - (time.monotonic() - began)
         limit = TWO_CARDS.get(name) or max(min(SECONDS.get(name, 60), left), 1)
         command = [sys.executable, str(Path(__file__).resolve()), "--here", "--only", name]
@@ -483,15 +482,11 @@ def main() -> int:
             }
         else:
             found |= dict(in_a_process(command, name=name, limit=limit))
-        for one in rows_of(name, found, commit=about["commit"]):
+        for one in rows_now(name, found):
             print(f"{one.case}: {one.measured} {one.unit}, goal {one.goal or 'none'}: {one.holds}")
         sys.stdout.flush()
         if path is not None:  # each time: nothing is lost if the whole is stopped
-            rows = [
-                asdict(one)
-                for section in GOALS
-                for one in rows_of(section, found, commit=about["commit"])
-            ]
+            rows = [asdict(one) for section in GOALS for one in rows_now(section, found)]
             tables = {title: one for title, one in found.items() if isinstance(one, Mapping)}
             result = {**about, "clocks after": clocks(), "rows": rows, **tables}
             path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
