@@ -70,6 +70,15 @@ class Output:
     """For each of these, the micro-batches that share the pass; None for a single one."""
 
 
+class Trained(nn.Module):
+    """Interface of a model that an engine trains; extensions have models of their own."""
+
+    spec: ModelSpec
+    expert_parallel_size: int
+    recomputes: bool
+    """Whether the backward pass recomputes each layer from its input."""
+
+
 @dataclass
 class LayerCache:
     """State of a decoder layer between decoding steps."""
@@ -228,7 +237,7 @@ class Stack(nn.Module):
         return x_ND if self.final_norm is None else self.final_norm(x_ND)
 
 
-class Transformer(nn.Module):
+class Transformer(Trained):
     """Encoder–decoder Transformer with embeddings for both sides."""
 
     def __init__(
@@ -244,7 +253,6 @@ class Transformer(nn.Module):
         self.spec = spec
         self.expert_parallel_size = expert_parallel_size
         self.recomputes = False
-        """Whether the backward pass recomputes each layer from its input."""
         self.embedding = Embedding(spec)
         self.front = front
         self.encoder = encoder

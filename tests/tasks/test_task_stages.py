@@ -18,11 +18,10 @@ from pipeline.config.documents import merge
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError, Interrupted, UserError
-from pipeline.extensions.tasks import evaluate_task, finetune_reader, finetune_tagger
-from pipeline.extensions.tasks.examination import answer_questions, tag_sentences
-from pipeline.extensions.tasks.named_entities import read_entities
-from pipeline.extensions.tasks.questions import read_questions
-from pipeline.extensions.tasks.task_model import TaskModel, load_task_model
+from pipeline.extensions.tasks import evaluate_task, finetune_reader, finetune_tagger, training
+from pipeline.extensions.tasks.labeller import TaskModel
+from pipeline.extensions.tasks.named_entities import read_entities, tag_sentences
+from pipeline.extensions.tasks.questions import answer_questions, read_questions
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall, stage_config
 
@@ -121,7 +120,7 @@ def finetune(
 
     module = STAGE_OF[task]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "distributed_world", here))
+        stack.enter_context(mock.patch.object(training, "distributed_world", here))
         if terminate_at is not None:
             terminate_at_call(stack, terminate_at)
         try:
@@ -320,14 +319,14 @@ def test_systems_that_cannot_be_compared_are_refused(
 
 
 def asked(directory: Path) -> TaskModel:
-    return load_task_model(open_artifact(directory, kind="task_model"), device=CPU)
+    return TaskModel.load(open_artifact(directory, kind="task_model"), device=CPU)
 
 
 def test_what_a_model_says_of_a_text_does_not_depend_on_its_neighbours(
     trained: dict[str, Path], sources: Path
 ) -> None:
     tagger, reader = asked(trained["lms@1"]), asked(trained["reader"])
-    sentences = read_entities(sources / "ner" / "de" / "test.tsv", language="de")
+    sentences = read_entities(sources / "ner" / "de" / "test.tsv", "de")
     together = tag_sentences(tagger, sentences, language="de")
     alone = [tag_sentences(tagger, [one], language="de")[0] for one in sentences]
     assert together == alone
