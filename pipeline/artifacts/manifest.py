@@ -1,8 +1,8 @@
 """The manifest of an artifact: its contents, its digest, and its file names.
 
 ``manifest.json`` is written last. It records the kind, the resolved settings, the inputs with their
-digests, and the size and SHA-256 of every 64 MiB chunk of every file. File names are relative, use
-``/`` and stay within the artifact.
+digests, and the size and SHA-256 of every file. File names are relative, use ``/`` and stay within
+the artifact.
 """
 
 import hashlib
@@ -131,10 +131,10 @@ class _Frozen(BaseModel):
 
 
 class FileRecord(_Frozen):
-    """Size in bytes and one SHA-256 per 64 MiB chunk, in order."""
+    """Size in bytes and SHA-256 of a file."""
 
     size: int
-    chunks: tuple[str, ...]
+    sha256: str
 
 
 class InputRecord(_Frozen):
@@ -205,22 +205,14 @@ def read_manifest(directory: Path) -> Manifest | None:
             be within an artifact.
     """
     path = directory / MANIFEST_NAME
+    if not path.is_file():
+        return None
     try:
-        if path.is_symlink():
-            raise ArtifactError(
-                f"{path} is a link, which an artifact never contains. Copy the file."
-            )
-        if not path.is_file():
-            return None
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
             f"{path} is not a manifest of this version ({error.error_count()} problems). Remove "
             f"the folder {directory} and run its stage again."
-        ) from error
-    except OSError as error:
-        raise ArtifactError(
-            f"{path} cannot be read ({error.strerror or error}). Make it readable."
         ) from error
     problem = describe_names(manifest.files)
     if problem is not None:
@@ -240,7 +232,7 @@ _UNPRINTABLE = re.compile("[\\\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def is_text(name: str) -> bool:
     """Return whether a name is UTF-8; Python represents other bytes as lone surrogates."""
-    return not any(unicodedata.category(character) == "Cs" for character in name)
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def as_text(path: Path) -> str:
@@ -250,30 +242,20 @@ def as_text(path: Path) -> str:
 
 def describe_names(names: Iterable[str]) -> str | None:
     """Return the first name that an artifact cannot hold, with the reason; None if all fit."""
-    seen: dict[str, str] = {}
-    for name in names:
-        problem = describe_name(name)
-        if problem is not None:
-            return f"{name!r}, which {problem}"
-        folded = fold_name(name)
-        if folded in seen:
-            return f"{name!r} beside {seen[folded]!r}, which are one where case is not told apart"
-        seen[folded] = name
-    return None
+    problems = ((name, describe_name(name)) for name in names)
+    return next((f"{name!r}, which {problem}" for name, problem in problems if problem), None)
 
 
 def describe_name(name: str) -> str | None:
     """Return why an artifact cannot hold a file of this name, to follow "which"; else None."""
     parts = name.split("/")
-    if name.startswith("/"):
-        return "is absolute"
     if ".." in parts:
         return "leads out of the folder with '..'"
     if "" in parts or "." in parts:
-        return "has an empty part or '.'"
+        return "is absolute, or has an empty part or '.'"
     if _UNPRINTABLE.search(name):
         return "has a backslash or a control character"
-    if len(name.encode()) > LONGEST_PART < max(len(part.encode()) for part in parts):
+    if max(len(part.encode()) for part in parts) > LONGEST_PART:
         return f"has a part of more than {LONGEST_PART} bytes"
     if fold_name(name) in (MANIFEST_NAME, MARKER_NAME):
         return "is a name that no file of a stage has"
@@ -282,9 +264,10 @@ def describe_name(name: str) -> str | None:
 
 def fold_name(name: str) -> str:
     """Return a key that names share if some file system takes them for one file."""
-    if name.isascii():  # as all names of most artifacts, of which there are tens of thousands
-        return name.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+# ---------------------------------------------------------------- parts of a corpus
 
 
 OTHER_LANGUAGES = "other_languages"
