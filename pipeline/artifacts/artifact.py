@@ -45,11 +45,11 @@ from pipeline.artifacts.places import (
     make_working,
     refuse_inputs,
     refuse_to_overwrite,
-    remove_abandoned,
     replace_directory,
     restore,
     sync,
     unfinished_dir,
+    unfinished_dirs,
 )
 from pipeline.config.documents import read_json
 from pipeline.distributed import progress
@@ -400,8 +400,9 @@ def new_artifact(
     lock = held_lock(lock_path(out_dir))
     writer = ArtifactWriter(unfinished_dir(out_dir, token=lock.owner.token if lock else ""))
     try:
-        if lock is not None:
-            remove_abandoned(out_dir)
+        if lock is not None:  # earlier makers that run on fail at their next file
+            for abandoned in unfinished_dirs(out_dir):
+                discard_working(abandoned)
         make_working(writer.directory)
         yield writer
         seal_artifact(
