@@ -19,7 +19,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.extensions.analysis.report import vectors_picture
+from pipeline.extensions.analysis.report import write_analysis
 from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
@@ -74,12 +74,9 @@ def run(call: StageCall) -> None:
             beside[direction] = score_vectors(
                 without, corpus, direction, shown=[], settings=settings
             )[RIGHT]
-    document = vectors_document(found, beside)
     with call.new_artifact() as writer:
-        writer.write_json("vectors.json", document)
+        write_analysis(writer, vectors_document(found, beside))
         for direction, scores in found.items():
-            path = writer.path(f"vectors-{direction}.svg")
-            path.write_text(vectors_picture(document, str(direction)), encoding="utf-8")
             worst, loss = largest_loss(scores)
             writer.summary.append(
                 f"{direction}: chrF++ {scores[RIGHT].chrf:.1f} with the vector of "
@@ -87,7 +84,7 @@ def run(call: StageCall) -> None:
                 f"{len(scores) - 1}"
             )
         del writer.summary[SUMMARY_LINES:]
-        writer.statistics.update(analysis="vectors", directions=len(found))
+        writer.statistics["directions"] = len(found)
 
 
 def chosen_directions(call: StageCall) -> list[Direction]:
