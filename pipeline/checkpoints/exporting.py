@@ -17,23 +17,23 @@ from pipeline.artifacts.artifact import (
     open_artifact,
 )
 from pipeline.checkpoints.checkpoint import open_checkpoint
-from pipeline.checkpoints.foreign import ctranslate2_model, m2m100, nllb_moe
+from pipeline.checkpoints.foreign import ctranslate2_model
+from pipeline.checkpoints.foreign.families import M2M100_TABLE, NLLB_MOE_TABLE
 from pipeline.checkpoints.foreign.layouts import Layout, chosen_layout, entries_of
 from pipeline.checkpoints.foreign.model_card import Card
-from pipeline.checkpoints.foreign.nllb_moe import (
+from pipeline.checkpoints.foreign.one_group import (
     chosen_group,
     described_groups,
     languages_of_group,
     of_one_group,
 )
-from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.checkpoints.foreign.written_folder import (
+    Format,
     foreign_tensors,
     m2m100_config,
     nllb_moe_config,
-    refuse_other_than_m2m100,
-    refuse_other_than_nllb_moe,
     refuse_unknown_pieces,
+    refuse_unwritable,
     write_configs,
     write_tensors,
     write_vocabulary,
@@ -42,7 +42,6 @@ from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import CheckpointError, ConfigError
 
-Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 CARD_FILE = "README.md"
 
@@ -75,7 +74,9 @@ def export_checkpoint(
     whole = own_source(checkpoint)
     _refuse_variants(whole, directory)
     source, targets = _fitted(whole, export)
-    _refuse_unwritable(source, export.to)
+    if export.to == "ctranslate2":
+        ctranslate2_model.installed_package()
+    refuse_unwritable(source.origin, source.spec, to=export.to)
     card = Card(
         checkpoint=checkpoint,
         spec=source.spec,
@@ -128,17 +129,6 @@ def _fitted(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str
     return source, spec.languages
 
 
-def _refuse_unwritable(source: ModelSource, to: Format) -> None:
-    match to:
-        case "hf-m2m100":
-            refuse_other_than_m2m100(source.origin, source.spec)
-        case "hf-nllb-moe":
-            refuse_other_than_nllb_moe(source.origin, source.spec)
-        case "ctranslate2":
-            ctranslate2_model.installed_package()
-            ctranslate2_model.refuse_unwritable(source.origin, source.spec)
-
-
 def _write(writer: ArtifactWriter, source: ModelSource, card: Card, *, to: Format) -> None:
     entries = entries_of(source.tokenizer, source.origin)
     match to:
@@ -162,14 +152,10 @@ def _write_folder(
     to: Literal["hf-m2m100", "hf-nllb-moe"],
 ) -> None:
     spec, directory = source.spec, writer.directory
-    table: NameTable
-    match to:
-        case "hf-m2m100":
-            table = m2m100.TABLE
-            config = m2m100_config(spec, vocabulary_size=len(layout.rows))
-        case "hf-nllb-moe":
-            table = nllb_moe.TABLE
-            config = nllb_moe_config(spec, vocabulary_size=len(layout.rows))
+    if to == "hf-m2m100":
+        table, config = M2M100_TABLE, m2m100_config(spec, vocabulary_size=len(layout.rows))
+    else:
+        table, config = NLLB_MOE_TABLE, nllb_moe_config(spec, vocabulary_size=len(layout.rows))
     dtype = source.tensors.read("embedding.weight").dtype
     write_configs(directory, config | {"torch_dtype": str(dtype).removeprefix("torch.")}, layout)
     writer.settled |= write_tensors(directory, foreign_tensors(source, table, layout))
