@@ -236,11 +236,10 @@ def _encode(
     sharding: Sharding, lines: list[str], seeds: list[int] | None, *, side: str
 ) -> list[list[int]]:
     tokenizer, config, language = sharding.tokenizer, sharding.config, language_of(side)
-    if seeds is None:
-        encoded = tokenizer.encode_batch(lines, language=language)
-    else:
+    drawn = None
+    if seeds is not None:
         drawn = SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds)
-        encoded = tokenizer.sample_batch(lines, drawn, language=language)
+    encoded = tokenizer.encode_batch(lines, language=language, drawn=drawn)
     if side.endswith(BACK_TRANSLATED):
         encoded = [[tokenizer.bos_id, *ids] for ids in encoded]
     return encoded

@@ -193,24 +193,21 @@ class Tokenizer:
         """Return the ids of a sentence without specials and tags; unknown text is ``unk_id``."""
         return self.encode_batch([text], language=language)[0]
 
-    def encode_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[list[int]]:
+    def encode_batch(
+        self,
+        lines: Sequence[str],
+        *,
+        language: str | None = None,
+        drawn: SampledSegmentation | None = None,
+    ) -> list[list[int]]:
         """Return the ids of each sentence, faster than one by one.
 
         Args:
             lines: Sentences.
             language: Language of the lines; required if languages have different pieces.
+            drawn: Draw pieces by the seed of each line; None: the best pieces.
         """
-        return self._vocabulary_of(language).encode_batch(lines)
-
-    def sample_batch(
-        self,
-        lines: Sequence[str],
-        segmentation: SampledSegmentation,
-        *,
-        language: str | None = None,
-    ) -> list[list[int]]:
-        """Return ids like ``encode_batch``, with pieces drawn by the seed of each line."""
-        return self._vocabulary_of(language).sample_batch(lines, segmentation)
+        return self._vocabulary_of(language).encode_batch(lines, drawn)
 
     def _vocabulary_of(self, language: str | None) -> Vocabulary:
         if self.target_languages and language is None:
