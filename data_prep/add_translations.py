@@ -36,9 +36,10 @@ from pipeline.artifacts.corpus import (
     pair_name,
     provenance_name,
     text_name,
+    translated_directions,
+    translated_lines,
 )
 from pipeline.artifacts.settings import SyntheticConfig
-from pipeline.artifacts.translated_text import translated_directions, translated_lines
 from pipeline.errors import DataError
 from pipeline.evaluation.chrf import line_chrf
 from pipeline.stages.stage import StageCall
