@@ -62,7 +62,7 @@ def refuse_path(path: Path, *, is_output: bool = False) -> None:
     most = LONGEST_PART - (LONGEST_ADDITION if is_output else 0)  # longer names lie beside outputs
     if len(os.fsencode(absolute.name)) > most:
         raise ConfigError(
-            f"The path {path} ends in a name of {len(os.fsencode(absolute.name))} bytes, where at "
+            f"The path {path} has a name of {len(os.fsencode(absolute.name))} bytes, where at "
             f"most {most} fit. Choose a shorter one."
         )
 

@@ -1,10 +1,18 @@
-"""Train a tagger or a reader in the training loop of translation models.
+"""finetune_task: train an XLM-R to find named entities, or answers in passages.
+
+Reads a Hugging Face folder with an XLM-R, and files of named entities or of questions by language;
+makes a task model in the training loop of translation models.
 
 The planner of translation plans the batches: a language takes the place of a pair, and the
 direction from a language to itself the place of a direction. It draws languages with probability
 ∝ n^(1/T), on any number of ranks. Labels are not tokens here, so that its counts of labels and
 tokens are replaced by those of the examples.
 """
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -36,7 +44,7 @@ from pipeline.batching.labelled import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import shown
-from pipeline.distributed.world import distributed_world, local_device
+from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.extensions.tasks.files import TaskFiles
 from pipeline.extensions.tasks.labeller import TASK_FILE, HeadKind, TaskSpec
@@ -55,12 +63,24 @@ Collate: TypeAlias = Callable[[Sequence[Labelled], Sequence[int]], LabelledBatch
 Examples: TypeAlias = Mapping[str, list[Labelled]]
 
 
-def finetune(call: StageCall, head: HeadKind) -> None:
-    """Read the encoder and the text, train a head and all of the encoder, write the task model."""
+def run(call: StageCall) -> None:
+    """Read the encoder and the text, train a head and all of the encoder, write the task model.
+
+    Raises:
+        ConfigError: the text is missing, or there is text of two tasks.
+    """
     recipe = call.recipe
+    heads: dict[str, HeadKind] = {"entities": "tagger", "questions": "reader"}
+    given = [name for name in heads if name in call.raw]
+    if len(given) != 1:
+        raise ConfigError(
+            "finetune_task trains on named entities (--entities) or on questions (--questions). "
+            "Name one of them."
+        )
+    head = heads[given[0]]
     with distributed_world(stacks_dir=call.stacks_dir) as world:
         connect(world)
-        folder = call.raw["data"].only_path()
+        folder = call.raw[given[0]].only_path()
         files = TaskFiles.entities(folder) if head == "tagger" else TaskFiles.questions(folder)
         tasks = recipe.section_of(TasksConfig)
         languages = files.trained_languages(tasks.languages)
@@ -335,3 +355,9 @@ class Labelling:
         counts = [len(offsets) for offsets in self.data.train.offsets.values()]
         unit = "sentences, long ones in parts," if self.spec.head == "tagger" else "windows"
         return f"{sum(counts):,} {unit} of {counted(len(counts), 'language')}"
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    leave(stage_main("finetune_task"))
