@@ -1,7 +1,7 @@
 """Write, open and verify artifacts, the directories that stages read and make.
 
 An artifact is a directory with a ``manifest.json`` that is written last (``manifest``). It is built
-in a hidden sibling directory (``places``), synced to disk and renamed into place, so that a killed
+in a hidden sibling directory (``places``), synced to disk and renamed into place: a killed
 stage leaves nothing that looks finished. :meth:`Artifact.file` compares a file with its digest in
 the manifest before it returns the path, once per process.
 
@@ -106,7 +106,7 @@ class Artifact:
     splits: tuple[str, ...] = ()
     """Splits that this part of a corpus is limited to; empty for the whole artifact."""
     whole: Manifest | None = None
-    """The stored manifest, if ``manifest`` is that of a part."""
+    """The stored manifest, if ``manifest`` describes a part."""
 
     @cached_property
     def digest(self) -> str:
@@ -340,7 +340,7 @@ def refuse_changed(directory: Path) -> None:
     """Refuse a finished artifact that has changed since its stage made it.
 
     Raises:
-        ArtifactError: A file is missing or differs, so that a user's change is not lost.
+        ArtifactError: A file is missing or differs; the user's change must not be lost.
     """
     manifest = read_manifest(directory)
     if manifest is not None:

@@ -19,7 +19,7 @@ The statistics of a corpus hold
 - ``imported``: pair → ``train`` → lines before any were dropped, where some were.
 
 A stage that declares splits (``stages.Input.splits``) is given a part of the corpus, and its
-manifest records the digest of that part alone: new test lines do not make training run again.
+manifest records only the digest of that part: new test lines do not make training run again.
 
 Translations hold ``hypotheses/{source}-{target}.jsonl``, one JSON object per test line in the order
 of the corpus, and where asked for ``details/{source}-{target}.jsonl`` in the same order.
@@ -209,7 +209,7 @@ def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
 def imported_lines(artifact: Artifact) -> dict[str, int]:
     """Return the training lines of every pair as imported, which decide its resource tier.
 
-    The tier stays that of the data set, as in the paper, even if `clean` drops lines. An artifact
+    The data set keeps its tier, as in the paper, even if `clean` drops lines. An artifact
     without the statistic ``imported`` counts its own lines.
 
     Raises:
@@ -258,7 +258,7 @@ def listed_names(artifact: Artifact, name: str) -> set[str]:
 
 
 def found_scripts(corpus: Artifact) -> dict[str, str]:
-    """Return the ISO 15924 script of each language whose text has a known script.
+    """Return the ISO 15924 script of each language, if its text has a known script.
 
     Raises:
         ArtifactError: The statistics have something else there.
@@ -292,7 +292,7 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
 
 
 def languages(artifact: Artifact) -> list[str]:
-    """Return all languages of a corpus or shards, sorted; for a part, those of the whole."""
+    """Return all languages of a corpus or shards, sorted; for a part, of the whole corpus."""
     found = {code for name in pair_counts(artifact) for code in name.split("-")}
     found |= listed_names(artifact, OTHER_LANGUAGES)
     return sorted({language_of(side) for side in found})

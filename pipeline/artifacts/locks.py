@@ -167,7 +167,7 @@ class _ForeignError(Exception):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open the directory itself, so that what is created in it is never created in a later one."""
+    """Open the directory itself: nothing is then created in a later directory of the same name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -278,8 +278,8 @@ class Lock:
     def release(self) -> None:
         """Remove the lock if it is this process's. A forked child has its parent's, and does not.
 
-        Only this process's file is removed, and a directory only when it is empty, so that a lock
-        that another process takes meanwhile stays.
+        Only this process's file is removed, and a directory only when it is empty: a lock that
+        another process takes meanwhile stays.
         """
         if os.getpid() != self.owner.process:
             return
@@ -359,7 +359,7 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
 
 
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
-    """Hold the lock of an output, so that no other process makes it meanwhile."""
+    """Hold the lock of an output: no other process makes it meanwhile."""
     return exclusive(lock_path(out_dir), what=str(out_dir))
 
 

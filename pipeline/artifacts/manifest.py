@@ -278,7 +278,7 @@ _KEPT_STATISTICS = ("emptied", "imported")
 
 
 def part_of(manifest: Manifest, splits: Sequence[str]) -> Manifest:
-    """Return the manifest of a corpus with the files and statistics of some splits alone."""
+    """Return the manifest of a corpus, limited to the files and statistics of some splits."""
     folders = tuple(f"{split}/" for split in splits)
     files = {name: record for name, record in manifest.files.items() if name.startswith(folders)}
     statistics = _statistics_of(manifest.statistics, splits)
@@ -301,7 +301,7 @@ def digest_of_part(manifest: Manifest, splits: Sequence[str]) -> str:
 
 
 def _statistics_of(statistics: Mapping[str, Any], splits: Sequence[str]) -> dict[str, Any]:
-    """Return the statistics of these splits; malformed ones unchanged, for readers to refuse."""
+    """Return the statistics of these splits; malformed statistics stay, for readers to refuse."""
     pairs = statistics.get("pairs")
     if not isinstance(pairs, dict) or not all(isinstance(one, dict) for one in pairs.values()):
         return dict(statistics)

@@ -1,9 +1,9 @@
 """Paths of an output and its working files: names, ownership, replacement and removal.
 
-Beside an output ``NAME`` there may be
+Next to an output ``NAME`` there may be
 
 - ``.NAME.TOKEN.unfinished``: the artifact under construction, with the token of the lock's holder,
-  so that a process that lost the lock and runs on does not write into the folder of the next; no
+  which keeps a process that lost the lock and runs on out of the folder of the next holder; no
   token where the maker holds no lock, or for an artifact that is being removed;
 - ``.NAME.replaced``: the previous artifact while the new one takes its place;
 - ``NAME.run``: the run folder of a stage that can be resumed (``run_folders``);
@@ -44,7 +44,7 @@ from pipeline.terminal import with_article
 # ---------------------------------------------------------------- names
 
 LONGEST_ADDITION = len("..12345678.unfinished")
-"""Bytes by which the longest name beside an output is longer than its own."""
+"""Bytes by which the longest name next to an output is longer than its own."""
 
 
 def refuse_path(path: Path, *, is_output: bool = False) -> None:
@@ -59,7 +59,7 @@ def refuse_path(path: Path, *, is_output: bool = False) -> None:
             f"The path {as_text(absolute)} is not UTF-8, and manifests record paths as text. "
             "Rename it, or name another."
         )
-    most = LONGEST_PART - (LONGEST_ADDITION if is_output else 0)  # longer names lie beside outputs
+    most = LONGEST_PART - (LONGEST_ADDITION if is_output else 0)  # for longer names next to it
     if len(os.fsencode(absolute.name)) > most:
         raise ConfigError(
             f"The path {path} has a name of {len(os.fsencode(absolute.name))} bytes, where at "
@@ -303,8 +303,8 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
 def _clear_replaced(out_dir: Path) -> None:
     """Remove the replaced output, or keep it if it is trained and its replacement is not.
 
-    It is kept only once the new artifact is in its place, so that :func:`restore` finds it after an
-    earlier kill.
+    It is kept only once the new artifact is in its place: :func:`restore` finds it after an earlier
+    kill.
     """
     aside = replaced_dir(out_dir)
     if not os.path.lexists(aside):
@@ -356,7 +356,7 @@ def refuse_inputs(
 ) -> None:
     """Refuse an output that is, contains or lies within an input, with links resolved.
 
-    The same holds for the working folders beside the output.
+    The same holds for the working folders next to the output.
 
     Args:
         out_dir: Directory of the output.

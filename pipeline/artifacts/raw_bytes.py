@@ -15,10 +15,10 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError
 
 BLOCK_BYTES = 2**18
-"""Bytes read at a time; a block of line ends alone becomes as many empty lines."""
+"""Bytes read at a time; a block of line ends becomes as many empty lines."""
 
 ZSTD_WINDOW_BYTES = 2**27
-"""Largest window of a Zstandard file (``--long=27``); larger ones are refused."""
+"""Largest window of a Zstandard file (``--long=27``); larger windows are refused."""
 
 
 PARQUET, ARROW = ".parquet", ".arrow"

@@ -5,7 +5,7 @@ out. ``characters`` makes each character a word, with its marks; ``mecab`` segme
 MeCab with the dictionary ipadic; ``punctuation`` splits punctuation off words, roughly as Moses
 does; or the user names a function in a file.
 
-The tokenizer records the segmenter of each language (``tokenizer.json``), so that a model
+The tokenizer records the segmenter of each language (``tokenizer.json``): a model
 translates with the words it was trained on. It records the SHA-256 of a function's file, but only
 the recipe says where the file is: a model never brings code along and never names a file of this
 machine.

@@ -71,7 +71,7 @@ TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME, TARGET_MODEL_NAME)
 """All files that a tokenizer may have; a tokenizer of bytes has only the first."""
 
 MAX_MODEL_BYTES = 2**28
-"""Largest SentencePiece model; one of a million pieces has about 25 MB."""
+"""Largest SentencePiece model; a model of a million pieces has about 25 MB."""
 
 WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
 
@@ -142,7 +142,7 @@ class TokenizerDescription(BaseModel):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Return the names of the files beside the description."""
+        """Return the names of the files next to the description."""
         if self.kind == "bytes":
             return ()
         return (MODEL_NAME, TARGET_MODEL_NAME) if self.target_languages else (MODEL_NAME,)
@@ -240,7 +240,7 @@ class Tokenizer:
         return self._vocabulary.piece(index)
 
     def white_space_ids(self) -> tuple[int, ...]:
-        """Return the ids that are not text, and those of white space.
+        """Return the ids of white space, and the ids that are not text.
 
         Raises:
             ConfigError: Pieces hold white space and text at once.
@@ -341,7 +341,7 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
 
 
 def is_white_space(piece: str) -> bool:
-    """Return whether a piece is white space alone, in text or as a byte."""
+    """Return whether a piece is only white space, in text or as a byte."""
     return not piece.replace(SPACE, " ").strip() or piece in WHITE_SPACE_BYTES
 
 

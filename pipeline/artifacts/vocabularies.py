@@ -46,7 +46,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
 
 class Numbering(BaseModel):
-    """Ids of an imported or extended vocabulary, whose order does not follow from its pieces.
+    """Ids of an imported or extended vocabulary, which do not follow from the order of its pieces.
 
     Some of the ``size`` ids may belong to nothing: embedding rows that no text reaches.
     """
@@ -247,7 +247,7 @@ class ByteLevelVocabulary:
     """SentencePiece model over UTF-8 bytes, each written as one character.
 
     Every text has pieces, no text is unknown, and encoded text decodes exactly, spaces included.
-    The characters are those of GPT-2's byte-level BPE (Radford et al., 2019), except that a space
+    The characters come from GPT-2's byte-level BPE (Radford et al., 2019), except that a space
     stays a space for SentencePiece.
     """
 
@@ -300,7 +300,7 @@ class SourceAndTargetVocabulary:
     becomes.
 
     Raises:
-        ArtifactError: The specials of one vocabulary are not those of new vocabularies.
+        ArtifactError: A vocabulary does not have the specials of new vocabularies.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class SourceAndTargetVocabulary:
 
 
 class RenumberedVocabulary:
-    """Vocabulary whose pieces have the ids of a numbering.
+    """Vocabulary with the ids of a numbering.
 
     Raises:
         ArtifactError: The numbering has another number of pieces.
@@ -425,7 +425,7 @@ def _visible_bytes() -> dict[int, str]:
 _WRITTEN = _visible_bytes()
 _READ = {written: byte for byte, written in _WRITTEN.items()}
 BYTE_LINE = " ".join(_READ)
-"""Text with every byte once, so that a trainer makes a piece of each."""
+"""Text with every byte once, of which a trainer makes a piece each."""
 
 
 def write_bytes(text: str) -> str:
@@ -497,7 +497,7 @@ class DrawnPieces:
 
     @cached_property
     def _begins_words_alone(self) -> bool:
-        """Return whether no piece reaches over a space, so that words are independent."""
+        """Return whether words are independent, because no piece reaches over a space."""
         return not any(SPACE in piece[1:] for piece in self._score)
 
     def _merged_word(self, word: str, *, rate: float, generator: random.Random) -> list[int]:

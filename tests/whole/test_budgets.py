@@ -54,23 +54,23 @@ LINES = {
 it."""
 
 COUNTS = {
-    "modules": 339,  # 210: of pipeline and data_prep
+    "modules": 324,  # 210: of pipeline and data_prep
     "settings": 229,  # 155: rows of docs/reference/settings.md that are no tables themselves
-    "commands": 40,  # 36: sections of docs/reference/commands.md
-    "command options": 269,  # as few as possible: rows of docs/reference/commands.md
+    "commands": 39,  # 36: sections of docs/reference/commands.md
+    "command options": 260,  # as few as possible: rows of docs/reference/commands.md
     "error messages": 622,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 118,  # as few as possible
     "class names in more than one module": 28,  # as few as possible
 }
 
 IDIOMS = {
-    r"those of|that of": 1.41,  # 0.1
-    r"alone": 0.64,  # 0.1
+    r"those of|that of": 1.2,  # 0.1
+    r"alone": 0.59,  # 0.1
     r"what is|what it|what they": 0.52,  # 0.3
-    r"beside": 0.54,  # 0.1
-    r"whose": 1.33,  # 0.6
-    r"one of|ones|the one": 1.64,  # 0.9
-    r"so that": 1.19,  # 0.5
+    r"beside": 0.49,  # 0.1
+    r"whose": 1.24,  # 0.6
+    r"one of|ones|the one": 1.53,  # 0.9
+    r"so that": 1.1,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
 
@@ -78,7 +78,7 @@ LEAST_EXAMPLES = 0.3  # 1.0
 """Least occurrences of "for example", "e.g." and "i.e." per 1,000 words of prose."""
 
 LEAST_COMMENTS = {
-    "pipeline/model": 1.04,  # 2
+    "pipeline/model": 0.93,  # 2: 1.04 with the model of the tasks, which has left it
     "pipeline/kernels": 1.39,  # 2
     "pipeline/training": 1.6,  # 2
     "pipeline/decoding": 0.71,  # 2

@@ -5,7 +5,7 @@ Hugging Face's families share most of their configuration:
 - M2M-100 and the dense NLLB-200: pre-norm, tied embeddings, sinusoidal positions that count from
   ``pad_token_id`` + 1;
 - mBART-50: the same with learned positions and a norm after the embeddings;
-- NLLB-200 with experts in every n-th layer. A token goes to its two best experts, whose weights sum
+- NLLB-200 with experts in every n-th layer. A token goes to its two best experts; their weights sum
   to 1. fairseq and NLLB mask outputs of experts in training without scaling up the others, and
   evaluation multiplies every output by the share that was kept. :class:`ScaledExperts` puts that
   factor into the last linear layer of an expert.
@@ -194,7 +194,7 @@ class M2M100Config(Described):
 
 
 class MBartConfig(M2M100Config):
-    """The fields of ``config.json`` that describe the model; defaults are those of transformers."""
+    """The fields of ``config.json`` that describe the model, with the defaults of transformers."""
 
     activation_function: Activation = "gelu"
     scale_embedding: bool = False
@@ -203,7 +203,7 @@ class MBartConfig(M2M100Config):
 
 
 class NllbMoeConfig(M2M100Config):
-    """The fields of ``config.json`` that describe the model; defaults are those of transformers."""
+    """The fields of ``config.json`` that describe the model, with the defaults of transformers."""
 
     num_experts: int = 128
     encoder_sparse_step: int = 4
@@ -339,7 +339,7 @@ def refuse_final_bias(folder: ModelFolder) -> None:
 
 
 def _open_fairseq(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSource:
-    """Open ``X.pt``, or ``X-shared.pt`` with the files of its ranks beside it."""
+    """Open ``X.pt``, or ``X-shared.pt`` with the files of its ranks next to it."""
     fairseq.refuse_rank_file(path)
     if vocabulary is None:
         raise CheckpointError(

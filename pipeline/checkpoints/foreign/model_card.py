@@ -1,7 +1,7 @@
 """Write the model card of an exported checkpoint: ``README.md`` with a header for model hubs.
 
-The card states what manifests record: the checkpoint's own, and those of the artifacts that it was
-made from, if they can still be found.
+The card states what manifests record: the manifest of the checkpoint, and the manifests of the
+artifacts that it was made from, if they can still be found.
 """
 
 import json
@@ -160,7 +160,7 @@ class Card:
             default=(targets[0], targets[0]),
         )
 
-    # ------------------------------------------------------------ what is recorded
+    # ------------------------------------------------------------ records
 
     def _data(self) -> str:
         pairs = self._training_pairs()

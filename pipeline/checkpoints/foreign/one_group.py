@@ -19,7 +19,7 @@ from pipeline.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class OneGroupTensors:
-    """The tensors of a model whose language-group routers are reduced to one group."""
+    """The tensors of a model with language-group routers, reduced to one group."""
 
     tensors: Tensors
     group: int
@@ -40,7 +40,7 @@ class OneGroupTensors:
         return self.tensors.shape(name)
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor; a router's weight is that of the group."""
+        """Return one tensor; a router has the weight of the group."""
         value = self.tensors.read(name)
         if name not in self.group_weights:
             return value
@@ -60,7 +60,7 @@ def of_one_group(source: ModelSource, group: int) -> ModelSource:
 
 
 def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
-    """Return the group that ``--target-group`` names by its number or by one of its languages.
+    """Return the group that ``--target-group`` names by its number or by a language.
 
     Raises:
         ConfigError: The model has no groups, or no such group or language.

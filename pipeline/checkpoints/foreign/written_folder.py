@@ -2,7 +2,7 @@
 
 M2M-100 and NLLB-MoE can be written, with ``M2M100Tokenizer`` or ``NllbTokenizer``. The first
 functions refuse models that these formats cannot express. Weights are written in files of bounded
-size, at most one of which is in memory. The ids that the tokenizers assign to a text are ours,
+size; at most one is in memory. The ids that the tokenizers assign to a text are ours,
 renumbered by a :class:`Layout`; if a text contains a special or a language token, theirs read the
 token and ours read text.
 """
@@ -41,7 +41,7 @@ EMBEDDING = "embedding.weight"
 METADATA = {"format": "pt"}
 """Metadata of safetensors as ``save_pretrained`` writes it; transformers asks for it."""
 LONGEST_OUTPUT = 200
-"""Default limit of a translation in tokens, that of the published M2M-100."""
+"""Default limit of a translation in tokens, as in the published M2M-100."""
 Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
 _TAG_SCHEMES = {
     "hf-m2m100": ("src-tgt",),

@@ -425,7 +425,7 @@ def _crossing(
     x_X: Floats, y_Y: Floats, height_XY: Floats, one: tuple[int, int], other: tuple[int, int]
 ) -> tuple[float, float]:
     """Return where heights are zero between two places of opposite signs."""
-    one, other = sorted((one, other))  # so that neighboring triangles find the same place
+    one, other = sorted((one, other))  # neighboring triangles find the same place
     share = height_XY[one] / (height_XY[one] - height_XY[other])
     start, end = (np.array([x_X[place[0]], y_Y[place[1]]]) for place in (one, other))
     x, y = np.round(start + share * (end - start), 3).tolist()

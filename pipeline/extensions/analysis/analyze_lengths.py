@@ -5,8 +5,8 @@ reads it). Makes an analysis: ``lengths.json``, and ``lengths.svg`` as MoCE's Fi
 are measured on UTF-8 lines without surrounding white space.
 
 With a tokenizer it also counts that tokenizer's pieces (LOBEF, Tables 1 and 2). Fertility is the
-mean number of pieces per word (Rust et al., 2021). White space separates words; pieces of white
-space alone do not count.
+mean number of pieces per word (Rust et al., 2021). White space separates words; pieces of
+only white space do not count.
 """
 
 import sys
@@ -23,7 +23,7 @@ from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed
 
 WHITE_SPACE = ("\u2581", "<0x20>", " ")
-"""Pieces that are white space alone."""
+"""Pieces that are only white space."""
 
 
 def run(call: StageCall) -> None:

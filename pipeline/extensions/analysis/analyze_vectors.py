@@ -1,8 +1,8 @@
 """analyze_vectors: score an Ada-MSHA model with wrong source-language vectors (MoCE, appendix I).
 
-Reads a checkpoint whose router sees a language vector, and a corpus. Translates its test lines with
-the vector of every other language shown to the router alone. Makes an analysis: ``vectors.json``
-with BLEU and chrF++, and ``vectors-{direction}.svg`` as MoCE's Figure 7. Both include the scores of
+Reads a checkpoint with a router that sees a language vector, and a corpus. Translates its test
+lines with the vector of every other language, which only the router sees. Makes an analysis:
+``vectors.json`` with BLEU and chrF++, and ``vectors-{direction}.svg`` as MoCE's Figure 7. Both include the scores of
 a model without language vectors if one is given.
 """
 
@@ -38,7 +38,7 @@ class VectorScores:
     bleu: float
     chrf: float
     changed: int
-    """Lines whose translation differs from that with the right vector."""
+    """Lines that are translated otherwise than with the right vector."""
 
 
 def run(call: StageCall) -> None:
@@ -114,7 +114,7 @@ def score_vectors(
     shown: Sequence[str],
     settings: EvaluationConfig,
 ) -> dict[str, VectorScores]:
-    """Translate and score a direction with the right vector and those of other languages.
+    """Translate and score a direction with the right vector and the vectors of other languages.
 
     Args:
         translator: the model.
@@ -127,7 +127,7 @@ def score_vectors(
         Language shown → scores, ``RIGHT`` first.
 
     Raises:
-        ConfigError: the model's router sees no language, or it does not know one of ``shown``.
+        ConfigError: the model's router sees no language, or the model does not know one.
     """
     sources = read_lines(corpus, "test", direction.pair, direction.source)
     references = read_lines(corpus, "test", direction.pair, direction.target)

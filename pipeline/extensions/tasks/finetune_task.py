@@ -5,8 +5,8 @@ makes a task model in the training loop of translation models.
 
 The planner of translation plans the batches: a language takes the place of a pair, and the
 direction from a language to itself the place of a direction. It draws languages with probability
-∝ n^(1/T), on any number of ranks. Labels are not tokens here, so that its counts of labels and
-tokens are replaced by those of the examples.
+∝ n^(1/T), on any number of ranks. Labels are not tokens here: counts of labels
+and tokens of the examples replace the planner's.
 """
 
 if __name__ == "__main__":

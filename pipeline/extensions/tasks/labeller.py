@@ -168,7 +168,7 @@ class TaskSpec(Settings):
     def build(
         self, *, regularization: Regularization | None = None, device: torch.device | None = None
     ) -> Labeller:
-        """Build a model whose parameters are allocated but not set."""
+        """Build a model; its parameters are allocated but not set."""
         with torch.device("meta"):
             model = Labeller(
                 self.encoder,

@@ -151,7 +151,7 @@ class Window:
     begin: Integers
     """First character of each of the part's tokens in the context."""
     end: Integers
-    """Character behind the last one of each of the part's tokens in the context."""
+    """Character of the context behind each of the part's tokens."""
 
     def characters(self, first: int, last: int) -> tuple[int, int]:
         """Return the characters [start, stop) of the context from one input position to another."""
@@ -280,7 +280,7 @@ def normalized(answer: str) -> list[str]:
 
 
 def exact_match(answer: str, right: Sequence[str]) -> float:
-    """Return 1 if an answer equals one of the right ones, else 0."""
+    """Return 1 if an answer equals a right answer, else 0."""
     words = normalized(answer)
     return float(any(normalized(one) == words for one in right))
 

@@ -4,7 +4,7 @@ Weights are safetensors or ``pytorch_model.bin``, from which only tensors are re
 as in ``modeling_xlm_roberta.py``, with the prefix ``roberta.`` if the folder has a model with a
 head. That head is ignored, because training begins with a new one.
 
-The vocabulary is a SentencePiece model whose ids are shifted by one, with fairseq's specials
+The vocabulary is a SentencePiece model with ids shifted by one and with fairseq's specials
 (``tokenization_xlm_roberta.py``): ``<s>`` is 0, ``<pad>`` 1, ``</s>`` 2, ``<unk>`` 3, piece i of
 the model i + 1, and ``<mask>`` the last id. Text that looks like a special stays text.
 """
@@ -48,14 +48,14 @@ PIECES_FILE = "sentencepiece.bpe.model"
 class Located(NamedTuple):
     """Ids of a text and the range of characters of each, without surrounding space.
 
-    A piece of space alone has an empty range.
+    A piece of only space has an empty range.
     """
 
     ids: Integers
     begin: Integers
     """First character of each piece."""
     end: Integers
-    """Character behind the last one of each piece."""
+    """Character behind each piece."""
 
 
 class Pieces:
