@@ -1,8 +1,8 @@
 """Shards: memory-mapped token ids of each side of a pair.
 
 ``{split}/{pair}/{language}.tokens`` holds the ids of all sentences in a row, as little-endian
-uint16, or uint32 if the vocabulary needs it. ``{language}.offsets.npy`` (int64, sentences + 1) holds
-where each sentence begins. Specials and tags are not stored: batches add them. A
+uint16, or uint32 if the vocabulary needs it. ``{language}.offsets.npy`` (int64, sentences + 1)
+holds where each sentence begins. Specials and tags are not stored: batches add them. A
 language with a segmenter (``segmenters.py``) also has ``{language}.begins``, one byte per token: 1
 where a word begins. The folder ``tokenizer/`` is a copy of the tokenizer's files.
 """

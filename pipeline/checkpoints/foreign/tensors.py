@@ -9,7 +9,8 @@ remark if the row needs one::
 
 ``{stack}`` is encoder or decoder, ``{kind}`` weight or bias, ``{layer}`` and ``{expert}`` are
 numbers. ``-`` means that we have no such tensor. If several of their tensors are a single
-tensor of ours, an export writes the first row, and an import checks that the others hold the same values.
+tensor of ours, an export writes the first row, and an import checks that the others hold the same
+values.
 
 :class:`Stored` reads files by their own names; :class:`ForeignTensors` reads a :class:`Stored` by
 our names and checks names and shapes against the model.

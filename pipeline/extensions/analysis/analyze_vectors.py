@@ -2,8 +2,8 @@
 
 Reads a checkpoint with a router that sees a language vector, and a corpus. Translates its test
 lines with the vector of every other language, which only the router sees. Makes an analysis:
-``vectors.json`` with BLEU and chrF++, and ``vectors-{direction}.svg`` as MoCE's Figure 7. Both include the scores of
-a model without language vectors if one is given.
+``vectors.json`` with BLEU and chrF++, and ``vectors-{direction}.svg`` as MoCE's Figure 7. Both
+include the scores of a model without language vectors if one is given.
 """
 
 import sys
