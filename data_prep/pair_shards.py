@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
+from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import BACK_TRANSLATED, iterate_lines, language_of, text_name
 from pipeline.artifacts.digests import file_records
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import SampledSegmentation, Tokenizer
 from pipeline.config.documents import unfinished_path

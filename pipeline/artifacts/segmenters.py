@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts.settings import SEGMENTERS
+from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.tokenizer import SegmenterRecord, Tokenizer
 from pipeline.config.documents import read_bytes
 from pipeline.errors import ConfigError

@@ -16,8 +16,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.artifact import Artifact, to_json
-from pipeline.artifacts.settings import SEGMENTERS
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
+from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.segmenters import Segmenters, characters, punctuation, segmenter_records
-from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     SampledSegmentation,

@@ -12,6 +12,7 @@ from sentencepiece import SentencePieceTrainer
 from support.corpora import Texts, make_corpus
 
 from data_prep import make_shards, mix, pair_shards
+from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Split,
@@ -21,7 +22,6 @@ from pipeline.artifacts.corpus import (
     line_counts,
 )
 from pipeline.artifacts.mixture import read_mixture
-from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
     SPECIALS,

@@ -15,6 +15,7 @@ from support.corpora import Texts, make_corpus
 
 from data_prep import add_translations, clean, make_shards, mix, train_tokenizer
 from data_prep.clean_pair import BLOCK_LINES
+from data_prep.settings import MixtureConfig, SyntheticConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, InputRecord, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
@@ -29,7 +30,6 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.mixture import lines_per_language, read_mixture
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.settings import MixtureConfig, SyntheticConfig
 from pipeline.artifacts.shards import open_shard
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.feed import TrainingData

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
     "pipeline/evaluation": 6_905,  # 3,900
-    "data_prep": 7_449,  # 5,500
-    "pipeline/artifacts": 5_545,  # 3,900
+    "data_prep": 7_800,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
+    "pipeline/artifacts": 4_975,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 4_059,  # 3,000
     "pipeline/kernels": 6_600,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
