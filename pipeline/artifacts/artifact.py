@@ -11,7 +11,7 @@ the manifest before it returns the path, once per process.
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -93,9 +93,6 @@ _Intact: TypeAlias = tuple[FileRecord, int, int]
 _INTACT: dict[Path, _Intact] = {}
 """File that this process found intact → its record, modification time and inode."""
 
-RECENT_NANOSECONDS = 50_000_000
-"""Age up to which a changed file is not remembered: another change might leave the same time."""
-
 
 @dataclass(frozen=True)
 class Artifact:
@@ -164,22 +161,23 @@ class Artifact:
         Raises:
             ArtifactError: Names the file that is missing or damaged.
         """
-        self._compare(self._unknown(self.manifest.files if names is None else names))
+        unknown = self._unknown(self.manifest.files if names is None else names)
+        self._compare(unknown)
+        self._remember(unknown)
 
-    def _unknown(self, names: Iterable[str]) -> dict[str, _Intact | None]:
+    def _unknown(self, names: Iterable[str]) -> dict[str, _Intact]:
         """Return the files that this process has not found intact, with entries to remember.
 
         Raises:
             ArtifactError: One is missing or of another size.
         """
-        unknown: dict[str, _Intact | None] = {}
+        unknown: dict[str, _Intact] = {}
         for name in sorted(names):
             record = self._record(name)
             status = self._status(name, record)
             entry = (record, status.st_mtime_ns, status.st_ino)
             if _INTACT.get(self.directory / name) != entry:
-                is_recent = time.time_ns() - status.st_mtime_ns <= RECENT_NANOSECONDS
-                unknown[name] = None if is_recent else entry
+                unknown[name] = entry
         return unknown
 
     def _status(self, name: str, record: FileRecord) -> os.stat_result:
@@ -199,23 +197,24 @@ class Artifact:
             f"Restore it from a copy, or remove the folder {self.directory} and run its stage again"
         )
 
-    def _compare(self, unknown: Mapping[str, _Intact | None]) -> None:
-        """Hash files, and remember them; raise ArtifactError for the first that differs."""
+    def _compare(self, names: Collection[str]) -> None:
+        """Hash files; raise ArtifactError for the first that differs."""
         try:
-            digests = file_digests([self.directory / name for name in unknown])
+            digests = file_digests([self.directory / name for name in names])
         except OSError as error:
             raise ArtifactError(
                 f"{error.filename or self.directory} cannot be read ({error.strerror or error}). "
                 f"{self._fix}."
             ) from error
-        for (name, entry), digest in zip(unknown.items(), digests, strict=True):
+        for name, digest in zip(names, digests, strict=True):
             if digest != self.manifest.files[name].sha256:
                 raise ArtifactError(
                     f"{self.directory / name} is damaged: its digest differs from the manifest. "
                     f"{self._fix}."
                 )
-            if entry is not None:
-                _INTACT[self.directory / name] = entry
+
+    def _remember(self, intact: Mapping[str, _Intact]) -> None:
+        _INTACT.update({self.directory / name: entry for name, entry in intact.items()})
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
@@ -540,7 +539,7 @@ def check_together(*artifacts: Artifact) -> None:
     Raises:
         ArtifactError: A file is missing or damaged; the same error on all ranks.
     """
-    unknown: list[dict[str, _Intact | None]] = []
+    unknown: list[dict[str, _Intact]] = []
     _raise_first(
         lambda: unknown.extend(artifact._unknown(artifact.names()) for artifact in artifacts)
     )
@@ -548,12 +547,12 @@ def check_together(*artifacts: Artifact) -> None:
     dealt: list[list[str]] = from_rank_zero([sorted(names) for names in unknown])
 
     def compare() -> None:
-        for artifact, names, own in zip(artifacts, dealt, unknown, strict=True):
-            artifact._compare({name: own.get(name) for name in names[rank() :: world_size()]})
+        for artifact, names in zip(artifacts, dealt, strict=True):
+            artifact._compare(names[rank() :: world_size()])
 
     _raise_first(compare)
     for artifact, own in zip(artifacts, unknown, strict=True):
-        _INTACT.update({artifact.directory / name: e for name, e in own.items() if e is not None})
+        artifact._remember(own)
 
 
 def _raise_first(action: Callable[[], None]) -> None:

@@ -14,13 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config.documents import read_bytes
 from pipeline.errors import ArtifactError
@@ -73,10 +67,6 @@ class InputRecord(_Frozen):
     digest: str
     splits: tuple[str, ...] = ()
     """Splits of a corpus that the digest covers; empty for the whole artifact."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_splits(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if name != "splits" or value}
 
 
 class RunRecord(_Frozen):

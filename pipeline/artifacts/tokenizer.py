@@ -45,7 +45,6 @@ __all__ = [
     "DESCRIPTION_NAME",
     "MODEL_NAME",
     "SPECIALS",
-    "TOKENIZER_FILES",
     "ByteVocabulary",
     "Decoded",
     "LanguageTokenScheme",
@@ -66,9 +65,6 @@ __all__ = [
     "tokenizer_folder",
     "write_tokenizer",
 ]
-
-TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME, TARGET_MODEL_NAME)
-"""All files that a tokenizer may have; a tokenizer of bytes has only the first."""
 
 MAX_MODEL_BYTES = 2**28
 """Largest SentencePiece model; a model of a million pieces has about 25 MB."""

@@ -128,16 +128,6 @@ def test_a_file_is_hashed_once_in_a_process(tmp_path: Path, hashing: Hashing) ->
     assert sorted(hashing.files) == ["a.txt", "b.bin", "empty"]
 
 
-def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: Hashing) -> None:
-    """A second change might leave the same time, by the clock of the file system."""
-    made = make(tmp_path / "corpus")
-    status = (made.directory / "a.txt").stat()
-    with mock.patch("time.time_ns", return_value=status.st_mtime_ns + 1_000_000):
-        made.check(["a.txt"])
-        made.check(["a.txt"])
-    assert hashing.files.count("a.txt") == 3, "by sealing, and by both checks"
-
-
 def test_many_files_are_hashed_by_several_threads_as_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
