@@ -7,7 +7,7 @@ The folder has a manifest like every output of ours: it appears when it is compl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -30,8 +30,7 @@ from pipeline.checkpoints.foreign.one_group import (
 from pipeline.checkpoints.foreign.written_folder import (
     Format,
     foreign_tensors,
-    m2m100_config,
-    nllb_moe_config,
+    model_config,
     refuse_unknown_pieces,
     refuse_unwritable,
     write_configs,
@@ -131,33 +130,26 @@ def _fitted(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str
 
 def _write(writer: ArtifactWriter, source: ModelSource, card: Card, *, to: Format) -> None:
     entries = entries_of(source.tokenizer, source.origin)
-    match to:
-        case "ctranslate2":
-            ctranslate2_model.write_model(writer.directory, source, entries)
-            text = card.text(loading=card.ctranslate2_loading(), tokens=entries.tokens)
-        case "hf-m2m100" | "hf-nllb-moe":
-            layout = chosen_layout(entries)
-            refuse_unknown_pieces(source.origin, entries, layout)
-            _write_folder(writer, source, layout, to=to)
-            text = card.text(loading=card.transformers_loading(layout), tokens=layout.token_of)
+    if to == "ctranslate2":
+        ctranslate2_model.write_model(writer.directory, source, entries)
+        text = card.text(loading=card.ctranslate2_loading(), tokens=entries.tokens)
+    else:
+        layout = chosen_layout(entries)
+        refuse_unknown_pieces(source.origin, entries, layout)
+        _write_folder(writer, source, layout)
+        text = card.text(loading=card.transformers_loading(layout), tokens=layout.token_of)
     (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
     writer.statistics["languages"] = len(source.spec.languages)
 
 
-def _write_folder(
-    writer: ArtifactWriter,
-    source: ModelSource,
-    layout: Layout,
-    *,
-    to: Literal["hf-m2m100", "hf-nllb-moe"],
-) -> None:
+def _write_folder(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> None:
     spec, directory = source.spec, writer.directory
-    if to == "hf-m2m100":
-        table, config = M2M100_TABLE, m2m100_config(spec, vocabulary_size=len(layout.rows))
-    else:
-        table, config = NLLB_MOE_TABLE, nllb_moe_config(spec, vocabulary_size=len(layout.rows))
-    dtype = source.tensors.read("embedding.weight").dtype
-    write_configs(directory, config | {"torch_dtype": str(dtype).removeprefix("torch.")}, layout)
+    config = model_config(spec, vocabulary_size=len(layout.rows))
+    config["torch_dtype"] = str(source.tensors.read("embedding.weight").dtype).removeprefix(
+        "torch."
+    )
+    write_configs(directory, config, layout)
+    table = NLLB_MOE_TABLE if spec.model.moe else M2M100_TABLE
     writer.settled |= write_tensors(directory, foreign_tensors(source, table, layout))
     assert source.tokenizer.model is not None
     write_vocabulary(directory, source.tokenizer.model, layout, max_length=spec.model.max_positions)

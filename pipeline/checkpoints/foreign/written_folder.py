@@ -100,48 +100,18 @@ def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> Non
         )
 
 
-def m2m100_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a dense model."""
-    return _common_config(spec, vocabulary_size=vocabulary_size) | {
+def model_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
+    """Return the ``config.json`` of M2M-100 or, for a model with experts, of NLLB-MoE."""
+    model, moe = spec.model, spec.model.moe
+    config: dict[str, Any] = {
         "architectures": ["M2M100ForConditionalGeneration"],
         "model_type": "m2m_100",
-    }
-
-
-def nllb_moe_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a model with experts, which drops no token in evaluation."""
-    moe = spec.model.moe
-    assert moe is not None
-    return _common_config(spec, vocabulary_size=vocabulary_size) | {
-        "architectures": ["NllbMoeForConditionalGeneration"],
-        "model_type": "nllb-moe",
-        "batch_prioritized_routing": moe.batch_prioritized,
-        "decoder_sparse_step": moe.every,
-        "encoder_sparse_step": moe.every,
-        "moe_eval_capacity_token_fraction": 1.0,  # as many slots per expert as there are tokens
-        "moe_token_dropout": 0.0,
-        "normalize_router_prob_before_dropping": False,
-        "num_experts": moe.num_experts,
-        "router_bias": False,
-        "router_dtype": "float32",
-        "second_expert_policy": "all",
-    }
-
-
-def _common_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """Return the settings in ``config.json`` that M2M-100 and NLLB-MoE share."""
-    model = spec.model
-    return {
         "activation_function": model.activation,
         "bos_token_id": 0,
         "d_model": model.width,
-        "decoder_attention_heads": model.num_heads,
-        "decoder_ffn_dim": model.feed_forward_width,
         "decoder_layerdrop": 0.0,
         "decoder_layers": model.decoder_layers,
         "decoder_start_token_id": 2,
-        "encoder_attention_heads": model.num_heads,
-        "encoder_ffn_dim": model.feed_forward_width,
         "encoder_layerdrop": 0.0,
         "encoder_layers": model.encoder_layers,
         "eos_token_id": 2,
@@ -152,6 +122,25 @@ def _common_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
         "scale_embedding": model.scale_embedding,
         "tie_word_embeddings": True,
         "vocab_size": vocabulary_size,
+    }
+    for stack in ("encoder", "decoder"):
+        config[f"{stack}_attention_heads"] = model.num_heads
+        config[f"{stack}_ffn_dim"] = model.feed_forward_width
+    if moe is None:
+        return config
+    return config | {
+        "architectures": ["NllbMoeForConditionalGeneration"],
+        "model_type": "nllb-moe",
+        "batch_prioritized_routing": moe.batch_prioritized,
+        "decoder_sparse_step": moe.every,
+        "encoder_sparse_step": moe.every,
+        "moe_eval_capacity_token_fraction": 1.0,  # as many slots per expert as tokens: none drops
+        "moe_token_dropout": 0.0,
+        "normalize_router_prob_before_dropping": False,
+        "num_experts": moe.num_experts,
+        "router_bias": False,
+        "router_dtype": "float32",
+        "second_expert_policy": "all",
     }
 
 

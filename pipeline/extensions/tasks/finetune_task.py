@@ -219,27 +219,8 @@ def _sizes(arrays: Iterable[Integers]) -> Integers:
     return np.fromiter(map(len, arrays), dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class LabelledPlanner:
-    """Planner of translation that counts labels and tokens of examples."""
-
-    planner: Planner
-    split: LabelledSplit
-
-    def largest(self, window: int) -> MicroBatch:
-        """Return the micro-batch of a window with the most tokens."""
-        return self.split.counted(self.planner.largest(window))
-
-    def steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
-        """Yield global steps from a cursor on, without end."""
-        with closing(self.planner.steps(cursor)) as steps:
-            for step in steps:
-                counted = tuple(map(self.split.counted, step.micro_batches))
-                yield replace(step, micro_batches=counted)
-
-
 class LabelledData:
-    """Splits and planner of one training run."""
+    """Splits of one training run, and its planner with the counts of labels and tokens here."""
 
     def __init__(
         self,
@@ -262,14 +243,28 @@ class LabelledData:
             {name: len(offsets) for name, offsets in self.train.offsets.items()},
             sampling_temperature=recipe.mixture.sampling_temperature,
         )
-        planner = Planner(
+        self._planner = Planner(
             self.train.offsets,
             Mixture.constant(probabilities),
             recipe.batches,
             seed=recipe.training.seed,
         )
-        self.planner = LabelledPlanner(planner, self.train)
         self._seed = recipe.training.seed
+
+    @property
+    def planner(self) -> "LabelledData":
+        """Return the plan of the updates."""
+        return self
+
+    def largest(self, window: int) -> MicroBatch:
+        """Return the micro-batch of a window with the most tokens."""
+        return self.train.counted(self._planner.largest(window))
+
+    def _steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
+        with closing(self._planner.steps(cursor)) as steps:
+            for step in steps:
+                counted = tuple(map(self.train.counted, step.micro_batches))
+                yield replace(step, micro_batches=counted)
 
     def updates(
         self,
@@ -282,7 +277,7 @@ class LabelledData:
     ) -> Generator[Update]:
         """Yield a rank's updates from a cursor on, without end; passes are read ahead."""
         return read_updates(
-            self.planner.steps(cursor),
+            self._steps(cursor),
             self.train.batch,
             rank=rank,
             ranks=ranks,
