@@ -75,7 +75,7 @@ class Trained(nn.Module):
 
     spec: ModelSpec
     expert_parallel_size: int
-    recomputes: bool
+    recomputes = False
     """Whether the backward pass recomputes each layer from its input."""
 
 
@@ -252,7 +252,6 @@ class Transformer(Trained):
         super().__init__()
         self.spec = spec
         self.expert_parallel_size = expert_parallel_size
-        self.recomputes = False
         self.embedding = Embedding(spec)
         self.front = front
         self.encoder = encoder

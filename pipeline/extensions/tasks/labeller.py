@@ -80,7 +80,6 @@ class Labeller(Trained):
         self.kind = head
         rates = regularization or Regularization()
         model = spec.model
-        self.recomputes = False
         self.dropout = rates.dropout
         self.site = 0
         self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
