@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any, Literal
 
+from data_prep.settings import SyntheticConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     BACK_TRANSLATED,
@@ -36,9 +37,9 @@ from pipeline.artifacts.corpus import (
     pair_name,
     provenance_name,
     text_name,
+    translated_directions,
+    translated_lines,
 )
-from pipeline.artifacts.settings import SyntheticConfig
-from pipeline.artifacts.translated_text import translated_directions, translated_lines
 from pipeline.errors import DataError
 from pipeline.evaluation.chrf import line_chrf
 from pipeline.stages.stage import StageCall

@@ -46,6 +46,7 @@ from data_prep.rules.held_out import (
 )
 from data_prep.rules.judge import RULES, SIDED_RULES, PairFacts, Rule
 from data_prep.rules.line_language import line_identifier
+from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     emptied_pairs,
@@ -60,7 +61,6 @@ from pipeline.artifacts.corpus import (
     provenance_name,
     text_name,
 )
-from pipeline.artifacts.settings import CleanConfig
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import letters_of, usual_script

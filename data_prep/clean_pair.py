@@ -17,8 +17,8 @@ from pathlib import Path
 from data_prep.rules.duplicates import LineDigests
 from data_prep.rules.judge import RULES, Judge, LengthRatios, PairFacts, Rule, as_seen
 from data_prep.rules.line_language import LanguageRule, line_identifier
+from data_prep.settings import CleanConfig
 from pipeline.artifacts.corpus import aligned_lines, language_of
-from pipeline.artifacts.settings import CleanConfig
 
 BLOCK_LINES = 2048
 LANGUAGE_MIN_CHARACTERS = 40

@@ -29,10 +29,10 @@ from data_prep.readers.raw_files import FilesInStep
 from data_prep.readers.section import SPLITS, RawText, Section
 from data_prep.readers.tables import read_columns, read_tsv
 from data_prep.readers.tmx import read_tmx
+from data_prep.settings import CorpusConfig
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError

@@ -25,6 +25,7 @@ from data_prep.pair_shards import (
     remove_work,
     shard_pair,
 )
+from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     emptied_pairs,
@@ -37,7 +38,6 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.manifest import OTHER_LANGUAGES
 from pipeline.artifacts.places import link_or_copy, run_dir
-from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.distributed.workers import open_pool, with_shared

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data_prep.settings import MixtureConfig, PhaseConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
     Direction,
@@ -28,7 +29,6 @@ from pipeline.artifacts.mixture import (
     capped_shares,
     temperature_probabilities,
 )
-from pipeline.artifacts.settings import MixtureConfig, PhaseConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.stages.stage import StageCall

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
+from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import BACK_TRANSLATED, iterate_lines, language_of, text_name
 from pipeline.artifacts.digests import file_records
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import SampledSegmentation, Tokenizer
 from pipeline.config.documents import unfinished_path
@@ -236,11 +236,10 @@ def _encode(
     sharding: Sharding, lines: list[str], seeds: list[int] | None, *, side: str
 ) -> list[list[int]]:
     tokenizer, config, language = sharding.tokenizer, sharding.config, language_of(side)
-    if seeds is None:
-        encoded = tokenizer.encode_batch(lines, language=language)
-    else:
+    drawn = None
+    if seeds is not None:
         drawn = SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds)
-        encoded = tokenizer.sample_batch(lines, drawn, language=language)
+    encoded = tokenizer.encode_batch(lines, language=language, drawn=drawn)
     if side.endswith(BACK_TRANSLATED):
         encoded = [[tokenizer.bos_id, *ids] for ids in encoded]
     return encoded

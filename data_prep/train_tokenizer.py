@@ -26,6 +26,7 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
+from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
     emptied_pairs,
@@ -37,7 +38,6 @@ from pipeline.artifacts.corpus import (
 from pipeline.artifacts.extended_tokenizer import with_languages, with_pieces_of
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
 from pipeline.artifacts.segmenters import segmenter_records
-from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     Tokenizer,

@@ -25,7 +25,7 @@ from pydantic import WrapValidator
 from pydantic.fields import FieldInfo
 
 from pipeline import cli
-from pipeline.artifacts.manifest import FILES, FORMAT_VERSION
+from pipeline.artifacts.manifest import FORMAT_VERSION, Kind
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.documents import shipped
 from pipeline.config.recipe import Recipe, load_recipe
@@ -355,6 +355,79 @@ OTHER_MAKERS = {
     "export": ("export",),
 }
 """Kind → commands that make it, in addition to the stages that return it."""
+
+
+FILES: dict[Kind, dict[str, str]] = {
+    "corpus": {
+        "SPLIT/PAIR/LANGUAGE.txt": "one sentence per line, UTF-8; SPLIT is train, valid or test",
+        "provenance/PAIR.jsonl": "system, direction and score of every machine translation",
+        "quarantine.jsonl": "lines that could not be imported",
+        "dropped_samples.jsonl": "at most ten lines that each rule of `clean` dropped",
+        "held_out_leaks.json": "number of training lines that repeat held-out lines, by pair",
+    },
+    "tokenizer": {
+        "tokenizer.json": "kind, languages, and how their tokens are spelled and numbered",
+        "sentencepiece.model": "the pieces, except for bytes",
+        "sentencepiece.target.model": "the pieces of `tokenizer.target_languages`",
+    },
+    "shards": {
+        "SPLIT/PAIR/LANGUAGE.tokens": "ids of all sentences, little-endian uint16 or uint32",
+        "SPLIT/PAIR/LANGUAGE.offsets.npy": "where each sentence begins, int64",
+        "SPLIT/PAIR/LANGUAGE.begins": "1 where a word begins, for languages with a segmenter",
+        "tokenizer/FILE": "a copy of the tokenizer",
+    },
+    "mixture": {"mixture.json": "training lines and sampling probability of every pair, by phase"},
+    "groups": {"groups.json": "the language groups, and how they were made"},
+    "checkpoint": {
+        "model.json": "shape of the model",
+        "weights/NAME.safetensors": "the weights, one tensor per global expert",
+        "tokenizer/FILE": "a copy of the tokenizer",
+        "metrics.jsonl": "training and validation curves",
+        "routing.json": "routing statistics, for a model with experts",
+        "receipt.json": "source of every tensor of an assembled model",
+        "quarantine.jsonl": "micro-batches that training left out",
+    },
+    "training_state": {
+        "optimizer/NAME.safetensors": "master weights and moments",
+        "progress.json": "position in training",
+    },
+    "translations": {
+        "hypotheses/DIRECTION.jsonl": "one translation per test line, with its score",
+        "details/DIRECTION.jsonl": "alternatives, words and alignments, if asked for",
+    },
+    "translated_text": {
+        "text/LANGUAGE/FILE": "the lines of an input file, or their translations, in its order",
+        "scores/LANGUAGE/FILE.jsonl": "score of every translation, and details if asked for",
+    },
+    "evaluation": {
+        "scores.json": "all scores and comparisons",
+        "history.json": "the training behind the systems: budgets, curves",
+        "report.md": "the report as Markdown",
+        "report.html": "the report as one HTML file with charts",
+        "sentences/SYSTEM/DIRECTION.npz": "statistics per test line, for the bootstrap",
+    },
+    "task_model": {
+        "task.json": "task, tags, and shape of the encoder",
+        "sentencepiece.bpe.model": "the pieces of the pretrained model",
+        "weights/NAME.safetensors": "the weights",
+        "metrics.jsonl": "training and validation curves",
+        "quarantine.jsonl": "micro-batches that training left out",
+    },
+    "task_evaluation": {
+        "scores.json": "scores by language",
+        "report.md": "the report as Markdown",
+        "predictions/SYSTEM/LANGUAGE.jsonl": "one prediction per example",
+    },
+    "export": {
+        "README.md": "a model card",
+        "FILE": "what `from_pretrained` of transformers, or CTranslate2, loads",
+    },
+    "analysis": {
+        "NAME.json": "the figures: `languages`, `scales`, `vectors` or `lengths`",
+        "NAME.svg": "charts",
+    },
+}
+"""Kind → file → its content; words in capitals stand for names."""
 
 
 def artifacts_page() -> str:

@@ -38,6 +38,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
+from data_prep.settings import SEGMENTERS
 from pipeline import installed_version
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import (
@@ -48,7 +49,6 @@ from pipeline.artifacts.places import (
     sync,
 )
 from pipeline.artifacts.segmenters import read_function_file
-from pipeline.artifacts.settings import SEGMENTERS
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.board import Board, Judgment, first_line, merged, node_name
 from pipeline.distributed.world import World, discover, local_device, rank_of, refuse_shared

@@ -121,8 +121,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         },
         "training": {"resource_thresholds"},
     },
-    "finetune_tagger": TASK,
-    "finetune_reader": TASK,
+    "finetune_task": TASK,
     "evaluate_task": {},
 }
 """Stage → section → settings on which its result depends."""
@@ -143,7 +142,7 @@ BESIDE: dict[str, dict[str, set[str]]] = {
             *("resource_thresholds", "skip_nonfinite_after"),
         }
     }
-    for stage in ("pretrain", "finetune", "finetune_tagger", "finetune_reader")
+    for stage in ("pretrain", "finetune", "finetune_task")
 }
 """Stage → section → settings that stand in its manifest, and decide nothing."""
 

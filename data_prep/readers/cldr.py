@@ -31,8 +31,8 @@ from babel.numbers import format_currency, format_percent
 from babel.units import format_unit
 
 from data_prep.readers.section import RawLine, RawText, Section, Source, require_languages
+from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.artifacts.settings import CldrConfig, CorpusConfig
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical
 

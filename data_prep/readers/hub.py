@@ -23,8 +23,8 @@ from data_prep.readers.section import (
     name_pairs,
     select_pairs,
 )
+from data_prep.settings import CorpusConfig
 from pipeline.artifacts.raw_input import HubDataset, RawInput
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError
 
 COLUMN = "translation"

@@ -23,8 +23,8 @@ from data_prep.readers.section import (
 from data_prep.readers.tables import ENDINGS as COLUMN_ENDINGS
 from data_prep.readers.tables import open_columns, open_table
 from data_prep.readers.tmx import survey_file
+from data_prep.settings import CorpusConfig, ListedText
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.artifacts.settings import CorpusConfig, ListedText
 from pipeline.errors import ConfigError, DataError
 
 

@@ -23,8 +23,8 @@ from data_prep.readers.section import (
     Section,
     require_languages,
 )
+from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code
 from pipeline.terminal import listed

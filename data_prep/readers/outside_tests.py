@@ -18,8 +18,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
+from data_prep.settings import OutsideTestsConfig
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.artifacts.settings import OutsideTestsConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
 from pipeline.terminal import listed

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 from data_prep.readers.multiway import MultiwayFile, Record, is_language, pair_up
 from data_prep.readers.raw_files import RawFile, find_files
 from data_prep.readers.section import RawText
-from pipeline.artifacts.arrow_tables import table_rows
+from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_bytes import iterate_raw_lines
+from pipeline.artifacts.raw_bytes import iterate_raw_lines, table_rows
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import DataError
 from pipeline.terminal import listed
 

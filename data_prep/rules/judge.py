@@ -17,7 +17,7 @@ from data_prep.rules.duplicates import Duplicates
 from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.line_language import LanguageRule
 from data_prep.rules.normalization import visible
-from pipeline.artifacts.settings import CleanConfig
+from data_prep.settings import CleanConfig
 from pipeline.languages import has_letter_of
 
 Rule = Literal[

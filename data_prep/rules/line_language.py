@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.artifacts.settings import CleanConfig
+from data_prep.settings import CleanConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import UNCERTAIN, LanguageDetector, detectable_languages
 from pipeline.languages import canonical

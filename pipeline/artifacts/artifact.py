@@ -1,8 +1,8 @@
 """Write, open and verify artifacts, the directories that stages read and make.
 
 An artifact is a directory with a ``manifest.json`` that is written last (``manifest``). It is built
-in a hidden sibling directory (``places``), synced to disk and renamed into place, so that a killed
-stage leaves nothing that looks finished. :meth:`Artifact.file` compares a file with the digests of
+in a hidden sibling directory (``places``), synced to disk and renamed into place: a killed
+stage leaves nothing that looks finished. :meth:`Artifact.file` compares a file with its digest in
 the manifest before it returns the path, once per process.
 
 :class:`Lineage` follows the recorded inputs of an artifact back to their artifacts.
@@ -11,15 +11,15 @@ the manifest before it returns the path, once per process.
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
-from pipeline.artifacts.digests import chunk_digests, file_records, number_of_chunks, raw_digest
+from pipeline.artifacts.digests import file_digests, file_records, raw_digest
 from pipeline.artifacts.locks import held_lock, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
@@ -45,11 +45,11 @@ from pipeline.artifacts.places import (
     make_working,
     refuse_inputs,
     refuse_to_overwrite,
-    remove_abandoned,
     replace_directory,
     restore,
     sync,
     unfinished_dir,
+    unfinished_dirs,
 )
 from pipeline.config.documents import read_json
 from pipeline.distributed import progress
@@ -89,12 +89,9 @@ UNWRITABLE = (
 """Error numbers of failed writes that the user can fix: a full disk, permissions, a name."""
 
 
-_Intact = tuple[FileRecord, int, int]
+_Intact: TypeAlias = tuple[FileRecord, int, int]
 _INTACT: dict[Path, _Intact] = {}
 """File that this process found intact → its record, modification time and inode."""
-
-RECENT_NANOSECONDS = 50_000_000
-"""Age up to which a changed file is not remembered: another change might leave the same time."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Artifact:
     splits: tuple[str, ...] = ()
     """Splits that this part of a corpus is limited to; empty for the whole artifact."""
     whole: Manifest | None = None
-    """The stored manifest, if ``manifest`` is that of a part."""
+    """The stored manifest, if ``manifest`` describes a part."""
 
     @cached_property
     def digest(self) -> str:
@@ -144,7 +141,7 @@ class Artifact:
         """Return the path of a file after checking it against the manifest.
 
         Raises:
-            ArtifactError: The artifact has no such file, or it is missing, damaged or a link.
+            ArtifactError: The artifact has no such file, or it is missing or damaged.
         """
         self.check([name])
         return self.directory / name
@@ -153,7 +150,7 @@ class Artifact:
         """Return the path of a file of the recorded size without reading it.
 
         Raises:
-            ArtifactError: The artifact has no such file, or it is missing, a link or too short.
+            ArtifactError: The artifact has no such file, or it is missing or too short.
         """
         self._status(name, self._record(name))
         return self.directory / name
@@ -162,44 +159,33 @@ class Artifact:
         """Compare all files, or the named ones, with their digests, once per process.
 
         Raises:
-            ArtifactError: Names the file that is missing, a link or damaged, and its chunk.
+            ArtifactError: Names the file that is missing or damaged.
         """
-        chunks, intact = self._unchecked_chunks(self.manifest.files if names is None else names)
-        self._compare(chunks)
-        _INTACT.update(intact)
+        unknown = self._unknown(self.manifest.files if names is None else names)
+        self._compare(unknown)
+        self._remember(unknown)
 
-    def _unchecked_chunks(
-        self, names: Iterable[str]
-    ) -> tuple[list[tuple[str, int]], dict[Path, _Intact]]:
-        """Return the chunks to hash of the named files, and the entries of these files if intact.
+    def _unknown(self, names: Iterable[str]) -> dict[str, _Intact]:
+        """Return the files that this process has not found intact, with entries to remember.
 
         Raises:
-            ArtifactError: One is missing, a link or of another size.
+            ArtifactError: One is missing or of another size.
         """
-        chunks: list[tuple[str, int]] = []
-        intact: dict[Path, _Intact] = {}
+        unknown: dict[str, _Intact] = {}
         for name in sorted(names):
-            path, record = self.directory / name, self._record(name)
+            record = self._record(name)
             status = self._status(name, record)
             entry = (record, status.st_mtime_ns, status.st_ino)
-            if _INTACT.get(path) != entry:
-                chunks += [(name, number) for number in range(len(record.chunks))]
-            if time.time_ns() - status.st_mtime_ns > RECENT_NANOSECONDS:
-                intact[path] = entry
-        return chunks, intact
+            if _INTACT.get(self.directory / name) != entry:
+                unknown[name] = entry
+        return unknown
 
     def _status(self, name: str, record: FileRecord) -> os.stat_result:
-        path = self.directory
-        for part in name.split("/"):
-            path = path / part
-            if path.is_symlink():
-                raise ArtifactError(
-                    f"{path} is a link, which an artifact never contains. {self._fix}."
-                )
+        path = self.directory / name
         if not path.is_file():
             raise ArtifactError(f"{path} is missing, although its manifest lists it. {self._fix}.")
         status = path.stat()
-        if status.st_size != record.size or number_of_chunks(record.size) != len(record.chunks):
+        if status.st_size != record.size:
             raise ArtifactError(
                 f"{path} has {status.st_size} bytes, its manifest says {record.size}. {self._fix}."
             )
@@ -211,25 +197,24 @@ class Artifact:
             f"Restore it from a copy, or remove the folder {self.directory} and run its stage again"
         )
 
-    def _compare(self, chunks: Sequence[tuple[str, int]]) -> None:
-        """Hash chunks.
-
-        Raises:
-            ArtifactError: Names the first file and chunk that differ.
-        """
+    def _compare(self, names: Collection[str]) -> None:
+        """Hash files; raise ArtifactError for the first that differs."""
         try:
-            digests = chunk_digests([(self.directory / name, number) for name, number in chunks])
+            digests = file_digests([self.directory / name for name in names])
         except OSError as error:
             raise ArtifactError(
                 f"{error.filename or self.directory} cannot be read ({error.strerror or error}). "
                 f"{self._fix}."
             ) from error
-        for (name, number), digest in zip(chunks, digests, strict=True):
-            if digest != self.manifest.files[name].chunks[number]:
+        for name, digest in zip(names, digests, strict=True):
+            if digest != self.manifest.files[name].sha256:
                 raise ArtifactError(
-                    f"{self.directory / name} is damaged in chunk {number} (64 MiB each): its "
-                    f"digest differs from the manifest. {self._fix}."
+                    f"{self.directory / name} is damaged: its digest differs from the manifest. "
+                    f"{self._fix}."
                 )
+
+    def _remember(self, intact: Mapping[str, _Intact]) -> None:
+        _INTACT.update({self.directory / name: entry for name, entry in intact.items()})
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
@@ -354,7 +339,7 @@ def refuse_changed(directory: Path) -> None:
     """Refuse a finished artifact that has changed since its stage made it.
 
     Raises:
-        ArtifactError: A file is missing or differs, so that a user's change is not lost.
+        ArtifactError: A file is missing or differs; the user's change must not be lost.
     """
     manifest = read_manifest(directory)
     if manifest is not None:
@@ -373,8 +358,6 @@ def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
         path = directory / name
         if not path.is_file():
             changes[name] = "is missing"
-        elif path.is_symlink():
-            changes[name] = "is a link now"
         elif path.stat().st_size != record.size or path.stat().st_mtime_ns > sealed:
             changes[name] = "changed since it was made"
     return changes
@@ -416,8 +399,9 @@ def new_artifact(
     lock = held_lock(lock_path(out_dir))
     writer = ArtifactWriter(unfinished_dir(out_dir, token=lock.owner.token if lock else ""))
     try:
-        if lock is not None:
-            remove_abandoned(out_dir)
+        if lock is not None:  # earlier makers that run on fail at their next file
+            for abandoned in unfinished_dirs(out_dir):
+                discard_working(abandoned)
         make_working(writer.directory)
         yield writer
         seal_artifact(
@@ -555,20 +539,20 @@ def check_together(*artifacts: Artifact) -> None:
     Raises:
         ArtifactError: A file is missing or damaged; the same error on all ranks.
     """
-    found: list[tuple[list[tuple[str, int]], dict[Path, _Intact]]] = []
+    unknown: list[dict[str, _Intact]] = []
     _raise_first(
-        lambda: found.extend(artifact._unchecked_chunks(artifact.names()) for artifact in artifacts)
+        lambda: unknown.extend(artifact._unknown(artifact.names()) for artifact in artifacts)
     )
     # Ranks may have checked different files before.
-    dealt: list[list[tuple[str, int]]] = from_rank_zero([chunks for chunks, _ in found])
+    dealt: list[list[str]] = from_rank_zero([sorted(names) for names in unknown])
 
     def compare() -> None:
-        for artifact, chunks in zip(artifacts, dealt, strict=True):
-            artifact._compare(chunks[rank() :: world_size()])
+        for artifact, names in zip(artifacts, dealt, strict=True):
+            artifact._compare(names[rank() :: world_size()])
 
     _raise_first(compare)
-    for _, intact in found:
-        _INTACT.update(intact)
+    for artifact, own in zip(artifacts, unknown, strict=True):
+        artifact._remember(own)
 
 
 def _raise_first(action: Callable[[], None]) -> None:

@@ -19,10 +19,14 @@ The statistics of a corpus hold
 - ``imported``: pair → ``train`` → lines before any were dropped, where some were.
 
 A stage that declares splits (``stages.Input.splits``) is given a part of the corpus, and its
-manifest records the digest of that part alone: new test lines do not make training run again.
+manifest records only the digest of that part: new test lines do not make training run again.
 
 Translations hold ``hypotheses/{source}-{target}.jsonl``, one JSON object per test line in the order
 of the corpus, and where asked for ``details/{source}-{target}.jsonl`` in the same order.
+
+Translated text holds ``text/{language}/{file}``, the lines of a file in the language of the text
+and in each language that they were translated into, and ``scores/{language}/{file}.jsonl``, the
+rest of each translation. The statistic ``directions`` counts the lines of every direction.
 """
 
 import dataclasses
@@ -205,7 +209,7 @@ def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
 def imported_lines(artifact: Artifact) -> dict[str, int]:
     """Return the training lines of every pair as imported, which decide its resource tier.
 
-    The tier stays that of the data set, as in the paper, even if `clean` drops lines. An artifact
+    The data set keeps its tier, as in the paper, even if `clean` drops lines. An artifact
     without the statistic ``imported`` counts its own lines.
 
     Raises:
@@ -254,7 +258,7 @@ def listed_names(artifact: Artifact, name: str) -> set[str]:
 
 
 def found_scripts(corpus: Artifact) -> dict[str, str]:
-    """Return the ISO 15924 script of each language whose text has a known script.
+    """Return the ISO 15924 script of each language, if its text has a known script.
 
     Raises:
         ArtifactError: The statistics have something else there.
@@ -288,7 +292,7 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
 
 
 def languages(artifact: Artifact) -> list[str]:
-    """Return all languages of a corpus or shards, sorted; for a part, those of the whole."""
+    """Return all languages of a corpus or shards, sorted; for a part, of the whole corpus."""
     found = {code for name in pair_counts(artifact) for code in name.split("-")}
     found |= listed_names(artifact, OTHER_LANGUAGES)
     return sorted({language_of(side) for side in found})
@@ -400,3 +404,59 @@ def hypothesis_of(record: Mapping[str, Any], *, what: str) -> Hypothesis:
         raise ArtifactError(
             f"{what} is no hypothesis ({where}: {first['msg']}): {RESTORE}."
         ) from error
+
+
+# ---------------------------------------------------------------- translated text
+
+
+def translated_name(language: str, name: str) -> str:
+    """Return the name of a file's lines in a language in the artifact."""
+    return f"text/{language}/{name}"
+
+
+def scores_name(language: str, name: str) -> str:
+    """Return the name of the scores of a file's translations in the artifact."""
+    return f"scores/{language}/{name}.jsonl"
+
+
+def translated_directions(translated: Artifact) -> list[Direction]:
+    """Return the directions of translated text.
+
+    Raises:
+        ArtifactError: The statistics do not name them.
+    """
+    found = translated.statistics.get("directions")
+    names = [name.split("-") for name in found] if isinstance(found, dict) else []
+    if not names or any(len(name) != 2 for name in names):
+        raise ArtifactError(
+            f"The statistics of {translated.directory} have no directions. Run stage "
+            f"{translated.manifest.stage!r} again."
+        )
+    return [Direction(*name) for name in names]
+
+
+def translated_lines(
+    translated: Artifact, direction: Direction
+) -> Iterator[tuple[str, Hypothesis]]:
+    """Yield every line of every file with its translation.
+
+    Raises:
+        ArtifactError: The lines are missing, as in text of an earlier version, or do not fit.
+    """
+    below = translated_name(direction.target, "")
+    for text in translated.names(below):
+        name = text.removeprefix(below)
+        if not translated.has(translated_name(direction.source, name)):
+            raise ArtifactError(
+                f"{translated.directory} has translations without the lines that they translate. "
+                "Run translate_text again."
+            )
+        source = translated.file(translated_name(direction.source, name))
+        scores = translated.file(scores_name(direction.target, name))
+        lines = aligned_lines(source, translated.file(text))
+        try:
+            for (line, translation), record in zip(lines, read_json_lines(scores), strict=True):
+                what = f"A line of {scores}"
+                yield line, hypothesis_of({**record, "text": translation}, what=what)
+        except ValueError as error:
+            raise ArtifactError(f"{scores} does not fit {text}: {RESTORE}.") from error

@@ -1,12 +1,11 @@
-"""Hash files: one SHA-256 per chunk of 64 MiB, so that damage is named by file and chunk.
+"""Hash files, by one SHA-256 each.
 
-Several threads hash, because hashing and reading release the interpreter. :func:`write_hashed`
-hashes a file from memory while it is written.
+Several threads hash, because hashing and reading release the interpreter.
 """
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,49 +13,34 @@ from pipeline.artifacts.manifest import FileRecord, as_text, is_text, json_diges
 from pipeline.distributed import progress
 from pipeline.errors import ArtifactError
 
-CHUNK_BYTES = 64 * 1024 * 1024
-READ_BYTES = 1024 * 1024
+READ_BYTES = 2**20
 """Bytes that a hashing thread holds in memory."""
+SYNC_BYTES = 2**26
+"""Bytes between two syncs of a file that is written."""
 MAX_THREADS = 4
 
 
-def file_record(path: Path) -> FileRecord:
-    """Return size and chunk digests of a file, read once."""
-    return file_records([path])[path]
-
-
 def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
-    """Return size and chunk digests of files, each read once."""
-    sizes = {path: path.stat().st_size for path in paths}
-    chunks = [(path, number) for path in paths for number in range(number_of_chunks(sizes[path]))]
-    found: dict[Path, list[str]] = {path: [] for path in paths}
-    for (path, _), digest in zip(chunks, chunk_digests(chunks), strict=True):
-        found[path].append(digest)
-    return {path: FileRecord(size=sizes[path], chunks=tuple(found[path])) for path in paths}
+    """Return size and digest of files, each read once."""
+    sizes = [path.stat().st_size for path in paths]
+    records = zip(paths, sizes, file_digests(paths), strict=True)
+    return {path: FileRecord(size=size, sha256=digest) for path, size, digest in records}
 
 
-def number_of_chunks(size: int) -> int:
-    """Return the number of chunks of a file of this many bytes."""
-    return -(-size // CHUNK_BYTES)
-
-
-def chunk_digests(chunks: Sequence[tuple[Path, int]]) -> list[str]:
-    """Return the digests of chunks, each a path and a number, in their order."""
-    threads = min(MAX_THREADS, os.cpu_count() or 1, len(chunks))
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Return the digests of files, in their order."""
+    threads = min(MAX_THREADS, os.cpu_count() or 1, len(paths))
     if threads <= 1:
-        return [_chunk_digest(chunk) for chunk in chunks]
+        return [_file_digest(path) for path in paths]
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
-        return list(pool.map(_chunk_digest, chunks))
+        return list(pool.map(_file_digest, paths))
 
 
-def _chunk_digest(chunk: tuple[Path, int]) -> str:
-    path, number = chunk
-    digest, left = hashlib.sha256(), CHUNK_BYTES
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as stream:
-        stream.seek(number * CHUNK_BYTES)
-        while left and (content := stream.read(min(left, READ_BYTES))):
+        while content := stream.read(READ_BYTES):
             digest.update(content)
-            left -= len(content)
             progress.advance()
     return digest.hexdigest()
 
@@ -64,55 +48,45 @@ def _chunk_digest(chunk: tuple[Path, int]) -> str:
 def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
     """Write the pieces as a file that is on disk when this returns, and return its record.
 
-    A thread hashes and syncs each chunk while the next one is written. The file is thus at most one
-    chunk ahead of the disk, and a slow disk shows its progress to the watchdog. Pieces that a
-    generator makes need memory for about two chunks.
+    A thread hashes and syncs while the next bytes are written. The file is at most twice
+    ``SYNC_BYTES`` ahead of the disk, and a slow disk shows its progress to the watchdog.
 
     Raises:
         OSError: The file cannot be written; the error names it.
     """
-    digests: list[Future[str]] = []
-    size = 0
+    digest, size, synced = hashlib.sha256(), 0, 0
+    waiting: list[Future[None]] = []
+
+    def settle(part: memoryview, is_sync_due: bool) -> None:
+        digest.update(part)
+        if is_sync_due:
+            os.fsync(stream.fileno())
+            progress.advance()
+
     try:
-        with ThreadPoolExecutor(1, "hash") as pool, path.open("wb") as stream:
-            for chunk in chunks_of(pieces):
-                for piece in chunk:
-                    size += stream.write(piece)
-                stream.flush()
-                if digests:
-                    digests[-1].result()
-                digests.append(pool.submit(_settle, chunk, stream.fileno()))
-                progress.advance()
-            found = tuple(digest.result() for digest in digests)
+        with path.open("wb") as stream, ThreadPoolExecutor(1, "hash") as pool:
+            for piece in pieces:
+                for start in range(0, piece.nbytes, SYNC_BYTES):
+                    part = piece[start : start + SYNC_BYTES]
+                    size += stream.write(part)
+                    is_sync_due = size - synced >= SYNC_BYTES
+                    if is_sync_due:
+                        _raise_error_of(waiting)
+                        stream.flush()
+                        synced = size
+                    waiting.append(pool.submit(settle, part, is_sync_due))
+            stream.flush()
+            waiting.append(pool.submit(settle, memoryview(b""), is_sync_due=True))
+            _raise_error_of(waiting)
     except OSError as error:
         raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
-    return FileRecord(size=size, chunks=found)
+    return FileRecord(size=size, sha256=digest.hexdigest())
 
 
-def _settle(chunk: Iterable[memoryview], descriptor: int) -> str:
-    """Sync what is written of a file, and return the digest of its last chunk."""
-    digest = hashlib.sha256()
-    for piece in chunk:
-        digest.update(piece)
-    os.fsync(descriptor)
-    return digest.hexdigest()
-
-
-def chunks_of(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield the pieces cut at the chunk borders of their file, one list per chunk."""
-    chunk: list[memoryview] = []
-    left = CHUNK_BYTES
-    for piece in pieces:
-        start = 0
-        while start < piece.nbytes:
-            part = piece[start : start + left]
-            chunk.append(part)
-            start, left = start + part.nbytes, left - part.nbytes
-            if left == 0:
-                yield chunk
-                chunk, left = [], CHUNK_BYTES
-    if chunk:
-        yield chunk
+def _raise_error_of(waiting: list[Future[None]]) -> None:
+    """Wait for all, and raise the first error."""
+    while waiting:
+        waiting.pop(0).result()
 
 
 def raw_digest(path: Path) -> str:
@@ -121,7 +95,7 @@ def raw_digest(path: Path) -> str:
     Folders that are linked in count as folders, once each.
     """
     if path.is_file():
-        return json_digest(file_record(path).model_dump())
+        return json_digest(file_records([path])[path].model_dump())
     if not path.is_dir():
         raise ArtifactError(f"{path} does not exist. Name an existing file or folder.")
     files = sorted(_files_below(path))

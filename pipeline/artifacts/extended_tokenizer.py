@@ -13,7 +13,7 @@ _CONTROL_TYPE = b"\x18\x03"
 
 
 def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
-    """Return the vocabulary with more languages, whose tokens are new ids after all others."""
+    """Return the vocabulary with more languages; their tokens are new ids after all others."""
     numbering = _numbering(files)
     tokens = {code: numbering.size + number for number, code in enumerate(added)}
     description = files.description.model_copy(
@@ -33,8 +33,8 @@ def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFile
 def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
     """Return a SentencePiece vocabulary with the pieces of another model that it lacks.
 
-    New pieces score below all old ones. BPE merges them last, so that it splits a text as before
-    and then joins some neighbors; a unigram model takes one where the old pieces that it replaces
+    New pieces score below all old ones. BPE merges them last: it splits a text as before and
+    then joins some neighbors; a unigram model takes one where the old pieces that it replaces
     have a lower total score.
 
     Args:

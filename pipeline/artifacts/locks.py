@@ -167,7 +167,7 @@ class _ForeignError(Exception):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open the directory itself, so that what is created in it is never created in a later one."""
+    """Open the directory itself: nothing is then created in a later directory of the same name."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -272,15 +272,14 @@ class Lock:
                 self.beat(number)
             loss = self.loss()
             if loss not in (None, said) and not ended.is_set():
-                line = f"{self.what}: {loss}. This run saves nothing without it."
-                print(line, file=sys.stderr, flush=True)
+                _say(f"{self.what}: {loss}. This run saves nothing without it.")
             said = loss
 
     def release(self) -> None:
         """Remove the lock if it is this process's. A forked child has its parent's, and does not.
 
-        Only this process's file is removed, and a directory only when it is empty, so that a lock
-        that another process takes meanwhile stays.
+        Only this process's file is removed, and a directory only when it is empty: a lock that
+        another process takes meanwhile stays.
         """
         if os.getpid() != self.owner.process:
             return
@@ -293,6 +292,10 @@ class Lock:
 
 _HELD: dict[str, Lock] = {}
 """Absolute path → lock that this process holds."""
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def held_lock(path: Path) -> Lock | None:
@@ -313,12 +316,9 @@ def refuse_if_lost(path: Path) -> None:
 
 @contextmanager
 def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
-    """Hold the lock ``path`` within the block; its parent folders are made.
+    """Hold the lock ``path`` of the folder ``what`` within the block; parent folders are made.
 
-    Args:
-        path: Directory of the lock.
-        what: Name of the locked folder, for messages.
-        patience_seconds: Time to wait for a holder that may be about to end.
+    ``patience_seconds``: time to wait for a holder that may be about to end.
 
     Raises:
         ArtifactError: Another process holds the lock, or it cannot be made.
@@ -350,15 +350,16 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
                 ended.set()
                 heartbeat.join()
     finally:
-        try:
-            claim.release()
-        except BaseException:  # a signal that arrives here
-            claim.release()
-            raise
+        if claim.lock is not None:
+            try:
+                claim.lock.release()
+            except BaseException:  # a signal that arrives here
+                claim.lock.release()
+                raise
 
 
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
-    """Hold the lock of an output, so that no other process makes it meanwhile."""
+    """Hold the lock of an output: no other process makes it meanwhile."""
     return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
@@ -405,11 +406,6 @@ class _Claim:
                 return self.lock
             time.sleep(_PAUSE_SECONDS)
 
-    def release(self) -> None:
-        """Release the lock if this process got it."""
-        if self.lock is not None:
-            self.lock.release()
-
     def _try(self) -> Lock | None:
         """Return the lock if it is free or can be taken over; None to try again."""
         is_new = True
@@ -450,7 +446,12 @@ class _Claim:
             if silent_seconds >= STALE_SECONDS:
                 return f"which has shown no sign of life for {STALE_SECONDS:.0f} s"
             if not self._has_beaten:
-                self._say_that_it_waits(owner)
+                if not self._has_said:
+                    _say(
+                        f"{self.what} may be in use by {owner}, on another machine: waiting up to "
+                        f"{STALE_SECONDS:.0f} s for a sign of life."
+                    )
+                self._has_said = True
                 return None
         if time.monotonic() < self.give_up:
             return None
@@ -465,16 +466,6 @@ class _Claim:
             self._has_beaten = before is not None and before.owner == found.owner is not None
         return self._silence.since_change_of(found)
 
-    def _say_that_it_waits(self, owner: Owner) -> None:
-        if not self._has_said:
-            self._has_said = True
-            print(
-                f"{self.what} may be in use by {owner}, on another machine: waiting up to "
-                f"{STALE_SECONDS:.0f} s for a sign of life.",
-                file=sys.stderr,
-                flush=True,
-            )
-
     def _follow(self, folder: int, found: _Found | None, reason: str) -> Lock | None:
         """Create the next generation; return the lock, or None if another process was faster."""
         generation = found.generation + 1 if found else 1
@@ -485,7 +476,12 @@ class _Claim:
             return None
         lock = Lock(self.path, generation, self._owner, self.what)
         try:
-            self._sign(descriptor)
+            text = json.dumps(asdict(self._owner)).encode() + b"\nbeat %010d\n" % 0
+            try:
+                if os.write(descriptor, text) < len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            finally:
+                os.close(descriptor)
             if not self._is_first(lock, folder, found):
                 _withdraw(folder, generation)
                 return None
@@ -497,17 +493,8 @@ class _Claim:
                 if lower < generation:
                     _withdraw(folder, lower)
         if reason and found:
-            line = f"{self.what}: taken over from {found.owner}, {reason}."
-            print(line, file=sys.stderr, flush=True)
+            _say(f"{self.what}: taken over from {found.owner}, {reason}.")
         return lock
-
-    def _sign(self, descriptor: int) -> None:
-        text = json.dumps(asdict(self._owner)).encode() + b"\nbeat %010d\n" % 0
-        try:
-            if os.write(descriptor, text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        finally:
-            os.close(descriptor)
 
     def _is_first(self, lock: Lock, folder: int, found: _Found | None) -> bool:
         """Return whether the new generation is the highest, and at the path.

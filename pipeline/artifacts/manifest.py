@@ -1,8 +1,8 @@
 """The manifest of an artifact: its contents, its digest, and its file names.
 
 ``manifest.json`` is written last. It records the kind, the resolved settings, the inputs with their
-digests, and the size and SHA-256 of every 64 MiB chunk of every file. File names are relative, use
-``/`` and stay within the artifact.
+digests, and the size and SHA-256 of every file. File names are relative, use ``/`` and stay within
+the artifact.
 """
 
 import hashlib
@@ -14,13 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config.documents import read_bytes
 from pipeline.errors import ArtifactError
@@ -53,88 +47,16 @@ Kind = Literal[
 FORMAT_VERSION: dict[Kind, int] = dict.fromkeys(get_args(Kind), 1)
 """Version of each kind's format; raise it when the files of the kind change."""
 
-FILES: dict[Kind, dict[str, str]] = {
-    "corpus": {
-        "SPLIT/PAIR/LANGUAGE.txt": "one sentence per line, UTF-8; SPLIT is train, valid or test",
-        "provenance/PAIR.jsonl": "system, direction and score of every machine translation",
-        "quarantine.jsonl": "lines that could not be imported",
-        "dropped_samples.jsonl": "at most ten lines that each rule of `clean` dropped",
-        "held_out_leaks.json": "number of training lines that repeat held-out lines, by pair",
-    },
-    "tokenizer": {
-        "tokenizer.json": "kind, languages, and how their tokens are spelled and numbered",
-        "sentencepiece.model": "the pieces, except for bytes",
-        "sentencepiece.target.model": "the pieces of `tokenizer.target_languages`",
-    },
-    "shards": {
-        "SPLIT/PAIR/LANGUAGE.tokens": "ids of all sentences, little-endian uint16 or uint32",
-        "SPLIT/PAIR/LANGUAGE.offsets.npy": "where each sentence begins, int64",
-        "SPLIT/PAIR/LANGUAGE.begins": "1 where a word begins, for languages with a segmenter",
-        "tokenizer/FILE": "a copy of the tokenizer",
-    },
-    "mixture": {"mixture.json": "training lines and sampling probability of every pair, by phase"},
-    "groups": {"groups.json": "the language groups, and how they were made"},
-    "checkpoint": {
-        "model.json": "shape of the model",
-        "weights/NAME.safetensors": "the weights, one tensor per global expert",
-        "tokenizer/FILE": "a copy of the tokenizer",
-        "metrics.jsonl": "training and validation curves",
-        "routing.json": "routing statistics, for a model with experts",
-        "receipt.json": "source of every tensor of an assembled model",
-        "quarantine.jsonl": "micro-batches that training left out",
-    },
-    "training_state": {
-        "optimizer/NAME.safetensors": "master weights and moments",
-        "progress.json": "position in training",
-    },
-    "translations": {
-        "hypotheses/DIRECTION.jsonl": "one translation per test line, with its score",
-        "details/DIRECTION.jsonl": "alternatives, words and alignments, if asked for",
-    },
-    "translated_text": {
-        "text/LANGUAGE/FILE": "the lines of an input file, or their translations, in its order",
-        "scores/LANGUAGE/FILE.jsonl": "score of every translation, and details if asked for",
-    },
-    "evaluation": {
-        "scores.json": "all scores and comparisons",
-        "history.json": "the training behind the systems: budgets, curves",
-        "report.md": "the report as Markdown",
-        "report.html": "the report as one HTML file with charts",
-        "sentences/SYSTEM/DIRECTION.npz": "statistics per test line, for the bootstrap",
-    },
-    "task_model": {
-        "task.json": "task, tags, and shape of the encoder",
-        "sentencepiece.bpe.model": "the pieces of the pretrained model",
-        "weights/NAME.safetensors": "the weights",
-        "metrics.jsonl": "training and validation curves",
-        "quarantine.jsonl": "micro-batches that training left out",
-    },
-    "task_evaluation": {
-        "scores.json": "scores by language",
-        "report.md": "the report as Markdown",
-        "predictions/SYSTEM/LANGUAGE.jsonl": "one prediction per example",
-    },
-    "export": {
-        "README.md": "a model card",
-        "FILE": "what `from_pretrained` of transformers, or CTranslate2, loads",
-    },
-    "analysis": {
-        "NAME.json": "the figures: `languages`, `scales`, `vectors` or `lengths`",
-        "NAME.svg": "charts",
-    },
-}
-"""Kind → file → its content; words in capitals stand for names."""
-
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class FileRecord(_Frozen):
-    """Size in bytes and one SHA-256 per 64 MiB chunk, in order."""
+    """Size in bytes and SHA-256 of a file."""
 
     size: int
-    chunks: tuple[str, ...]
+    sha256: str
 
 
 class InputRecord(_Frozen):
@@ -145,10 +67,6 @@ class InputRecord(_Frozen):
     digest: str
     splits: tuple[str, ...] = ()
     """Splits of a corpus that the digest covers; empty for the whole artifact."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_splits(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if name != "splits" or value}
 
 
 class RunRecord(_Frozen):
@@ -205,22 +123,14 @@ def read_manifest(directory: Path) -> Manifest | None:
             be within an artifact.
     """
     path = directory / MANIFEST_NAME
+    if not path.is_file():
+        return None
     try:
-        if path.is_symlink():
-            raise ArtifactError(
-                f"{path} is a link, which an artifact never contains. Copy the file."
-            )
-        if not path.is_file():
-            return None
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
             f"{path} is not a manifest of this version ({error.error_count()} problems). Remove "
             f"the folder {directory} and run its stage again."
-        ) from error
-    except OSError as error:
-        raise ArtifactError(
-            f"{path} cannot be read ({error.strerror or error}). Make it readable."
         ) from error
     problem = describe_names(manifest.files)
     if problem is not None:
@@ -240,7 +150,7 @@ _UNPRINTABLE = re.compile("[\\\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def is_text(name: str) -> bool:
     """Return whether a name is UTF-8; Python represents other bytes as lone surrogates."""
-    return not any(unicodedata.category(character) == "Cs" for character in name)
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def as_text(path: Path) -> str:
@@ -250,30 +160,20 @@ def as_text(path: Path) -> str:
 
 def describe_names(names: Iterable[str]) -> str | None:
     """Return the first name that an artifact cannot hold, with the reason; None if all fit."""
-    seen: dict[str, str] = {}
-    for name in names:
-        problem = describe_name(name)
-        if problem is not None:
-            return f"{name!r}, which {problem}"
-        folded = fold_name(name)
-        if folded in seen:
-            return f"{name!r} beside {seen[folded]!r}, which are one where case is not told apart"
-        seen[folded] = name
-    return None
+    problems = ((name, describe_name(name)) for name in names)
+    return next((f"{name!r}, which {problem}" for name, problem in problems if problem), None)
 
 
 def describe_name(name: str) -> str | None:
     """Return why an artifact cannot hold a file of this name, to follow "which"; else None."""
     parts = name.split("/")
-    if name.startswith("/"):
-        return "is absolute"
     if ".." in parts:
         return "leads out of the folder with '..'"
     if "" in parts or "." in parts:
-        return "has an empty part or '.'"
+        return "is absolute, or has an empty part or '.'"
     if _UNPRINTABLE.search(name):
         return "has a backslash or a control character"
-    if len(name.encode()) > LONGEST_PART < max(len(part.encode()) for part in parts):
+    if max(len(part.encode()) for part in parts) > LONGEST_PART:
         return f"has a part of more than {LONGEST_PART} bytes"
     if fold_name(name) in (MANIFEST_NAME, MARKER_NAME):
         return "is a name that no file of a stage has"
@@ -282,9 +182,10 @@ def describe_name(name: str) -> str | None:
 
 def fold_name(name: str) -> str:
     """Return a key that names share if some file system takes them for one file."""
-    if name.isascii():  # as all names of most artifacts, of which there are tens of thousands
-        return name.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+# ---------------------------------------------------------------- parts of a corpus
 
 
 OTHER_LANGUAGES = "other_languages"
@@ -295,7 +196,7 @@ _KEPT_STATISTICS = ("emptied", "imported")
 
 
 def part_of(manifest: Manifest, splits: Sequence[str]) -> Manifest:
-    """Return the manifest of a corpus with the files and statistics of some splits alone."""
+    """Return the manifest of a corpus, limited to the files and statistics of some splits."""
     folders = tuple(f"{split}/" for split in splits)
     files = {name: record for name, record in manifest.files.items() if name.startswith(folders)}
     statistics = _statistics_of(manifest.statistics, splits)
@@ -318,7 +219,7 @@ def digest_of_part(manifest: Manifest, splits: Sequence[str]) -> str:
 
 
 def _statistics_of(statistics: Mapping[str, Any], splits: Sequence[str]) -> dict[str, Any]:
-    """Return the statistics of these splits; malformed ones unchanged, for readers to refuse."""
+    """Return the statistics of these splits; malformed statistics stay, for readers to refuse."""
     pairs = statistics.get("pairs")
     if not isinstance(pairs, dict) or not all(isinstance(one, dict) for one in pairs.values()):
         return dict(statistics)

@@ -100,17 +100,17 @@ def capped_shares(
     """Limit each share to ``max_upsampling`` times its part of all counts.
 
     The excess goes to the other shares in proportion: min(c_i, λ s_i) with c_i = max_upsampling ·
-    n_i / Σn, and the one λ for which they sum to 1.
+    n_i / Σn, and the λ for which they sum to 1.
 
     Args:
         shares: Name → share; they sum to 1, and are 0 where the count is.
         counts: Name → count.
-        max_upsampling: At least 1, so that such shares exist.
+        max_upsampling: At least 1, or no such shares exist.
     """
     total = sum(counts.values())
     caps = {name: max_upsampling * (counts[name] / total) for name in shares}
     drawn = [name for name, share in shares.items() if share > 0]
-    # Sort by the λ at which each share meets its cap: the capped ones come first.
+    # Sort by the λ at which each share meets its cap: capped shares come first.
     ascending = sorted(drawn, key=lambda name: (caps[name] / shares[name], name))
     kept, open_shares = 1.0, math.fsum(shares[name] for name in drawn)
     found = dict.fromkeys(shares, 0.0)

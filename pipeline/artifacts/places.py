@@ -1,9 +1,9 @@
 """Paths of an output and its working files: names, ownership, replacement and removal.
 
-Beside an output ``NAME`` there may be
+Next to an output ``NAME`` there may be
 
 - ``.NAME.TOKEN.unfinished``: the artifact under construction, with the token of the lock's holder,
-  so that a process that lost the lock and runs on does not write into the folder of the next; no
+  which keeps a process that lost the lock and runs on out of the folder of the next holder; no
   token where the maker holds no lock, or for an artifact that is being removed;
 - ``.NAME.replaced``: the previous artifact while the new one takes its place;
 - ``NAME.run``: the run folder of a stage that can be resumed (``run_folders``);
@@ -44,15 +44,11 @@ from pipeline.terminal import with_article
 # ---------------------------------------------------------------- names
 
 LONGEST_ADDITION = len("..12345678.unfinished")
-"""Bytes by which the longest name beside an output is longer than its own."""
+"""Bytes by which the longest name next to an output is longer than its own."""
 
 
 def refuse_path(path: Path, *, is_output: bool = False) -> None:
     """Refuse a path that a manifest or the file system cannot hold, before any work is done.
-
-    Args:
-        path: Path as the user gave it.
-        is_output: Whether a stage writes there, and so beside it, under longer names.
 
     Raises:
         ConfigError: The path is not UTF-8, or a part of it is too long.
@@ -60,15 +56,14 @@ def refuse_path(path: Path, *, is_output: bool = False) -> None:
     absolute = path.absolute()
     if not is_text(str(absolute)):
         raise ConfigError(
-            f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text. "
+            f"The path {as_text(absolute)} is not UTF-8, and manifests record paths as text. "
             "Rename it, or name another."
         )
-    *folders, last = (len(os.fsencode(name)) for name in absolute.parts)
-    most = LONGEST_PART - (LONGEST_ADDITION if is_output else 0)
-    if last > most or max(folders, default=0) > LONGEST_PART:
+    most = LONGEST_PART - (LONGEST_ADDITION if is_output else 0)  # for longer names next to it
+    if len(os.fsencode(absolute.name)) > most:
         raise ConfigError(
-            f"The path {path} has a name of {max(last, *folders)} bytes, where at most "
-            f"{most if last > most else LONGEST_PART} fit. Choose a shorter one."
+            f"The path {path} has a name of {len(os.fsencode(absolute.name))} bytes, where at "
+            f"most {most} fit. Choose a shorter one."
         )
 
 
@@ -95,29 +90,33 @@ def unfinished_dirs(out_dir: Path) -> list[Path]:
     return sorted(path for path in out_dir.parent.iterdir() if of_holder.fullmatch(path.name))
 
 
+def _beside(out_dir: Path, ending: str) -> Path:
+    return out_dir.parent / f".{out_dir.name}.{ending}"
+
+
 def replaced_dir(out_dir: Path) -> Path:
     """Return the folder that keeps the previous output while it is replaced."""
-    return out_dir.parent / f".{out_dir.name}.replaced"
+    return _beside(out_dir, "replaced")
+
+
+def lock_path(out_dir: Path) -> Path:
+    """Return the lock of an output."""
+    return _beside(out_dir, "lock")
+
+
+def attempts_dir(out_dir: Path) -> Path:
+    """Return the folder that records how the jobs of an output started and ended."""
+    return _beside(out_dir, "attempts")
+
+
+def probe_dir(out_dir: Path) -> Path:
+    """Return the folder in which nodes try whether they share the storage of an output."""
+    return _beside(out_dir, "probe")
 
 
 def run_dir(out_dir: Path) -> Path:
     """Return the run folder of an output."""
     return out_dir.parent / f"{out_dir.name}.run"
-
-
-def lock_path(out_dir: Path) -> Path:
-    """Return the lock of an output."""
-    return out_dir.parent / f".{out_dir.name}.lock"
-
-
-def attempts_dir(out_dir: Path) -> Path:
-    """Return the folder that records how the jobs of an output started and ended."""
-    return out_dir.parent / f".{out_dir.name}.attempts"
-
-
-def probe_dir(out_dir: Path) -> Path:
-    """Return the folder in which nodes try whether they share the storage of an output."""
-    return out_dir.parent / f".{out_dir.name}.probe"
 
 
 def plan_lock_path(plan_dir: Path) -> Path:
@@ -148,9 +147,8 @@ def why_not_ours(directory: Path) -> str | None:
         return f"has a {MANIFEST_NAME} that cannot be used"
     if manifest is None:
         return f"holds {found[0]} and no {MANIFEST_NAME}, so it is not an artifact"
-    ours = {*manifest.files, MANIFEST_NAME}
     for name in found:
-        if name not in ours:
+        if name not in manifest.files and name != MANIFEST_NAME:
             return f"holds {name}, which its {MANIFEST_NAME} does not list"
         if not is_plain(directory / name):
             return f"holds {name}, which is not a plain file"
@@ -176,11 +174,7 @@ def is_plain(path: Path) -> bool:
 
 
 def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
-    """Refuse an output where a finished artifact of another kind lies.
-
-    Raises:
-        ArtifactError: Names both kinds.
-    """
+    """Refuse an output where an artifact of another kind lies; the ArtifactError names both."""
     try:
         manifest = read_manifest(out_dir)
     except ArtifactError:
@@ -195,10 +189,7 @@ def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
 def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = None) -> None:
     """Refuse an output where something lies that must not or was not asked to be replaced.
 
-    Args:
-        out_dir: Directory of the output.
-        overwrite: Whether an artifact there may be replaced.
-        kind: Kind of the new artifact; None accepts any kind there.
+    ``kind`` is the kind of the new artifact; None accepts any kind there.
 
     Raises:
         ArtifactError: ``out_dir`` holds what would be lost.
@@ -258,15 +249,6 @@ def discard_working(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def remove_abandoned(out_dir: Path) -> None:
-    """Remove what earlier makers of an output left under construction; its lock is held.
-
-    A maker that still runs fails at its next file.
-    """
-    for directory in unfinished_dirs(out_dir):
-        discard_working(directory)
-
-
 def make_working(directory: Path) -> None:
     """Make an empty working folder, and its parents."""
     remove_working(directory)
@@ -321,8 +303,8 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
 def _clear_replaced(out_dir: Path) -> None:
     """Remove the replaced output, or keep it if it is trained and its replacement is not.
 
-    It is kept only once the new artifact is in its place, so that :func:`restore` finds it after an
-    earlier kill.
+    It is kept only once the new artifact is in its place: :func:`restore` finds it after an earlier
+    kill.
     """
     aside = replaced_dir(out_dir)
     if not os.path.lexists(aside):
@@ -374,32 +356,23 @@ def refuse_inputs(
 ) -> None:
     """Refuse an output that is, contains or lies within an input, with links resolved.
 
-    The same holds for the working folders beside the output.
+    The same holds for the working folders next to the output.
 
     Args:
         out_dir: Directory of the output.
         inputs: Name → path.
         run_folder: Whether the stage also works in ``NAME.run``.
         what: Option that named the output, for messages.
-
-    Raises:
-        ConfigError: Names both paths.
     """
-    working = [unfinished_dir(out_dir), replaced_dir(out_dir)]
-    working += [run_dir(out_dir)] if run_folder else []
-    for name, path in inputs.items():
-        relation = _relation(out_dir, path)
-        if relation is not None:
-            raise ConfigError(
-                f"{what} {out_dir} {relation} the input {name} ({path}), which must stay as it "
-                "is. Choose another folder for the output."
-            )
-        for folder in working:
-            relation = _relation(folder, path)
-            if relation is not None:
+    for folder in (out_dir, unfinished_dir(out_dir), replaced_dir(out_dir), run_dir(out_dir)):
+        if folder == run_dir(out_dir) and not run_folder:
+            continue
+        needs = "" if folder == out_dir else f" needs {folder} to work in, which"
+        for name, path in inputs.items():
+            if (relation := _relation(folder, path)) is not None:
                 raise ConfigError(
-                    f"{what} {out_dir} needs {folder} to work in, which {relation} the input "
-                    f"{name} ({path}). Choose another folder for the output."
+                    f"{what} {out_dir}{needs} {relation} the input {name} ({path}), which must "
+                    "stay as it is. Choose another folder for the output."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Read raw text files in bounded memory: plain, gzip or Zstandard.
+"""Read raw files in bounded memory: text (plain, gzip or Zstandard), and tables (Parquet or Arrow).
 
 Memory holds the longest wanted line and one block: longer lines are skipped to their end, and
 packed files are unpacked block by block.
@@ -7,19 +7,24 @@ packed files are unpacked block by block.
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, Interrupted, UserError
 
 BLOCK_BYTES = 2**18
-"""Bytes read at a time; a block of line ends alone becomes as many empty lines."""
+"""Bytes read at a time; a block of line ends becomes as many empty lines."""
 
 ZSTD_WINDOW_BYTES = 2**27
-"""Largest window of a Zstandard file (``--long=27``); larger ones are refused."""
+"""Largest window of a Zstandard file (``--long=27``); larger windows are refused."""
 
+
+PARQUET, ARROW = ".parquet", ".arrow"
+_BATCH_ROWS = 1000
+_BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
+"""Returns batches of rows, of these columns."""
 
 _ZSTD_FED_BYTES = 2**10
 """Packed bytes unpacked at once: at most 256 blocks of 128 KiB, if all is repetition."""
@@ -197,3 +202,66 @@ def _lines_of(stream: ByteStream, *, longest: int) -> Iterator[bytes]:
                 yield from (line[:longest] for line in whole)
     if begun:
         yield begun
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table_rows(path: Path, columns: Collection[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield each row of a table, restricted to the requested columns that exist in the file.
+
+    If it has none of them, rows have the names of all columns, without values.
+
+    Raises:
+        ConfigError: The package pyarrow is missing.
+        DataError: The file cannot be read.
+    """
+    with _named_errors(path):
+        open_table = _open_parquet if path.suffix == PARQUET else _open_arrow
+        with open_table(path) as (names, batches_of):
+            present = [name for name in names if name in columns]
+            for batch in batches_of(present):
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    part = batch.slice(start, _BATCH_ROWS)
+                    if present:
+                        yield from part.to_pylist()
+                    else:
+                        yield from [dict.fromkeys(names)] * part.num_rows
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+        yield (
+            table.schema_arrow.names,
+            lambda columns: table.iter_batches(batch_size=_BATCH_ROWS, columns=columns),
+        )
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as table:
+        yield table.schema.names, lambda columns: (batch.select(columns) for batch in table)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Turn any error of pyarrow into a DataError, because its errors share no class."""
+    kind = "Parquet" if path.suffix == PARQUET else "Arrow"
+    try:
+        yield
+    except (UserError, Interrupted):
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package pyarrow ({error}). Run pip install 'mmnmt[parquet]'."
+        ) from error
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"{path} is not a complete {kind} file ({reason}). Fetch it again."
+        ) from error

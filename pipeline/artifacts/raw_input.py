@@ -1,7 +1,7 @@
 """Raw inputs, which no stage made: files and folders, or a data set of the Hugging Face hub.
 
-A manifest records files by their digest, and a data set by its commit, so that nothing is fetched
-to tell which text it is.
+A manifest records files by their digest, and a data set by its commit, which identifies the text
+without fetching it.
 """
 
 import re

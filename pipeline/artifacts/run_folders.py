@@ -2,7 +2,7 @@
 
 ``OUT.run`` keeps the work of a stage that can be resumed. Training states lie in ``OUT.run/states``
 as ``update-0000100``; ``training/run_directory`` describes the rest. Training resumes from its
-newest state if the settings and inputs that decide an update are those of the state.
+newest state if the state has the same settings and inputs, as far as they decide an update.
 
 Before a model is published, a note in its run folder announces the removal. If a kill comes in
 between, the next start finds both the model and the note and finishes the removal. Files that
@@ -87,7 +87,7 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
 
 
 def claim_run_folder(directory: Path, *, work: Work) -> None:
-    """Make a run folder, or mark the one that is there.
+    """Make a run folder, or mark an existing folder.
 
     Raises:
         ArtifactError: See :func:`refuse_run_folder`.
@@ -308,8 +308,8 @@ def remove_contents(run_folder: Path) -> None:
 def working_dir(out_dir: Path, lock: Lock | None) -> Path:
     """Return the folder in which the holder of a run folder's lock builds an artifact of the run.
 
-    Its name has the token of the lock, so that a rank of an earlier attempt that writes on, or
-    cleans up, does not touch the folder of the present one.
+    Its name has the token of the lock: a rank of an earlier attempt that writes on, or cleans up,
+    does not touch the folder of the present attempt.
     """
     return unfinished_dir(out_dir, token=lock.owner.token if lock else "")
 

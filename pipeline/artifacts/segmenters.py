@@ -5,7 +5,7 @@ out. ``characters`` makes each character a word, with its marks; ``mecab`` segme
 MeCab with the dictionary ipadic; ``punctuation`` splits punctuation off words, roughly as Moses
 does; or the user names a function in a file.
 
-The tokenizer records the segmenter of each language (``tokenizer.json``), so that a model
+The tokenizer records the segmenter of each language (``tokenizer.json``): a model
 translates with the words it was trained on. It records the SHA-256 of a function's file, but only
 the recipe says where the file is: a model never brings code along and never names a file of this
 machine.
@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts.settings import SEGMENTERS
+from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.tokenizer import SegmenterRecord, Tokenizer
 from pipeline.config.documents import read_bytes
+from pipeline.config.settings import shown
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, find_code, nearest_codes
 
@@ -37,7 +38,6 @@ Flags = npt.NDArray[np.bool_]
 
 MAX_FILE_BYTES = 2**20
 """Largest file with a user's function."""
-SHOWN_CHARACTERS = 40
 
 _SPACES_AND_OTHERS = re.compile(r"\s|\S+")
 _WITHIN_WORDS = ".,-'\N{RIGHT SINGLE QUOTATION MARK}"
@@ -113,12 +113,12 @@ class Segmenters:
             changed = "".join(words)
         except Exception as error:  # user code may raise anything
             raise ConfigError(
-                f"{what} failed on {shown_text(text)} ({_said(error)}). Correct it, "
+                f"{what} failed on {shown(text)!r} ({_said(error)}). Correct it, "
                 "or name another under tokenizer.segmenters."
             ) from error
         if changed != text:
             raise ConfigError(
-                f"{what} changes {shown_text(text)} to {shown_text(changed)}. Its words must join "
+                f"{what} changes {shown(text)!r} to {shown(changed)!r}. Its words must join "
                 "to the text that it is given: correct it, or name another under "
                 "tokenizer.segmenters."
             )
@@ -281,12 +281,6 @@ def load_function(path: Path, function: str, content: bytes) -> Segmenter:
         )
     segmenter: Segmenter = found
     return segmenter
-
-
-def shown_text(text: str) -> str:
-    """Return the beginning of a text, quoted."""
-    is_long = len(text) > SHOWN_CHARACTERS
-    return f"{text[:SHOWN_CHARACTERS]!r}{'…' if is_long else ''}"
 
 
 def _said(error: BaseException) -> str:

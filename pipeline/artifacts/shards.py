@@ -1,8 +1,8 @@
 """Shards: memory-mapped token ids of each side of a pair.
 
 ``{split}/{pair}/{language}.tokens`` holds the ids of all sentences in a row, as little-endian
-uint16, or uint32 if the vocabulary needs it. ``{language}.offsets.npy`` beside it (int64, sentences
-+ 1) holds where each sentence begins. Specials and tags are not stored: batches add them. A
+uint16, or uint32 if the vocabulary needs it. ``{language}.offsets.npy`` (int64, sentences + 1)
+holds where each sentence begins. Specials and tags are not stored: batches add them. A
 language with a segmenter (``segmenters.py``) also has ``{language}.begins``, one byte per token: 1
 where a word begins. The folder ``tokenizer/`` is a copy of the tokenizer's files.
 """
@@ -48,7 +48,7 @@ def token_type(vocabulary_size: int) -> np.dtype[Any]:
 
 
 class Shard:
-    """Sentences of one side of a pair, in the same order as those of the other side.
+    """Sentences of one side of a pair, in the same order as on the other side.
 
     ``shard[i]`` is a read-only array of the stored type.
 
@@ -193,7 +193,7 @@ def _map_begins(path: Path, *, num_tokens: int) -> Flags:
 class ShardWriter:
     """Writer of one side of a pair, batch by batch, which keeps nothing in memory.
 
-    ``names`` are those of its files in the artifact.
+    ``names`` are the names of its files in the artifact.
 
     Args:
         directory: Folder of the artifact.

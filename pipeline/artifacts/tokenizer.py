@@ -16,8 +16,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.artifact import Artifact, to_json
-from pipeline.artifacts.settings import SEGMENTERS
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
@@ -45,7 +45,6 @@ __all__ = [
     "DESCRIPTION_NAME",
     "MODEL_NAME",
     "SPECIALS",
-    "TOKENIZER_FILES",
     "ByteVocabulary",
     "Decoded",
     "LanguageTokenScheme",
@@ -67,11 +66,8 @@ __all__ = [
     "write_tokenizer",
 ]
 
-TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME, TARGET_MODEL_NAME)
-"""All files that a tokenizer may have; a tokenizer of bytes has only the first."""
-
 MAX_MODEL_BYTES = 2**28
-"""Largest SentencePiece model; one of a million pieces has about 25 MB."""
+"""Largest SentencePiece model; a model of a million pieces has about 25 MB."""
 
 WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
 
@@ -142,7 +138,7 @@ class TokenizerDescription(BaseModel):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Return the names of the files beside the description."""
+        """Return the names of the files next to the description."""
         if self.kind == "bytes":
             return ()
         return (MODEL_NAME, TARGET_MODEL_NAME) if self.target_languages else (MODEL_NAME,)
@@ -193,24 +189,21 @@ class Tokenizer:
         """Return the ids of a sentence without specials and tags; unknown text is ``unk_id``."""
         return self.encode_batch([text], language=language)[0]
 
-    def encode_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[list[int]]:
+    def encode_batch(
+        self,
+        lines: Sequence[str],
+        *,
+        language: str | None = None,
+        drawn: SampledSegmentation | None = None,
+    ) -> list[list[int]]:
         """Return the ids of each sentence, faster than one by one.
 
         Args:
             lines: Sentences.
             language: Language of the lines; required if languages have different pieces.
+            drawn: Draw pieces by the seed of each line; None: the best pieces.
         """
-        return self._vocabulary_of(language).encode_batch(lines)
-
-    def sample_batch(
-        self,
-        lines: Sequence[str],
-        segmentation: SampledSegmentation,
-        *,
-        language: str | None = None,
-    ) -> list[list[int]]:
-        """Return ids like ``encode_batch``, with pieces drawn by the seed of each line."""
-        return self._vocabulary_of(language).sample_batch(lines, segmentation)
+        return self._vocabulary_of(language).encode_batch(lines, drawn)
 
     def _vocabulary_of(self, language: str | None) -> Vocabulary:
         if self.target_languages and language is None:
@@ -243,7 +236,7 @@ class Tokenizer:
         return self._vocabulary.piece(index)
 
     def white_space_ids(self) -> tuple[int, ...]:
-        """Return the ids that are not text, and those of white space.
+        """Return the ids of white space, and the ids that are not text.
 
         Raises:
             ConfigError: Pieces hold white space and text at once.
@@ -344,7 +337,7 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
 
 
 def is_white_space(piece: str) -> bool:
-    """Return whether a piece is white space alone, in text or as a byte."""
+    """Return whether a piece is only white space, in text or as a byte."""
     return not piece.replace(SPACE, " ").strip() or piece in WHITE_SPACE_BYTES
 
 

@@ -46,7 +46,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
 
 class Numbering(BaseModel):
-    """Ids of an imported or extended vocabulary, whose order does not follow from its pieces.
+    """Ids of an imported or extended vocabulary, which do not follow from the order of its pieces.
 
     Some of the ``size`` ids may belong to nothing: embedding rows that no text reaches.
     """
@@ -101,13 +101,10 @@ class Vocabulary(Protocol):
     eos_id: int
     unk_id: int
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each line."""
-
-    def sample_batch(
-        self, lines: Sequence[str], segmentation: SampledSegmentation
+    def encode_batch(
+        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
     ) -> list[list[int]]:
-        """Return ids like ``encode_batch``, with pieces drawn where there is a choice."""
+        """Return the ids of each line: of its best pieces, or of pieces that are drawn."""
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id of ``encode_batch`` begins at.
@@ -160,20 +157,15 @@ class SentencePieceVocabulary:
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[bytes]]:
         return partial(type(self), has_specials=self._has_specials), (self._model,)
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+    def encode_batch(
+        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
+    ) -> list[list[int]]:
         """Return the ids of each line."""
+        if drawn is not None:
+            pairs = zip(lines, drawn.seeds, strict=True)
+            return [self._drawn_pieces.draw(line, drawn, seed=seed) for line, seed in pairs]
         encoded: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
         return encoded
-
-    def sample_batch(
-        self, lines: Sequence[str], segmentation: SampledSegmentation
-    ) -> list[list[int]]:
-        """Return ids with pieces drawn for each line."""
-        alpha, nbest = segmentation.alpha, segmentation.nbest
-        return [
-            self._drawn_pieces.draw(line, alpha=alpha, nbest=nbest, seed=seed)
-            for line, seed in zip(lines, segmentation.seeds, strict=True)
-        ]
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id begins at."""
@@ -230,17 +222,13 @@ class ByteVocabulary:
     eos_id = SPECIALS["eos"]
     unk_id = SPECIALS["unk"]
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each line's bytes."""
-        return [[byte + len(SPECIALS) for byte in line.encode()] for line in lines]
-
-    def sample_batch(
+    def encode_batch(
         self,
         lines: Sequence[str],
-        segmentation: SampledSegmentation,  # noqa: ARG002
+        drawn: SampledSegmentation | None = None,  # noqa: ARG002 (bytes leave no choice)
     ) -> list[list[int]]:
-        """Return the same ids as ``encode_batch``, because bytes leave no choice."""
-        return self.encode_batch(lines)
+        """Return the ids of each line's bytes."""
+        return [[byte + len(SPECIALS) for byte in line.encode()] for line in lines]
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each byte belongs to."""
@@ -259,7 +247,7 @@ class ByteLevelVocabulary:
     """SentencePiece model over UTF-8 bytes, each written as one character.
 
     Every text has pieces, no text is unknown, and encoded text decodes exactly, spaces included.
-    The characters are those of GPT-2's byte-level BPE (Radford et al., 2019), except that a space
+    The characters come from GPT-2's byte-level BPE (Radford et al., 2019), except that a space
     stays a space for SentencePiece.
     """
 
@@ -275,15 +263,11 @@ class ByteLevelVocabulary:
                 "bytes (byte_bpe). Restore both from one copy."
             )
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each line's bytes."""
-        return self._pieces.encode_batch([write_bytes(line) for line in lines])
-
-    def sample_batch(
-        self, lines: Sequence[str], segmentation: SampledSegmentation
+    def encode_batch(
+        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
     ) -> list[list[int]]:
-        """Return ids with pieces drawn for each line."""
-        return self._pieces.sample_batch([write_bytes(line) for line in lines], segmentation)
+        """Return the ids of each line's bytes."""
+        return self._pieces.encode_batch([write_bytes(line) for line in lines], drawn)
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id begins at."""
@@ -316,7 +300,7 @@ class SourceAndTargetVocabulary:
     becomes.
 
     Raises:
-        ArtifactError: The specials of one vocabulary are not those of new vocabularies.
+        ArtifactError: A vocabulary does not have the specials of new vocabularies.
     """
 
     def __init__(
@@ -334,26 +318,19 @@ class SourceAndTargetVocabulary:
         self.size = source.size + self._shift
         self.pad_id, self.bos_id, self.eos_id, self.unk_id = _specials(target)
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each line."""
-        return self._shifted(self._encoder.encode_batch(lines))
-
-    def sample_batch(
-        self, lines: Sequence[str], segmentation: SampledSegmentation
+    def encode_batch(
+        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
     ) -> list[list[int]]:
-        """Return ids with pieces drawn for each line."""
-        return self._shifted(self._encoder.sample_batch(lines, segmentation))
+        """Return the ids of each line."""
+        encoded, offset = self._encoder.encode_batch(lines, drawn), self._offset
+        if not offset:
+            return encoded
+        specials = len(SPECIALS)
+        return [[own if own < specials else own + offset for own in ids] for ids in encoded]
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id begins at."""
         return self._encoder.places_batch(lines)
-
-    def _shifted(self, encoded: list[list[int]]) -> list[list[int]]:
-        offset = self._offset
-        if not offset:
-            return encoded
-        specials = len(SPECIALS)
-        return [[one if one < specials else one + offset for one in ids] for ids in encoded]
 
     def decode(self, ids: list[int]) -> Decoded:
         """Return the text, with a space where ids of the two vocabularies meet."""
@@ -373,7 +350,7 @@ class SourceAndTargetVocabulary:
 
 
 class RenumberedVocabulary:
-    """Vocabulary whose pieces have the ids of a numbering.
+    """Vocabulary with the ids of a numbering.
 
     Raises:
         ArtifactError: The numbering has another number of pieces.
@@ -394,22 +371,16 @@ class RenumberedVocabulary:
         self.pad_id, self.bos_id = numbering.pad, numbering.bos
         self.eos_id, self.unk_id = numbering.eos, numbering.unk
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each line."""
-        return self._renumbered(self._vocabulary.encode_batch(lines))
-
-    def sample_batch(
-        self, lines: Sequence[str], segmentation: SampledSegmentation
+    def encode_batch(
+        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
     ) -> list[list[int]]:
-        """Return ids with pieces drawn for each line."""
-        return self._renumbered(self._vocabulary.sample_batch(lines, segmentation))
+        """Return the ids of each line."""
+        encoded = self._vocabulary.encode_batch(lines, drawn)
+        return [[self._ids[piece] for piece in pieces] for pieces in encoded]
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id begins at."""
         return self._vocabulary.places_batch(lines)
-
-    def _renumbered(self, encoded: list[list[int]]) -> list[list[int]]:
-        return [[self._ids[piece] for piece in pieces] for pieces in encoded]
 
     def decode(self, ids: list[int]) -> Decoded:
         """Return the text; ids without a piece are dropped."""
@@ -454,7 +425,7 @@ def _visible_bytes() -> dict[int, str]:
 _WRITTEN = _visible_bytes()
 _READ = {written: byte for byte, written in _WRITTEN.items()}
 BYTE_LINE = " ".join(_READ)
-"""Text with every byte once, so that a trainer makes a piece of each."""
+"""Text with every byte once, of which a trainer makes a piece each."""
 
 
 def write_bytes(text: str) -> str:
@@ -487,26 +458,21 @@ class DrawnPieces:
     def __init__(self, processor: SentencePieceProcessor) -> None:
         self._processor = processor
 
-    def draw(self, line: str, *, alpha: float, nbest: int, seed: int) -> list[int]:
-        """Return the drawn ids of a line; ``alpha`` as in :class:`SampledSegmentation`."""
+    def draw(self, line: str, segmentation: SampledSegmentation, *, seed: int) -> list[int]:
+        """Return the drawn ids of a line."""
         generator = random.Random(seed)
-        if self._has_nbest:
-            return self._one_of_best(line, alpha=alpha, nbest=nbest, generator=generator)
-        return self._by_merges(line, rate=alpha, generator=generator)
+        if not self._has_nbest:
+            return self._by_merges(line, rate=segmentation.alpha, generator=generator)
+        # Draw among the best segmentations in proportion to P(segmentation)^alpha.
+        best: list[list[int]] = self._processor.nbest_encode_as_ids(line, segmentation.nbest)
+        scores = [sum(map(self._processor.get_score, ids)) for ids in best]
+        weights = [math.exp(segmentation.alpha * (score - max(scores))) for score in scores]
+        (chosen,) = generator.choices(best, weights)
+        return chosen
 
     @cached_property
     def _has_nbest(self) -> bool:
         return has_nbest(self._processor)
-
-    def _one_of_best(
-        self, line: str, *, alpha: float, nbest: int, generator: random.Random
-    ) -> list[int]:
-        """Draw among the best segmentations in proportion to P(segmentation)^alpha."""
-        best: list[list[int]] = self._processor.nbest_encode_as_ids(line, nbest)
-        scores = [sum(map(self._processor.get_score, ids)) for ids in best]
-        weights = [math.exp(alpha * (score - max(scores))) for score in scores]
-        (chosen,) = generator.choices(best, weights)
-        return chosen
 
     def _by_merges(self, line: str, *, rate: float, generator: random.Random) -> list[int]:
         """Merge characters to pieces as BPE does, leaving out a share of each step's merges.
@@ -517,26 +483,21 @@ class DrawnPieces:
         ids: list[int] = self._processor.encode(line, out_type=int)
         found: list[int] = []
         run = ""
-        for piece, index in zip(pieces, ids, strict=True):
+        for piece, index in zip([*pieces, ""], [*ids, -1], strict=True):
             if piece in self._score:
                 run += piece
                 continue
-            found += self._merged(run, rate=rate, generator=generator)
-            found.append(index)
+            words = re.split(f"(?={SPACE})", run) if self._begins_words_alone else [run]
+            for word in words:
+                found += self._merged_word(word, rate=rate, generator=generator)
+            if index >= 0:
+                found.append(index)
             run = ""
-        return found + self._merged(run, rate=rate, generator=generator)
-
-    def _merged(self, text: str, *, rate: float, generator: random.Random) -> list[int]:
-        words = re.split(f"(?={SPACE})", text) if self._begins_words_alone else [text]
-        return [
-            index
-            for word in words
-            for index in self._merged_word(word, rate=rate, generator=generator)
-        ]
+        return found
 
     @cached_property
     def _begins_words_alone(self) -> bool:
-        """Return whether no piece reaches over a space, so that words are independent."""
+        """Return whether words are independent, because no piece reaches over a space."""
         return not any(SPACE in piece[1:] for piece in self._score)
 
     def _merged_word(self, word: str, *, rate: float, generator: random.Random) -> list[int]:

@@ -7,7 +7,7 @@ The folder has a manifest like every output of ours: it appears when it is compl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -17,23 +17,22 @@ from pipeline.artifacts.artifact import (
     open_artifact,
 )
 from pipeline.checkpoints.checkpoint import open_checkpoint
-from pipeline.checkpoints.foreign import ctranslate2_model, m2m100, nllb_moe
+from pipeline.checkpoints.foreign import ctranslate2_model
+from pipeline.checkpoints.foreign.families import M2M100_TABLE, NLLB_MOE_TABLE
 from pipeline.checkpoints.foreign.layouts import Layout, chosen_layout, entries_of
 from pipeline.checkpoints.foreign.model_card import Card
-from pipeline.checkpoints.foreign.nllb_moe import (
+from pipeline.checkpoints.foreign.one_group import (
     chosen_group,
     described_groups,
     languages_of_group,
     of_one_group,
 )
-from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.checkpoints.foreign.written_folder import (
+    Format,
     foreign_tensors,
-    m2m100_config,
-    nllb_moe_config,
-    refuse_other_than_m2m100,
-    refuse_other_than_nllb_moe,
+    model_config,
     refuse_unknown_pieces,
+    refuse_unwritable,
     write_configs,
     write_tensors,
     write_vocabulary,
@@ -42,7 +41,6 @@ from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import CheckpointError, ConfigError
 
-Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 CARD_FILE = "README.md"
 
@@ -75,7 +73,9 @@ def export_checkpoint(
     whole = own_source(checkpoint)
     _refuse_variants(whole, directory)
     source, targets = _fitted(whole, export)
-    _refuse_unwritable(source, export.to)
+    if export.to == "ctranslate2":
+        ctranslate2_model.installed_package()
+    refuse_unwritable(source.origin, source.spec, to=export.to)
     card = Card(
         checkpoint=checkpoint,
         spec=source.spec,
@@ -128,50 +128,28 @@ def _fitted(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str
     return source, spec.languages
 
 
-def _refuse_unwritable(source: ModelSource, to: Format) -> None:
-    match to:
-        case "hf-m2m100":
-            refuse_other_than_m2m100(source.origin, source.spec)
-        case "hf-nllb-moe":
-            refuse_other_than_nllb_moe(source.origin, source.spec)
-        case "ctranslate2":
-            ctranslate2_model.installed_package()
-            ctranslate2_model.refuse_unwritable(source.origin, source.spec)
-
-
 def _write(writer: ArtifactWriter, source: ModelSource, card: Card, *, to: Format) -> None:
     entries = entries_of(source.tokenizer, source.origin)
-    match to:
-        case "ctranslate2":
-            ctranslate2_model.write_model(writer.directory, source, entries)
-            text = card.text(loading=card.ctranslate2_loading(), tokens=entries.tokens)
-        case "hf-m2m100" | "hf-nllb-moe":
-            layout = chosen_layout(entries)
-            refuse_unknown_pieces(source.origin, entries, layout)
-            _write_folder(writer, source, layout, to=to)
-            text = card.text(loading=card.transformers_loading(layout), tokens=layout.token_of)
+    if to == "ctranslate2":
+        ctranslate2_model.write_model(writer.directory, source, entries)
+        text = card.text(loading=card.ctranslate2_loading(), tokens=entries.tokens)
+    else:
+        layout = chosen_layout(entries)
+        refuse_unknown_pieces(source.origin, entries, layout)
+        _write_folder(writer, source, layout)
+        text = card.text(loading=card.transformers_loading(layout), tokens=layout.token_of)
     (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
     writer.statistics["languages"] = len(source.spec.languages)
 
 
-def _write_folder(
-    writer: ArtifactWriter,
-    source: ModelSource,
-    layout: Layout,
-    *,
-    to: Literal["hf-m2m100", "hf-nllb-moe"],
-) -> None:
+def _write_folder(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> None:
     spec, directory = source.spec, writer.directory
-    table: NameTable
-    match to:
-        case "hf-m2m100":
-            table = m2m100.TABLE
-            config = m2m100_config(spec, vocabulary_size=len(layout.rows))
-        case "hf-nllb-moe":
-            table = nllb_moe.TABLE
-            config = nllb_moe_config(spec, vocabulary_size=len(layout.rows))
-    dtype = source.tensors.read("embedding.weight").dtype
-    write_configs(directory, config | {"torch_dtype": str(dtype).removeprefix("torch.")}, layout)
+    config = model_config(spec, vocabulary_size=len(layout.rows))
+    config["torch_dtype"] = str(source.tensors.read("embedding.weight").dtype).removeprefix(
+        "torch."
+    )
+    write_configs(directory, config, layout)
+    table = NLLB_MOE_TABLE if spec.model.moe else M2M100_TABLE
     writer.settled |= write_tensors(directory, foreign_tensors(source, table, layout))
     assert source.tokenizer.model is not None
     write_vocabulary(directory, source.tokenizer.model, layout, max_length=spec.model.max_positions)

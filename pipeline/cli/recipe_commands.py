@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from pipeline.artifacts.settings import MAX_VOCABULARY
+from data_prep.settings import MAX_VOCABULARY
 from pipeline.cli.parser import (
     Command,
     add_set_option,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import ValidationError, create_model, model_validator
 
-from pipeline.artifacts.settings import (
+from data_prep.settings import (
     CleanConfig,
     CorpusConfig,
     GroupsConfig,

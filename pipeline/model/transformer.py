@@ -71,6 +71,15 @@ class Output:
     """For each of these, the micro-batches that share the pass; None for a single one."""
 
 
+class Trained(nn.Module):
+    """Interface of a model that an engine trains; extensions have models of their own."""
+
+    spec: ModelSpec
+    expert_parallel_size: int
+    recomputes = False
+    """Whether the backward pass recomputes each layer from its input."""
+
+
 @dataclass
 class LayerCache:
     """State of a decoder layer between decoding steps."""
@@ -229,7 +238,7 @@ class Stack(nn.Module):
         return x_ND if self.final_norm is None else self.final_norm(x_ND)
 
 
-class Transformer(nn.Module):
+class Transformer(Trained):
     """Encoder–decoder Transformer with embeddings for both sides."""
 
     def __init__(
@@ -244,8 +253,6 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec = spec
         self.expert_parallel_size = expert_parallel_size
-        self.recomputes = False
-        """Whether the backward pass recomputes each layer from its input."""
         self.embedding = Embedding(spec)
         self.front = front
         self.encoder = encoder
@@ -440,7 +447,7 @@ def sinusoids(max_positions: int, width: int) -> Tensor:
     return F.pad(torch.cat([angle.sin(), angle.cos()], dim=1), (0, width % 2))
 
 
-def _linear_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Linear]]:
+def _linear_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[Linear]]:
     """Return the groups in which no linear layer is replaced."""
     linear = ([one for one in group if type(one) is Linear] for group in groups)
     return [own for own, group in zip(linear, groups, strict=True) if len(own) == len(group) > 0]

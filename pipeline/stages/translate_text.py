@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.artifacts.corpus import Direction
-from pipeline.artifacts.translated_text import scores_name, text_name
+from pipeline.artifacts.corpus import Direction, scores_name, translated_name
 from pipeline.config.documents import read_json_lines, unfinished_path
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.text_files import Chunk, TextFile, chunks, find_texts
@@ -201,7 +200,7 @@ def _append_texts(writer: ArtifactWriter, chunk: Chunk, language: str) -> None:
     """Append the lines of a chunk, which its translations are paired with."""
     lines = iter(chunk.texts)
     for name, number in chunk.files:
-        with writer.path(text_name(language, name)).open(
+        with writer.path(translated_name(language, name)).open(
             "a", encoding="utf-8", newline="\n"
         ) as stream:
             stream.writelines(f"{line}\n" for line in islice(lines, number))
@@ -215,7 +214,7 @@ def _append_chunk(
     files = next(records)["files"]
     for direction in directions:
         for name, number in files:
-            text = writer.path(text_name(direction.target, name))
+            text = writer.path(translated_name(direction.target, name))
             scores = writer.path(scores_name(direction.target, name))
             with (
                 text.open("a", encoding="utf-8", newline="\n") as texts,

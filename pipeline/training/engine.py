@@ -52,10 +52,10 @@ from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
 from pipeline.kernels.main_gradients import keeping_gradients
-from pipeline.model.labeller import Labeller, Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.stacked import StackedModules
+from pipeline.model.transformer import Trained, Transformer
 from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
@@ -229,7 +229,7 @@ class Engine:
         self._turns = passes_per_update(recipe, ranks=world.size)
         self.per_pass = min(micro_batches_per_pass(ds_config), self._turns)
         """Most micro-batches of this rank that share a pass."""
-        if self.per_pass > 1 and isinstance(model, Labeller):
+        if self.per_pass > 1 and not isinstance(model, Transformer):
             raise ConfigError(
                 "The ds_config sets micro_batches_per_pass, which is for translation models. Leave "
                 "it out for tagging and question answering."

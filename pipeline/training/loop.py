@@ -29,7 +29,7 @@ from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import AgreedStop, ConfigError
 from pipeline.kernels.cpu import by_processor, using_cpu_kernels
-from pipeline.model.labeller import Trained
+from pipeline.model.transformer import Trained
 from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import Progress as ProgressBar

@@ -8,7 +8,7 @@ function in a file of its own, a name in ``LossConfig.objective`` and a case of
 
 from pipeline.batching.labelled import AnyBatch
 from pipeline.kernels.logits import summed_divergence
-from pipeline.model.labeller import Trained
+from pipeline.model.transformer import Trained
 from pipeline.training.loss_terms import LossTerms, loss_terms
 from pipeline.training.settings import LossConfig
 

@@ -20,9 +20,8 @@ from pipeline.distributed.collectives import gather_objects, gather_rows
 from pipeline.distributed.own_time import OWN_TIME
 from pipeline.distributed.world import World
 from pipeline.machine import peak_resident_bytes
-from pipeline.model.labeller import Trained
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, PerToken, count_multiplied
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Trained, Transformer
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines
 from pipeline.training.engine import Engine, StepResult

@@ -2,7 +2,7 @@
 
 Updates, states, resuming, metrics and the choice of the kept weights are the same for all tasks.
 Translation implements it in :mod:`pipeline.training.translation`, labelling in
-:mod:`pipeline.extensions.tasks.training`.
+:mod:`pipeline.extensions.tasks.finetune_task`.
 """
 
 from collections.abc import Generator, Mapping

@@ -21,7 +21,7 @@ from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.extensions.analysis.languages import (
+from pipeline.extensions.analysis.analyze_languages import (
     MAX_LINES,
     Counts,
     compare,

@@ -11,23 +11,19 @@ from support.corruptions import json_values
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.errors import ArtifactError
 from pipeline.extensions.analysis.report import analysis_sections
-from pipeline.extensions.analysis.scales import PARTS
 
-HEADS = {"share": [0.25, 0.75], "heads": [[0.25, 0.75]]}
 FIGURES = {
     "share": [0.25, 0.75],
     "mean": 0.75,
     "weighted_share": [0.5, 0.5],
     "weighted_mean": 0.5,
-    "parts": dict.fromkeys(PARTS, HEADS),
 }
-COUNTS = {"lines": 1, "tokens": 1, "chosen": {part: [[1, 3]] for part in PARTS}}
+COUNTS = {"lines": 1, "tokens": 1}
 SCORES = {"bleu": 12.5, "chrf": 30.25, "changed": 1}
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "scales": {
         "analysis": "scales",
         "directions": {"de-en": {**COUNTS, **FIGURES}, "en-de": {**COUNTS, **FIGURES}},
-        "sources": {"de": FIGURES, "en": FIGURES},
         "pairs": {"de-en": {"divergence": 0.125, "length_ratio": 1.5}},
     },
     "vectors": {

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 from support.process_pool import ProcessPool
 
-from pipeline import cli
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import (
@@ -29,10 +28,9 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.digests import file_records
 from pipeline.distributed.world import World
-from pipeline.errors import EXIT_USER_ERROR, ArtifactError
+from pipeline.errors import ArtifactError
 
 CONTENTS = {"a.txt": b"one\n", "deep/b.bin": bytes(200), "empty": b""}
-CHUNK = 64
 
 
 @pytest.fixture(autouse=True)
@@ -54,23 +52,23 @@ def make(directory: Path, *, age: bool = True) -> Artifact:
 
 
 class Hashing:
-    """Counts the chunks that are hashed."""
+    """Counts the files that are hashed."""
 
     def __init__(self) -> None:
-        self.chunks: list[tuple[str, int]] = []
+        self.files: list[str] = []
         self._lock = threading.Lock()
-        self._original = digests._chunk_digest
+        self._original = digests._file_digest
 
-    def __call__(self, chunk: tuple[Path, int]) -> str:
+    def __call__(self, path: Path) -> str:
         with self._lock:
-            self.chunks.append((chunk[0].name, chunk[1]))
-        return self._original(chunk)
+            self.files.append(path.name)
+        return self._original(path)
 
 
 @pytest.fixture
 def hashing(monkeypatch: pytest.MonkeyPatch) -> Hashing:
     counter = Hashing()
-    monkeypatch.setattr(digests, "_chunk_digest", counter)
+    monkeypatch.setattr(digests, "_file_digest", counter)
     return counter
 
 
@@ -90,7 +88,7 @@ def test_a_tampered_file_is_not_given_out_whatever_asks_for_it(tmp_path: Path) -
     tamper(made.directory / "a.txt")
     assert made.file("deep/b.bin").read_bytes() == CONTENTS["deep/b.bin"]
     for ask in (lambda: made.file("a.txt"), lambda: made.check(["empty", "a.txt"]), made.check):
-        with pytest.raises(ArtifactError, match=r"a\.txt is damaged in chunk 0 "):
+        with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
             ask()
 
 
@@ -103,40 +101,6 @@ def test_a_file_with_its_old_time_but_another_inode_is_looked_at_again(tmp_path:
     (tmp_path / "other").replace(path)
     with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
         made.file("a.txt")
-
-
-@pytest.mark.parametrize("linked", ["a.txt", "deep", "deep/b.bin"])
-def test_a_link_within_an_artifact_is_refused_even_where_the_content_is_right(
-    tmp_path: Path, linked: str
-) -> None:
-    made = make(tmp_path / "corpus")
-    (made.directory / linked).rename(tmp_path / "elsewhere")
-    (made.directory / linked).symlink_to(tmp_path / "elsewhere")
-    name = "a.txt" if linked == "a.txt" else "deep/b.bin"
-    for ask in (made.file, made.unchecked_file, lambda name: made.check([name])):
-        with pytest.raises(ArtifactError, match=rf"{linked} is a link"):
-            ask(name)
-    with pytest.raises(ArtifactError, match="is a link"):
-        made.check()
-
-
-def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with new_artifact(
-        tmp_path / "corpus", kind="corpus", stage="import_corpus", config={}, inputs={}
-    ) as writer:
-        for split in ("train", "valid"):
-            for code in ("de", "en"):
-                writer.path(f"{split}/de-en/{code}.txt").write_text(f"{split} {code}\n")
-        writer.statistics["pairs"] = {"de-en": {"train": 1, "valid": 1}}
-    (tmp_path / "corpus" / "valid/de-en/de.txt").unlink()
-    (tmp_path / "corpus" / "valid/de-en/de.txt").symlink_to("/etc/passwd")
-    (tmp_path / "recipe.toml").write_text("[clean]\n")
-    options = ["--recipe", str(tmp_path / "recipe.toml"), "--corpus", str(tmp_path / "corpus")]
-    assert cli.main(["clean", *options, "--out", str(tmp_path / "out")]) == EXIT_USER_ERROR
-    assert "valid/de-en/de.txt is a link" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
@@ -157,46 +121,35 @@ def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
 
 def test_a_file_is_hashed_once_in_a_process(tmp_path: Path, hashing: Hashing) -> None:
     made = make(tmp_path / "corpus")
-    hashing.chunks.clear()
+    hashing.files.clear()
     for _ in range(3):
         made.check(made.names())
         open_artifact(made.directory, kind="corpus").file("a.txt")
-    assert sorted(hashing.chunks) == [("a.txt", 0), ("b.bin", 0)]
+    assert sorted(hashing.files) == ["a.txt", "b.bin", "empty"]
 
 
-def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: Hashing) -> None:
-    """A second change might leave the same time, by the clock of the file system."""
-    made = make(tmp_path / "corpus")
-    status = (made.directory / "a.txt").stat()
-    with mock.patch("time.time_ns", return_value=status.st_mtime_ns + 1_000_000):
-        made.check(["a.txt"])
-        made.check(["a.txt"])
-    assert hashing.chunks.count(("a.txt", 0)) == 3, "by sealing, and by both checks"
-
-
-def test_chunks_of_many_files_are_hashed_by_several_threads_as_by_one(
+def test_many_files_are_hashed_by_several_threads_as_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "CHUNK_BYTES", CHUNK)
     paths = []
     for index in range(20):
         paths.append(tmp_path / f"{index}")
         paths[-1].write_bytes(os.urandom(index * 23))
     used: set[int] = set()
     barrier = threading.Barrier(2, timeout=20)
-    original = digests._chunk_digest
+    original = digests._file_digest
 
-    def digest(chunk: tuple[Path, int]) -> str:
+    def digest(path: Path) -> str:
         if threading.get_ident() not in used and len(used) < 2:
             used.add(threading.get_ident())
             barrier.wait()
-        return original(chunk)
+        return original(path)
 
     monkeypatch.setattr(digests, "MAX_THREADS", 1)
     alone = file_records(paths)
     monkeypatch.setattr(digests, "MAX_THREADS", 4)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(digests, "_chunk_digest", digest)
+    monkeypatch.setattr(digests, "_file_digest", digest)
     assert file_records(paths) == alone
     assert len(used) == 2
 
@@ -206,7 +159,7 @@ def test_chunks_of_many_files_are_hashed_by_several_threads_as_by_one(
 
 def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Hashing) -> None:
     made = make(tmp_path / "corpus")
-    hashing.chunks.clear()
+    hashing.files.clear()
     assert changed_files(made.directory, made.manifest) == {}
     sealed = (made.directory / "manifest.json").stat().st_mtime
     os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
@@ -217,71 +170,61 @@ def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Has
         "deep/b.bin": "changed since it was made",
         "empty": "is missing",
     }
-    assert hashing.chunks == []
+    assert hashing.files == []
 
 
 def test_what_only_looks_changed_is_compared_with_its_digest(
     tmp_path: Path, hashing: Hashing
 ) -> None:
     made = make(tmp_path / "corpus")
-    hashing.chunks.clear()
+    hashing.files.clear()
     sealed = (made.directory / "manifest.json").stat().st_mtime
     os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
     refuse_changed(made.directory)
-    assert hashing.chunks == [("a.txt", 0)]
+    assert hashing.files == ["a.txt"]
     tamper(made.directory / "a.txt")
     os.utime(made.directory / "a.txt", (sealed + 2, sealed + 2))
-    with pytest.raises(ArtifactError, match=r"a\.txt is damaged in chunk 0 "):
+    with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
         refuse_changed(made.directory)
 
 
 # ---------------------------------------------------------------- several ranks
 
 
-def check_and_count(world: World, directory: Path) -> tuple[list[tuple[str, int]], str]:
-    """The chunks this rank hashed, and the error it met."""
+def check_and_count(world: World, directory: Path) -> tuple[list[str], str]:
+    """The files this rank hashed, and the error it met."""
     del world
     artifacts._INTACT.clear()
     counter = Hashing()
-    with (
-        mock.patch.object(digests, "CHUNK_BYTES", CHUNK),
-        mock.patch.object(digests, "_chunk_digest", counter),
-    ):
+    with mock.patch.object(digests, "_file_digest", counter):
         made = open_artifact(directory, kind="corpus")
         try:
             check_together(made)
             made.check(made.names())
         except ArtifactError as error:
-            return counter.chunks, str(error)
-    return counter.chunks, ""
+            return counter.files, str(error)
+    return counter.files, ""
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
-    """An artifact of several chunks."""
-    monkeypatch.setattr(digests, "CHUNK_BYTES", CHUNK)
-    made = make(tmp_path / "corpus")
-    assert [len(record.chunks) for record in made.manifest.files.values()] == [1, 4, 0]
-    return made
+def shared(tmp_path: Path) -> Artifact:
+    return make(tmp_path / "corpus")
 
 
 def test_ranks_hash_a_share_each(pool2: ProcessPool, shared: Artifact) -> None:
     (first, _), (second, _) = pool2.run(check_and_count, shared.directory)
-    assert sorted(first + second) == [("a.txt", 0), *(("b.bin", index) for index in range(4))]
-    assert {len(first), len(second)} == {2, 3}
+    assert sorted(first + second) == ["a.txt", "b.bin", "empty"]
+    assert {len(first), len(second)} == {1, 2}
 
 
-@pytest.mark.parametrize("offset", [0, CHUNK, 2 * CHUNK, 3 * CHUNK])
+@pytest.mark.parametrize("damaged", ["a.txt", "deep/b.bin"])
 def test_damage_in_the_share_of_either_rank_is_one_error_on_both(
-    pool2: ProcessPool, shared: Artifact, offset: int
+    pool2: ProcessPool, shared: Artifact, damaged: str
 ) -> None:
-    path = shared.directory / "deep/b.bin"
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
+    tamper(shared.directory / damaged)
     (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
     assert first == second
-    assert f"b.bin is damaged in chunk {offset // CHUNK} " in first
+    assert f"{damaged} is damaged" in first
 
 
 def test_a_missing_file_is_one_error_on_both_ranks(pool2: ProcessPool, shared: Artifact) -> None:

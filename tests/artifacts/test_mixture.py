@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep import mix
+from data_prep.settings import MixtureConfig
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import directions_of
 from pipeline.artifacts.mixture import (
@@ -19,7 +20,6 @@ from pipeline.artifacts.mixture import (
     read_mixture,
     temperature_probabilities,
 )
-from pipeline.artifacts.settings import MixtureConfig
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError

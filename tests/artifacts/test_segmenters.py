@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
+from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.segmenters import Segmenters, characters, punctuation, segmenter_records
-from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     SampledSegmentation,
@@ -191,7 +191,7 @@ def test_pieces_that_are_drawn_are_those_whose_words_are_found(kind: str) -> Non
     lines = ["猫は 魚を", "犬犬猫 a\U0001f680", "", " ab"]
     drawn = SampledSegmentation(alpha=0.5, nbest=8, seeds=range(len(lines)))
     places = tokenizer.places_batch(lines)
-    assert tokenizer.sample_batch(lines, drawn) == tokenizer.encode_batch(lines)
+    assert tokenizer.encode_batch(lines, drawn=drawn) == tokenizer.encode_batch(lines)
     assert [len(one) for one in places] == [len(ids) for ids in tokenizer.encode_batch(lines)]
 
 

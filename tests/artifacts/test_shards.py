@@ -2,7 +2,7 @@
 
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from sentencepiece import SentencePieceTrainer
 from support.corpora import Texts, make_corpus
 
 from data_prep import make_shards, mix, pair_shards
+from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Split,
@@ -21,10 +22,10 @@ from pipeline.artifacts.corpus import (
     line_counts,
 )
 from pipeline.artifacts.mixture import read_mixture
-from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
+    SampledSegmentation,
     Tokenizer,
     TokenizerDescription,
     load_tokenizer,
@@ -206,9 +207,15 @@ def test_the_number_of_workers_and_of_lines_at_once_changes_nothing(
 class HalfUnknown(Tokenizer):
     """Encodes every line as one known and one unknown token."""
 
-    def encode_batch(self, lines: object, *, language: str | None = None) -> list[list[int]]:
-        assert isinstance(lines, list)
+    def encode_batch(
+        self,
+        lines: Sequence[str],
+        *,
+        language: str | None = None,
+        drawn: SampledSegmentation | None = None,
+    ) -> list[list[int]]:
         assert language in self.languages
+        assert drawn is None
         return [[self.unk_id, 70] for _ in lines]
 
 

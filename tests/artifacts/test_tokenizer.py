@@ -15,10 +15,10 @@ from sentencepiece import SentencePieceTrainer
 from support.corpora import Texts, make_corpus
 
 from data_prep import train_tokenizer
+from data_prep.settings import TokenizerConfig
 from data_prep.train_tokenizer import draw, sample_quotas
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.mixture import temperature_probabilities
-from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import (
     ByteVocabulary,
     Tokenizer,

@@ -214,13 +214,13 @@ def test_sampled_pieces_are_the_same_text_and_depend_on_the_seed_alone(
     for vocabulary in (unigram, with_fallback, byte_level):
         lines = LINES * 2
         drawn = SampledSegmentation(alpha=0.3, nbest=64, seeds=range(len(lines)))
-        once = vocabulary.sample_batch(lines, drawn)
+        once = vocabulary.encode_batch(lines, drawn)
         assert [vocabulary.decode(ids).text for ids in once] == lines
         assert once != vocabulary.encode_batch(lines)
         assert once[:4] != once[4:]
         alone = SampledSegmentation(alpha=0.3, nbest=64, seeds=[5])
-        assert vocabulary.sample_batch(lines[5:6], alone) == [once[5]]
-    assert ByteVocabulary().sample_batch(lines, drawn) == ByteVocabulary().encode_batch(lines)
+        assert vocabulary.encode_batch(lines[5:6], alone) == [once[5]]
+    assert ByteVocabulary().encode_batch(lines, drawn) == ByteVocabulary().encode_batch(lines)
 
 
 def test_a_tokenizer_counts_what_it_drops() -> None:
@@ -411,12 +411,14 @@ def test_with_no_merge_left_out_pieces_are_sentencepieces_own(
 ) -> None:
     model = processor(model_type, **options)
     for line in DRAWN_LINES + UNKNOWN:
-        assert DrawnPieces(model).draw(line, alpha=0.0, nbest=2, seed=1) == model.encode(line)
+        assert DrawnPieces(model).draw(
+            line, SampledSegmentation(0.0, 2, []), seed=1
+        ) == model.encode(line)
 
 
 def test_with_all_merges_left_out_pieces_are_characters() -> None:
     model = processor("bpe", vocab_size=60)
-    drawn = DrawnPieces(model).draw(DRAWN_LINES[0], alpha=1.0, nbest=2, seed=1)
+    drawn = DrawnPieces(model).draw(DRAWN_LINES[0], SampledSegmentation(1.0, 2, []), seed=1)
     assert "".join(map(model.id_to_piece, drawn)) == "▁" + DRAWN_LINES[0].replace(" ", "▁")
     assert {len(model.id_to_piece(index)) for index in drawn} == {1}
 
@@ -431,7 +433,8 @@ def test_a_merge_is_left_out_as_often_as_asked() -> None:
     )
     drawn = DrawnPieces(model)
     split = sum(
-        len(drawn.draw(word[1:], alpha=0.3, nbest=2, seed=seed)) == 2 for seed in range(2000)
+        len(drawn.draw(word[1:], SampledSegmentation(0.3, 2, []), seed=seed)) == 2
+        for seed in range(2000)
     )
     assert abs(split / 2000 - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 2000)
 
@@ -442,7 +445,8 @@ def test_segmentations_come_in_proportion_to_their_probabilities_power() -> None
     best = model.nbest_encode_as_ids(DRAWN_LINES[0], 6)
     powers = [math.exp(alpha * sum(map(model.get_score, ids))) for ids in best]
     counts = Counter(
-        tuple(drawn.draw(DRAWN_LINES[0], alpha=alpha, nbest=6, seed=seed)) for seed in range(draws)
+        tuple(drawn.draw(DRAWN_LINES[0], SampledSegmentation(alpha, 6, []), seed=seed))
+        for seed in range(draws)
     )
     assert set(counts) == set(map(tuple, best))
     for ids, power in zip(best, powers, strict=True):
@@ -454,9 +458,10 @@ def test_segmentations_come_in_proportion_to_their_probabilities_power() -> None
 DRAW = """
 import sys
 from sentencepiece import SentencePieceProcessor
-from pipeline.artifacts.vocabularies import DrawnPieces
+from pipeline.artifacts.vocabularies import DrawnPieces, SampledSegmentation
 drawn = DrawnPieces(SentencePieceProcessor(model_file=sys.argv[1]))
-print([drawn.draw(line, alpha=0.2, nbest=64, seed=n) for n, line in enumerate(sys.argv[2:])])
+of_64 = SampledSegmentation(0.2, 64, [])
+print([drawn.draw(line, of_64, seed=n) for n, line in enumerate(sys.argv[2:])])
 """
 
 
@@ -466,9 +471,8 @@ def test_another_process_draws_the_same(model_type: str, tmp_path: Path) -> None
     model = processor(model_type, vocab_size=60)
     (tmp_path / "model").write_bytes(model.serialized_model_proto())
     lines = DRAWN_LINES * 5
-    here = [
-        DrawnPieces(model).draw(line, alpha=0.2, nbest=64, seed=n) for n, line in enumerate(lines)
-    ]
+    drawn, of_64 = DrawnPieces(model), SampledSegmentation(0.2, 64, [])
+    here = [drawn.draw(line, of_64, seed=n) for n, line in enumerate(lines)]
     there = subprocess.run(
         [sys.executable, "-c", DRAW, str(tmp_path / "model"), *lines],
         cwd=Path(__file__).parents[2],

@@ -53,10 +53,10 @@ from ratios import Row, Seconds, beside, bounded, check_cases, compare, processo
 from support.corpora import make_corpus
 
 from data_prep import clean, import_corpus, make_shards, train_tokenizer
+from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.config.recipe import Recipe
 from pipeline.languages import FAMILIES
 from pipeline.machine import peak_memory

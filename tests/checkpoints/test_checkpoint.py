@@ -279,9 +279,7 @@ def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_targets_are_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_targets_are_filled(tmp_path: Path, dtype: torch.dtype) -> None:
     values = {what: torch.randn(500) for what in ("master", "exp_avg")}
     cuts = [0, 3, 4, 311, 500]
     pieces = [
@@ -289,7 +287,6 @@ def test_targets_are_filled(
         for what, value in values.items()
         for start, stop in pairwise(cuts)
     ]
-    monkeypatch.setattr(digests, "CHUNK_BYTES", 160)
     state = make_state(tmp_path / "state", pieces[::-1], parts=3)
     targets = [
         Target(what, "a.b", start, torch.zeros(stop - start, dtype=dtype))
@@ -302,20 +299,17 @@ def test_targets_are_filled(
         assert torch.equal(target.values, expected.to(dtype))
 
 
-def test_a_damaged_value_is_named_by_file_and_chunk_when_targets_are_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digests, "CHUNK_BYTES", 160)
+def test_a_damaged_value_is_named_by_file_when_targets_are_filled(tmp_path: Path) -> None:
     pieces = [Piece("master", name, 0, torch.ones(100)) for name in ("a", "b")]
     state = make_state(tmp_path / "state", pieces, parts=2)
     path = state.directory / "optimizer/part-00001-000.safetensors"
-    for chunk in range(len(state.manifest.files["optimizer/part-00001-000.safetensors"].chunks)):
-        flip(path, chunk * 160 + 5)
+    for position in (5, path.stat().st_size - 1):
+        flip(path, position)
         # also if nobody wants a value of that file
         for name in ("a", "b"):
-            with pytest.raises(ArtifactError, match=rf"{path} is damaged in chunk {chunk} "):
+            with pytest.raises(ArtifactError, match=rf"{path} is damaged"):
                 CheckedState(state).fill([Target("master", name, 0, torch.zeros(100))])
-        flip(path, chunk * 160 + 5)
+        flip(path, position)
     CheckedState(state).fill([Target("master", "b", 0, torch.zeros(100))])
 
 
@@ -481,16 +475,11 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_value_is_an_error_that_names_file_and_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(digests, "CHUNK_BYTES", 4096)
+def test_a_damaged_value_is_an_error_that_names_its_file(tmp_path: Path) -> None:
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     name = "weights/part-00001-000.safetensors"
-    path = saved.file(name)
-    assert path.stat().st_size > 3 * 4096
-    flip(path, 2 * 4096 + 17)
-    with pytest.raises(ArtifactError, match=rf"{name} is damaged in chunk 2 "):
+    flip(saved.file(name), 2 * 4096 + 17)
+    with pytest.raises(ArtifactError, match=rf"{name} is damaged"):
         load_model(saved)
 
 
@@ -525,11 +514,11 @@ def test_a_file_is_compared_with_its_digest_once(
         os.utime(saved.directory / name, (0, 0))
     hashed: list[str] = []
 
-    def hash_chunks(chunks: Sequence[tuple[Path, int]]) -> list[str]:
-        hashed.extend(path.name for path, _ in chunks)
-        return digests.chunk_digests(chunks)
+    def hash_files(paths: Sequence[Path]) -> list[str]:
+        hashed.extend(path.name for path in paths)
+        return digests.file_digests(paths)
 
-    monkeypatch.setattr(artifacts, "chunk_digests", hash_chunks)
+    monkeypatch.setattr(artifacts, "file_digests", hash_files)
     for _ in range(2):
         files = TensorFiles(saved, "weights/")
         for name in files.names():

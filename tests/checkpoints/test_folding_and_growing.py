@@ -26,9 +26,10 @@ from pipeline.batching.batch import Batch
 from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
 from pipeline.checkpoints.assembly.rules import PARTS, Blueprint, Part
 from pipeline.checkpoints.checkpoint import load_model
-from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
+from pipeline.checkpoints.exporting import FORMATS, Export, export_checkpoint
 from pipeline.checkpoints.folding import fold_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.written_folder import Format
 from pipeline.checkpoints.language_pruning import prune_languages
 from pipeline.checkpoints.names import named_slices, num_parameters
 from pipeline.checkpoints.settings import UpcyclingConfig

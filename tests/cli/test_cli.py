@@ -165,10 +165,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "analyze_lengths": "--corpus --out --overwrite --tokenizer",
         "evaluate": "--analyses --comet --corpus --given --mpi --out --overwrite --processes "
         "--recipe --set --systems --tokenizer --training",
-        "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --profile --recipe --set",
-        "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --profile --recipe --set",
+        "finetune_task": "--ds-config --entities --local-rank --local_rank --out --overwrite "
+        "--pretrained --processes --profile --questions --recipe --set",
         "evaluate_task": "--data --out --overwrite --systems",
     }
     found = {

@@ -15,6 +15,7 @@ from support.corpora import Texts, make_corpus
 
 from data_prep import add_translations, clean, make_shards, mix, train_tokenizer
 from data_prep.clean_pair import BLOCK_LINES
+from data_prep.settings import MixtureConfig, SyntheticConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, InputRecord, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
@@ -24,13 +25,13 @@ from pipeline.artifacts.corpus import (
     line_counts,
     provenance_name,
     read_lines,
+    scores_name,
+    translated_name,
 )
 from pipeline.artifacts.mixture import lines_per_language, read_mixture
 from pipeline.artifacts.segmenters import Segmenters
-from pipeline.artifacts.settings import MixtureConfig, SyntheticConfig
 from pipeline.artifacts.shards import open_shard
 from pipeline.artifacts.tokenizer import load_tokenizer
-from pipeline.artifacts.translated_text import scores_name, text_name
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.settings import TagScheme
 from pipeline.config.recipe import Recipe
@@ -78,14 +79,14 @@ def translated_text(
         for target, files in texts.items():
             for name, lines in files.items():
                 written = {
-                    text_name(target, name): [about["text"] for _, about in lines],
+                    translated_name(target, name): [about["text"] for _, about in lines],
                     scores_name(target, name): [
                         json.dumps({key: value for key, value in about.items() if key != "text"})
                         for _, about in lines
                     ],
                 }
                 if with_source:
-                    written[text_name(source, name)] = [line for line, _ in lines]
+                    written[translated_name(source, name)] = [line for line, _ in lines]
                 for path, content in written.items():
                     text = "".join(f"{line}\n" for line in content)
                     writer.path(path).write_text(text, encoding="utf-8")
@@ -415,7 +416,7 @@ def test_lines_that_do_not_survive_the_round_trip_are_left_out_by_sacrebleus_sco
         worn = [
             line
             for name in ("a.txt", "deep/b.txt")
-            for line in backs[target].file(text_name("en", name)).read_text().splitlines()
+            for line in backs[target].file(translated_name("en", name)).read_text().splitlines()
         ]
         scores = [
             scorer.sentence_score(back, [line]).score

@@ -10,6 +10,7 @@ import pytest
 from support.plain_rules import plain_clean
 
 from data_prep import clean
+from data_prep.settings import CleanConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
@@ -20,7 +21,6 @@ from pipeline.artifacts.corpus import (
     read_lines,
     text_name,
 )
-from pipeline.artifacts.settings import CleanConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions

@@ -8,8 +8,8 @@ from support.corpora import Texts, make_corpus
 from support.foreign_models import LINES, pieces_of, sentencepiece_model
 
 from data_prep import train_tokenizer
+from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer, read_tokenizer_files
 from pipeline.checkpoints.foreign.vocabularies import numbered
 from pipeline.config.recipe import Recipe

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.raw_trees import run_import, write
 
+from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import RawInput, RawPaths
-from pipeline.artifacts.settings import CldrConfig, CorpusConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 

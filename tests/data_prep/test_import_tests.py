@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
 from data_prep.readers.outside_tests import describe_file
+from data_prep.settings import OutsideTestsConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions, line_counts, read_lines
-from pipeline.artifacts.settings import OutsideTestsConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 

@@ -12,9 +12,9 @@ from support.corpora import make_corpus
 
 from data_prep import clean, pivot_join
 from data_prep.pivot_join import PivotedText, write_joined
+from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
-from pipeline.artifacts.settings import CleanConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions

@@ -11,10 +11,10 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from support.corpora import Texts, make_corpus
 
 from data_prep import train_tokenizer
+from data_prep.settings import MixtureConfig, TokenizerConfig
 from data_prep.train_tokenizer import bytes_per_line, draw_sample
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.mixture import lines_per_language
-from pipeline.artifacts.settings import MixtureConfig, TokenizerConfig
 from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe

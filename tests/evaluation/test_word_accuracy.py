@@ -200,14 +200,12 @@ class Halves:
 
     size, pad_id, bos_id, eos_id, unk_id = 6, 0, 1, 2, 3
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+    def encode_batch(
+        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
+    ) -> list[list[int]]:
+        assert drawn is None
         mark = {0: [], 1: [4]}
         return [[*mark[len(line) % 2], *[5] * ((len(line) + 1) // 2)] for line in lines]
-
-    def sample_batch(
-        self, lines: Sequence[str], segmentation: SampledSegmentation
-    ) -> list[list[int]]:
-        raise AssertionError((lines, segmentation))
 
     def places_batch(self, lines: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         raise AssertionError(lines)

@@ -413,8 +413,9 @@ def test_a_step_of_attention_equals_attention_over_the_entries_that_a_row_sees(
         (None, is_seen_BJS[:, :1] | (torch.arange(entries) == 3), keys, values),
     ):
         found_RD = attend_step(query_RD, key_BHSK, value_BHSK, mask_BJS, new)
+        query_BHJK, own, its = in_heads(query_RD).double(), own.double(), its.double()
         expected_BHJK = F.scaled_dot_product_attention(
-            *(x.double() for x in (in_heads(query_RD), own, its)), attn_mask=mask_BJS[:, None]
+            query_BHJK, own, its, attn_mask=mask_BJS[:, None]
         )
         expected_RD = expected_BHJK.transpose(1, 2).reshape(query_RD.shape)
         assert_close(found_RD, expected_RD.to(dtype), tolerance=TOLERANCE[dtype])

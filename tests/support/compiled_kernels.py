@@ -87,10 +87,10 @@ def run_everything() -> None:
     seen_BJS = torch.empty(32, 5, 80, dtype=torch.bool, device=META)
     for heads in (8, 16):
         cache_BHSK = states(32, heads, 80, WIDTH // heads).detach()
-        joined = states(160, 3 * WIDTH).detach().chunk(3, 1)
+        query, *new = states(160, 3 * WIDTH).detach().chunk(3, 1)
         made = torch.empty((), dtype=torch.int64, device=META)
-        for new in ((made, *joined[1:]), None):
-            attend_step(joined[0], cache_BHSK, cache_BHSK, seen_BJS, new)
+        for made_and_new in ((made, new[0], new[1]), None):
+            attend_step(query, cache_BHSK, cache_BHSK, seen_BJS, made_and_new)
     run_experts(None)
     numbers_M = torch.empty(8, dtype=torch.int64, device=META)
     run_experts(Shares((ROWS // 8,) * 8, numbers_M, torch.empty(8, device=META)))

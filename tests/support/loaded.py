@@ -7,7 +7,7 @@ prepare_process()
 
 import support.unsynced
 import pipeline.stages.evaluate
-import pipeline.extensions.tasks.training
+import pipeline.extensions.tasks.finetune_task
 import pipeline.training.translation
 import pipeline.stages.translate
 import pipeline.stages.upcycle

@@ -4,7 +4,7 @@ import unicodedata
 from collections.abc import Iterable
 from statistics import median
 
-from pipeline.artifacts.settings import CleanConfig
+from data_prep.settings import CleanConfig
 from pipeline.languages import script_of_character
 
 Line = tuple[str, str]

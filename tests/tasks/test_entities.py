@@ -9,11 +9,11 @@ import pytest
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.files import entity_files
+from pipeline.extensions.tasks.files import TaskFiles
 from pipeline.extensions.tasks.named_entities import (
     Sentence,
-    count_entities,
     entities,
+    entity_scores,
     label,
     read_entities,
 )
@@ -32,7 +32,7 @@ def written(folder: Path, text: str, name: str = "train.tsv") -> Path:
 
 def test_sentences_end_at_empty_lines_and_at_the_end_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "\nAnna\tB-PER\nsees\tO\r\n\n\n\nBonn\tB-LOC")
-    assert read_entities(path, language="en") == [
+    assert read_entities(path, "en") == [
         Sentence(("Anna", "sees"), ("B-PER", "O")),
         Sentence(("Bonn",), ("B-LOC",)),
     ]
@@ -40,16 +40,16 @@ def test_sentences_end_at_empty_lines_and_at_the_end_of_the_file(tmp_path: Path)
 
 def test_wikianns_language_before_every_token_is_taken_away(tmp_path: Path) -> None:
     path = written(tmp_path, "de:Anna\tB-PER\n\nde:de:x\tO\n")
-    tokens = [one.tokens for one in read_entities(path, language="de")]
+    tokens = [one.tokens for one in read_entities(path, "de")]
     assert tokens == [("Anna",), ("de:x",)]
     mixed = written(tmp_path, "de:Anna\tB-PER\nsees\tO\n")
-    assert read_entities(mixed, language="de")[0].tokens == ("de:Anna", "sees")
+    assert read_entities(mixed, "de")[0].tokens == ("de:Anna", "sees")
 
 
 def test_universal_ners_columns_and_comments_are_read(tmp_path: Path) -> None:
     text = "# sent_id = 1\n# text = Anna #1\n1\tAnna\tB-PER\t-\tann\n2\t#1\tO\t-\tann\n"
     path = written(tmp_path, text)
-    assert read_entities(path, language="en") == [Sentence(("Anna", "#1"), ("B-PER", "O"))]
+    assert read_entities(path, "en") == [Sentence(("Anna", "#1"), ("B-PER", "O"))]
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_a_broken_line_is_one_sentence_that_names_it(
 ) -> None:
     path = written(tmp_path, f"Anna\tB-PER\n\n{line}\n")
     with pytest.raises(ArtifactError, match=complaint) as raised:
-        read_entities(path, language="en")
+        read_entities(path, "en")
     assert str(raised.value).startswith(f"Line 3 of {path}")
     assert "\n" not in str(raised.value)
 
 
 def test_files_that_hold_no_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="has no sentence"):
-        read_entities(written(tmp_path, "\n\n"), language="en")
+        read_entities(written(tmp_path, "\n\n"), "en")
     bad = tmp_path / "train"
     bad.write_bytes(b"Anna\tO\nB\xff\tO\n")
     with pytest.raises(ArtifactError, match=r"Line 2 of .* is not UTF-8"):
-        read_entities(bad, language="en")
+        read_entities(bad, "en")
     half = tmp_path / "train.gz"
     half.write_bytes(gzip.compress(b"Anna\tO\n" * 100)[:-12])
     with pytest.raises(ArtifactError, match="cannot be read"):
-        read_entities(half, language="en")
+        read_entities(half, "en")
 
 
 def test_a_split_is_found_under_the_names_it_is_published_under(tmp_path: Path) -> None:
@@ -94,27 +94,25 @@ def test_a_split_is_found_under_the_names_it_is_published_under(tmp_path: Path) 
         (tmp_path / code / name).write_text("")
     (tmp_path / "README").mkdir()
     (tmp_path / "README" / "train").write_text("")
-    assert {code: list(splits) for code, splits in entity_files(tmp_path).items()} == {
-        code: ["train"] for code in ("de", "en", "sr")
-    }
+    files = TaskFiles.entities(tmp_path)
+    assert files.languages("train") == ["de", "en", "sr"]
+    assert files.languages("test") == []
     (tmp_path / "de" / "train.gz").write_text("")
     with pytest.raises(ConfigError, match="are both train of de"):
-        entity_files(tmp_path)
-    with pytest.raises(ConfigError, match="has no files of named entities"):
-        entity_files(tmp_path / "de")
-    with pytest.raises(ConfigError, match="is not a folder"):
-        entity_files(tmp_path / "nowhere")
+        TaskFiles.entities(tmp_path)
+    for folder in ("de", "nowhere"):
+        with pytest.raises(ConfigError, match="has no files LANGUAGE/train"):
+            TaskFiles.entities(tmp_path / folder)
 
 
 @needs_data
 def test_all_of_the_sample_is_read_with_the_entities_its_readme_counts() -> None:
     counts = {"ceb": 49, "da": 310, "de": 402, "en": 191, "hr": 519, "pt": 449, "ru": 409}
     counts |= {"sk": 378, "sr": 660, "sv": 68, "tl": 23, "zh": 609}
+    sentences = TaskFiles.entities(DATA).read_tests(read_entities)
     found = {
-        code: sum(
-            len(list(entities(one.tags))) for one in read_entities(splits["test"], language=code)
-        )
-        for code, splits in entity_files(DATA).items()
+        code: sum(len(list(entities(one.tags))) for one in of_language)
+        for code, of_language in sentences.items()
     }
     assert found == counts
 
@@ -146,12 +144,12 @@ def test_entities_are_those_that_seqeval_finds_in_any_tags_and_f1_is_its_f1() ->
         for tags in wanted:
             expected = [(kind, start, stop + 1) for kind, start, stop in get_entities(tags)]
             assert list(entities(tags)) == expected
-        found = count_entities(wanted, given).scores()
+        found = entity_scores(wanted, given)
         assert found["f1"] == pytest.approx(100 * metrics.f1_score(wanted, given))
         assert found["precision"] == pytest.approx(100 * metrics.precision_score(wanted, given))
         assert found["recall"] == pytest.approx(100 * metrics.recall_score(wanted, given))
 
 
 def test_f1_of_nothing_found_and_nothing_there_is_zero() -> None:
-    assert count_entities([["O"]], [["O"]]).scores()["f1"] == 0
-    assert count_entities([["B-PER"]], [["O"]]).scores() == {"f1": 0, "precision": 0, "recall": 0}
+    assert entity_scores([["O"]], [["O"]])["f1"] == 0
+    assert entity_scores([["B-PER"]], [["O"]]) == {"f1": 0, "precision": 0, "recall": 0}

@@ -13,22 +13,20 @@ import torch
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.examination import best_span
-from pipeline.extensions.tasks.files import question_files
-from pipeline.extensions.tasks.question_answering import (
-    NO_ANSWER,
-    Window,
-    check_windows,
-    cut_passage,
-    token_span,
-    windows_of,
-)
+from pipeline.extensions.tasks.files import TaskFiles
 from pipeline.extensions.tasks.questions import (
+    NO_ANSWER,
     Answer,
     Question,
+    Window,
+    best_span,
+    check_windows,
+    cut_passage,
     exact_match,
     normalized,
     read_questions,
+    token_span,
+    windows_of,
     word_f1,
 )
 from pipeline.extensions.tasks.settings import TasksConfig
@@ -179,7 +177,7 @@ def test_other_files_than_squads_are_refused(tmp_path: Path) -> None:
             read_questions(written(tmp_path, content))
     twice = document()
     twice["data"] *= 2
-    with pytest.raises(ArtifactError, match="has two questions with the id 'q1'"):
+    with pytest.raises(ArtifactError, match="question 'q1' occurs twice"):
         read_questions(written(tmp_path, twice))
     unanswered = document()
     unanswered["data"][0]["paragraphs"][0]["qas"][0]["answers"] = []
@@ -195,11 +193,11 @@ def test_space_around_an_answer_is_no_part_of_it(tmp_path: Path) -> None:
 def test_files_are_found_by_language_and_split(tmp_path: Path) -> None:
     for name in ("xquad.de.train.json", "a.b.en.dev.json.gz", "xquad.zh_Hant.test.json", "x.json"):
         (tmp_path / name).write_text("")
-    found = {code: list(splits) for code, splits in question_files(tmp_path).items()}
-    assert found == {"de": ["train"], "en": ["dev"], "zh_Hant": ["test"]}
-    with pytest.raises(ConfigError, match="has no files of questions"):
-        (tmp_path / "empty").mkdir()
-        question_files(tmp_path / "empty")
+    files = TaskFiles.questions(tmp_path)
+    found = {split: files.languages(split) for split in ("train", "dev", "test")}
+    assert found == {"train": ["de"], "dev": ["en"], "test": ["zh_Hant"]}
+    with pytest.raises(ConfigError, match="has no files NAME"):
+        TaskFiles.questions(tmp_path / "empty")
 
 
 def squad_words(text: str) -> list[str]:

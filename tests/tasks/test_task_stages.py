@@ -1,6 +1,7 @@
 """The stages of tasks: trained like translation, on any number of ranks, resumed, scored."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from pipeline.config.documents import merge
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError, Interrupted, UserError
-from pipeline.extensions.tasks import evaluate_task, finetune_reader, finetune_tagger
-from pipeline.extensions.tasks.examination import answer_questions, tag_sentences
-from pipeline.extensions.tasks.named_entities import read_entities
-from pipeline.extensions.tasks.questions import read_questions
-from pipeline.extensions.tasks.task_model import TaskModel, load_task_model
+from pipeline.extensions.tasks import evaluate_task, finetune_task
+from pipeline.extensions.tasks.labeller import TaskModel
+from pipeline.extensions.tasks.named_entities import read_entities, tag_sentences
+from pipeline.extensions.tasks.questions import answer_questions, read_questions
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall, stage_config
 
@@ -54,7 +54,7 @@ SETTINGS["qa"] = merge(
     {"tasks": {"stride": 12, "max_question_tokens": 16}, "batches": {"tokens": 256}},
 )
 """Settings for an XLM-R of a few thousand parameters."""
-STAGE_OF = {"ner": finetune_tagger, "qa": finetune_reader}
+INPUT_OF = {"ner": "entities", "qa": "questions"}
 CPU = torch.device("cpu")
 
 
@@ -82,10 +82,10 @@ def make_recipe(task: str, **changes: Any) -> Recipe:
 def make_call(
     task: str, sources: Path, out_dir: Path, recipe: Recipe, *, ds_config: str = "cpu_fp32"
 ) -> StageCall:
-    stage = STAGES["finetune_tagger" if task == "ner" else "finetune_reader"]
+    stage = STAGES["finetune_task"]
     raw = {
         "pretrained": raw_input([str(sources / "xlmr")]),
-        "data": raw_input([str(sources / task)]),
+        INPUT_OF[task]: raw_input([str(sources / task)]),
     }
     records = {
         key: one for name, source in raw.items() for key, one in source.records(name).items()
@@ -119,13 +119,12 @@ def finetune(
     def here(**_: object) -> Any:
         yield world
 
-    module = STAGE_OF[task]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "distributed_world", here))
+        stack.enter_context(mock.patch.object(finetune_task, "distributed_world", here))
         if terminate_at is not None:
             terminate_at_call(stack, terminate_at)
         try:
-            module.run(make_call(task, sources, out_dir, recipe, ds_config=ds_config))
+            finetune_task.run(make_call(task, sources, out_dir, recipe, ds_config=ds_config))
         except Interrupted:
             return "stopped"
         except UserError as error:
@@ -320,14 +319,14 @@ def test_systems_that_cannot_be_compared_are_refused(
 
 
 def asked(directory: Path) -> TaskModel:
-    return load_task_model(open_artifact(directory, kind="task_model"), device=CPU)
+    return TaskModel.load(open_artifact(directory, kind="task_model"), device=CPU)
 
 
 def test_what_a_model_says_of_a_text_does_not_depend_on_its_neighbours(
     trained: dict[str, Path], sources: Path
 ) -> None:
     tagger, reader = asked(trained["lms@1"]), asked(trained["reader"])
-    sentences = read_entities(sources / "ner" / "de" / "test.tsv", language="de")
+    sentences = read_entities(sources / "ner" / "de" / "test.tsv", "de")
     together = tag_sentences(tagger, sentences, language="de")
     alone = [tag_sentences(tagger, [one], language="de")[0] for one in sentences]
     assert together == alone
@@ -338,6 +337,17 @@ def test_what_a_model_says_of_a_text_does_not_depend_on_its_neighbours(
     for one, answer in zip(questions, answers, strict=True):
         assert answer
         assert answer in one.context
+
+
+@pytest.mark.parametrize("names", [(), ("entities", "questions")])
+def test_text_of_no_task_or_of_two_is_refused(
+    names: tuple[str, ...], sources: Path, tmp_path: Path
+) -> None:
+    call = make_call("ner", sources, tmp_path / "out", make_recipe("ner"))
+    text = raw_input([str(sources / "ner")])
+    raw = {"pretrained": call.raw["pretrained"], **dict.fromkeys(names, text)}
+    with pytest.raises(ConfigError, match="Name one of them"):
+        finetune_task.run(replace(call, raw=raw))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pipeline.kernels.cpu import CpuKernels, using_cpu_kernels
 from pipeline.kernels.products import linear
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.tokens import Tokens
+from pipeline.model.transformer import Transformer
 from pipeline.training.optim import GradientOrder, depends_on_order
 
 BIAS_FIRST_FROM = 20
@@ -31,6 +32,7 @@ def train_with(world: World, *, zero: str, changes: Changes, bucket: int = BUCKE
     engine = make_engine(
         world, parallel_size=1, zero=zero, precision="fp32", method="sgd", bucket=bucket
     )
+    assert isinstance(engine.model, Transformer)
     layer = engine.model.encoder.layers[0].feed_forward
     assert isinstance(layer, FeedForward)
 

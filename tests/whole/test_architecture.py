@@ -58,7 +58,7 @@ READ_AHEAD = {"pipeline.decoding.incoming_lines"}
 """Module of a higher layer that the command line loads: it needs nothing but bytes."""
 SLIM_STAGES = (
     *(f"pipeline.stages.{name}" for name in ("pretrain", "finetune", "translate", "upcycle")),
-    *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
+    "pipeline.extensions.tasks.finetune_task",
     "pipeline.extensions.tasks.evaluate_task",
 )
 SLIM_PACKAGES = {
@@ -155,6 +155,8 @@ TEXT_ALONE = {
 SUBPACKAGES = {"data_prep.readers", "data_prep.rules"}
 """Packages within ``data_prep``; they hold nothing but their modules."""
 DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]
+DATA_SETTINGS = "data_prep.settings"
+"""Settings of the data stages, of which recipes are made: the only such module of ``data_prep``."""
 
 
 def test_every_module_of_the_pipeline_has_a_layer_and_every_layer_its_modules() -> None:
@@ -167,7 +169,8 @@ def test_imports_point_down() -> None:
         f"{name} → {target}"
         for name in PIPELINE
         for target in own_imports(name, at_once=name in EXTENSIONS)
-        if target.startswith("data_prep") or layer(target) > layer(name)
+        if target != DATA_SETTINGS
+        and (target.startswith("data_prep") or layer(target) > layer(name))
     ]
     assert not above
 
@@ -192,7 +195,7 @@ def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
 @pytest.mark.slow
 def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -> None:
     for name in COMMAND:
-        below = own_imports(name, at_once=True) - {*COMMAND} - READ_AHEAD
+        below = own_imports(name, at_once=True) - {*COMMAND, DATA_SETTINGS} - READ_AHEAD
         assert max(map(layer, below), default=0) <= LAYER_OF["jobs"]
         assert not STAGE_MODULES & own_imports(name)
     loaded = modules_after("import pipeline.cli")
@@ -295,13 +298,13 @@ def test_training_and_decoding_import_few_packages() -> None:
         "pipeline.decoding.beam_search",
         "pipeline.checkpoints.assembly.rules",
     } <= ours
-    assert not {name for name in ours if name.startswith("data_prep")}
+    assert {name for name in ours if name.startswith("data_prep.")} == {DATA_SETTINGS}
     third_party = {
         entry.target.split(".")[0]
         for name in ours
         for entry in imports_of(PACKAGES[name])
         if not entry.in_function
-    } - {"pipeline", *sys.stdlib_module_names}
+    } - {"pipeline", "data_prep", *sys.stdlib_module_names}
     assert third_party == SLIM_PACKAGES
 
 

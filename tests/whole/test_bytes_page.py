@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.settings import SEGMENTERS, TokenizerConfig
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.settings import SEGMENTERS, TokenizerConfig
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.cli import main
 from pipeline.config.recipe import load_recipe, recipe_names

@@ -69,7 +69,6 @@ REMOVALS = {
         (
             "pipeline/extensions/byte_front_ends",
             # The scales that a front end of this extension chooses:
-            "pipeline/extensions/analysis/scales.py",
             "pipeline/extensions/analysis/analyze_scales.py",
         ),
         without("byte_front_ends"),

@@ -18,11 +18,11 @@ from pipeline.extensions.language_modules.settings import (
     LanguageExpertsConfig,
     LowRankConfig,
 )
+from pipeline.extensions.tasks.labeller import Labeller
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
-from pipeline.model.labeller import Labeller
 from pipeline.model.parameters import count_parameters
 from pipeline.model.settings import LanguageModulesConfig, ModelConfig
 from pipeline.model.spec import ModelSpec

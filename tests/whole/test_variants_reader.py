@@ -22,7 +22,7 @@ from data_prep.readers.section import RawLine, RawText, Section
 from data_prep.readers.raw_files import source_of
 from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.artifacts.settings import CorpusConfig
+from data_prep.settings import CorpusConfig
 from pipeline.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ def _lines(path: Path, *, max_line_bytes: int) -> Iterator[RawLine]:
 VARIANT = Variant(
     {"data_prep/readers/bars.py": BARS},
     {
-        "pipeline/artifacts/settings.py": [
+        "data_prep/settings.py": [
             (
                 'source: Literal["tree", "cldr",',
                 'source: Literal["bars", "tree", "cldr",',
@@ -86,7 +86,7 @@ def copied(tmp_path: Path) -> Path:
 def test_a_reader_is_one_file_one_setting_and_one_case(copied: Path, tmp_path: Path) -> None:
     assert touched_files(copied) == {
         "data_prep/readers/bars.py",
-        "pipeline/artifacts/settings.py",
+        "data_prep/settings.py",
         "data_prep/import_corpus.py",
     }
     raw = write(

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from pipeline.artifacts.settings import MAX_VOCABULARY
+from data_prep.settings import MAX_VOCABULARY
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.documents import read_toml, toml_path
 from pipeline.config.settings import MAX_GROUPS, Settings, describe_validation, whole

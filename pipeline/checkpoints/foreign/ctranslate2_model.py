@@ -15,11 +15,8 @@ from torch import Tensor
 from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.foreign.layouts import Entries
 from pipeline.checkpoints.foreign.vocabularies import SPECIALS
-from pipeline.checkpoints.foreign.written_folder import Limit, experts_of, refuse_beyond
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import ConfigError
-from pipeline.model.settings import DenseConfig, ModelConfig
-from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 
 MAX_LENGTH = 1024
@@ -36,20 +33,6 @@ def installed_package() -> ModuleType:
         ) from error
     module: ModuleType = ctranslate2
     return module
-
-
-def refuse_unwritable(origin: Path, spec: ModelSpec) -> None:
-    """Raise CheckpointError if CTranslate2's Transformer cannot express a model."""
-    model = spec.model
-    limits = [
-        Limit("model.moe", experts_of(spec), ("none",), "hf-nllb-moe"),
-        Limit("model.converter_layers", model.converter_layers, (0,)),
-        Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
-        Limit("model.front", model.front.kind, ("subwords",)),
-        Limit("model.feed_forward", model.feed_forward, (DenseConfig(),)),
-        Limit("batches.tag_scheme", spec.tag_scheme, ("src-tgt", "tgt")),
-    ]
-    refuse_beyond(origin, limits, to="ctranslate2")
 
 
 def write_model(directory: Path, source: ModelSource, entries: Entries) -> None:
@@ -105,7 +88,9 @@ class _Specification:
         untied = self.model.embedding.output == "untied"
         decoder.projection.weight = self._read("embedding.output_weight") if untied else embedding
         for name, stack in (("encoder", encoder), ("decoder", decoder)):
-            stack.scale_embeddings = scale_of(self.model)
+            stack.scale_embeddings = (
+                math.sqrt(self.model.width) if self.model.scale_embedding else 1.0
+            )
             stack.position_encodings.encodings = self._positions(name)
             if self.model.embedding_norm:
                 self._norm(stack.layernorm_embedding, f"{name}.embedding_norm")
@@ -156,8 +141,3 @@ class _Specification:
 
     def _read(self, name: str) -> Tensor:
         return self.source.tensors.read(name).to(torch.float32)
-
-
-def scale_of(model: ModelConfig) -> float:
-    """Return the factor that multiplies embeddings."""
-    return math.sqrt(model.width) if model.scale_embedding else 1.0

@@ -14,7 +14,7 @@ Experts come from fairseq's branches ``moe`` and ``nllb``
 NLLB-MoE. ``X-shared.pt`` holds all tensors but the experts', which lie in ``X-rank-K.pt`` under
 their number on rank K: with n experts per rank, number i of rank K is expert K · n + i of the
 model. A layer has experts if its number from 1 is a multiple of ``moe_freq``. The probabilities of
-two kept experts are renormalized; that of a single one is not.
+two kept experts are renormalized; the probability of a single expert is not.
 
 fairseq's evaluation drops tokens beyond an expert's capacity. A model of ours does so only if a
 recipe says so, because the result depends on the other sentences of a batch.
@@ -98,9 +98,9 @@ UNSUPPORTED = (
     *("transformer_moe_layers", "insert_transformer_moe_layers", "alternate_ffn_embed_dim"),
     *("alternate_encoder_ffn_embed_dim", "alternate_decoder_ffn_embed_dim", "moe_cmr"),
 )
-"""Settings of a model or task that ours does not have, including those of mCOLT (mRASP2)."""
+"""Settings of a model or task that ours does not have, also of mCOLT (mRASP2)."""
 _TAGS_AT_END = "translation_from_pretrained_bart"
-"""The task of mBART, whose source ends with its tag."""
+"""The task of mBART, where the source ends with its tag."""
 _FINAL_NORM_VERSION = 3
 """A stack of an earlier version has no norm after its last layer, whatever its settings say."""
 
@@ -207,7 +207,7 @@ def _is_off(value: object) -> bool:
 
 
 def _flat_settings(state: Mapping[str, Any], origin: Path) -> dict[str, Any]:
-    """Return setting → value; settings of the model take precedence over those of its task."""
+    """Return setting → value; settings of the model take precedence over its task's."""
     if isinstance(state.get("args"), Namespace):
         return dict(vars(state["args"]))
     sections = state.get("cfg")
@@ -383,7 +383,7 @@ def refuse_rank_file(path: Path) -> None:
 
 
 def rank_files(shared: Path) -> list[Path]:
-    """Return the files of all ranks beside the shared one, in the order of ranks.
+    """Return the files of all ranks next to the shared file, in the order of ranks.
 
     Raises:
         CheckpointError: One is missing, or all are.

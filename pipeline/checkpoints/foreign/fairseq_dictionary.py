@@ -2,7 +2,7 @@
 
 The format comes from the public source of fairseq, which is not installed here
 (``fairseq/data/dictionary.py`` and ``fairseq/data/multilingual/multilingual_utils.py``). A line is
-a symbol, a space and a count; ids are those of four specials, then of the lines in order. A second
+a symbol, a space and a count; four specials have the first ids, then the lines in order. A second
 line for a symbol is an error unless it ends with ``#fairseq:overwrite``; then it replaces the
 first. A task with several languages appends the language tokens that the dictionary lacks, in the
 order of its list of languages.
@@ -48,7 +48,7 @@ _SPELLINGS: Mapping[LanguageTokenScheme, re.Pattern[str]] = {
     "plain": re.compile("(?P<code>[a-z]{3}_[A-Z][a-z]{3}|[a-z]{2}_[A-Z]{2})"),
 }
 _TASKS = frozenset({"dae", "lm"})
-"""Tasks whose tokens fairseq spells as it spells languages: ``__dae__`` and ``__lm__``."""
+"""Tasks that fairseq spells like languages: ``__dae__`` and ``__lm__``."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class FairseqVocabulary:
     dictionary: Path
     sentencepiece: Path
     languages: tuple[str, ...] = ()
-    """Languages in the order of the model's task. Empty: those of the checkpoint's settings, or
-    else those whose tokens the dictionary has."""
+    """Languages in the order of the model's task. Empty: as in the checkpoint's settings, or
+    else all that have a token in the dictionary."""
 
     @classmethod
     def of_options(
@@ -170,7 +170,7 @@ class Dictionary:
     symbols: dict[str, int]
     """Symbol → id."""
     size: int
-    """Number of ids, including those of overwritten symbols."""
+    """Number of ids, overwritten symbols included."""
 
 
 def read_dictionary(content: bytes, path: Path) -> Dictionary:

@@ -5,7 +5,7 @@ do. Padding must therefore be 1, and the rows of the embedding are put into fair
 
 - ``M2M100Tokenizer``: specials, pieces, the hundred languages of M2M-100 in its order,
   spare rows. Rows of languages that a model lacks are zeros.
-- ``NllbTokenizer``, whose language tokens are free: specials, pieces, the model's own languages,
+- ``NllbTokenizer``, where language tokens are free: specials, pieces, the model's own languages,
   spare rows. An imported model keeps its tokens; others get NLLB's codes (``nllb_token``).
 
 Spare rows are ids of ours without a token, which imported models can have. They take part in the
@@ -61,7 +61,7 @@ class Entries:
     origin: Path
     """The checkpoint that an error names."""
     given: frozenset[str] = frozenset()
-    """Languages whose tokens were imported with the model."""
+    """Languages with tokens that were imported with the model."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def chosen_layout(entries: Entries) -> Layout:
     """Return M2M-100's layout if it has all languages with the same tokens, else NLLB's.
 
     Raises:
-        CheckpointError: A token is also a piece, or that of another language.
+        CheckpointError: A token is also a piece, or belongs to another language, too.
     """
     hundred = {
         code: f"__{spelling}__" for spelling, code in distinct_codes(M2M100_LANGUAGES).items()

@@ -1,23 +1,21 @@
 """Write the model card of an exported checkpoint: ``README.md`` with a header for model hubs.
 
-The card states what manifests record: the checkpoint's own, and those of the artifacts that it was
-made from, if they can still be found. Its example translates a sentence of the Universal
-Declaration of Human Rights.
+The card states what manifests record: the manifest of the checkpoint, and the manifests of the
+artifacts that it was made from, if they can still be found.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.artifacts.artifact import Artifact, Lineage, open_recorded
-from pipeline.artifacts.corpus import language_of, pair_name
+from pipeline.artifacts.corpus import pair_name
 from pipeline.artifacts.manifest import to_json
 from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles
 from pipeline.checkpoints.foreign.layouts import Layout
 from pipeline.checkpoints.names import num_parameters
-from pipeline.languages import language, without_region
+from pipeline.languages import language
 from pipeline.model.spec import ModelSpec
 
 NOT_RECORDED = "Not recorded."
@@ -110,7 +108,7 @@ class Card:
             "",
             f"model = {model}ForConditionalGeneration.from_pretrained(DIR).eval()",
             f'tokenizer = {name}.from_pretrained(DIR, src_lang="{spelling}")',
-            *_text_lines(source),
+            f'text = "a sentence in {language(source).name}"',
             'batch = tokenizer([text], return_tensors="pt")',
             f'target = tokenizer.convert_tokens_to_ids("{of_target}")',
             "output = model.generate(**batch, forced_bos_token_id=target)",
@@ -133,7 +131,7 @@ class Card:
             "",
             f'pieces = SentencePieceProcessor(model_file="DIR/{MODEL_NAME}")',
             'translator = ctranslate2.Translator("DIR")',
-            *_text_lines(source),
+            f'text = "a sentence in {language(source).name}"',
             f'tokens = ["{tag}", *pieces.encode(text, out_type=str), "</s>"]',
             f"options = dict(max_decoding_length={min(256, self.spec.model.max_positions)})",
             f"results = translator.translate_batch([tokens]{prefix}, **options)",
@@ -143,41 +141,26 @@ class Card:
         return _python(code)
 
     def _example(self) -> tuple[str, str]:
-        """Return source and target language of the examples.
+        """Return source and target language of the examples: the pair with most training text.
 
-        They are the pair with most training text, from the language that has more of it in total.
-        If the text is not recorded, they are the most prominent languages (``prominence``).
+        If the text is not recorded, they are the first languages, a source from English.
         """
-        lines = self._training_pairs()
-        own = Counter[str]()
-        for pair, count in lines.items():
-            own.update(dict.fromkeys(map(language_of, pair.split("-")), count))
-        targets = self._trained_targets()
-        ways = [
-            (source, target)
-            for target in targets
-            for source in self.spec.languages
-            if source != target
-        ]
-
-        def rank(way: tuple[str, str]) -> tuple[object, ...]:
-            source, target = way
-            text = lines.get(pair_name(source, target), 0)
-            return (-text, -own[source], prominence(source), prominence(target))
-
-        return min(ways, key=rank, default=(targets[0], targets[0]))
-
-    def _trained_targets(self) -> tuple[str, ...]:
-        """Return the target languages, limited to ``mixture.targets`` of its mixtures if given."""
-        mixtures = [one for one in self.lineage.found.values() if one.manifest.kind == "mixture"]
         drawn = {
             code
-            for one in mixtures
-            for code in one.manifest.config.get("mixture", {}).get("targets", ())
+            for artifact in self.lineage.found.values()
+            if artifact.manifest.kind == "mixture"
+            for code in artifact.manifest.config.get("mixture", {}).get("targets", ())
         }
-        return tuple(code for code in self.targets if code in drawn) or self.targets
+        targets = [code for code in self.targets if not drawn or code in drawn] or self.targets
+        lines = self._training_pairs()
+        ways = [(one, other) for other in targets for one in self.spec.languages if one != other]
+        return min(
+            ways,
+            key=lambda way: (-lines.get(pair_name(*way), 0), way[0] != "en", way),
+            default=(targets[0], targets[0]),
+        )
 
-    # ------------------------------------------------------------ what is recorded
+    # ------------------------------------------------------------ records
 
     def _data(self) -> str:
         pairs = self._training_pairs()
@@ -197,10 +180,8 @@ class Card:
         return pairs
 
     def _missing(self) -> str:
-        missing = sorted(self.lineage.missing)
-        if not missing:
-            return ""
-        return f" Some of its inputs could not be found: {', '.join(missing)}."
+        missing = ", ".join(sorted(self.lineage.missing))
+        return f" Some of its inputs could not be found: {missing}." if missing else ""
 
     def _recipe(self) -> str:
         stages = [
@@ -216,7 +197,12 @@ class Card:
         systems: Mapping[str, Mapping[str, Mapping[str, float]]]
         systems = self.scores.statistics.get("systems", {})
         own = [name for name in systems if self._is_own(self.scores, name)]
-        rows = list(_score_rows({name: systems[name] for name in own or systems}))
+        rows = [
+            (system, family.replace("_", " "), score, "" if value is None else f"{value:.2f}")
+            for system in own or systems
+            for family, scores in systems[system].items()
+            for score, value in scores.items()
+        ]
         note = "" if own else "It is not known which of these systems is this model.\n\n"
         return note + _table(("system", "directions", "score", "mean"), rows)
 
@@ -228,24 +214,6 @@ class Card:
         return used is not None and used.digest == self.checkpoint.digest
 
 
-def _score_rows(
-    systems: Mapping[str, Mapping[str, Mapping[str, float]]],
-) -> Iterator[tuple[str, ...]]:
-    for system, families in systems.items():
-        for family, scores in families.items():
-            for score, value in scores.items():
-                shown = "" if value is None else f"{value:.2f}"
-                yield system, family.replace("_", " "), score, shown
-
-
-def _text_lines(source: str) -> list[str]:
-    """Return the lines of an example that set the text to translate."""
-    sentence = sentence_in(source)
-    if sentence is None:
-        return [f"# put a sentence in {language(source).name} here", 'text = "…"']
-    return [f"text = {json.dumps(sentence, ensure_ascii=False)}"]
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -254,54 +222,3 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _python(lines: Sequence[str]) -> str:
     body = "\n".join(lines)
     return f"```python\n{body}\n```\n"
-
-
-# Article 1 of the Universal Declaration of Human Rights in the translations of the United Nations,
-# by the prominence of the languages, which decides examples if the training text is not recorded.
-SENTENCES = {
-    "en": "All human beings are born free and equal in dignity and rights.",
-    "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren.",
-    "fr": "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
-    "es": "Todos los seres humanos nacen libres e iguales en dignidad y derechos.",
-    "zh": "人人生而自由，在尊严和权利上一律平等。",
-    "ru": "Все люди рождаются свободными и равными в своем достоинстве и правах.",
-    "pt": "Todos os seres humanos nascem livres e iguais em dignidade e em direitos.",
-    "it": "Tutti gli esseri umani nascono liberi ed eguali in dignità e diritti.",
-    "ar": "يولد جميع الناس أحرارا متساوين في الكرامة والحقوق.",
-    "hi": "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है।",
-    "ja": "すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。",
-    "ko": "모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다.",
-    "nl": "Alle mensen worden vrij en gelijk in waardigheid en rechten geboren.",
-    "pl": "Wszyscy ludzie rodzą się wolni i równi pod względem swej godności i swych praw.",
-    "tr": "Bütün insanlar hür, haysiyet ve haklar bakımından eşit doğarlar.",
-    "vi": "Tất cả mọi người sinh ra đều được tự do và bình đẳng về nhân phẩm và quyền.",
-    "id": "Semua orang dilahirkan merdeka dan mempunyai martabat dan hak-hak yang sama.",
-    "uk": "Всі люди народжуються вільними і рівними у своїй гідності та правах.",
-    "cs": "Všichni lidé rodí se svobodní a sobě rovní co do důstojnosti a práv.",
-    "sv": "Alla människor är födda fria och lika i värde och rättigheter.",
-    "da": "Alle mennesker er født frie og lige i værdighed og rettigheder.",
-    "nb": "Alle mennesker er født frie og med samme menneskeverd og menneskerettigheter.",
-    "no": "Alle mennesker er født frie og med samme menneskeverd og menneskerettigheter.",
-    "fi": "Kaikki ihmiset syntyvät vapaina ja tasavertaisina arvoltaan ja oikeuksiltaan.",
-    "el": "Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια και τα δικαιώματα.",
-    "hu": "Minden emberi lény szabadon születik és egyenlő méltósága és joga van.",
-    "ro": "Toate ființele umane se nasc libere și egale în demnitate și în drepturi.",
-    "fa": "تمام افراد بشر آزاد به دنیا می‌آیند و از لحاظ حیثیت و حقوق با هم برابرند.",
-    "he": "כל בני האדם נולדו בני חורין ושווים בערכם ובזכויותיהם.",
-    "th": "มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกันในเกียรติศักดิ์และสิทธิ",
-    "bg": "Всички хора се раждат свободни и равни по достойнство и права.",
-    "ca": "Tots els éssers humans neixen lliures i iguals en dignitat i en drets.",
-    "zh_Hant": "人人生而自由，在尊嚴和權利上一律平等。",
-    "sw": "Watu wote wamezaliwa huru, hadhi na haki zao ni sawa.",
-}
-_RANKS = {code: rank for rank, code in enumerate(SENTENCES)}
-
-
-def sentence_in(code: str) -> str | None:
-    """Return a sentence in a language; None if ``SENTENCES`` has none."""
-    return SENTENCES.get(code) or SENTENCES.get(without_region(code))
-
-
-def prominence(code: str) -> tuple[int, str]:
-    """Return a key that sorts languages in the order of ``SENTENCES``, others after them."""
-    return _RANKS.get(without_region(code), len(_RANKS)), code

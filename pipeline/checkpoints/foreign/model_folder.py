@@ -48,7 +48,7 @@ class ModelFolder:
         self.origin = directory
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """Return the object in one of the folder's JSON files."""
+        """Return the object in a JSON file of the folder."""
         document = parse_json(
             self.read_bytes(name),
             what=str(self.origin / name),
@@ -60,7 +60,7 @@ class ModelFolder:
         return document
 
     def described(self, kind: type[AnyDescribed], name: str = CONFIG_FILE) -> AnyDescribed:
-        """Return the fields of ``kind`` in one of the folder's JSON files."""
+        """Return the fields of ``kind`` in a JSON file of the folder."""
         try:
             return kind.model_validate(self.read_object(name), strict=False)
         except ValidationError as error:

@@ -8,8 +8,9 @@ remark if the row needs one::
     final_logits_bias                          -                   # zeros
 
 ``{stack}`` is encoder or decoder, ``{kind}`` weight or bias, ``{layer}`` and ``{expert}`` are
-numbers. ``-`` means that we have no such tensor. If several of their tensors are one of ours, an
-export writes the first row, and an import checks that the others hold the same values.
+numbers. ``-`` means that we have no such tensor. If several of their tensors are a single
+tensor of ours, an export writes the first row, and an import checks that the others hold the same
+values.
 
 :class:`Stored` reads files by their own names; :class:`ForeignTensors` reads a :class:`Stored` by
 our names and checks names and shapes against the model.
@@ -73,9 +74,15 @@ class NameTable:
             rows.append(Row(theirs, ours, reason.strip()))
         return cls(tuple(rows))
 
-    def with_prefix(self, prefix: str) -> "NameTable":
-        """Return the table with ``prefix`` in front of all of their names."""
-        return NameTable(tuple(replace(row, theirs=prefix + row.theirs) for row in self.rows))
+    def renamed(self, *changes: tuple[str, str]) -> "NameTable":
+        """Return the table with parts of their names replaced; ``""`` is the beginning."""
+        rows = []
+        for row in self.rows:
+            theirs = row.theirs
+            for old, new in changes:
+                theirs = theirs.replace(old, new, -1 if old else 1)
+            rows.append(replace(row, theirs=theirs))
+        return NameTable(tuple(rows))
 
     def __add__(self, other: "NameTable") -> "NameTable":
         return NameTable(self.rows + other.rows)

@@ -51,8 +51,8 @@ _UNNEEDED = (
 """Classes in the training state: meters of fairseq before 0.9, and numbers of numpy."""
 
 
-def read_torch_file(path: Path, *, keep: Sequence[str]) -> dict[str, Any]:
-    """Return the entries ``keep`` of the dictionary in a file; the others are freed.
+def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the dictionary in a file, or only its entries ``keep``; the others are freed.
 
     Raises:
         CheckpointError: It is no file of torch.save, holds no dictionary, is damaged, or asks for
@@ -79,7 +79,7 @@ def read_torch_file(path: Path, *, keep: Sequence[str]) -> dict[str, Any]:
             f"{path} holds a {shown(type(state).__name__)}, not the dictionary of a checkpoint. "
             "Name a checkpoint."
         )
-    return {name: state[name] for name in keep if name in state}
+    return state if keep is None else {name: state[name] for name in keep if name in state}
 
 
 def _check_container(path: Path) -> bool:

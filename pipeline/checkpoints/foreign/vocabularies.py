@@ -1,6 +1,6 @@
 """Read the tokenizers of Hugging Face's folders: a SentencePiece model and how it is numbered.
 
-Language tokens keep their ids; their codes are those of ``languages.py``: ``eng_Latn`` and
+Language tokens keep their ids; their codes follow ``languages.py``: ``eng_Latn`` and
 ``en_XX`` are ``en``. Text that looks like a special or a language token stays text here;
 transformers takes it for the token.
 
@@ -42,7 +42,7 @@ CLASSES = "M2M100Tokenizer, NllbTokenizer, MBart50Tokenizer"
 SPECIALS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
 """Name → spelling of the specials, in the order of their ids in fairseq and in exports."""
 SENTENCEPIECE_SPECIALS = ("<unk>", "<s>", "</s>")
-"""The pieces that a SentencePiece model has before its ordinary ones."""
+"""The pieces that a SentencePiece model has before its ordinary pieces."""
 SHIFT = 1
 """The id of an ordinary piece minus its index in the SentencePiece model (NLLB, mBART-50)."""
 
@@ -52,7 +52,7 @@ M2M100_LANGUAGES = (
     "ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk "
     "ur uz vi wo xh yi yo zh zu"
 ).split()
-"""Languages of M2M-100, in the order of their ids, which follow those of the pieces."""
+"""Languages of M2M-100, in the order of their ids, which follow the ids of the pieces."""
 NLLB_LANGUAGES = (
     "ace_Arab ace_Latn acm_Arab acq_Arab aeb_Arab afr_Latn ajp_Arab aka_Latn amh_Ethi apc_Arab "
     "arb_Arab ars_Arab ary_Arab arz_Arab asm_Beng ast_Latn awa_Deva ayr_Latn azb_Arab azj_Latn "
@@ -108,7 +108,7 @@ Token = str | AddedToken
 
 
 class TokenizerConfig(Described):
-    """``tokenizer_config.json``; defaults are those of transformers."""
+    """``tokenizer_config.json``, with the defaults of transformers."""
 
     tokenizer_class: str | None = None
     bos_token: Token = "<s>"
@@ -119,7 +119,7 @@ class TokenizerConfig(Described):
     additional_special_tokens: tuple[Token, ...] | None = None
     legacy_behaviour: bool = False
     language_codes: Literal["m2m100"] = "m2m100"
-    """The list of languages; the one of WMT 21's models is not supported."""
+    """The list of languages; the list of WMT 21's models is not supported."""
     sp_model_kwargs: dict[str, Any] | None = None
 
     def specials(self) -> dict[str, str]:
@@ -187,7 +187,7 @@ def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> Fol
 
 
 def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConfig:
-    """Read ``tokenizer_config.json``; a class ``…Fast`` has the ids of the one without."""
+    """Read ``tokenizer_config.json``; a class ``…Fast`` has the same ids as the class without."""
     found = TokenizerConfig()
     if folder.has(TOKENIZER_CONFIG_FILE):
         found = folder.described(TokenizerConfig, TOKENIZER_CONFIG_FILE)
@@ -250,7 +250,7 @@ def _shifted_tokenizer(
 def _added_tokens(folder: ModelFolder, config: TokenizerConfig) -> dict[str, int]:
     """Return the ids of tokens that are no pieces; empty if no file of the folder has them.
 
-    transformers writes them in one of three places: newer versions into ``tokenizer_config.json``,
+    transformers writes them in three places: newer versions into ``tokenizer_config.json``,
     older ones into ``added_tokens.json``, the tokenizers library into ``tokenizer.json``.
     """
     if config.added_tokens_decoder:

@@ -2,16 +2,15 @@
 
 M2M-100 and NLLB-MoE can be written, with ``M2M100Tokenizer`` or ``NllbTokenizer``. The first
 functions refuse models that these formats cannot express. Weights are written in files of bounded
-size, at most one of which is in memory. The ids that the tokenizers assign to a text are ours,
+size; at most one is in memory. The ids that the tokenizers assign to a text are ours,
 renumbered by a :class:`Layout`; if a text contains a special or a language token, theirs read the
 token and ours read text.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
@@ -42,31 +41,52 @@ EMBEDDING = "embedding.weight"
 METADATA = {"format": "pt"}
 """Metadata of safetensors as ``save_pretrained`` writes it; transformers asks for it."""
 LONGEST_OUTPUT = 200
-"""Default limit of a translation in tokens, that of the published M2M-100."""
+"""Default limit of a translation in tokens, as in the published M2M-100."""
+Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
+_TAG_SCHEMES = {
+    "hf-m2m100": ("src-tgt",),
+    "hf-nllb-moe": ("src-tgt",),
+    "ctranslate2": ("src-tgt", "tgt"),
+}
 _PIECES = 1
 """Number of the field of pieces in a SentencePiece model."""
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A setting of a model, and the values of it that a format supports."""
-
-    setting: str
-    found: object
-    possible: tuple[object, ...]
-    instead: str = ""
-    """A format that supports the other values, if there is one."""
-
-
-def refuse_beyond(origin: Path, limits: Iterable[Limit], *, to: str) -> None:
-    """Raise CheckpointError if the format ``to`` does not support a setting of a model."""
-    for limit in limits:
-        if limit.found not in limit.possible:
-            possible = " or ".join(repr(value) for value in limit.possible)
-            fix = f"Export it --to {limit.instead}." if limit.instead else "No format supports it."
+def refuse_unwritable(origin: Path, spec: ModelSpec, *, to: Format) -> None:
+    """Raise CheckpointError if a format does not support a setting of a model."""
+    model, is_hugging_face = spec.model, to != "ctranslate2"
+    wanted, other = ("experts", "hf-m2m100") if to == "hf-nllb-moe" else ("none", "hf-nllb-moe")
+    instead = "ctranslate2" if to == "hf-m2m100" else ""
+    # setting, value, the values that the format supports, a format that supports the others
+    limits: list[tuple[str, object, tuple[object, ...], str]] = [
+        ("model.moe", "experts" if model.moe else "none", (wanted,), other),
+        ("model.converter_layers", model.converter_layers, (0,), ""),
+        ("model.embedding.input", model.embedding.input, ("learned", "frozen"), ""),
+        ("model.front", model.front.kind, ("subwords",), ""),
+        ("model.feed_forward", model.feed_forward, (DenseConfig(),), ""),
+        ("batches.tag_scheme", spec.tag_scheme, _TAG_SCHEMES[to], instead),
+    ]
+    if is_hugging_face:
+        limits += [
+            ("model.norm", model.norm, ("pre",), instead),
+            ("model.positions", model.positions, ("sinusoidal",), instead),
+            ("model.embedding_norm", model.embedding_norm, (False,), instead),
+            ("model.embedding.output", model.embedding.output, ("tied",), instead),
+        ]
+    if to == "hf-nllb-moe" and (moe := model.moe) is not None:
+        factor = moe.evaluation_capacity_factor
+        limits += [
+            ("model.moe.top_k", moe.top_k, (2,), ""),
+            ("model.moe.combine_weights", moe.combine_weights, ("renormalized",), ""),
+            ("model.moe.decoder_router", moe.decoder_router, ("token",), ""),
+            ("model.moe.evaluation_capacity_factor", factor, (None,), ""),
+        ]
+    for setting, found, possible, instead in limits:
+        if found not in possible:
+            values = " or ".join(map(repr, possible))
+            fix = f"Export it --to {instead}." if instead else "No format supports it."
             raise CheckpointError(
-                f"{origin} has {limit.setting} = {limit.found!r}; {to} supports only {possible}. "
-                f"{fix}"
+                f"{origin} has {setting} = {found!r}; {to} supports only {values}. {fix}"
             )
 
 
@@ -80,90 +100,18 @@ def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> Non
         )
 
 
-def refuse_other_than_m2m100(origin: Path, spec: ModelSpec) -> None:
-    """Raise CheckpointError if M2M-100 cannot express a model."""
-    experts = Limit("model.moe", experts_of(spec), ("none",), "hf-nllb-moe")
-    limits = [experts, *_common_limits(spec, instead="ctranslate2")]
-    refuse_beyond(origin, limits, to="hf-m2m100")
-
-
-def refuse_other_than_nllb_moe(origin: Path, spec: ModelSpec) -> None:
-    """Raise CheckpointError if NLLB-MoE cannot express a model."""
-    limits = [Limit("model.moe", experts_of(spec), ("experts",), "hf-m2m100")]
-    if (moe := spec.model.moe) is not None:
-        factor = moe.evaluation_capacity_factor
-        limits += [
-            Limit("model.moe.top_k", moe.top_k, (2,)),
-            Limit("model.moe.combine_weights", moe.combine_weights, ("renormalized",)),
-            Limit("model.moe.decoder_router", moe.decoder_router, ("token",)),
-            Limit("model.moe.evaluation_capacity_factor", factor, (None,)),
-        ]
-    refuse_beyond(origin, [*limits, *_common_limits(spec, instead="")], to="hf-nllb-moe")
-
-
-def experts_of(spec: ModelSpec) -> str:
-    """Return ``experts`` or ``none``, by whether a model has experts."""
-    return "none" if spec.model.moe is None else "experts"
-
-
-def _common_limits(spec: ModelSpec, *, instead: str) -> list[Limit]:
-    """Return the limits that M2M-100 and NLLB-MoE share."""
-    model = spec.model
-    return [
-        Limit("model.norm", model.norm, ("pre",), instead),
-        Limit("model.positions", model.positions, ("sinusoidal",), instead),
-        Limit("model.embedding_norm", model.embedding_norm, (False,), instead),
-        Limit("model.converter_layers", model.converter_layers, (0,)),
-        Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
-        Limit("model.embedding.output", model.embedding.output, ("tied",), instead),
-        Limit("model.front", model.front.kind, ("subwords",)),
-        Limit("model.feed_forward", model.feed_forward, (DenseConfig(),)),
-        Limit("batches.tag_scheme", spec.tag_scheme, ("src-tgt",), instead),
-    ]
-
-
-def m2m100_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a dense model."""
-    return _common_config(spec, vocabulary_size=vocabulary_size) | {
+def model_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
+    """Return the ``config.json`` of M2M-100 or, for a model with experts, of NLLB-MoE."""
+    model, moe = spec.model, spec.model.moe
+    config: dict[str, Any] = {
         "architectures": ["M2M100ForConditionalGeneration"],
         "model_type": "m2m_100",
-    }
-
-
-def nllb_moe_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """Return the ``config.json`` of a model with experts, which drops no token in evaluation."""
-    moe = spec.model.moe
-    assert moe is not None
-    return _common_config(spec, vocabulary_size=vocabulary_size) | {
-        "architectures": ["NllbMoeForConditionalGeneration"],
-        "model_type": "nllb-moe",
-        "batch_prioritized_routing": moe.batch_prioritized,
-        "decoder_sparse_step": moe.every,
-        "encoder_sparse_step": moe.every,
-        "moe_eval_capacity_token_fraction": 1.0,  # as many slots per expert as there are tokens
-        "moe_token_dropout": 0.0,
-        "normalize_router_prob_before_dropping": False,
-        "num_experts": moe.num_experts,
-        "router_bias": False,
-        "router_dtype": "float32",
-        "second_expert_policy": "all",
-    }
-
-
-def _common_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """Return the settings in ``config.json`` that M2M-100 and NLLB-MoE share."""
-    model = spec.model
-    return {
         "activation_function": model.activation,
         "bos_token_id": 0,
         "d_model": model.width,
-        "decoder_attention_heads": model.num_heads,
-        "decoder_ffn_dim": model.feed_forward_width,
         "decoder_layerdrop": 0.0,
         "decoder_layers": model.decoder_layers,
         "decoder_start_token_id": 2,
-        "encoder_attention_heads": model.num_heads,
-        "encoder_ffn_dim": model.feed_forward_width,
         "encoder_layerdrop": 0.0,
         "encoder_layers": model.encoder_layers,
         "eos_token_id": 2,
@@ -174,6 +122,25 @@ def _common_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
         "scale_embedding": model.scale_embedding,
         "tie_word_embeddings": True,
         "vocab_size": vocabulary_size,
+    }
+    for stack in ("encoder", "decoder"):
+        config[f"{stack}_attention_heads"] = model.num_heads
+        config[f"{stack}_ffn_dim"] = model.feed_forward_width
+    if moe is None:
+        return config
+    return config | {
+        "architectures": ["NllbMoeForConditionalGeneration"],
+        "model_type": "nllb-moe",
+        "batch_prioritized_routing": moe.batch_prioritized,
+        "decoder_sparse_step": moe.every,
+        "encoder_sparse_step": moe.every,
+        "moe_eval_capacity_token_fraction": 1.0,  # as many slots per expert as tokens: none drops
+        "moe_token_dropout": 0.0,
+        "normalize_router_prob_before_dropping": False,
+        "num_experts": moe.num_experts,
+        "router_bias": False,
+        "router_dtype": "float32",
+        "second_expert_policy": "all",
     }
 
 

@@ -1,7 +1,7 @@
 """Analyses: languages inside a model; scales, lengths and language vectors of byte models.
 
 Each analysis is a stage that makes an artifact of kind ``analysis``: data as JSON, and pictures of
-it as SVG. ``report`` shows them beside the scores of an evaluation.
+it as SVG. ``report`` shows them next to the scores of an evaluation.
 """
 
 from collections.abc import Mapping

@@ -3,25 +3,62 @@
 Reads a checkpoint and a corpus. Makes an analysis: ``languages.json``; ``experts-{family}.svg``,
 the experts that the directions of a family use; and ``states.svg``, encoder states of the same
 lines in all languages. A dense model has no experts, and a corpus may have too few such lines.
+
+The routes of a direction (Figure 6) are counted on its test lines with teacher forcing. The state
+of a line (Figure 4) is the mean of the encoder's output over its tokens, tag and end-of-sentence
+included. Lines that are empty or too long for the model are left out.
+
+Legend: N real tokens, B sentences, P parallel lines, D model width, L MoE layers, E experts, X and
+Y places of a grid.
 """
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction, read_lines
+from pipeline.batching.batch import Batch, Packing
+from pipeline.decoding.hypotheses import Source, not_numbers, source_begins
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.decoding.translator import Translator
-from pipeline.errors import ArtifactError
+from pipeline.decoding.translator import Job, Translator
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.directions import describe_directions
-from pipeline.extensions.analysis.languages import (
-    count_routes,
-    encode_parallel_lines,
-    installed_tsne,
-    languages_document,
-)
-from pipeline.extensions.analysis.report import language_pictures
+from pipeline.extensions.analysis.analyze_lengths import most_paired, translations_of
+from pipeline.extensions.analysis.report import write_analysis
 from pipeline.model.moe.routing_statistics import moe_layer_names
+from pipeline.model.transformer import Transformer
+from pipeline.seeds import derive_seed, named_generator
 from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
-from pipeline.terminal import counted
+from pipeline.terminal import counted, track
+
+MAX_LINES = 200
+"""Most lines of a direction, and most parallel lines."""
+MAX_POINTS = 1000
+"""Most lines of all languages together that t-SNE places."""
+MIN_POINTS = 10
+"""Fewest lines of all languages together that t-SNE can place."""
+SEED = derive_seed("analyze_languages", "t-SNE") % 2**32
+"""Seed of t-SNE, which takes 32 bits."""
+
+SHARES = (0.5, 0.9)
+"""Shares of the density of a language's points that outlines hold."""
+PLACES = 32
+"""Places of the grid of an outline in each dimension."""
+MARGIN = 3.0
+"""Margin of that grid around the points, in standard deviations of a kernel."""
+
+Counts = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Segment = tuple[tuple[float, float], tuple[float, float]]
 
 
 def run(call: StageCall) -> None:
@@ -49,14 +86,11 @@ def run(call: StageCall) -> None:
             "token of its lines goes to an expert of the model: there is nothing to compare. Name "
             "a corpus of one text in several languages, or a model with experts."
         )
-    families = {one.direction: one.family for one in profiles}
+    families = {profile.direction: profile.family for profile in profiles}
     document = languages_document(routes, states, families=families, layers=layers)
     with call.new_artifact() as writer:
-        writer.write_json("languages.json", document)
-        for name, picture in language_pictures(document).items():
-            writer.path(f"{name}.svg").write_text(picture, encoding="utf-8", newline="\n")
+        write_analysis(writer, document)
         writer.statistics.update(
-            analysis="languages",
             directions=len(selection.taken),
             parallel_lines=len(states.lines),
             skipped_directions=[str(direction) for direction in selection.skipped],
@@ -73,6 +107,329 @@ def run(call: StageCall) -> None:
             if states.lines
             else f"no line of {states.pivot} is in all of its pairs: no encoder states are compared"
         )
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Routes of the lines of a direction to the experts, before the capacity limit."""
+
+    lines: int
+    routed_LE: Counts
+
+
+@dataclass(frozen=True)
+class States:
+    """Encoder states of lines that several languages have."""
+
+    pivot: str
+    """The language whose lines are looked up in all its pairs."""
+    lines: tuple[str, ...]
+    """The lines in the pivot."""
+    directions: Mapping[str, Direction]
+    """Language → direction whose tags its lines have."""
+    state_PD: Mapping[str, Floats]
+    """Language → states of its translations of the lines."""
+
+
+def batch_of(
+    model: Transformer,
+    sources: Sequence[Source],
+    targets: Sequence[Sequence[int]] | None = None,
+) -> Batch:
+    """Return sources, and the tokens of their targets if given, as a batch without labels."""
+    behind = targets if targets is not None else [()] * len(sources)
+    inputs = [(*one.prompt, *ids) for one, ids in zip(sources, behind, strict=True)]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    batch = Batch(
+        source_N=torch.tensor([token for one in sources for token in one.tokens]),
+        source=Packing.from_lengths([len(one.tokens) for one in sources]),
+        target_N=torch.tensor([token for ids in inputs for token in ids]),
+        target=Packing.from_lengths([len(ids) for ids in inputs]),
+        label_rows_L=nothing,
+        labels_L=nothing,
+        source_language_B=torch.tensor([one.source_language for one in sources]),
+        target_language_B=torch.tensor([one.target_language for one in sources]),
+        pair_B=nothing,
+        line_B=nothing,
+        source_begins_N=source_begins(sources, torch.device("cpu")),
+    )
+    return batch.to(model.device)
+
+
+@torch.inference_mode()
+def encode(model: Transformer, batch: Batch) -> Tensor:
+    """Return the encoder's output for the sources of a batch, (N, D)."""
+    x_ND, _ = model.encode(
+        batch.source_N,
+        model.embedding(batch.source_N),
+        batch.source,
+        model.tokens_of(batch.source, batch.source_language_B, batch.target_language_B),
+        begins_N=batch.source_begins_N,
+    )
+    return x_ND
+
+
+# ---------------------------------------------------------------- experts
+
+
+def count_routes(
+    translator: Translator, corpus: Artifact, directions: Sequence[Direction]
+) -> dict[Direction, Routes]:
+    """Count the routes of every direction that has lines; empty for a model without experts."""
+    if not moe_layer_names(translator.model.spec):
+        return {}
+    found = {
+        direction: _count_direction(translator, corpus, direction)
+        for direction in track(directions, label="experts")
+    }
+    return {direction: one for direction, one in found.items() if one.lines}
+
+
+@torch.inference_mode()
+def _count_direction(translator: Translator, corpus: Artifact, direction: Direction) -> Routes:
+    sources, targets = (
+        read_lines(corpus, "test", direction.pair, code)
+        for code in (direction.source, direction.target)
+    )
+    tokens: dict[int, list[int]] = {}
+    jobs = []
+    for job in _drawn([Job(direction, line, text) for line, text in enumerate(sources)]):
+        ids = translator.tokenizer.encode(targets[job.line].strip(), language=direction.target)
+        if _fits(translator, len(ids), *translator.lengths([job])):
+            tokens[job.line] = ids
+            jobs.append(job)
+    spec = translator.model.spec
+    experts = spec.model.moe.num_experts if spec.model.moe else 0
+    routed_LE = np.zeros((len(moe_layer_names(spec)), experts), dtype=np.int64)
+    for cut in translator.cut(jobs):
+        behind = [tokens[job.line] for job in cut]
+        batch = batch_of(translator.model, translator.sources(cut), behind)
+        for counts_E, record in zip(routed_LE, translator.model(batch).routing, strict=True):
+            counts_E += record.routed_E.cpu().numpy()
+    return Routes(len(jobs), routed_LE)
+
+
+def _drawn(items: Sequence[Any]) -> list[Any]:
+    """Draw at most MAX_LINES items: the same places for as many items."""
+    generator = named_generator("analyze_languages")
+    places = torch.randperm(len(items), generator=generator)[:MAX_LINES].tolist()
+    return [items[place] for place in sorted(places)]
+
+
+def _fits(translator: Translator, *lengths: int) -> bool:
+    return all(0 < length <= translator.max_tokens for length in lengths)
+
+
+# ---------------------------------------------------------------- encoder states
+
+
+def encode_parallel_lines(
+    translator: Translator, corpus: Artifact, directions: Sequence[Direction]
+) -> States:
+    """Encode the lines of the language of most pairs that are in all of its pairs.
+
+    A language is encoded with the tags of its direction into that language where there is one. A
+    language without lines is left out.
+    """
+    pivot = most_paired([one.pair for one in directions])
+    chosen: dict[str, Direction] = {}
+    for one in sorted(directions, key=lambda one: (one.source, one.target != pivot, one.target)):
+        if pivot in (one.source, one.target):
+            chosen.setdefault(one.source, one)
+    texts = dict(_translations(corpus, chosen, pivot))
+    shared = set.intersection(*map(set, texts.values())) if len(texts) > 1 else set()
+    lines = [
+        line
+        for line in _drawn(sorted(shared))
+        if _fits(
+            translator,
+            *translator.lengths([Job(chosen[code], 0, texts[code][line]) for code in texts]),
+        )
+    ]
+    state_PD = {
+        code: _mean_states(translator, chosen[code], [of_language[line] for line in lines])
+        for code, of_language in track(sorted(texts.items()), label="states")
+    }
+    return States(pivot, tuple(lines), {code: chosen[code] for code in state_PD}, state_PD)
+
+
+def _translations(
+    corpus: Artifact, chosen: Mapping[str, Direction], pivot: str
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield each language that has lines, with line of the pivot → its translation."""
+    for code, direction in chosen.items():
+        found = translations_of(corpus, direction.pair, pivot)
+        if code == pivot:
+            found = {line: line for line in found}
+        if found := {line: text for line, text in found.items() if text.strip()}:
+            yield code, found
+
+
+def _mean_states(translator: Translator, direction: Direction, texts: Sequence[str]) -> Floats:
+    """Return the mean of every line's encoder states, (P, D)."""
+    model = translator.model
+    mean_PD = np.zeros((len(texts), model.spec.model.width))
+    jobs = [Job(direction, line, text) for line, text in enumerate(texts)]
+    for cut in translator.cut(jobs):
+        batch = batch_of(model, translator.sources(cut))
+        x_ND = encode(model, batch)
+        sum_BD = x_ND.new_zeros(len(cut), x_ND.shape[1], dtype=torch.float64)
+        sum_BD.index_add_(0, batch.source.sentence_N, x_ND.double())
+        mean_BD = sum_BD / batch.source.bound_B.diff()[:, None]
+        mean_PD[[job.line for job in cut]] = mean_BD.cpu().numpy()
+    if not np.isfinite(mean_PD).all():
+        raise not_numbers()
+    return mean_PD
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Cosines between the states of lines in two languages."""
+
+    same: float
+    """Mean cosine of a line and its translation."""
+    different: float | None
+    """Mean cosine of two different lines; None of a single line."""
+    retrieved: float
+    """Share of lines whose translation is the nearest line of the other language, averaged over
+    both directions of retrieval."""
+
+
+def compare(one_PD: Floats, other_PD: Floats) -> Likeness:
+    """Compare the states of the same lines in two languages."""
+    unit_PD, other_unit_PD = (
+        state_PD / np.linalg.norm(state_PD, axis=1, keepdims=True)
+        for state_PD in (one_PD, other_PD)
+    )
+    cosine_PP = unit_PD @ other_unit_PD.T
+    number, own_P = len(cosine_PP), np.arange(len(cosine_PP))
+    same = float(np.trace(cosine_PP))
+    others = number * (number - 1)
+    return Likeness(
+        same=same / number,
+        different=(float(cosine_PP.sum()) - same) / others if others else None,
+        retrieved=float(np.mean([cosine_PP.argmax(axis) == own_P for axis in (0, 1)])),
+    )
+
+
+def installed_tsne() -> Any:
+    """Return scikit-learn's t-SNE; raise ConfigError if it is not installed."""
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise ConfigError(
+            "analyze_languages needs the package scikit-learn. Run pip install 'mmnmt[analysis]'."
+        ) from error
+    return TSNE
+
+
+def place_points(state_PD: Mapping[str, Floats]) -> dict[str, list[list[float]]]:
+    """Return the states of the first lines in two dimensions; empty if they are too few."""
+    each = MAX_POINTS // max(len(state_PD), 1) or 1
+    parts = [of_language[:each] for of_language in state_PD.values()]
+    points = sum(map(len, parts))
+    if points < MIN_POINTS:
+        return {}
+    # scikit-learn's default perplexity, as far as the number of points allows it.
+    perplexity = min(30.0, (points - 1) / 3)
+    reduction = installed_tsne()(perplexity=perplexity, random_state=SEED)
+    xy_N2 = reduction.fit_transform(np.concatenate(parts))
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    return {
+        code: xy_P2.astype(np.float64).round(3).tolist()
+        for code, xy_P2 in zip(state_PD, np.split(xy_N2, ends), strict=True)
+    }
+
+
+def languages_document(
+    found: Mapping[Direction, Routes],
+    states: States,
+    *,
+    families: Mapping[Direction, str],
+    layers: Sequence[str],
+) -> dict[str, Any]:
+    """Return the content of ``languages.json``."""
+    points = place_points(states.state_PD)
+    return {
+        "analysis": "languages",
+        "pivot": states.pivot,
+        "layers": list(layers),
+        "directions": {
+            str(direction): {
+                "family": families[direction],
+                "lines": one.lines,
+                "routed": one.routed_LE.tolist(),
+            }
+            for direction, one in found.items()
+        },
+        "parallel_lines": len(states.lines),
+        "encoded": {code: str(direction) for code, direction in states.directions.items()},
+        "pairs": {
+            f"{one}-{other}": asdict(compare(states.state_PD[one], states.state_PD[other]))
+            for one, other in combinations(states.state_PD, 2)
+            if states.lines
+        },
+        "points": points,
+        "outlines": {code: outlines(of_language) for code, of_language in points.items()},
+    }
+
+
+# ---------------------------------------------------------------- outlines
+
+
+def outlines(points: Sequence[Sequence[float]]) -> list[list[Segment]]:
+    """Return an outline per share; none of points (x, y) that are too few or lie on a line.
+
+    An outline bounds the region of highest density that holds a share of it. It consists of the
+    segments in which it crosses the triangles of a grid, in no order.
+    """
+    from scipy.stats import gaussian_kde  # scikit-learn brings it
+
+    xy_2N = np.asarray(points, dtype=np.float64).reshape(-1, 2).T
+    covariance_22 = np.cov(xy_2N) if xy_2N.shape[1] > 2 else np.zeros((2, 2))
+    if not np.linalg.det(covariance_22) > 1e-9 * np.trace(covariance_22) ** 2:
+        return []
+    density = gaussian_kde(xy_2N)
+    margin_2 = MARGIN * np.sqrt(density.covariance.diagonal())
+    x_X, y_Y = np.linspace(xy_2N.min(axis=1) - margin_2, xy_2N.max(axis=1) + margin_2, PLACES).T
+    grid_2XY = np.stack(np.meshgrid(x_X, y_Y, indexing="ij"))
+    density_XY = density(grid_2XY.reshape(2, -1)).reshape(PLACES, PLACES)
+    falling = np.sort(density_XY, axis=None)[::-1]
+    held = np.cumsum(falling) / falling.sum()
+    levels = (falling[np.searchsorted(held, share)] for share in SHARES)
+    return [list(crossings(x_X, y_Y, density_XY - level)) for level in levels]
+
+
+def crossings(x_X: Floats, y_Y: Floats, height_XY: Floats) -> Iterator[Segment]:
+    """Yield where the sign of heights changes: a segment in each triangle that has both signs.
+
+    Each cell of the grid is two triangles, in which heights are linear.
+    """
+    for i in range(len(x_X) - 1):
+        for j in range(len(y_Y) - 1):
+            for third in ((i + 1, j), (i, j + 1)):
+                corners = ((i, j), third, (i + 1, j + 1))
+                above = [bool(height_XY[corner] > 0) for corner in corners]
+                if all(above) or not any(above):
+                    continue
+                single = corners[above.index(sum(above) == 1)]
+                start, end = (
+                    _crossing(x_X, y_Y, height_XY, single, corner)
+                    for corner in corners
+                    if corner != single
+                )
+                yield start, end
+
+
+def _crossing(
+    x_X: Floats, y_Y: Floats, height_XY: Floats, one: tuple[int, int], other: tuple[int, int]
+) -> tuple[float, float]:
+    """Return where heights are zero between two places of opposite signs."""
+    one, other = sorted((one, other))  # neighboring triangles find the same place
+    share = height_XY[one] / (height_XY[one] - height_XY[other])
+    start, end = (np.array([x_X[place[0]], y_Y[place[1]]]) for place in (one, other))
+    x, y = np.round(start + share * (end - start), 3).tolist()
+    return x, y
 
 
 if __name__ == "__main__":

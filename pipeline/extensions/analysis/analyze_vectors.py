@@ -1,9 +1,9 @@
 """analyze_vectors: score an Ada-MSHA model with wrong source-language vectors (MoCE, appendix I).
 
-Reads a checkpoint whose router sees a language vector, and a corpus. Translates its test lines with
-the vector of every other language shown to the router alone. Makes an analysis: ``vectors.json``
-with BLEU and chrF++, and ``vectors-{direction}.svg`` as MoCE's Figure 7. Both include the scores of
-a model without language vectors if one is given.
+Reads a checkpoint with a router that sees a language vector, and a corpus. Translates its test
+lines with the vector of every other language, which only the router sees. Makes an analysis:
+``vectors.json`` with BLEU and chrF++, and ``vectors-{direction}.svg`` as MoCE's Figure 7. Both
+include the scores of a model without language vectors if one is given.
 """
 
 import sys
@@ -19,7 +19,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.extensions.analysis.report import vectors_picture
+from pipeline.extensions.analysis.report import write_analysis
 from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
@@ -38,7 +38,7 @@ class VectorScores:
     bleu: float
     chrf: float
     changed: int
-    """Lines whose translation differs from that with the right vector."""
+    """Lines that are translated otherwise than with the right vector."""
 
 
 def run(call: StageCall) -> None:
@@ -74,12 +74,9 @@ def run(call: StageCall) -> None:
             beside[direction] = score_vectors(
                 without, corpus, direction, shown=[], settings=settings
             )[RIGHT]
-    document = vectors_document(found, beside)
     with call.new_artifact() as writer:
-        writer.write_json("vectors.json", document)
+        write_analysis(writer, vectors_document(found, beside))
         for direction, scores in found.items():
-            path = writer.path(f"vectors-{direction}.svg")
-            path.write_text(vectors_picture(document, str(direction)), encoding="utf-8")
             worst, loss = largest_loss(scores)
             writer.summary.append(
                 f"{direction}: chrF++ {scores[RIGHT].chrf:.1f} with the vector of "
@@ -87,7 +84,7 @@ def run(call: StageCall) -> None:
                 f"{len(scores) - 1}"
             )
         del writer.summary[SUMMARY_LINES:]
-        writer.statistics.update(analysis="vectors", directions=len(found))
+        writer.statistics["directions"] = len(found)
 
 
 def chosen_directions(call: StageCall) -> list[Direction]:
@@ -117,7 +114,7 @@ def score_vectors(
     shown: Sequence[str],
     settings: EvaluationConfig,
 ) -> dict[str, VectorScores]:
-    """Translate and score a direction with the right vector and those of other languages.
+    """Translate and score a direction with the right vector and the vectors of other languages.
 
     Args:
         translator: the model.
@@ -130,7 +127,7 @@ def score_vectors(
         Language shown → scores, ``RIGHT`` first.
 
     Raises:
-        ConfigError: the model's router sees no language, or it does not know one of ``shown``.
+        ConfigError: the model's router sees no language, or the model does not know one.
     """
     sources = read_lines(corpus, "test", direction.pair, direction.source)
     references = read_lines(corpus, "test", direction.pair, direction.target)

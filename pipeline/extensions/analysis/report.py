@@ -1,15 +1,13 @@
-"""Pictures of analyses, from what stands in their JSON.
-
-Sections of an evaluation's report about analyses: tables, and charts on the HTML page.
-"""
+"""Show analyses: their charts as SVG files, and their sections of an evaluation's report."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.errors import ArtifactError
 from pipeline.evaluation.charts import (
     Bar,
@@ -36,136 +34,36 @@ from pipeline.evaluation.tables import (
 
 JsonObject = Mapping[str, Any]
 SHOWN_PAIRS = 12
-"""Most pairs or directions that are drawn; tables have all of them."""
+"""Most pairs or directions that a report draws; tables have all of them."""
 
 
-def scale_series(document: JsonObject, pair: str) -> list[Series]:
-    """Return the shares of δ in both directions of a pair, and their means."""
-    first, second = pair.split("-")
-    names = [f"{first}-{second}", f"{second}-{first}"]
-    return [
-        Series(
-            name=name.replace("-", " → "),
-            points=tuple((float(x), 100.0 * y) for x, y in enumerate(found["share"])),
-            place=place,
-            upright=found["mean"],
-        )
-        for place, name in enumerate(names)
-        for found in [document["directions"][name]]
-    ]
+@dataclass(frozen=True)
+class Chart:
+    """A chart, which becomes a file and a figure of the report."""
+
+    name: str
+    """Name of the file, without its ending."""
+    svg: str
+    series: tuple[Series, ...] = ()
+    """Series that its legend names."""
+    title: str = ""
+    note: str = ""
+
+    @property
+    def figure(self) -> Figure:
+        """Return the chart as a figure of a report."""
+        described = legend(self.series) if self.series else ""
+        return Figure(self.svg + described, title=self.title, note=self.note)
 
 
-def scale_chart(document: JsonObject, pair: str) -> str:
-    """Draw the scales of both directions of a pair (MoCE, Figure 4)."""
-    return line_chart(
-        scale_series(document, pair),
-        title=f"Scales chosen, {pair}",
-        x_label="δ",
-        y_label="share of choices, %",
-    )
-
-
-def scale_picture(document: JsonObject, pair: str) -> str:
-    """Return :func:`scale_chart` as an SVG file with its legend."""
-    return picture(scale_chart(document, pair), scale_series(document, pair))
-
-
-def lengths_chart(document: JsonObject) -> str:
-    """Draw the lengths of languages from the longest to the most concise (MoCE, Figure 3)."""
-    lengths, label = document["mean_bytes"], "mean bytes per line"
-    if not lengths:
-        lengths, label = document["ratio_to_pivot"], f"bytes by those of {document['pivot']}"
-    bars = [Bar(code, lengths[code]) for code in document["order"]]
-    return bar_chart(bars, title="Length of languages in bytes", x_label=label)
-
-
-def lengths_picture(document: JsonObject) -> str:
-    """Return :func:`lengths_chart` as an SVG file."""
-    return picture(lengths_chart(document))
-
-
-def vectors_chart(document: JsonObject, direction: str) -> str:
-    """Draw the chrF++ of a direction by the language shown to the router (MoCE, Figure 7)."""
-    found = document["directions"][direction]
-    bars = [Bar("right", found["right"]["chrf"], 2)]
-    if found["without"] is not None:
-        bars.append(Bar("none", found["without"]["chrf"], 1))
-    bars += [Bar(code, one["chrf"]) for code, one in found["wrong"].items()]
-    values = [bar.value for bar in bars]
-    low = max(2 * min(values) - max(values), 0.0)  # the smallest bar is half of the largest
-    return bar_chart(bars, title=f"Wrong language vectors, {direction}", x_label="chrF++", low=low)
-
-
-def vectors_picture(document: JsonObject, direction: str) -> str:
-    """Return :func:`vectors_chart` as an SVG file."""
-    return picture(vectors_chart(document, direction))
-
-
-def expert_shares(document: JsonObject) -> dict[Family, dict[str, list[float]]]:
-    """Return family → language → share of its routes that each expert of the last layer gets.
-
-    The language is the source of directions into the pivot, else the target. Its shares are means
-    over its directions (MMNMT, Figure 6).
-    """
-    found: dict[Family, dict[str, list[list[float]]]] = {family: {} for family in FAMILIES}
-    for direction, one in document["directions"].items():
-        source, target = direction.split("-")
-        routed, family = one["routed"][-1], one["family"]
-        shares = [count / sum(routed) for count in routed]
-        found[family].setdefault(source if family == "into_pivot" else target, []).append(shares)
-    return {
-        family: {code: np.mean(rows, axis=0).tolist() for code, rows in sorted(by_code.items())}
-        for family, by_code in found.items()
-        if by_code
-    }
-
-
-def expert_charts(document: JsonObject) -> dict[Family, str]:
-    """Draw the experts of each family of directions, in the same colors."""
-    shares = expert_shares(document)
-    high = max((max(row) for rows in shares.values() for row in rows.values()), default=1.0)
-    return {
-        family: heat_map(
-            rows,
-            [str(expert) for expert in range(len(next(iter(rows.values()))))],
-            title=f"Experts, {title_of_family(family, pivot=document['pivot'])}",
-            x_label="expert",
-            low=0.0,
-            high=high,
-        )
-        for family, rows in shares.items()
-    }
-
-
-def states_series(document: JsonObject) -> list[Series]:
-    """Return the encoder states of every language in two dimensions; none if they are too few."""
-    outlines = document.get("outlines", {})  # earlier versions made none
-    return [
-        Series(
-            code,
-            tuple((float(x), float(y)) for x, y in points),
-            place,
-            outline=tuple(
-                ((float(x), float(y)), (float(to_x), float(to_y)))
-                for segments in outlines.get(code, [])
-                for (x, y), (to_x, to_y) in segments
-            ),
-        )
-        for place, (code, points) in enumerate(document["points"].items())
-    ]
-
-
-def states_chart(document: JsonObject) -> str:
-    """Draw the encoder states of the same lines by language (MMNMT, Figure 4)."""
-    return scatter_chart(states_series(document), title="Encoder states of the same lines")
-
-
-def language_pictures(document: JsonObject) -> dict[str, str]:
-    """Return name → SVG file of the heat maps and of the encoder states."""
-    found = {f"experts-{family}": picture(one) for family, one in expert_charts(document).items()}
-    if document["points"]:
-        found["states"] = picture(states_chart(document), states_series(document))
-    return found
+def write_analysis(writer: ArtifactWriter, document: JsonObject) -> None:
+    """Write the JSON file and the pictures of an analysis."""
+    kind = document["analysis"]
+    writer.statistics["analysis"] = kind
+    writer.write_json(f"{kind}.json", document)
+    for chart in CHARTS[kind](document):
+        text = picture(chart.svg, chart.series)
+        writer.path(f"{chart.name}.svg").write_text(text, encoding="utf-8", newline="\n")
 
 
 def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
@@ -178,22 +76,14 @@ def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
 
 
 def _section(name: str, artifact: Artifact) -> ReportSection:
+    kind: Any = artifact.statistics.get("analysis")
     try:
-        match artifact.statistics.get("analysis"):
-            case "scales":
-                return _scales(name, artifact.read_json("scales.json"))
-            case "vectors":
-                return _vectors(name, artifact.read_json("vectors.json"))
-            case "lengths":
-                return _lengths(name, artifact.read_json("lengths.json"))
-            case "languages":
-                return _languages(name, artifact.read_json("languages.json"))
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
-        pass
-    raise ArtifactError(
-        f"{artifact.directory} holds no analysis that reports can show. Run stage "
-        f"{artifact.manifest.stage!r} again."
-    )
+        return SECTIONS[kind](name, artifact.read_json(f"{kind}.json"))
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ArtifactError(
+            f"{artifact.directory} holds no analysis that reports can show. Run stage "
+            f"{artifact.manifest.stage!r} again."
+        ) from error
 
 
 def _number(value: float, decimals: int) -> Cell:
@@ -205,33 +95,52 @@ def _percent(share: float) -> Cell:
     return _number(100 * share, 1)
 
 
+# ---------------------------------------------------------------- scales
+
+
+def scale_charts(document: JsonObject) -> Iterator[Chart]:
+    """Draw the scales of both directions of every pair, the most different first (MoCE, Figure 4).
+
+    Upright lines are means.
+    """
+    for pair in sorted(document["pairs"], key=lambda pair: -document["pairs"][pair]["divergence"]):
+        first, second = pair.split("-")
+        series = tuple(
+            Series(
+                name=f"{source} → {target}",
+                points=tuple((float(x), 100.0 * y) for x, y in enumerate(counts["share"])),
+                place=place,
+                upright=counts["mean"],
+            )
+            for place, (source, target) in enumerate([(first, second), (second, first)])
+            for counts in [document["directions"][f"{source}-{target}"]]
+        )
+        title, y_label = f"Scales chosen, {pair}", "share of choices, %"
+        svg = line_chart(series, title=title, x_label="δ", y_label=y_label)
+        yield Chart(f"scales-{pair}", svg, series)
+
+
 def _scales(name: str, document: JsonObject) -> ReportSection:
     directions = document["directions"]
-    scales = range(max(len(one["share"]) for one in directions.values()))
-    shares = tuple(f"δ = {scale}, %" for scale in scales)
+    scales = range(max(len(counts["share"]) for counts in directions.values()))
     by_direction = tuple(
         row(
             direction,
-            _number(found["mean"], 3),
-            _number(found["weighted_mean"], 3),
-            *map(_percent, found["share"]),
+            _number(counts["mean"], 3),
+            _number(counts["weighted_mean"], 3),
+            *map(_percent, counts["share"]),
         )
-        for direction, found in directions.items()
-    )
-    by_source = tuple(
-        row(f"{code}, {part}", *map(_percent, found["parts"][part]["share"]))
-        for code, found in document["sources"].items()
-        for part in found["parts"]
+        for direction, counts in directions.items()
     )
     by_pair = tuple(
         row(
             pair,
-            _number(found["divergence"], 5),
-            "" if found["length_ratio"] is None else _number(found["length_ratio"], 3),
+            _number(compared["divergence"], 5),
+            "" if compared["length_ratio"] is None else _number(compared["length_ratio"], 3),
         )
-        for pair, found in document["pairs"].items()
+        for pair, compared in document["pairs"].items()
     )
-    apart = sorted(document["pairs"], key=lambda pair: -document["pairs"][pair]["divergence"])
+    shares = (f"δ = {scale}, %" for scale in scales)
     return ReportSection(
         f"Scales chosen by {name}",
         "Shares of each δ among the top-k choices for the vectors of all source tokens, heads, "
@@ -243,37 +152,51 @@ def _scales(name: str, document: JsonObject) -> ReportSection:
                 "By direction", headings("Direction", "mean δ", "by weight", *shares), by_direction
             ),
             Table(
-                "By source language, of queries, keys and values",
-                headings("Source", *shares),
-                by_source,
-            ),
-            Table(
                 "Both directions of a pair",
                 headings("Pair", "Jensen–Shannon divergence, bits", "byte ratio, first to second"),
                 by_pair,
             ),
         ),
-        figures=tuple(
-            Figure(scale_chart(document, pair) + legend(scale_series(document, pair)))
-            for pair in apart[:SHOWN_PAIRS]
-        ),
+        figures=_figures(scale_charts(document)),
     )
+
+
+def _figures(charts: Iterator[Chart]) -> tuple[Figure, ...]:
+    return tuple(chart.figure for chart, _ in zip(charts, range(SHOWN_PAIRS), strict=False))
+
+
+# ---------------------------------------------------------------- language vectors
+
+
+def vectors_charts(document: JsonObject) -> Iterator[Chart]:
+    """Draw the chrF++ of every direction by the language shown to the router (MoCE, Figure 7)."""
+    for direction, scores in document["directions"].items():
+        bars = [Bar("right", scores["right"]["chrf"], 2)]
+        if scores["without"] is not None:
+            bars.append(Bar("none", scores["without"]["chrf"], 1))
+        bars += [Bar(code, wrong["chrf"]) for code, wrong in scores["wrong"].items()]
+        values = [bar.value for bar in bars]
+        low = max(2 * min(values) - max(values), 0.0)  # the smallest bar is half of the largest
+        title = f"Wrong language vectors, {direction}"
+        svg = bar_chart(bars, title=title, x_label="chrF++", low=low)
+        yield Chart(f"vectors-{direction}", svg)
 
 
 def _vectors(name: str, document: JsonObject) -> ReportSection:
     rows = tuple(
         row(
             f"{direction}, {shown}",
-            _number(one["bleu"], 2),
-            _number(one["chrf"], 2),
-            f"{one['changed']:,}",
+            _number(scores["bleu"], 2),
+            _number(scores["chrf"], 2),
+            f"{scores['changed']:,}",
         )
-        for direction, found in document["directions"].items()
-        for shown, one in [
-            ("right", found["right"]),
-            *([("no vector at all", found["without"])] if found["without"] is not None else []),
-            *found["wrong"].items(),
+        for direction, by_vector in document["directions"].items()
+        for shown, scores in [
+            ("right", by_vector["right"]),
+            ("no vector at all", by_vector["without"]),
+            *by_vector["wrong"].items(),
         ]
+        if scores is not None
     )
     return ReportSection(
         f"Wrong language vectors: {name}",
@@ -283,11 +206,20 @@ def _vectors(name: str, document: JsonObject) -> ReportSection:
         tables=(
             Table("By language shown", headings("Direction", "BLEU", "chrF++", "changed"), rows),
         ),
-        figures=tuple(
-            Figure(vectors_chart(document, direction))
-            for direction in list(document["directions"])[:SHOWN_PAIRS]
-        ),
+        figures=_figures(vectors_charts(document)),
     )
+
+
+# ---------------------------------------------------------------- lengths
+
+
+def lengths_charts(document: JsonObject) -> Iterator[Chart]:
+    """Draw the lengths of languages from the longest to the most concise (MoCE, Figure 3)."""
+    lengths, label = document["mean_bytes"], "mean bytes per line"
+    if not lengths:
+        lengths, label = document["ratio_to_pivot"], f"bytes by those of {document['pivot']}"
+    bars = [Bar(code, lengths[code]) for code in document["order"]]
+    yield Chart("lengths", bar_chart(bars, title="Length of languages in bytes", x_label=label))
 
 
 def _lengths(name: str, document: JsonObject) -> ReportSection:
@@ -306,38 +238,85 @@ def _lengths(name: str, document: JsonObject) -> ReportSection:
         if lines
         else f"No test line of {pivot} is in all pairs, so there is no mean length"
     )
+    titles = headings("Language", "bytes per line", f"ratio to {pivot}")
+    tables = [Table("From the longest to the most concise", titles, rows)]
+    if segmented := document.get("segmentation", {}):
+        titles = headings("Language", "words", "pieces per word", "unknown pieces")
+        rows = tuple(
+            row(
+                code,
+                f"{counts['words']:,}",
+                _optional(counts["fertility"], ".2f"),
+                _optional(counts["unknown_share"], ".2%"),
+            )
+            for code, counts in segmented.items()
+        )
+        tables.append(Table("By the tokenizer's pieces", titles, rows))
     return ReportSection(
         f"Lengths in bytes: {name}",
         f"{measured}; and ratio of bytes to those of {pivot}, over all test lines of their pair.",
-        tables=(
-            Table(
-                "From the longest to the most concise",
-                headings("Language", "bytes per line", f"ratio to {pivot}"),
-                rows,
-            ),
-            *_segmentation(document.get("segmentation", {})),
-        ),
-        figures=(Figure(lengths_chart(document)),),
+        tables=tuple(tables),
+        figures=_figures(lengths_charts(document)),
     )
 
 
-def _segmentation(languages: JsonObject) -> tuple[Table, ...]:
-    """Return the table of pieces per word, if a tokenizer was given."""
+def _optional(value: float | None, spec: str) -> Value:
+    return "" if value is None else format(value, spec)
 
-    def optional(value: float | None, spec: str) -> Value:
-        return "" if value is None else format(value, spec)
 
-    rows = tuple(
-        row(
-            code,
-            f"{found['words']:,}",
-            optional(found["fertility"], ".2f"),
-            optional(found["unknown_share"], ".2%"),
+# ---------------------------------------------------------------- languages inside a model
+
+
+def expert_shares(document: JsonObject) -> dict[Family, dict[str, list[float]]]:
+    """Return family → language → share of its routes that each expert of the last layer gets.
+
+    The language is the source of directions into the pivot, else the target. Its shares are means
+    over its directions (MMNMT, Figure 6).
+    """
+    rows: dict[Family, dict[str, list[list[float]]]] = {family: {} for family in FAMILIES}
+    for direction, counts in document["directions"].items():
+        source, target = direction.split("-")
+        routed, family = counts["routed"][-1], counts["family"]
+        shares = [count / sum(routed) for count in routed]
+        rows[family].setdefault(source if family == "into_pivot" else target, []).append(shares)
+    return {
+        family: {code: np.mean(shares, axis=0).tolist() for code, shares in sorted(codes.items())}
+        for family, codes in rows.items()
+        if codes
+    }
+
+
+def language_charts(document: JsonObject) -> Iterator[Chart]:
+    """Draw the experts of families of directions, and encoder states (MMNMT, Figures 6 and 4)."""
+    shares, pivot = expert_shares(document), document["pivot"]
+    high = max((max(row) for rows in shares.values() for row in rows.values()), default=1.0)
+    for family, rows in shares.items():
+        title = title_of_family(family, pivot=pivot)
+        experts = [str(expert) for expert in range(len(next(iter(rows.values()))))]
+        svg = heat_map(
+            rows, experts, title=f"Experts, {title}", x_label="expert", low=0.0, high=high
         )
-        for code, found in languages.items()
+        yield Chart(f"experts-{family}", svg, title=title)
+    if not document["points"]:
+        return
+    outlines = document["outlines"]
+    series = tuple(
+        Series(
+            code,
+            tuple((float(x), float(y)) for x, y in points),
+            place,
+            outline=tuple(
+                ((float(x), float(y)), (float(to_x), float(to_y)))
+                for segments in outlines[code]
+                for (x, y), (to_x, to_y) in segments
+            ),
+        )
+        for place, (code, points) in enumerate(document["points"].items())
     )
-    titles = headings("Language", "words", "pieces per word", "unknown pieces")
-    return (Table("By the tokenizer's pieces", titles, rows),) if rows else ()
+    note = "Outlines hold 50 and 90 % of the kernel density of a language's points."
+    title = "Encoder states of the same lines"
+    svg = scatter_chart(series, title=title)
+    yield Chart("states", svg, series, f"{title}, t-SNE", note if any(outlines.values()) else "")
 
 
 def _languages(name: str, document: JsonObject) -> ReportSection:
@@ -353,19 +332,8 @@ def _languages(name: str, document: JsonObject) -> ReportSection:
         f"Encoder states are means over the tokens of {lines:,} lines that all languages have. A "
         "line is retrieved if its translation is the nearest line of another language."
         if lines
-        else f"No test line of {pivot} is in all of its pairs, so that no encoder states are "
-        "compared."
+        else f"No test line of {pivot} is in all of its pairs, so no encoder states are compared."
     )
-    figures = [
-        Figure(chart, title=title_of_family(family, pivot=pivot))
-        for family, chart in expert_charts(document).items()
-    ]
-    if document["points"]:
-        chart = states_chart(document) + legend(states_series(document))
-        note = "Outlines hold 50 and 90 % of the kernel density of a language's points."
-        note = note if any(one.outline for one in states_series(document)) else ""
-        title = "Encoder states of the same lines, t-SNE"
-        figures.append(Figure(chart, title=title, note=note))
     tables = (
         Table(
             "Encoder states of translations",
@@ -382,7 +350,7 @@ def _languages(name: str, document: JsonObject) -> ReportSection:
         f"Languages inside {name}",
         f"{experts} {states}",
         tables=tuple(table for table in tables if table.rows),
-        figures=tuple(figures),
+        figures=_figures(language_charts(document)),
     )
 
 
@@ -394,12 +362,8 @@ def _likeness_rows(document: JsonObject) -> Iterator[Row]:
             continue
         same, retrieved = (fmean(one[key] for one in pairs) for key in ("same", "retrieved"))
         others = [one["different"] for one in pairs if one["different"] is not None]
-        yield row(
-            code,
-            _number(same, 3),
-            _number(fmean(others), 3) if others else "",
-            _percent(retrieved),
-        )
+        different = _number(fmean(others), 3) if others else ""
+        yield row(code, _number(same, 3), different, _percent(retrieved))
 
 
 def _overlap_rows(shares: Mapping[Family, Mapping[str, list[float]]]) -> Iterator[Row]:
@@ -412,3 +376,17 @@ def _overlap_rows(shares: Mapping[Family, Mapping[str, list[float]]]) -> Iterato
             code,
             *("" if one is None else _percent(float(np.minimum(own, one).sum())) for one in others),
         )
+
+
+CHARTS = {
+    "scales": scale_charts,
+    "vectors": vectors_charts,
+    "lengths": lengths_charts,
+    "languages": language_charts,
+}
+SECTIONS = {
+    "scales": _scales,
+    "vectors": _vectors,
+    "lengths": _lengths,
+    "languages": _languages,
+}

@@ -1,7 +1,7 @@
 """Tasks other than translation on an XLM-R: named entities and question answering.
 
-``finetune_tagger`` and ``finetune_reader`` train a head on the encoder, ``evaluate_task`` compares
-systems. Read ``named_entities`` or ``question_answering`` first: files to examples of a model.
+``finetune_task`` trains a head on the encoder, ``evaluate_task`` compares systems. Read
+``named_entities`` or ``questions`` first: from files to examples, predictions and scores.
 """
 
 from typing import Any, ClassVar

@@ -2,47 +2,80 @@
 
 Reads test files and task models: one per system, or several runs of a system that differ in their
 seed (``lms@1=DIR lms@2=DIR``). Makes an evaluation: ``scores.json``,
-``predictions/{system}/{language}.jsonl`` and ``report.md``.
+``predictions/{system}/{language}.jsonl`` and ``report.md``. A model with two routes counts as two
+systems.
 """
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TypeAlias
 
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.config.settings import Route
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import RUN_MARK
-from pipeline.extensions.tasks.examination import Examination, examination
-from pipeline.extensions.tasks.report import describe_systems, markdown, scores_document
-from pipeline.extensions.tasks.task_model import Head, TaskSpec, load_task_model, read_task_spec
+from pipeline.extensions.tasks.files import TaskFiles
+from pipeline.extensions.tasks.labeller import HeadKind, TaskModel, TaskSpec
+from pipeline.extensions.tasks.named_entities import (
+    Sentence,
+    entity_scores,
+    read_entities,
+    tag_sentences,
+)
+from pipeline.extensions.tasks.questions import (
+    Question,
+    answer_questions,
+    exact_match,
+    read_questions,
+    word_f1,
+)
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, track
+
+TITLES = {"f1": "F1", "exact_match": "exact match"}
+SHOWN = {"tagger": ("f1",), "reader": ("f1", "exact_match")}
+"""Scores that the tables of the report show."""
+
+Scores: TypeAlias = dict[str, float]
+Predict: TypeAlias = Callable[[TaskModel, str, Route], tuple[Scores, list[dict[str, object]]]]
+"""Returns scores in percent and predictions of a model for a language by a route."""
 
 
 def run(call: StageCall) -> None:
     """Run every model on the test files of the languages they share; write scores and report."""
     systems = call.many("systems")
-    specs = {name: read_task_spec(artifact) for name, artifact in systems.items()}
+    specs = {name: TaskSpec.read(artifact) for name, artifact in systems.items()}
     head = same_head(specs)
-    exam = examination(head, call.raw["data"].only_path())
-    languages, left_out = shared_languages(specs, exam)
+    num_examples, predict = read_tests(head, call.raw["data"].only_path())
+    languages, skipped = shared_languages(specs, sorted(num_examples))
     with call.new_artifact() as writer:
-        scores = {
-            of_route(name, route): _examine(
-                artifact, exam, languages, writer, name=name, route=route
-            )
-            for name, artifact in systems.items()
-            for route in routes(specs[name])
-        }
+        scores: dict[str, dict[str, Scores]] = {}
+        for name, artifact in systems.items():
+            model = TaskModel.load(artifact, device=local_device(0))
+            for route in specs[name].routes:
+                label = system_on_route(name, route)
+                scores[label] = {}
+                for code in track(languages, label=label):
+                    scores[label][code], records = predict(model, code, route)
+                    _write_predictions(writer, f"predictions/{label}/{code}.jsonl", records)
         reports = describe_systems(scores)
-        examples = {code: exam.num_examples[code] for code in languages}
-        skipped = {code: exam.num_examples[code] for code in left_out}
-        document = scores_document(reports, head=head, examples=examples, skipped=skipped)
+        examples = {code: num_examples[code] for code in languages}
+        document = {
+            "head": head,
+            "examples": examples,
+            "left_out": {code: num_examples[code] for code in skipped},
+            "systems": [asdict(report) for report in reports],
+        }
         text = markdown(reports, head=head, examples=examples, skipped=skipped)
         writer.write_json("scores.json", document)
         writer.path("report.md").write_text(text, encoding="utf-8")
-        writer.statistics["systems"] = {report.name: dict(report.mean) for report in reports}
+        writer.statistics["systems"] = {report.name: report.mean for report in reports}
         writer.summary.append(
             f"{counted(len(reports), 'system')} scored on "
             f"{counted(sum(examples.values()), 'test example')} in "
@@ -51,38 +84,18 @@ def run(call: StageCall) -> None:
     print(text)
 
 
-def _examine(
-    artifact: Artifact,
-    exam: Examination,
-    languages: list[str],
-    writer: ArtifactWriter,
-    *,
-    name: str,
-    route: Route,
-) -> dict[str, Mapping[str, float]]:
-    asked = load_task_model(artifact, device=local_device(0))
-    found: dict[str, Mapping[str, float]] = {}
-    for code in track(languages, label=of_route(name, route)):
-        predicted = exam.examine(asked, code, route)
-        lines = "".join(f"{line}\n" for line in predicted.lines)
-        path = writer.path(f"predictions/{of_route(name, route)}/{code}.jsonl")
-        path.write_text(lines, encoding="utf-8")
-        found[code] = predicted.scores
-    return found
+def _write_predictions(writer: ArtifactWriter, name: str, records: list[dict[str, object]]) -> None:
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    writer.path(name).write_text(lines, encoding="utf-8")
 
 
-def routes(spec: TaskSpec) -> tuple[Route, ...]:
-    """Return the routes through a model."""
-    return ("specific", "shared") if spec.has_two_routes else ("specific",)
-
-
-def of_route(name: str, route: Route) -> str:
+def system_on_route(name: str, route: Route) -> str:
     """Name a system on a route: ``lms@1`` becomes ``lms (shared)@1`` on the shared route."""
     system, mark, run = name.partition(RUN_MARK)
     return f"{system} (shared){mark}{run}" if route == "shared" else name
 
 
-def same_head(specs: Mapping[str, TaskSpec]) -> Head:
+def same_head(specs: Mapping[str, TaskSpec]) -> HeadKind:
     """Return the head that all systems have.
 
     Raises:
@@ -90,19 +103,18 @@ def same_head(specs: Mapping[str, TaskSpec]) -> Head:
     """
     if not specs:
         raise ConfigError("evaluate_task has no systems. Name at least one, as NAME=DIR.")
-    heads = {name: spec.head for name, spec in specs.items()}
-    first, *others = heads
+    first, *others = specs
     for name in others:
-        if heads[name] != heads[first]:
+        if specs[name].head != specs[first].head:
             raise ConfigError(
-                f"System {first!r} is a {heads[first]} and {name!r} a {heads[name]}. Evaluate "
-                "them apart."
+                f"System {first!r} is a {specs[first].head} and {name!r} a {specs[name].head}. "
+                "Evaluate them apart."
             )
-    return heads[first]
+    return specs[first].head
 
 
 def shared_languages(
-    specs: Mapping[str, TaskSpec], exam: Examination
+    specs: Mapping[str, TaskSpec], languages: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Divide the languages of the test files into those that every system covers, and the others.
 
@@ -111,16 +123,128 @@ def shared_languages(
     Raises:
         ConfigError: the systems share no language.
     """
-    shared = [
-        code for code in exam.languages if all(one.can_be_asked(code) for one in specs.values())
-    ]
+
+    def is_covered(code: str) -> bool:
+        return all(spec.has_modules_of(code) or "shared" in spec.routes for spec in specs.values())
+
+    shared = list(filter(is_covered, languages))
     if not shared:
         raise ConfigError(
-            f"No language of the test files ({', '.join(exam.languages)}) has modules in all of "
+            f"No language of the test files ({', '.join(languages)}) has modules in all of "
             f"the systems {', '.join(specs)}. Add test files, or evaluate systems with other "
             "languages apart."
         )
-    return shared, [code for code in exam.languages if code not in shared]
+    return shared, [code for code in languages if code not in shared]
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def read_tests(head: HeadKind, folder: Path) -> tuple[dict[str, int], Predict]:
+    """Read the test files below a folder; return language → number of examples, and a predictor."""
+    if head == "tagger":
+        sentences = TaskFiles.entities(folder).read_tests(read_entities)
+        sizes = {code: len(examples) for code, examples in sentences.items()}
+        return sizes, partial(_tag, sentences)
+    questions = TaskFiles.questions(folder).read_tests(read_questions)
+    sizes = {code: len(examples) for code, examples in questions.items()}
+    return sizes, partial(_answer, questions)
+
+
+def _tag(
+    sentences: Mapping[str, Sequence[Sentence]], model: TaskModel, language: str, route: Route
+) -> tuple[Scores, list[dict[str, object]]]:
+    predicted = tag_sentences(model, sentences[language], language=language, route=route)
+    scores = entity_scores([sentence.tags for sentence in sentences[language]], predicted)
+    pairs = zip(sentences[language], predicted, strict=True)
+    return scores, [{"tokens": sentence.tokens, "tags": tags} for sentence, tags in pairs]
+
+
+def _answer(
+    questions: Mapping[str, Sequence[Question]], model: TaskModel, language: str, route: Route
+) -> tuple[Scores, list[dict[str, object]]]:
+    answers = answer_questions(model, questions[language], language=language, route=route)
+    pairs = list(zip(questions[language], answers, strict=True))
+    scores = {
+        name: 100
+        * fmean(score(answer, [one.text for one in asked.answers]) for asked, answer in pairs)
+        for name, score in (("f1", word_f1), ("exact_match", exact_match))
+    }
+    return scores, [{"id": asked.id, "answer": answer} for asked, answer in pairs]
+
+
+# ---------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class SystemReport:
+    """Scores of one system."""
+
+    name: str
+    runs: Mapping[str, Mapping[str, Scores]]
+    """Run → language → score → percent."""
+    languages: Mapping[str, Scores]
+    """Language → score → mean over runs."""
+    mean: Scores
+    """Score → mean over languages of the means over runs."""
+    spread: Scores
+    """Score → standard deviation over runs of the mean over languages; empty for one run."""
+
+
+def describe_systems(scores: Mapping[str, Mapping[str, Scores]]) -> list[SystemReport]:
+    """Return one report per system from scores by name (and run) and language, in their order."""
+    grouped: dict[str, dict[str, Mapping[str, Scores]]] = {}
+    for name, by_language in scores.items():
+        system, _, run = name.partition(RUN_MARK)
+        grouped.setdefault(system, {})[run] = by_language
+    reports = []
+    for system, runs in grouped.items():
+        first, *others = runs.values()
+        means = [_mean(list(by_language.values())) for by_language in runs.values()]
+        spread = {name: stdev(mean[name] for mean in means) for name in means[0] if others}
+        languages = {code: _mean([one[code] for one in runs.values()]) for code in first}
+        reports.append(SystemReport(system, runs, languages, _mean(means), spread))
+    return reports
+
+
+def _mean(scores: Sequence[Scores]) -> Scores:
+    return {name: fmean(one[name] for one in scores) for name in scores[0]}
+
+
+def markdown(
+    reports: Sequence[SystemReport],
+    *,
+    head: HeadKind,
+    examples: Mapping[str, int],
+    skipped: Sequence[str],
+) -> str:
+    """Return one table per score: languages down, systems across."""
+    unit = "sentences" if head == "tagger" else "questions"
+    task = "Named entities" if head == "tagger" else "Question answering"
+    parts = [f"# {task}", "## Scores by language"]
+    for score in SHOWN[head]:
+        rows = [
+            ["Language", unit, *(report.name for report in reports)],
+            ["---", *["--:"] * (1 + len(reports))],
+            *(
+                [code, f"{count:,}", *(f"{one.languages[code][score]:.1f}" for one in reports)]
+                for code, count in examples.items()
+            ),
+            ["mean", f"{sum(examples.values()):,}", *(_mean_text(one, score) for one in reports)],
+        ]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        parts.append(f"{TITLES[score]}, %:\n\n{table}")
+    counts = [f"{one.name} of {len(one.runs)}" for one in reports if len(one.runs) > 1]
+    if counts:
+        parts.append(f"Means over runs ({', '.join(counts)}); ± is their standard deviation.")
+    if skipped:
+        parts.append(f"Left out, since not every system knows them: {', '.join(skipped)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _mean_text(report: SystemReport, score: str) -> str:
+    mean = f"{report.mean[score]:.1f}"
+    return f"{mean} ± {report.spread[score]:.1f}" if report.spread else mean
 
 
 if __name__ == "__main__":

@@ -3,98 +3,97 @@
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 from pipeline.errors import ArtifactError, ConfigError
 
 Split = Literal["train", "dev", "test"]
+Example = TypeVar("Example")
 MAX_BYTES = 2**31
 """Largest text of a file; the largest of TyDiQA-GoldP has 60 MB."""
 
 _LANGUAGE = r"[a-z]{2,3}(?:_[A-Za-z]{2,8})?"
-_ENTITIES = re.compile(r"(?:.*[-_.])?(?P<split>train|dev|test)(?:\.[A-Za-z0-9]+)?(?:\.gz)?")
+_ENTITIES = re.compile(
+    rf"(?P<language>{_LANGUAGE})/(?:[^/]*[-_.])?(?P<split>train|dev|test)(?:\.[A-Za-z0-9]+)?(?:\.gz)?"
+)
 _QUESTIONS = re.compile(
-    rf"(?:.*\.)?(?P<language>{_LANGUAGE})\.(?P<split>train|dev|test)\.json(?:\.gz)?"
+    rf"(?:.*[./])?(?P<language>{_LANGUAGE})\.(?P<split>train|dev|test)\.json(?:\.gz)?"
 )
 
-Found = dict[str, dict[Split, Path]]
-"""Language → split → file."""
 
+class TaskFiles:
+    """Files by language and split."""
 
-def entity_files(folder: Path) -> Found:
-    """Find files in a folder per language: ``de/train.tsv``, ``de/dev.iob2.gz``.
+    def __init__(self, folder: Path, pattern: re.Pattern[str], names: str) -> None:
+        """Find the files that match a pattern.
 
-    Raises:
-        ConfigError: there is no file, or two files are the same split.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder. Name one with a folder per language.")
-    places = [
-        (entry.name, path, match)
-        for entry in sorted(folder.iterdir())
-        if entry.is_dir() and re.fullmatch(_LANGUAGE, entry.name)
-        for path in sorted(entry.iterdir())
-        if path.is_file() and (match := _ENTITIES.fullmatch(path.name))
-    ]
-    found = _by_split((code, path, match["split"]) for code, path, match in places)
-    if not found:
-        raise ConfigError(
-            f"{folder} has no files of named entities. Name them LANGUAGE/train, dev and test, "
-            "with any ending, plain or .gz."
-        )
-    return found
+        Raises:
+            ConfigError: there is no file, or two files are the same split.
+        """
+        self._paths: dict[tuple[str, Split], Path] = {}
+        self._folder = folder
+        for path in sorted(folder.rglob("*")):
+            match = pattern.fullmatch(path.relative_to(folder).as_posix())
+            if match is None or not path.is_file():
+                continue
+            key = match["language"], cast("Split", match["split"])
+            if key in self._paths:
+                raise ConfigError(
+                    f"{self._paths[key]} and {path} are both {key[1]} of {key[0]}. Remove one."
+                )
+            self._paths[key] = path
+        if not self._paths:
+            raise ConfigError(
+                f"{folder} has no files {names}, plain or .gz. Name a folder of them."
+            )
 
+    @classmethod
+    def entities(cls, folder: Path) -> "TaskFiles":
+        """Find files in a folder per language: ``de/train.tsv``, ``de/dev.iob2.gz``."""
+        return cls(folder, _ENTITIES, "LANGUAGE/train, dev or test")
 
-def question_files(folder: Path) -> Found:
-    """Find files with names like ``xquad.de.train.json``.
+    @classmethod
+    def questions(cls, folder: Path) -> "TaskFiles":
+        """Find files with names like ``xquad.de.train.json``."""
+        return cls(folder, _QUESTIONS, "NAME.LANGUAGE.SPLIT.json")
 
-    Raises:
-        ConfigError: there is no file, or two files are the same split.
-    """
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder. Name one with files NAME.LANGUAGE.SPLIT.json."
-        )
-    matches = [
-        (path, match)
-        for path in sorted(folder.rglob("*.json*"))
-        if path.is_file() and (match := _QUESTIONS.fullmatch(path.name))
-    ]
-    found = _by_split((match["language"], path, match["split"]) for path, match in matches)
-    if not found:
-        raise ConfigError(
-            f"{folder} has no files of questions. Name them NAME.LANGUAGE.train.json, dev and "
-            "test, plain or .gz."
-        )
-    return found
+    def path(self, language: str, split: Split) -> Path:
+        """Return the file of a split in a language."""
+        return self._paths[language, split]
 
+    def languages(self, split: Split) -> list[str]:
+        """Return the languages that have a split, sorted."""
+        return sorted(code for code, own in self._paths if own == split)
 
-def with_split(files: Mapping[str, Mapping[Split, Path]], split: Split) -> list[str]:
-    """Return the languages that have a split, sorted."""
-    return sorted(code for code, splits in files.items() if split in splits)
+    def trained_languages(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the languages to train on, sorted: ``wanted``, or all that have training text.
 
+        Raises:
+            ConfigError: a wanted language, or every language, has no training text.
+        """
+        present = self.languages("train")
+        missing = [code for code in wanted if code not in present]
+        if missing or not present:
+            raise ConfigError(
+                f"The data has no training file for {', '.join(missing) or 'any language'}; it has "
+                f"some for {', '.join(present) or 'none'}. Change tasks.languages, or add the file."
+            )
+        return tuple(sorted(wanted or present))
 
-def trained_languages(files: Found, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the languages to train on, sorted: ``wanted``, or all that have training text.
+    def read(
+        self, split: Split, read: Callable[[Path, str], list[Example]], languages: Iterable[str]
+    ) -> Mapping[str, list[Example]]:
+        """Return language → examples, for each language that has the split."""
+        codes = [code for code in languages if (code, split) in self._paths]
+        return {code: read(self._paths[code, split], code) for code in codes}
 
-    Raises:
-        ConfigError: a wanted language, or every language, has no training text.
-    """
-    there = with_split(files, "train")
-    missing = [code for code in wanted if code not in there]
-    if missing or not there:
-        raise ConfigError(
-            f"The data has no training file for {', '.join(missing) or 'any language'}; it has "
-            f"some for {', '.join(there) or 'none'}. Change tasks.languages, or add the file."
-        )
-    return tuple(sorted(wanted or there))
-
-
-def chosen_files(files: Found, languages: tuple[str, ...], split: Split) -> Found:
-    """Select the files of those languages that have the split."""
-    return {code: files[code] for code in languages if split in files[code]}
+    def read_tests(self, read: Callable[[Path, str], list[Example]]) -> Mapping[str, list[Example]]:
+        """Return language → test examples; raise ConfigError if there are no test files."""
+        if not (languages := self.languages("test")):
+            raise ConfigError(f"{self._folder} has no test file of any language. Add one.")
+        return self.read("test", read, languages)
 
 
 def read_text(path: Path) -> str:
@@ -115,16 +114,3 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ArtifactError(f"Line {line} of {path} is not UTF-8. Convert the file.") from error
-
-
-def _by_split(places: Iterable[tuple[str, Path, str]]) -> Found:
-    found: Found = {}
-    for code, path, name in places:
-        splits = found.setdefault(code, {})
-        split: Split = "train" if name == "train" else "dev" if name == "dev" else "test"
-        if split in splits:
-            raise ConfigError(
-                f"{splits[split]} and {path} are both {split} of {code}. Remove one of them."
-            )
-        splits[split] = path
-    return found

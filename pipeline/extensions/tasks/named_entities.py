@@ -12,111 +12,64 @@ they are 0.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.batching.labelled import Labelled, collate_tags
-from pipeline.config.recipe import Recipe
-from pipeline.config.settings import shown
+from pipeline.batching.labelled import Integers, Labelled
+from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
-from pipeline.extensions.tasks.data import Integers, LabelledData
-from pipeline.extensions.tasks.files import Found, chosen_files, read_text
-from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.files import read_text
+from pipeline.extensions.tasks.labeller import TaskModel
 from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
 
 OUTSIDE = "O"
 _TAG = re.compile(r"O|[BI]-[^\s]{1,40}")
 
 
-@dataclass(frozen=True)
-class Sentence:
+class Sentence(NamedTuple):
     """Tokens and as many tags."""
 
     tokens: tuple[str, ...]
     tags: tuple[str, ...]
 
 
-def read_entities(path: Path, *, language: str) -> list[Sentence]:
+def read_entities(path: Path, language: str) -> list[Sentence]:
     """Read all sentences of a file.
 
     Raises:
         ArtifactError: the file has no sentence, or a line that does not have the format.
     """
-    text = read_text(path)
-    sentences = list(_sentences(text, path))
-    prefix = f"{language}:"
-    tokens = [token for one in sentences for token in one.tokens]
-    if tokens and all(token.startswith(prefix) for token in tokens):
-        cut = len(prefix)
-        sentences = [
-            Sentence(tuple(token[cut:] for token in one.tokens), one.tags) for one in sentences
-        ]
+    sentences = list(_sentences(read_text(path), path))
     if not sentences:
         raise ArtifactError(f"{path} has no sentence. Name a file of named entities.")
+    prefix = f"{language}:"
+    if all(token.startswith(prefix) for sentence in sentences for token in sentence.tokens):
+        sentences = [
+            Sentence(tuple(token.removeprefix(prefix) for token in tokens), tags)
+            for tokens, tags in sentences
+        ]
     return sentences
 
 
-def tagging_data(
-    files: Found, *, pieces: Pieces, recipe: Recipe, languages: tuple[str, ...]
-) -> tuple[LabelledData, tuple[str, ...]]:
-    """Read the training and validation data of a tagger.
-
-    Returns:
-        The data, and all tags of the training sentences, ``O`` first.
-
-    Raises:
-        ArtifactError: a file is broken, or a dev file has a tag that no training file has.
-    """
-    train = {code: read_entities(files[code]["train"], language=code) for code in languages}
-    dev = chosen_files(files, languages, "dev")
-    valid = {code: read_entities(splits["dev"], language=code) for code, splits in dev.items()}
-    tags = (OUTSIDE, *sorted(set[str]().union(*map(_tags, train.values())) - {OUTSIDE}))
-    for code, sentences in valid.items():
-        if unknown := _tags(sentences) - set(tags):
-            raise ArtifactError(
-                f"{dev[code]['dev']} has the tag {shown(min(unknown))!r}, which no training file "
-                "has. Correct it, or train on text that has it."
-            )
-
-    def labelled(groups: Mapping[str, Sequence[Sentence]]) -> dict[str, list[Labelled]]:
-        limit = recipe.section_of(TasksConfig).max_tokens
-        return {
-            code: [part for one in group for part in label(one, tags, pieces, max_tokens=limit)]
-            for code, group in groups.items()
-        }
-
-    data = LabelledData(
-        labelled(train), labelled(valid), recipe, languages=languages, collate=collate_tags
-    )
-    return data, tags
+def tags_of(sentences: Sequence[Sentence]) -> set[str]:
+    """Return all tags of sentences."""
+    return {tag for sentence in sentences for tag in sentence.tags}
 
 
 def label(
     sentence: Sentence, tags: Sequence[str], pieces: Pieces, *, max_tokens: int
 ) -> list[Labelled]:
-    """Cut and label a sentence as input of a tagger, in one part or several.
-
-    Tags that the model does not know become ``O``: labels of test sentences are not used.
-    """
-    number = {tag: index for index, tag in enumerate(tags)}
-    numbers = [number.get(tag, 0) for tag in sentence.tags]
-    return cut_sentence(sentence.tokens, numbers, pieces, max_tokens=max_tokens)
-
-
-def cut_sentence(
-    tokens: Sequence[str], tags: Sequence[int], pieces: Pieces, *, max_tokens: int
-) -> list[Labelled]:
     """Cut a sentence into parts of at most ``max_tokens``; label each word at its first piece.
 
     A word without pieces (such as a lone joiner) becomes an unknown one; a word longer than a part
-    is truncated.
+    is truncated. Tags that the model does not know become ``O``, as may occur in test sentences.
     """
-    words = [_pieces_of(token, pieces)[: max_tokens - 2] for token in tokens]
+    number = {tag: index for index, tag in enumerate(tags)}
+    words = [_pieces_of(token, pieces)[: max_tokens - 2] for token in sentence.tokens]
     parts: list[Labelled] = []
     start = 0
     while start < len(words):
@@ -124,21 +77,38 @@ def cut_sentence(
         while stop < len(words) and size + len(words[stop]) <= max_tokens:
             size += len(words[stop])
             stop += 1
-        parts.append(_sentence(words[start:stop], tags[start:stop]))
+        part = words[start:stop]
+        ids = np.concatenate([[BOS], *part, [EOS]]).astype(np.int64)
+        numbers = [number.get(tag, 0) for tag in sentence.tags[start:stop]]
+        rows = np.cumsum([1, *map(len, part[:-1])])
+        parts.append(Labelled(ids, rows, np.array(numbers, dtype=np.int64)))
         start = stop
     return parts
 
 
-class Entity(NamedTuple):
-    """Tokens [start, stop) of a sentence, and their kind, such as PER."""
+def tag_sentences(
+    model: TaskModel, sentences: Sequence[Sentence], *, language: str, route: Route = "specific"
+) -> list[tuple[str, ...]]:
+    """Predict a tag for every token of every sentence."""
+    spec = model.spec
+    parts, sentence_of_part = [], []
+    for number, sentence in enumerate(sentences):
+        cut = label(sentence, spec.tags, model.pieces, max_tokens=spec.tasks.max_tokens)
+        parts += cut
+        sentence_of_part += [number] * len(cut)
+    tags_of_part: dict[int, list[int]] = {}
+    for lines, logits in model.logits(parts, language=language, route=route):
+        numbers = iter(logits.argmax(-1).tolist())
+        for line in lines:
+            tags_of_part[line] = [next(numbers) for _ in parts[line].rows]
+    tags: list[tuple[str, ...]] = [()] * len(sentences)
+    for part, number in enumerate(sentence_of_part):
+        tags[number] += tuple(spec.tags[index] for index in tags_of_part[part])
+    return tags
 
-    kind: str
-    start: int
-    stop: int
 
-
-def entities(tags: Sequence[str]) -> Iterator[Entity]:
-    """Yield the entities of a sentence's tags, from left to right."""
+def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield the entities of a sentence's tags from left to right, as (kind, start, stop)."""
     number, previous = 0, OUTSIDE
     numbered: list[tuple[int, str]] = []
     for tag in tags:
@@ -150,42 +120,25 @@ def entities(tags: Sequence[str]) -> Iterator[Entity]:
     for (_, kind), group in groupby(numbered):
         stop = start + len(list(group))
         if kind:
-            yield Entity(kind, start, stop)
+            yield kind, start, stop
         start = stop
 
 
-@dataclass(frozen=True)
-class EntityCounts:
-    """Counts of the entities of a language."""
-
-    right: int
-    """Predicted entities that the references have."""
-    found: int
-    """Predicted entities."""
-    there: int
-    """Entities of the references."""
-
-    def scores(self) -> dict[str, float]:
-        """Return ``f1``, ``precision`` and ``recall`` in percent."""
-        precision = self.right / self.found if self.found else 0.0
-        recall = self.right / self.there if self.there else 0.0
-        both = precision + recall
-        f1 = 2 * precision * recall / both if both else 0.0
-        return {"f1": 100 * f1, "precision": 100 * precision, "recall": 100 * recall}
-
-
-def count_entities(
+def entity_scores(
     references: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]
-) -> EntityCounts:
-    """Count the entities of sentences' tags; both have the same sentences of the same lengths."""
-    right = found = there = 0
+) -> dict[str, float]:
+    """Return ``f1``, ``precision`` and ``recall`` of predicted tags, in percent."""
+    correct = predicted = expected = 0
     for reference, prediction in zip(references, predictions, strict=True):
         assert len(reference) == len(prediction)
         wanted, given = set(entities(reference)), set(entities(prediction))
-        right += len(wanted & given)
-        found += len(given)
-        there += len(wanted)
-    return EntityCounts(right, found, there)
+        correct += len(wanted & given)
+        predicted += len(given)
+        expected += len(wanted)
+    precision = correct / predicted if predicted else 0.0
+    recall = correct / expected if expected else 0.0
+    f1 = 2 * precision * recall / (precision + recall) if correct else 0.0
+    return {"f1": 100 * f1, "precision": 100 * precision, "recall": 100 * recall}
 
 
 def _sentences(text: str, path: Path) -> Iterator[Sentence]:
@@ -222,16 +175,6 @@ def _token(line: str, where: str) -> tuple[str, str]:
     return columns[0], columns[1]
 
 
-def _tags(sentences: Sequence[Sentence]) -> set[str]:
-    return {tag for one in sentences for tag in one.tags}
-
-
 def _pieces_of(token: str, pieces: Pieces) -> Integers:
     ids = pieces.encode(token)
     return ids if len(ids) else np.array([UNKNOWN])
-
-
-def _sentence(words: Sequence[Integers], tags: Sequence[int]) -> Labelled:
-    ids = np.concatenate([[BOS], *words, [EOS]]).astype(np.int64)
-    rows = np.cumsum([1, *map(len, words[:-1])])
-    return Labelled(ids, rows, np.array(tags, dtype=np.int64))

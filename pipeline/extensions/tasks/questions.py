@@ -1,11 +1,16 @@
-"""Read files of questions in SQuAD v1.1's JSON (XQuAD, MLQA, TyDiQA-GoldP), and score answers.
+"""Read questions in SQuAD v1.1's JSON (XQuAD, MLQA, TyDiQA-GoldP), find answers, and score them.
 
 Files hold ``data[].paragraphs[].{context, qas[].{id, question, answers[].{text, answer_start}}}``;
 ``answer_start`` counts characters.
 
+A model's input is ``<s> question </s></s> passage </s>``. A longer passage is cut into windows that
+overlap, as in Hugging Face's ``run_qa.py``.
+
 Exact match and F1 use SQuAD v1.1's normalizer for every language, as TyDiQA-GoldP and XQuAD do
 (Clark et al. 2020, §6.1; Artetxe et al. 2020): lower case, without ASCII punctuation and English
 articles.
+
+Legend: T window length, C tokens of a passage in a window.
 """
 
 import re
@@ -15,14 +20,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 
+from pipeline.batching.labelled import Integers, Labelled
 from pipeline.checkpoints.foreign.model_folder import Described
 from pipeline.config.documents import parse_json
-from pipeline.config.settings import shown
-from pipeline.errors import ArtifactError
+from pipeline.config.settings import Route, shown
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.extensions.tasks.files import read_text
+from pipeline.extensions.tasks.labeller import TaskModel
+from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.xlmr import BOS, EOS, Located, Pieces
 
+QUESTION_SPECIALS = 4
+NO_ANSWER = 0
+"""Position of ``<s>``, the label of a window without the answer."""
 _FIX = "restore the file from where it was published"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -75,7 +90,7 @@ class Question:
     answers: tuple[Answer, ...]
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path, language: str = "") -> list[Question]:  # noqa: ARG001
     """Read all questions of a file.
 
     Raises:
@@ -92,19 +107,171 @@ def read_questions(path: Path) -> list[Question]:
             f"{path} is not a file of questions in SQuAD's format ({where}: {first['msg']}). "
             f"{_FIX.capitalize()}."
         ) from error
-    found = [
-        Question(
-            id=one.id,
-            question=one.question,
-            context=paragraph.context,
-            answers=tuple(_checked(answer, one, paragraph.context, path) for answer in one.answers),
+    questions: dict[str, Question] = {}
+    for paragraph in (paragraph for article in document.data for paragraph in article.paragraphs):
+        for asked in paragraph.qas:
+            if asked.id in questions or not asked.answers:
+                problem = "occurs twice" if asked.answers else "has no answer"
+                raise ArtifactError(
+                    f"{path}: question {shown(asked.id)!r} {problem}, which SQuAD v1.1 does not "
+                    "allow. Leave it out."
+                )
+            answers = tuple(
+                _checked(one, asked.id, paragraph.context, path) for one in asked.answers
+            )
+            questions[asked.id] = Question(asked.id, asked.question, paragraph.context, answers)
+    if not questions:
+        raise ArtifactError(f"{path} has no question. Name a file of questions.")
+    return list(questions.values())
+
+
+def _checked(answer: _Answer, question: str, context: str, path: Path) -> Answer:
+    text = answer.text.strip()
+    stop = answer.answer_start + len(answer.text)
+    if not text or answer.answer_start < 0 or context[answer.answer_start : stop] != answer.text:
+        raise ArtifactError(
+            f"{path}: question {shown(question)!r} has the answer {shown(answer.text)!r}, which "
+            f"is not at character {answer.answer_start} of its context. Correct answer_start, or "
+            "leave the question out."
         )
-        for article in document.data
-        for paragraph in article.paragraphs
-        for one in paragraph.qas
-    ]
-    _check(found, path)
+    return Answer(text, answer.answer_start + answer.text.index(text))
+
+
+# ---------------------------------------------------------------- windows
+
+
+@dataclass(frozen=True)
+class Window:
+    """Part of a passage behind its question."""
+
+    labelled: Labelled
+    """Input and label of the model."""
+    first: int
+    """Position in the input of this part's first token."""
+    begin: Integers
+    """First character of each of the part's tokens in the context."""
+    end: Integers
+    """Character of the context behind each of the part's tokens."""
+
+    def characters(self, first: int, last: int) -> tuple[int, int]:
+        """Return the characters [start, stop) of the context from one input position to another."""
+        return int(self.begin[first - self.first]), int(self.end[last - self.first])
+
+
+def windows_of(
+    questions: Sequence[Question],
+    pieces: Pieces,
+    config: TasksConfig,
+    *,
+    with_answers: bool = True,
+) -> list[tuple[int, Window]]:
+    """Cut all questions into windows; the first of several right answers becomes the label.
+
+    Returns:
+        Pairs (index of the question, window), in the order of the questions.
+    """
+    located: dict[str, Located] = {}  # most contexts have several questions
+    found = []
+    for number, question in enumerate(questions):
+        if question.context not in located:
+            located[question.context] = pieces.locate(question.context)
+        answer = question.answers[0] if with_answers else None
+        asked = pieces.encode(question.question)
+        windows = cut_passage(asked, located[question.context], answer, config)
+        found += [(number, window) for window in windows]
     return found
+
+
+def check_windows(config: TasksConfig) -> None:
+    """Raise ConfigError if the windows of a passage would not advance."""
+    room = config.max_tokens - config.max_question_tokens - QUESTION_SPECIALS
+    if config.stride >= room:
+        raise ConfigError(
+            f"tasks.stride {config.stride} leaves no step from window to window: behind a question "
+            f"of tasks.max_question_tokens {config.max_question_tokens} there are {max(room, 0)} "
+            f"of tasks.max_tokens {config.max_tokens} for the passage. Lower the stride, or raise "
+            "tasks.max_tokens."
+        )
+
+
+def cut_passage(
+    question: Integers, context: Located, answer: Answer | None, config: TasksConfig
+) -> list[Window]:
+    """Cut a context into windows, each behind the question.
+
+    Windows that hold all of ``answer`` are labeled with its tokens, others with ``NO_ANSWER``.
+    """
+    question = question[: config.max_question_tokens]
+    room = config.max_tokens - len(question) - QUESTION_SPECIALS
+    first = len(question) + 3
+    span = None if answer is None else token_span(context, answer)
+    windows = []
+    start = 0
+    while True:
+        stop = min(start + room, len(context.ids))
+        ids = np.concatenate([[BOS], question, [EOS, EOS], context.ids[start:stop], [EOS]])
+        labels = np.full(2, NO_ANSWER, dtype=np.int64)
+        if span is not None and start <= span[0] and span[1] < stop:
+            labels = np.array(span, dtype=np.int64) - start + first
+        part = slice(start, stop)
+        labelled = Labelled(ids.astype(np.int64), np.zeros(0, dtype=np.int64), labels)
+        windows.append(Window(labelled, first, context.begin[part], context.end[part]))
+        if stop == len(context.ids):
+            return windows
+        start += room - config.stride
+
+
+def token_span(context: Located, answer: Answer) -> tuple[int, int] | None:
+    """Return the first and last token that have a character of an answer; None if none has."""
+    has_some = (context.begin < answer.stop) & (context.end > answer.start)
+    places = np.flatnonzero(has_some & (context.begin < context.end))
+    return (int(places[0]), int(places[-1])) if len(places) else None
+
+
+# ---------------------------------------------------------------- answers
+
+
+def answer_questions(
+    model: TaskModel, questions: Sequence[Question], *, language: str, route: Route = "specific"
+) -> list[str]:
+    """Predict the answer to every question: a part of its context, empty only if that is."""
+    config = model.spec.tasks
+    windows = windows_of(questions, model.pieces, config, with_answers=False)
+    best: dict[int, tuple[float, int, str]] = {}  # the earlier window wins at equal scores
+    inputs = [window.labelled for _, window in windows]
+    for lines, logits in model.logits(inputs, language=language, route=route):
+        starts, ends = logits.float().cpu().chunk(2)
+        for line, start_T, end_T in zip(lines, starts, ends, strict=True):
+            number, window = windows[line]
+            span = best_span(start_T, end_T, window, longest=config.max_answer_tokens)
+            if span is None:
+                continue
+            score, first, last = span
+            start, stop = window.characters(first, last)
+            candidate = score, -line, questions[number].context[start:stop]
+            best[number] = max(best.get(number, candidate), candidate)
+    return [best.get(number, (0.0, 0, ""))[2] for number in range(len(questions))]
+
+
+def best_span(
+    start_T: Tensor, end_T: Tensor, window: Window, *, longest: int
+) -> tuple[float, int, int] | None:
+    """Return score, first and last token of the passage's likeliest span; None if it has none."""
+    place = slice(window.first, window.first + len(window.begin))
+    has_text = torch.from_numpy(window.begin < window.end)
+    start_C = start_T[place].masked_fill(~has_text, -torch.inf)
+    end_C = end_T[place].masked_fill(~has_text, -torch.inf)
+    score_CC = (start_C[:, None] + end_C[None, :]).triu()
+    is_span = torch.ones_like(score_CC, dtype=torch.bool).triu().tril(longest - 1)
+    score_CC = score_CC.masked_fill(~is_span, -torch.inf)
+    if not score_CC.numel() or not (score_CC > -torch.inf).any():
+        return None
+    score, index = score_CC.flatten().max(0)
+    first, last = divmod(int(index), score_CC.shape[1])
+    return float(score), window.first + first, window.first + last
+
+
+# ---------------------------------------------------------------- scores
 
 
 def normalized(answer: str) -> list[str]:
@@ -113,7 +280,7 @@ def normalized(answer: str) -> list[str]:
 
 
 def exact_match(answer: str, right: Sequence[str]) -> float:
-    """Return 1 if an answer equals one of the right ones, else 0."""
+    """Return 1 if an answer equals a right answer, else 0."""
     words = normalized(answer)
     return float(any(normalized(one) == words for one in right))
 
@@ -122,36 +289,6 @@ def word_f1(answer: str, right: Sequence[str]) -> float:
     """Return the F1 of an answer's words against the closest right answer's."""
     words = normalized(answer)
     return max(_f1(words, normalized(one)) for one in right)
-
-
-def _checked(answer: _Answer, question: _Question, context: str, path: Path) -> Answer:
-    stop = answer.answer_start + len(answer.text)
-    is_there = answer.answer_start >= 0 and context[answer.answer_start : stop] == answer.text
-    if not is_there or not answer.text.strip():
-        raise ArtifactError(
-            f"{path}: question {shown(question.id)!r} has the answer {shown(answer.text)!r}, which "
-            f"is not at character {answer.answer_start} of its context. Correct answer_start, or "
-            "leave the question out."
-        )
-    text = answer.text.strip()
-    return Answer(text, answer.answer_start + answer.text.index(text))
-
-
-def _check(questions: list[Question], path: Path) -> None:
-    if not questions:
-        raise ArtifactError(f"{path} has no question. Name a file of questions.")
-    seen: set[str] = set()
-    for one in questions:
-        if not one.answers:
-            raise ArtifactError(
-                f"{path}: question {shown(one.id)!r} has no answer, which SQuAD v1.1 does not "
-                "allow. Leave it out."
-            )
-        if one.id in seen:
-            raise ArtifactError(
-                f"{path} has two questions with the id {shown(one.id)!r}. Give each its own."
-            )
-        seen.add(one.id)
 
 
 def _f1(words: Sequence[str], right: Sequence[str]) -> float:

@@ -8,7 +8,7 @@ from pipeline.config.settings import Settings, whole
 
 
 class TasksConfig(Settings):
-    """Tasks on an XLM-R by the stages finetune_tagger and finetune_reader."""
+    """Tasks on an XLM-R by the stage finetune_task."""
 
     languages: tuple[str, ...] = ()
     """Languages of the training text; empty: all that have any."""

@@ -3,36 +3,24 @@
 from pipeline.config.recorded import DECIDE_NOTHING
 from pipeline.stages.stage import Input, Stage
 
-_SECTIONS = (
-    *("tasks", "model.language_modules", "mixture.sampling_temperature"),
-    *("batches", "optimizer", "loss", "training"),
-)
-_INPUTS = {"pretrained": Input("raw", "XLM-R as Hugging Face's save_pretrained writes it")}
-
 STAGES = (
     Stage(
-        name="finetune_tagger",
-        module="pipeline.extensions.tasks.finetune_tagger",
+        name="finetune_task",
+        module="pipeline.extensions.tasks.finetune_task",
         makes="task_model",
-        help="train an XLM-R to find named entities",
-        sections=_SECTIONS,
+        help="train an XLM-R to find named entities, or answers in passages",
+        sections=(
+            *("tasks", "model.language_modules", "mixture.sampling_temperature"),
+            *("batches", "optimizer", "loss", "training"),
+        ),
         inputs={
-            **_INPUTS,
-            "data": Input("raw", "LANGUAGE/train and dev, as WikiANN or Universal NER"),
-        },
-        parallel="ranks",
-        trains=True,
-        undeciding=DECIDE_NOTHING,
-    ),
-    Stage(
-        name="finetune_reader",
-        module="pipeline.extensions.tasks.finetune_reader",
-        makes="task_model",
-        help="train an XLM-R to find answers in passages",
-        sections=_SECTIONS,
-        inputs={
-            **_INPUTS,
-            "data": Input("raw", "NAME.LANGUAGE.train.json and dev, as SQuAD v1.1"),
+            "pretrained": Input("raw", "XLM-R as Hugging Face's save_pretrained writes it"),
+            "entities": Input(
+                "raw", "LANGUAGE/train and dev, as WikiANN or Universal NER", required=False
+            ),
+            "questions": Input(
+                "raw", "NAME.LANGUAGE.train.json and dev, as SQuAD v1.1", required=False
+            ),
         },
         parallel="ranks",
         trains=True,

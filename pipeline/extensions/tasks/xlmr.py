@@ -4,21 +4,22 @@ Weights are safetensors or ``pytorch_model.bin``, from which only tensors are re
 as in ``modeling_xlm_roberta.py``, with the prefix ``roberta.`` if the folder has a model with a
 head. That head is ignored, because training begins with a new one.
 
-The vocabulary is a SentencePiece model whose ids are shifted by one, with fairseq's specials
+The vocabulary is a SentencePiece model with ids shifted by one and with fairseq's specials
 (``tokenization_xlm_roberta.py``): ``<s>`` is 0, ``<pad>`` 1, ``</s>`` 2, ``<unk>`` 3, piece i of
 the model i + 1, and ``<mask>`` the last id. Text that looks like a special stays text.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
 from pipeline.checkpoints.foreign.model_folder import (
+    CONFIG_FILE,
     INDEX_FILE,
     PICKLED,
     WEIGHTS_FILE,
@@ -31,7 +32,7 @@ from pipeline.checkpoints.foreign.tensors import NameTable, Stored
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.names import initial_value, named_slices
 from pipeline.checkpoints.weights import FLOATING_TYPES
-from pipeline.config.settings import shown
+from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.settings import LanguageModulesConfig, ModelConfig
 from pipeline.model.spec import ModelSpec, make_spec
@@ -47,14 +48,14 @@ PIECES_FILE = "sentencepiece.bpe.model"
 class Located(NamedTuple):
     """Ids of a text and the range of characters of each, without surrounding space.
 
-    A piece of space alone has an empty range.
+    A piece of only space has an empty range.
     """
 
     ids: Integers
     begin: Integers
     """First character of each piece."""
     end: Integers
-    """Character behind the last one of each piece."""
+    """Character behind each piece."""
 
 
 class Pieces:
@@ -70,12 +71,8 @@ class Pieces:
                 f"{origin / PIECES_FILE} is not a SentencePiece model. Restore it from where it "
                 "was published."
             ) from error
-        specials = [self._processor.id_to_piece(index) for index in range(3)]
-        if specials != ["<unk>", "<s>", "</s>"]:
-            raise CheckpointError(
-                f"{origin / PIECES_FILE} begins with {', '.join(specials)} where XLM-R's begins "
-                "with <unk>, <s>, </s>. Name the folder of an XLM-R."
-            )
+        specials = " ".join(self._processor.id_to_piece(index) for index in range(3))
+        refuse_other(origin, **{f"{PIECES_FILE}[:3]": (specials, "<unk> <s> </s>")})
 
     @property
     def size(self) -> int:
@@ -132,7 +129,6 @@ TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 class _Config(Described):
     """Content of ``config.json``."""
 
-    model_type: str
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -163,19 +159,25 @@ class Pretrained:
         self.origin = directory
         folder = ModelFolder(directory)
         config = _read_config(folder)
-        self.model = ModelConfig(
-            encoder_layers=config.num_hidden_layers,
-            decoder_layers=1,
-            width=config.hidden_size,
-            feed_forward_width=config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            norm="post",
-            activation="gelu",
-            positions="learned",
-            max_positions=config.max_position_embeddings - POSITION_OFFSET,
-            scale_embedding=False,
-            embedding_norm=True,
-        )
+        try:
+            self.model = ModelConfig(
+                encoder_layers=config.num_hidden_layers,
+                decoder_layers=1,
+                width=config.hidden_size,
+                feed_forward_width=config.intermediate_size,
+                num_heads=config.num_attention_heads,
+                norm="post",
+                activation="gelu",
+                positions="learned",
+                max_positions=config.max_position_embeddings - POSITION_OFFSET,
+                scale_embedding=False,
+                embedding_norm=True,
+            )
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{directory / CONFIG_FILE} describes no XLM-R: "
+                f"{describe_validation(error, ModelConfig)}"
+            ) from error
         self.vocabulary_size = config.vocab_size
         self.pieces = Pieces(folder.read_bytes(PIECES_FILE), origin=directory)
         if self.pieces.size > config.vocab_size:
@@ -184,10 +186,9 @@ class Pretrained:
                 f"and a model of vocab_size {config.vocab_size:,}. Name a folder whose files "
                 "belong together."
             )
-        self._stored = _stored(folder, self._wanted_names(config))
-        names = set(self._stored.names())
-        self._prefix = "roberta." if f"roberta.{TOKEN_TYPES}" in names else ""
-        self._names = names
+        self._stored = _stored(folder)
+        self._names = set(self._stored.names())
+        self._prefix = "roberta." if f"roberta.{TOKEN_TYPES}" in self._names else ""
 
     def spec(
         self, languages: tuple[str, ...], modules: LanguageModulesConfig | None = None
@@ -215,15 +216,6 @@ class Pretrained:
             pad_id=PAD,
             languages=languages,
         )
-
-    def _wanted_names(self, config: _Config) -> list[str]:
-        patterns = [row.theirs for row in TABLE.rows]
-        names = [TOKEN_TYPES]
-        for pattern in patterns:
-            for layer in range(config.num_hidden_layers if "{layer}" in pattern else 1):
-                at_layer = pattern.replace("{layer}", str(layer))
-                names += [at_layer.replace("{kind}", kind) for kind in ("weight", "bias")]
-        return [prefix + name for prefix in ("", "roberta.") for name in dict.fromkeys(names)]
 
     def fill(self, model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
         """Set the parameters of the encoder as stored, and all others to their initial values.
@@ -265,7 +257,7 @@ class Pretrained:
 
 def _read_config(folder: ModelFolder) -> _Config:
     """Read ``config.json``; raise CheckpointError for another architecture or variant."""
-    model_type = folder.read_object("config.json").get("model_type")
+    model_type = folder.read_object(CONFIG_FILE).get("model_type")
     if model_type != "xlm-roberta":
         raise CheckpointError(
             f"{folder.origin} holds a model of type {shown(model_type)}, and tasks are trained on "
@@ -285,32 +277,12 @@ def _read_config(folder: ModelFolder) -> _Config:
         is_decoder=(config.is_decoder, False),
         add_cross_attention=(config.add_cross_attention, False),
     )
-    _check_sizes(folder, config)
     return config
 
 
-def _check_sizes(folder: ModelFolder, config: _Config) -> None:
-    sizes: Mapping[str, int] = {
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings - 3 - POSITION_OFFSET,
-    }
-    odd = [name for name, size in sizes.items() if size < 1]
-    if odd or config.hidden_size % config.num_attention_heads:
-        what = odd[0] if odd else "hidden_size, which num_attention_heads does not divide"
-        raise CheckpointError(
-            f"{folder.origin}/config.json describes no XLM-R ({what}). Restore it from where it "
-            "was published."
-        )
-
-
-def _stored(folder: ModelFolder, names: list[str]) -> Stored:
+def _stored(folder: ModelFolder) -> Stored:
     """Return the folder's weights; safetensors take precedence."""
-    pickled = PICKLED[0]
-    if folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE) or not folder.has(pickled):
+    path = folder.origin / PICKLED[0]
+    if folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE) or not path.is_file():
         return folder.tensors
-    path = folder.origin / pickled
-    return StateDict.checked(path, read_torch_file(path, keep=names))
+    return StateDict.checked(path, read_torch_file(path))

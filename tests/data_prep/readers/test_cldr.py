@@ -26,7 +26,7 @@ from data_prep.readers.cldr import (
     make_phrases,
     training_clauses,
 )
-from pipeline.artifacts.settings import CldrConfig
+from data_prep.settings import CldrConfig
 from pipeline.errors import ConfigError
 
 LANGUAGES = "ar de el fr he hi ja ko ru tr uk zh".split()
@@ -208,7 +208,7 @@ def test_held_out_phrases_do_not_depend_on_the_other_languages() -> None:
 def test_the_seed_decides_the_phrases_in_every_process() -> None:
     program = (
         "import hashlib; from data_prep.readers.cldr import make_phrases; "
-        "from pipeline.artifacts.settings import CldrConfig; "
+        "from data_prep.settings import CldrConfig; "
         "phrases = make_phrases(CldrConfig(train_pairs={'de': 200, 'ja': 50}, seed=7)); "
         "print(hashlib.sha256(repr(phrases).encode()).hexdigest())"
     )

@@ -8,10 +8,10 @@ from support.raw_trees import run_import, write
 
 from data_prep.readers.file_pairs import PairFolder, find_pairs
 from data_prep.readers.section import LeftOut
+from data_prep.settings import CorpusConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_bytes import iterate_blocks, iterate_raw_lines
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 

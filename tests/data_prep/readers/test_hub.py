@@ -11,11 +11,11 @@ import pytest
 from support.raw_trees import run_import, write
 
 from data_prep.readers.hub import read_dataset
+from data_prep.settings import CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import HubDataset, RawInput
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from support.raw_trees import run_import, write
 
+from data_prep.settings import CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import read_lines
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 

@@ -13,11 +13,11 @@ from support.raw_trees import run_import, write
 from data_prep.readers import tmx
 from data_prep.readers.multiway import Record
 from data_prep.readers.tmx import CODES, iterate_units
+from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import RawInput, RawPaths
-from pipeline.artifacts.settings import CorpusConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 

@@ -10,7 +10,7 @@ from langdetect import DetectorFactory, detect
 from langdetect.lang_detect_exception import LangDetectException
 
 from data_prep.rules.line_language import FastText, LanguageRule, line_identifier
-from pipeline.artifacts.settings import CleanConfig
+from data_prep.settings import CleanConfig
 from pipeline.errors import ConfigError
 
 GERMAN = "Der Rat der Gemeinde hat gestern beschlossen, die Schule neu zu bauen."

@@ -1,23 +1,34 @@
-"""XLM-R with a task head: a pretrained encoder that tags tokens or finds an answer span.
+"""XLM-R with a task head, and its artifact.
 
 The encoder is RoBERTa's (Conneau et al. 2020, §3): post-norm layers with GELU, learned positions
 from ``POSITION_OFFSET`` on, and a norm after the embeddings. The embedding of its only token type
-is added to the positions on import (``extensions/tasks/xlmr.py``). The layers are those of the
-translation model, low-rank modules included; the language of a sentence is both its source and its
-target language.
+is added to the positions on import (``xlmr``). The layers come from the translation model, with
+low-rank modules if asked for; the language of a sentence is both its source and its target.
+
+The artifact has ``task.json`` (shape and settings), ``sentencepiece.bpe.model``, ``weights/`` and
+``metrics.jsonl``.
 
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
 """
 
-from dataclasses import replace
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
+import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
+from pipeline.artifacts.artifact import Artifact
 from pipeline.batching.batch import Packing
-from pipeline.batching.labelled import LabelledBatch
-from pipeline.config.settings import Route
+from pipeline.batching.global_step import evaluation_batches
+from pipeline.batching.labelled import Labelled, LabelledBatch, collate_spans, collate_tags
+from pipeline.checkpoints.checkpoint import load_weights
+from pipeline.config.settings import Route, Settings, describe_validation
+from pipeline.errors import CheckpointError
+from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
 from pipeline.kernels.noise import dropout_in, number_sites
 from pipeline.kernels.products import Linear
 from pipeline.kernels.residuals import dropped
@@ -27,10 +38,14 @@ from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Residual, run_layer
 from pipeline.model.tokens import Tokens
-from pipeline.model.transformer import EncoderLayer, Output, Stack, Transformer
+from pipeline.model.transformer import EncoderLayer, Output, Stack, Trained
 
+HeadKind = Literal["tagger", "reader"]
 HEAD_STD = 0.02
 """Standard deviation of a head's initial weights: Hugging Face's ``initializer_range``."""
+TASK_FILE = "task.json"
+MAX_BATCH_TOKENS = 4096
+"""Most tokens of a batch of predictions, padding included."""
 
 
 class Head(Linear):
@@ -43,7 +58,7 @@ class Head(Linear):
         return torch.empty(shape).normal_(0, HEAD_STD, generator=generator)
 
 
-class Labeller(nn.Module):
+class Labeller(Trained):
     """Encoder and task head.
 
     ``spec`` defines the encoder; its ``decoder_layers`` are ignored. A ``tagger`` has one logit per
@@ -56,7 +71,7 @@ class Labeller(nn.Module):
         self,
         spec: ModelSpec,
         *,
-        head: Literal["tagger", "reader"],
+        head: HeadKind,
         num_tags: int = 2,
         regularization: Regularization | None = None,
     ) -> None:
@@ -65,8 +80,6 @@ class Labeller(nn.Module):
         self.kind = head
         rates = regularization or Regularization()
         model = spec.model
-        self.recomputes = False
-        """Whether the backward pass recomputes each layer from its input."""
         self.dropout = rates.dropout
         self.site = 0
         self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
@@ -121,10 +134,6 @@ class Labeller(nn.Module):
         return states
 
 
-Trained: TypeAlias = Transformer | Labeller
-"""A model that an engine trains."""
-
-
 def spans(logits_N2: Tensor, packing: Packing) -> Tensor:
     """Return logits of first and last tokens over the windows, (2B, T); very low at padding."""
     logits_BT2 = packing.unpack(logits_N2)
@@ -134,7 +143,86 @@ def spans(logits_N2: Tensor, packing: Packing) -> Tensor:
     return logits_BT2.permute(2, 0, 1).reshape(2 * packing.batch, packing.length)
 
 
-def allocated(model: Labeller, device: torch.device) -> Labeller:
-    """Allocate the parameters of a model on the meta device, and return it; values are not set."""
-    allocate(model, device)
-    return model
+class TaskSpec(Settings):
+    """Shape and settings of a task model."""
+
+    head: HeadKind
+    encoder: ModelSpec
+    tags: tuple[str, ...] = ()
+    """Tags of a tagger, by index."""
+    tasks: TasksConfig
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """Return the routes through the model."""
+        return ("specific", "shared") if self.encoder.model.has_shared_route else ("specific",)
+
+    def has_modules_of(self, language: str) -> bool:
+        """Return whether the specific route serves a language; any does without modules."""
+        modules = self.encoder.model.language_modules
+        if modules is None:
+            return True
+        return language in (modules.languages or self.encoder.languages)
+
+    def build(
+        self, *, regularization: Regularization | None = None, device: torch.device | None = None
+    ) -> Labeller:
+        """Build a model; its parameters are allocated but not set."""
+        with torch.device("meta"):
+            model = Labeller(
+                self.encoder,
+                head=self.head,
+                num_tags=len(self.tags),
+                regularization=regularization,
+            )
+        allocate(model, device or torch.device("cpu"))
+        return model
+
+    @classmethod
+    def read(cls, artifact: Artifact) -> "TaskSpec":
+        """Read shape and settings; raise CheckpointError if the artifact has none."""
+        try:
+            return cls.model_validate(artifact.read_json(TASK_FILE))
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{artifact.file(TASK_FILE)} does not describe a task model: "
+                f"{describe_validation(error, cls)}. Run its stage again."
+            ) from error
+
+
+@dataclass(frozen=True)
+class TaskModel:
+    """A trained tagger or reader with its shape and vocabulary."""
+
+    spec: TaskSpec
+    model: Labeller
+    pieces: Pieces
+
+    @classmethod
+    def load(cls, artifact: Artifact, *, device: torch.device) -> "TaskModel":
+        """Load a model in evaluation mode; raise CheckpointError if its files do not fit."""
+        spec = TaskSpec.read(artifact)
+        model = spec.build(device=device)
+        load_weights(model, artifact)
+        pieces = Pieces(artifact.file(PIECES_FILE).read_bytes(), origin=artifact.directory)
+        return cls(spec, model.eval(), pieces)
+
+    @torch.no_grad()
+    def logits(
+        self, examples: Sequence[Labelled], *, language: str, route: Route
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """Run the model; yield indices of examples and their logits, by batch.
+
+        Text in a language without modules takes the shared route.
+        """
+        lengths = np.array([len(example.ids) for example in examples], dtype=np.int64)
+        collate = collate_tags if self.spec.head == "tagger" else collate_spans
+        languages = self.spec.encoder.languages
+        index = languages.index(language) if language in languages else 0
+        if not self.spec.has_modules_of(language):
+            assert "shared" in self.spec.routes
+            route = "shared"
+        device = self.model.embedding.weight.device
+        for lines in evaluation_batches(lengths, lengths, budget=MAX_BATCH_TOKENS):
+            batch = collate([examples[line] for line in lines], [index] * len(lines))
+            yield lines.tolist(), self.model(batch.to(device), route=route).logits_LV

@@ -1,33 +1,10 @@
-"""Kernel densities are SciPy's, and outlines hold the shares that they state."""
+"""Outlines of kernel densities hold the shares that they state."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.stats import gaussian_kde, multivariate_normal
+from scipy.stats import multivariate_normal
 
-from pipeline.extensions.analysis.densities import (
-    SHARES,
-    crossings,
-    density,
-    kernel_covariance,
-    outlines,
-)
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.integers(3, 30), st.integers(0, 1000))
-def test_the_density_is_scipys(points: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    xy = generator.normal(size=(points, 2)) @ generator.normal(size=(2, 2))
-    kernel = kernel_covariance(xy)
-    peer = gaussian_kde(xy.T)
-    assert kernel is not None
-    assert kernel == pytest.approx(peer.covariance)
-    x, y = np.linspace(-2, 2, 5), np.linspace(-1, 3, 4)
-    places = np.array([[one, other] for one in x for other in y])
-    expected = peer(places.T).reshape(5, 4)
-    assert density(xy, kernel, x, y) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+from pipeline.extensions.analysis.analyze_languages import SHARES, crossings, outlines
 
 
 def test_outlines_hold_their_shares_of_a_normal_distribution() -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.corpora import make_corpus
@@ -22,20 +21,20 @@ from pipeline.batching.batch import Packing
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.extensions.analysis.scales import (
-    PARTS,
-    count_choices,
+from pipeline.extensions.analysis.analyze_scales import (
+    ScaleCounter,
     count_scales,
     divergence,
     mean_scale,
 )
+from pipeline.extensions.byte_front_ends.ada_msha import choose_scales
+from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 
-Places = Counter[tuple[str, int, int]]
-"""(query, head, δ) → number of choices."""
+PARTS = ("query", "key", "value")
 
 
 @torch.inference_mode()
-def choices_by_hand(translator: Translator, direction: Direction, lines: list[str]) -> Places:
+def choices_by_hand(translator: Translator, direction: Direction, lines: list[str]) -> Counter[int]:
     """Count the choices of the front end of a pre-norm model, vector by vector."""
     model, tokenizer = translator.model, translator.tokenizer
     front: Any = model.front
@@ -43,7 +42,7 @@ def choices_by_hand(translator: Translator, direction: Direction, lines: list[st
     attention, heads = layer.self_attention, model.spec.model.num_heads
     tag = tokenizer.language_token_id(direction.source)
     lid_D = model.embedding.rows(torch.tensor([tag]))[0]
-    found: Places = Counter()
+    found: Counter[int] = Counter()
     for line in filter(str.strip, lines):
         ids = torch.tensor([tag, *tokenizer.encode(line), tokenizer.eos_id])
         language_B = torch.zeros(1, dtype=torch.int64)
@@ -59,7 +58,7 @@ def choices_by_hand(translator: Translator, direction: Direction, lines: list[st
                     lid = [lid_D.chunk(heads)[head]] if front.config.language_vector else []
                     logits = (weight @ torch.cat([x_K, *lid])).tolist()
                     best = sorted(range(len(logits)), key=lambda scale: -logits[scale])
-                    found.update((part, head, scale) for scale in best[: front.config.top_k])
+                    found.update(best[: front.config.top_k])
     return found
 
 
@@ -83,16 +82,12 @@ def test_choices_are_those_of_a_loop_and_leave_the_model_as_it_was(
     directions = [Direction("de", "en"), Direction("en", "de")]
     found = count_scales(translator, corpus, directions)
     for direction, lines in zip(directions, TEXTS_OF_TWO, strict=True):
-        counts = found[direction].counts
+        scales = found[direction]
         by_hand = choices_by_hand(translator, direction, lines)
-        heads, scales = counts.chosen_3HS.shape[1:]
-        for number, part in enumerate(PARTS):
-            for head in range(heads):
-                expected = [by_hand[part, head, scale] for scale in range(scales)]
-                assert counts.chosen_3HS[number, head].tolist() == expected
-        vectors = found[direction].tokens * len(PARTS) * heads
-        assert counts.weight_3HS.sum() == pytest.approx(vectors), "a vector's weights sum to 1"
-        assert counts.chosen_3HS.sum() == vectors * translator_top_k(translator)
+        assert scales.chosen_S.tolist() == [by_hand[scale] for scale in range(len(scales.chosen_S))]
+        vectors = scales.tokens * len(PARTS) * translator.model.spec.model.num_heads
+        assert scales.weight_S.sum() == pytest.approx(vectors), "a vector's weights sum to 1"
+        assert scales.chosen_S.sum() == vectors * translator_top_k(translator)
     assert not translator.model.front.router._forward_hooks  # type: ignore[union-attr]
 
 
@@ -106,15 +101,13 @@ def translator_top_k(translator: Translator) -> int:
 
 
 def test_weights_are_summed_where_their_scales_were_chosen() -> None:
-    generator = np.random.default_rng(1)
-    scale = np.stack([generator.permutation(4)[:2] for _ in range(5 * 3 * 2)]).reshape(5, 3, 2, 2)
-    weight = generator.random((5, 3, 2, 2))
-    found = count_choices(scale, weight, scales=4)
-    sums = np.zeros((3, 2, 4))
-    for index in np.ndindex(scale.shape):
-        sums[index[1], index[2], scale[index]] += weight[index]
-    assert np.allclose(found.weight_3HS, sums)
-    assert np.allclose(found.weighted_shares, sums.sum((0, 1)) / sums.sum())
+    config = AdaMshaConfig(max_scale=3, top_k=2)
+    logits = torch.randn(5, 3, 2, 4, generator=torch.Generator().manual_seed(1))
+    counter = ScaleCounter(config)
+    counter(torch.nn.Identity(), None, logits)
+    scale, weight = choose_scales(logits, config)
+    sums = [weight[scale == one].sum().item() for one in range(4)]
+    assert counter.weight_S.tolist() == pytest.approx(sums)
 
 
 def relative_entropy(one: list[float], other: list[float]) -> float:
@@ -148,24 +141,14 @@ def analysed(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return open_artifact(folder / "out", kind="analysis")
 
 
-def test_the_document_has_every_direction_source_and_pair(analysed: Artifact) -> None:
+def test_the_document_has_every_direction_and_pair(analysed: Artifact) -> None:
     document = analysed.read_json("scales.json")
     assert list(document["directions"]) == ["de-en", "en-de", "en-ru", "ru-en"]
     assert [one["lines"] for one in document["directions"].values()] == [3, 4, 2, 2]
-    for found in [*document["directions"].values(), *document["sources"].values()]:
+    for found in document["directions"].values():
         assert len(found["share"]) == 4
         assert sum(found["share"]) == pytest.approx(1)
         assert found["mean"] == pytest.approx(sum(i * s for i, s in enumerate(found["share"])))
-        parts = [found["parts"][part]["share"] for part in PARTS]
-        assert np.allclose(np.mean(parts, axis=0), found["share"])
-        heads = [found["parts"][part]["heads"] for part in PARTS]
-        assert np.allclose(np.mean(heads, axis=(0, 1)), found["share"])
-    chosen = {
-        name: np.array([one["chosen"][part] for part in PARTS])
-        for name, one in document["directions"].items()
-    }
-    english = (chosen["en-de"] + chosen["en-ru"]).sum((0, 1))
-    assert np.allclose(document["sources"]["en"]["share"], english / english.sum())
     assert list(document["pairs"]) == ["de-en", "en-ru"]
     one, other = (document["directions"][name]["share"] for name in ("de-en", "en-de"))
     assert document["pairs"]["de-en"]["divergence"] == divergence(one, other) > 0

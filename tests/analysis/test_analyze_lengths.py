@@ -9,7 +9,7 @@ from support.corpora import make_corpus
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
-from pipeline.extensions.analysis.conciseness import measure_conciseness
+from pipeline.extensions.analysis.analyze_lengths import measure_conciseness
 from pipeline.extensions.analysis.report import analysis_sections
 
 PARALLEL = {
