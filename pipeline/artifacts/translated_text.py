@@ -53,7 +53,7 @@ def translated_lines(
         if not translated.has(text_name(direction.source, name)):
             raise ArtifactError(
                 f"{translated.directory} has translations without the lines that they translate. "
-                "Run translate_text again."
+                "Run translate --text again."
             )
         source = translated.file(text_name(direction.source, name))
         scores = translated.file(scores_name(direction.target, name))

@@ -1,15 +1,16 @@
 """Run one stage from the command line, as its entry in the table of stages declares it.
 
 ``stage_parser`` derives the options from the entry. ``stage_main`` opens the inputs that they name,
-checks them, and runs the stage's code here or as several processes. Two stages have a second form:
-``translate`` as a filter of standard input, ``upcycle`` with a declaration.
+checks them, and runs the stage's code here or as several processes. ``find_stage`` knows which
+commands stand for several stages. Two stages have a second form: ``translate`` as a filter of
+standard input, ``upcycle`` with a declaration.
 """
 
 import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,14 +37,18 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
-from pipeline.cli.checkpoint_commands import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.parser import (
+    DS_CONFIG,
+    OVERWRITE,
+    REPEATABLE,
+    SET,
     CommandParser,
-    add_ds_config_option,
-    add_set_option,
+    Option,
+    add_options,
     chosen_recipe,
     named_paths,
+    option,
     refuse_paths,
     update_window,
     whole_number,
@@ -69,6 +74,29 @@ _OTHER_FORMS = {"translate": "without --from and --to", "upcycle": "without ASSE
 """Stages with a second form that needs fewer options → how that form is recognized."""
 _SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required")
 """Options that replace settings of the recipe for this call."""
+
+
+def commands_of_stages() -> dict[str, dict[str, Stage]]:
+    """Return command → its stages by kind: a word after the command, an option, or empty."""
+    found: dict[str, dict[str, Stage]] = {}
+    for stage in STAGES.values():
+        name, _, kind = (stage.command or stage.name).partition(" ")
+        found.setdefault(name, {})[kind] = stage
+    return found
+
+
+def find_stage(arguments: Sequence[str]) -> tuple[Stage | None, list[str]]:
+    """Return the stage that a command line asks for, by command or by its own name, and the rest.
+
+    For example ``analyze scales …`` and ``analyze_scales …``, as launchers start it.
+    """
+    name, *rest = [*arguments] or [""]
+    kinds = commands_of_stages().get(name, {})
+    if rest and rest[0] in kinds:
+        return kinds[rest[0]], rest[1:] if rest[0][:1] != "-" else rest
+    given = {word.partition("=")[0] for word in rest}
+    of_option = [stage for kind, stage in kinds.items() if kind[:1] == "-" and kind in given]
+    return of_option[0] if of_option else kinds.get("", STAGES.get(name)), rest
 
 
 def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
@@ -314,119 +342,175 @@ def _write_line(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
+def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
+    """Return the decoding settings with the changes that the options ask for.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
+    asked = {name: value for name, value in asked.items() if value}
+    for name in ("banned", "required"):
+        if name in asked:
+            asked[name] = (*getattr(decoding, name), *asked[name])
+    try:
+        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, DecodingConfig)) from error
+
+
+def declared_command(options: argparse.Namespace) -> int:
+    """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
+    from pipeline.checkpoints.assembly.declaration import read_assembly
+    from pipeline.checkpoints.assembly.making import make_declared, plan_declared, plan_lines
+
+    assembly = read_assembly(options.assembly)
+    if options.dry_run:
+        print("\n".join(plan_lines(plan_declared(assembly))))
+        return 0
+    refuse_run_folder(run_dir(options.out), work="assembly")
+    with interruptible(), sole_writer(options.out):
+        summary = make_declared(
+            assembly,
+            out_dir=options.out,
+            processes=options.processes or 1,
+            overwrite=options.overwrite,
+        )
+    for line in summary:
+        say(f"mmnmt upcycle: {line}")
+    return 0
+
+
+# ---------------------------------------------------------------- options
+
+_FILTER_OPTIONS = (
+    option("--from", "CODE", "source language, for example en", dest="source"),
+    option("--to", "CODE", "target language, for example de", dest="target"),
+    option(
+        "--n-best",
+        "N",
+        "print the N best hypotheses, or N samples, with scores; each line is a JSON object",
+        type=whole_number(1000),
+    ),
+    option(
+        "--word-scores",
+        None,
+        "print the log-probability of every word; each line is a JSON object",
+    ),
+    option(
+        "--alignments",
+        None,
+        "print the source word that each word aligns with; each line is a JSON object",
+    ),
+    option(
+        "--banned",
+        "PHRASE",
+        "phrase that no translation may contain, as the vocabulary spells it (repeatable)",
+        **REPEATABLE,
+    ),
+    option(
+        "--must",
+        "PHRASE",
+        "phrase that every translation must contain, as the vocabulary spells it (repeatable)",
+        dest="required",
+        **REPEATABLE,
+    ),
+    option(
+        "--must-file",
+        "FILE",
+        "file whose line n has the phrases that translation n must contain, tab-separated",
+        type=Path,
+    ),
+    option("--prefixes", None, "lines contain, after a tab, the beginning of their translation"),
+)
+_ROUTE = option(
+    "--route",
+    None,
+    "route through a model with language modules and a shared module, instead of the recipe's",
+    choices=get_args(Route),
+    action=None,
+)
+_DECLARATION_OPTIONS = (
+    option("assembly", "ASSEMBLY.toml", "declaration of the assembly", nargs="?"),
+    option("--dry-run", None, "check everything and print the plan; write nothing"),
+)
+_FORMS = {
+    "translate": (
+        "as a filter",
+        "With --from and --to, and neither --corpus nor --out, translate lines of standard input "
+        f"to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
+        _FILTER_OPTIONS,
+    ),
+    "upcycle": (
+        "as declared in a file",
+        "With ASSEMBLY.toml, which names the sources, and neither --recipe nor inputs.",
+        _DECLARATION_OPTIONS,
+    ),
+}
+"""Stage → title, description and options of its second form."""
+
+
 def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     """Return the parser of one stage's options."""
     parser = CommandParser(
-        prog=f"mmnmt {stage.name}",
+        prog=f"mmnmt {stage.command or stage.name}",
         description=f"{stage.help[0].upper()}{stage.help[1:]}. "
         f"Makes {with_article(stage.makes)} artifact.",
     )
     unless = _OTHER_FORMS.get(stage.name)
     note = f" (required {unless})" if unless else ""  # else the parser marks those it requires
     if stage.sections:
-        required = stage.needs_recipe
-        parser.add_argument(
-            "--recipe",
-            metavar="NAME",
-            required=required and not unless,
-            help=f"recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
-            f"(reads {', '.join(stage.sections)}){note * required}",
+        about = (
+            f"recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
+            f"(reads {', '.join(stage.sections)}){note * stage.needs_recipe}"
         )
-        add_set_option(parser)
+        required = stage.needs_recipe and not unless
+        add_options(parser, [option("--recipe", "NAME", about, required=required), SET])
     for name, wanted in stage.inputs.items():
-        form: dict[str, Any] = {
-            "required": wanted.required and not unless,
-            "help": wanted.help + (note if wanted.required else " (optional)"),
-        }
-        if wanted.many:
-            parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", **form)
-        elif wanted.kind == "raw":
-            parser.add_argument(f"--{name}", nargs="+", metavar="PATH", **form)
-        else:
-            parser.add_argument(f"--{name}", type=Path, metavar="DIR", **form)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        required=not unless,
-        help=f"directory of the new artifact{note}",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
-    parser.add_argument(
-        "--if-stale",
-        action="store_true",
-        help="with --overwrite, keep an artifact that is up to date",
-    )
-    _add_process_options(parser, stage)
-    if stage.name == "translate":
-        parser.add_argument(
-            "--route",
-            choices=get_args(Route),
-            help="route through a model with language modules and a shared module, instead of the "
-            "recipe's",
-        )
-        _add_filter_options(parser)
-    if stage.name == "upcycle":
-        _add_declaration_options(parser)
+        about = wanted.help + (note if wanted.required else " (optional)")
+        form: dict[str, Any] = {"type": Path}
+        if wanted.many or wanted.kind == "raw":
+            form = {"nargs": "+", "default": [] if wanted.many else None}
+        metavar = "NAME=DIR" if wanted.many else "PATH" if wanted.kind == "raw" else "DIR"
+        required = wanted.required and not unless
+        add_options(parser, [option(f"--{name}", metavar, about, required=required, **form)])
+    about = f"directory of the new artifact{note}"
+    add_options(parser, [option("--out", "DIR", about, type=Path, required=not unless)])
+    add_options(parser, [OVERWRITE, *_process_options(stage)])
+    if stage.parallel == "ranks":
+        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    if stage.name in _FORMS:
+        title, description, options = _FORMS[stage.name]
+        add_options(parser.add_argument_group(title, description), options)
     return parser
 
 
-def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
+def _process_options(stage: Stage) -> Iterator[Option]:
+    yield option("--if-stale", None, "with --overwrite, keep an artifact that is up to date")
     if stage.parallel != "no":
-        parser.add_argument(
+        yield option(
             "--processes",
+            "N",
+            "processes on this machine (default: 1); ignored under a launcher",
             type=whole_number(MAX_PROCESSES),
-            metavar="N",
-            help="processes on this machine (default: 1); ignored under a launcher",
         )
     if stage.spreads_over_mpi:
-        parser.add_argument(
+        yield option(
             "--mpi",
-            action="store_true",
-            help="spread the work over the ranks of mpirun -n N python -m mpi4py.futures -m "
+            None,
+            "spread the work over the ranks of mpirun -n N python -m mpi4py.futures -m "
             f"{stage.module}, which share these directories (needs the extra mpi)",
         )
-    if stage.parallel == "ranks":
-        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     if stage.trains:
-        add_ds_config_option(parser)
-        parser.add_argument(
+        yield DS_CONFIG
+        yield option(
             "--profile",
+            "FIRST:LAST",
+            "profile these updates on rank 0: a trace and a table of operators in OUT.profile",
             type=update_window,
-            metavar="FIRST:LAST",
-            help="profile these updates on rank 0: a trace and a table of operators in OUT.profile",
         )
-
-
-def _add_filter_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "as a filter",
-        "With --from and --to, and neither --corpus nor --out, translate lines of standard input "
-        f"to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
-    )
-    group.add_argument(
-        "--from", dest="source", metavar="CODE", help="source language, for example en"
-    )
-    group.add_argument(
-        "--to", dest="target", metavar="CODE", help="target language, for example de"
-    )
-    add_detail_options(group)
-
-
-def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "as declared in a file",
-        "With ASSEMBLY.toml, which names the sources, and neither --recipe nor inputs.",
-    )
-    group.add_argument(
-        "assembly",
-        nargs="?",
-        metavar="ASSEMBLY.toml",
-        help="declaration of the assembly; row12_opus100 ships with the package",
-    )
-    group.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the plan; write nothing"
-    )
+    if stage.name == "translate":
+        yield _ROUTE
 
 
 def is_declared(stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
@@ -447,8 +531,10 @@ def is_declared(stage: Stage, options: argparse.Namespace, parser: argparse.Argu
 def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Return whether ``translate`` runs as a filter; exit with the usage if options are missing."""
     if options.source is None and options.target is None:
-        if detail := first_detail_option(options):
-            parser.error(f"{detail} is of a filter, with --from and --to: a recipe says it here")
+        for name in (*_SETTINGS, "must_file", "prefixes"):
+            if getattr(options, name):
+                detail = "must" if name == "required" else name.replace("_", "-")
+                parser.error(f"--{detail} is of a filter, with --from and --to: a recipe says it")
         return False
     if options.source is None or options.target is None:
         parser.error("a filter needs both --from and --to")
@@ -468,74 +554,3 @@ def check_required(
     if missing:
         instead = "; or name an ASSEMBLY.toml" * (stage.name == "upcycle")
         parser.error(f"the following options are required: {', '.join(missing)}{instead}")
-
-
-def add_detail_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of a filter; those that ask for more than text make its output JSON."""
-    group.add_argument(
-        "--n-best",
-        type=whole_number(1000),
-        metavar="N",
-        help="print the N best hypotheses, or N samples, with scores; each line is a JSON object",
-    )
-    group.add_argument(
-        "--word-scores",
-        action="store_true",
-        help="print the log-probability of every word; each line is a JSON object",
-    )
-    group.add_argument(
-        "--alignments",
-        action="store_true",
-        help="print the source word that each word aligns with; each line is a JSON object",
-    )
-    group.add_argument(
-        "--banned",
-        action="append",
-        metavar="PHRASE",
-        help="phrase that no translation may contain, as the vocabulary spells it (repeatable)",
-    )
-    group.add_argument(
-        "--must",
-        action="append",
-        metavar="PHRASE",
-        dest="required",
-        help="phrase that every translation must contain, as the vocabulary spells it (repeatable)",
-    )
-    group.add_argument(
-        "--must-file",
-        type=Path,
-        metavar="FILE",
-        help="file whose line n has the phrases that translation n must contain, tab-separated",
-    )
-    group.add_argument(
-        "--prefixes",
-        action="store_true",
-        help="lines contain, after a tab, the beginning of their translation",
-    )
-
-
-def first_detail_option(options: argparse.Namespace) -> str | None:
-    """Return the first detail option that is given, as it is written."""
-    given = [name for name in (*_SETTINGS, "must_file", "prefixes") if getattr(options, name)]
-    if not given:
-        return None
-    return "--must" if given[0] == "required" else f"--{given[0].replace('_', '-')}"
-
-
-def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
-    """Return the decoding settings with the changes that the options ask for.
-
-    Raises:
-        ConfigError: they do not go together.
-    """
-    asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
-    asked = {name: value for name, value in asked.items() if value}
-    if options.route:
-        asked["route"] = options.route
-    for name in ("banned", "required"):
-        if name in asked:
-            asked[name] = (*getattr(decoding, name), *asked[name])
-    try:
-        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
-    except ValidationError as error:
-        raise ConfigError(describe_validation(error, DecodingConfig)) from error

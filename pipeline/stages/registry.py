@@ -169,7 +169,7 @@ _CORE = (
         name="translate",
         module="pipeline.stages.translate",
         makes="translations",
-        help="translate a corpus's test sets, or standard input",
+        help="translate a corpus's test sets, standard input or, with --text, files and folders",
         sections=("decoding",),
         inputs={
             "checkpoint": Input("checkpoint", "model to translate with"),
@@ -191,6 +191,7 @@ _CORE = (
         },
         parallel="ranks",
         needs_recipe=False,
+        command="translate --text",
     ),
     Stage(
         name="evaluate",

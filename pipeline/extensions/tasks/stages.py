@@ -12,6 +12,7 @@ _INPUTS = {"pretrained": Input("raw", "XLM-R as Hugging Face's save_pretrained w
 STAGES = (
     Stage(
         name="finetune_tagger",
+        command="finetune_task tagger",
         module="pipeline.extensions.tasks.finetune_tagger",
         makes="task_model",
         help="train an XLM-R to find named entities",
@@ -26,6 +27,7 @@ STAGES = (
     ),
     Stage(
         name="finetune_reader",
+        command="finetune_task reader",
         module="pipeline.extensions.tasks.finetune_reader",
         makes="task_model",
         help="train an XLM-R to find answers in passages",
