@@ -361,8 +361,8 @@ def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> Decod
 
 def declared_command(options: argparse.Namespace) -> int:
     """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
-    from pipeline.checkpoints.assembly.declaration import read_assembly
-    from pipeline.checkpoints.assembly.making import make_declared, plan_declared, plan_lines
+    from pipeline.checkpoints.assembly.declaration import plan_declared, read_assembly
+    from pipeline.checkpoints.assembly.making import make_declared, plan_lines
 
     assembly = read_assembly(options.assembly)
     if options.dry_run:

@@ -23,7 +23,6 @@ from pipeline.checkpoints.assembly.rules import (
     Assignment,
     Blueprint,
     Part,
-    expert_parts,
     is_diverse,
     part_of,
 )
@@ -74,19 +73,6 @@ def seed_of(entry: Assignment, blueprint: Blueprint) -> int | None:
     if entry.rule.startswith("expert of") and not is_diverse(blueprint.config):
         return None
     return blueprint.config.seed
-
-
-def receipt_lines(plan: Sequence[Assignment], directories: Mapping[Part, str]) -> list[str]:
-    """Return the plan as lines ``target ← source (rule)``; the experts of a layer share a line."""
-    lines: dict[str, str] = {}
-    for entry in plan:
-        target, source = entry.target, entry.source
-        if dense_name(target) is not None:
-            target = _any_expert(target)
-            source = _any_expert(source) if source and dense_name(source) else source
-        origin = f"{directories[entry.part]}: {source}" if source else "–"
-        lines[target] = f"{target} ← {origin} ({entry.rule})"
-    return list(lines.values())
 
 
 def summary_table(blueprint: Blueprint, names: Mapping[Part, str]) -> str:
@@ -167,11 +153,6 @@ def _worded(entry: Assignment, blueprint: Blueprint) -> str:
         f"{'entries' if config.method == 'elementwise' else 'neurons'} zero (seed {config.seed})"
     )
     return kind if is_diverse(config) else f"{entry.rule}, a copy"
-
-
-def _any_expert(name: str) -> str:
-    layer, _, tensor = expert_parts(name)
-    return f"{layer}.experts.*.{tensor}"
 
 
 SENTENCES = 8

@@ -1,7 +1,8 @@
 """Tasks other than translation on an XLM-R: named entities and question answering.
 
-``finetune_task tagger`` and ``finetune_task reader`` train a head on the encoder, ``evaluate_task`` compares
-systems. Read ``named_entities`` or ``question_answering`` first: files to examples of a model.
+``finetune_task tagger`` and ``finetune_task reader`` train a head on the encoder, ``evaluate_task``
+compares systems. Read ``named_entities`` or ``question_answering`` first: they turn files into
+examples of a model.
 """
 
 from typing import Any, ClassVar
