@@ -97,12 +97,18 @@ def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
             continue
         for command, below in action.choices.items():
             full = f"{name} {command}"
-            if name == "mmnmt" and command in commands_of_stages():
+            if below.get_default("chosen") is None and command in commands_of_stages():
                 yield _stages(commands_of_stages()[command], full)
             elif any(isinstance(one, argparse._SubParsersAction) for one in below._actions):
                 yield from _commands(below, full)
             else:
                 yield _command(below, full)
+
+
+def label(stage: Stage) -> str:
+    """Return the command by which users start a stage."""
+    is_own = stage.command.split(" ")[0] in ("", stage.name)
+    return stage.name if is_own else stage.command
 
 
 def _stages(stages: Mapping[str, Stage], name: str) -> str:
@@ -174,7 +180,7 @@ def settings_page() -> str:
 
 def _section(name: str, settings: type[Settings]) -> Iterator[str]:
     readers = [
-        stage.command or stage.name
+        label(stage)
         for stage in STAGES.values()
         if any(section.partition(".")[0] == name for section in stage.sections)
     ]
@@ -364,7 +370,7 @@ OTHER_MAKERS = {
         f"checkpoint {command}" for command in ("average", "import", "prune", "fold")
     ),
     "tokenizer": ("checkpoint import",),
-    "training_state": tuple(one.command or one.name for one in STAGES.values() if one.trains),
+    "training_state": tuple(label(one) for one in STAGES.values() if one.trains),
     "export": ("export",),
 }
 """Kind → commands that make it, in addition to the stages that return it."""
@@ -380,7 +386,7 @@ def artifacts_page() -> str:
     )
     parts = []
     for kind, files in FILES.items():
-        makers = [one.command or one.name for one in STAGES.values() if one.makes == kind]
+        makers = [label(one) for one in STAGES.values() if one.makes == kind]
         made_by = ", ".join(map(code, (*makers, *OTHER_MAKERS.get(kind, ()))))
         parts.append(f"## {kind}\n")
         parts.append(f"Made by {made_by}. Format version {FORMAT_VERSION[kind]}.\n")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pipeline import installed_version
-from pipeline.cli.checkpoint_commands import CHECKPOINT_COMMANDS, EXPORT
+from pipeline.cli.checkpoint_commands import ARTIFACT_COMMANDS, CHECKPOINT_COMMANDS
 from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.plan_commands import PLAN_COMMANDS
@@ -23,7 +23,7 @@ from pipeline.machine import prepare_process
 
 __all__ = ["command", "main", "stage_main"]
 
-COMMANDS = (*PLAN_COMMANDS, *RECIPE_COMMANDS, *RESULT_COMMANDS, EXPORT)
+COMMANDS = (*PLAN_COMMANDS, *RECIPE_COMMANDS, *RESULT_COMMANDS, *ARTIFACT_COMMANDS)
 
 
 def command() -> NoReturn:
@@ -77,6 +77,8 @@ def _parser() -> CommandParser:
     for one in CHECKPOINT_COMMANDS:
         one.add_to(below)
     for name, stages in commands_of_stages().items():
+        if name in parsers.choices:
+            continue  # ``upcycle`` has a form of its own for users
         kinds = {kind: stage.help for kind, stage in stages.items() if kind}
         about = stages[""].help if "" in stages else "; ".join(": ".join(k) for k in kinds.items())
         stage_parser = parsers.add_parser(name, help=about, description=about)

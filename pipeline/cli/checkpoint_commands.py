@@ -1,4 +1,4 @@
-"""Inspect, make and export checkpoints from the command line."""
+"""Assemble, inspect, change and export checkpoints from the command line."""
 
 import argparse
 import json
@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.locks import sole_writer
+from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.run_folders import refuse_run_folder
+from pipeline.cli.ending import say
 from pipeline.cli.parser import JSON, OUTPUT, OVERWRITE, Command, option, share, whole_number
 from pipeline.config.settings import MAX_EXPERTS, MAX_STATES
 from pipeline.distributed.signals import interruptible
 from pipeline.errors import ConfigError
+from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.terminal import counted
 
 FORMATS = ("hf-m2m100", "hf-nllb-moe", "ctranslate2")
@@ -27,6 +31,30 @@ def _making(make: Callable[..., str]) -> Callable[[argparse.Namespace], int]:
         return 0
 
     return act
+
+
+def _upcycle(options: argparse.Namespace) -> int:
+    """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
+    from pipeline.checkpoints.assembly.declaration import plan_declared, read_assembly
+    from pipeline.checkpoints.assembly.making import make_declared, plan_lines
+
+    assembly = read_assembly(options.assembly)
+    if options.dry_run:
+        print("\n".join(plan_lines(plan_declared(assembly))))
+        return 0
+    if options.out is None:
+        raise ConfigError("An assembly needs a directory. Pass --out DIR, or --dry-run.")
+    refuse_run_folder(run_dir(options.out), work="assembly")
+    with interruptible(), sole_writer(options.out):
+        summary = make_declared(
+            assembly,
+            out_dir=options.out,
+            processes=options.processes,
+            overwrite=options.overwrite,
+        )
+    for line in summary:
+        say(f"mmnmt upcycle: {line}")
+    return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -236,21 +264,48 @@ CHECKPOINT_COMMANDS = (
         (_DIRECTORY, OUTPUT, OVERWRITE),
     ),
 )
-EXPORT = Command(
-    "export",
-    "write a checkpoint as other software loads it, with its tokenizer and a model card",
-    _making(_export),
-    (
-        option("checkpoint", "CHECKPOINT", type=Path),
-        option("--to", None, "format of the export", choices=FORMATS, required=True, action=None),
-        option("--out", "DIR", "directory of the export", type=Path, required=True),
-        option(
-            "--target-group",
-            "GROUP",
-            "target group of a language-group router, by number or language",
+ARTIFACT_COMMANDS = (
+    Command(
+        "upcycle",
+        "assemble a model from modules of trained models, as a file declares",
+        _upcycle,
+        (
+            option("assembly", "ASSEMBLY.toml", "declaration of the assembly"),
+            option("--dry-run", None, "check everything and print the plan; write nothing"),
+            option(
+                "--out",
+                "DIR",
+                "directory of the new artifact; without it, pass --dry-run",
+                type=Path,
+            ),
+            OVERWRITE,
+            option(
+                "--processes",
+                "N",
+                "files that are written at a time (default: %(default)s)",
+                type=whole_number(MAX_PROCESSES),
+                default=1,
+            ),
         ),
-        option("--license", "NAME", "license that the model card names", default="unknown"),
-        option("--scores", "EVALUATION", "evaluation that the model card quotes", type=Path),
-        OVERWRITE,
+    ),
+    Command(
+        "export",
+        "write a checkpoint as other software loads it, with its tokenizer and a model card",
+        _making(_export),
+        (
+            option("checkpoint", "CHECKPOINT", type=Path),
+            option(
+                "--to", None, "format of the export", choices=FORMATS, required=True, action=None
+            ),
+            option("--out", "DIR", "directory of the export", type=Path, required=True),
+            option(
+                "--target-group",
+                "GROUP",
+                "target group of a language-group router, by number or language",
+            ),
+            option("--license", "NAME", "license that the model card names", default="unknown"),
+            option("--scores", "EVALUATION", "evaluation that the model card quotes", type=Path),
+            OVERWRITE,
+        ),
     ),
 )

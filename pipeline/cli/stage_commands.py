@@ -2,8 +2,7 @@
 
 ``stage_parser`` derives the options from the entry. ``stage_main`` opens the inputs that they name,
 checks them, and runs the stage's code here or as several processes. ``find_stage`` knows which
-commands stand for several stages. Two stages have a second form: ``translate`` as a filter of
-standard input, ``upcycle`` with a declaration.
+commands stand for several stages. ``translate`` has a second form, as a filter of standard input.
 """
 
 import argparse
@@ -70,8 +69,6 @@ from pipeline.terminal import counted, with_article
 
 DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
 """Checkpoint that ``mmnmt translate`` uses as a filter if none is named."""
-_OTHER_FORMS = {"translate": "without --from and --to", "upcycle": "without ASSEMBLY.toml"}
-"""Stages with a second form that needs fewer options → how that form is recognized."""
 _SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required")
 """Options that replace settings of the recipe for this call."""
 
@@ -96,7 +93,7 @@ def find_stage(arguments: Sequence[str]) -> tuple[Stage | None, list[str]]:
         return kinds[rest[0]], rest[1:] if rest[0][:1] != "-" else rest
     given = {word.partition("=")[0] for word in rest}
     of_option = [stage for kind, stage in kinds.items() if kind[:1] == "-" and kind in given]
-    return of_option[0] if of_option else kinds.get("", STAGES.get(name)), rest
+    return of_option[0] if of_option else kinds.get("") if kinds else STAGES.get(name), rest
 
 
 def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
@@ -125,8 +122,6 @@ def _chosen(stage: Stage, arguments: Sequence[str]) -> tuple[argparse.Namespace,
     options = parser.parse_args(arguments)
     if stage.name == "translate" and is_filter(options, parser):
         return options, partial(filter_command, options)
-    if stage.name == "upcycle" and is_declared(stage, options, parser):
-        return options, partial(declared_command, options)
     check_required(stage, options, parser)
     return options, partial(_stage_command, stage, options, arguments)
 
@@ -359,28 +354,6 @@ def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> Decod
         raise ConfigError(describe_validation(error, DecodingConfig)) from error
 
 
-def declared_command(options: argparse.Namespace) -> int:
-    """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
-    from pipeline.checkpoints.assembly.declaration import plan_declared, read_assembly
-    from pipeline.checkpoints.assembly.making import make_declared, plan_lines
-
-    assembly = read_assembly(options.assembly)
-    if options.dry_run:
-        print("\n".join(plan_lines(plan_declared(assembly))))
-        return 0
-    refuse_run_folder(run_dir(options.out), work="assembly")
-    with interruptible(), sole_writer(options.out):
-        summary = make_declared(
-            assembly,
-            out_dir=options.out,
-            processes=options.processes or 1,
-            overwrite=options.overwrite,
-        )
-    for line in summary:
-        say(f"mmnmt upcycle: {line}")
-    return 0
-
-
 # ---------------------------------------------------------------- options
 
 _FILTER_OPTIONS = (
@@ -430,24 +403,6 @@ _ROUTE = option(
     choices=get_args(Route),
     action=None,
 )
-_DECLARATION_OPTIONS = (
-    option("assembly", "ASSEMBLY.toml", "declaration of the assembly", nargs="?"),
-    option("--dry-run", None, "check everything and print the plan; write nothing"),
-)
-_FORMS = {
-    "translate": (
-        "as a filter",
-        "With --from and --to, and neither --corpus nor --out, translate lines of standard input "
-        f"to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
-        _FILTER_OPTIONS,
-    ),
-    "upcycle": (
-        "as declared in a file",
-        "With ASSEMBLY.toml, which names the sources, and neither --recipe nor inputs.",
-        _DECLARATION_OPTIONS,
-    ),
-}
-"""Stage → title, description and options of its second form."""
 
 
 def stage_parser(stage: Stage) -> argparse.ArgumentParser:
@@ -457,8 +412,8 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         description=f"{stage.help[0].upper()}{stage.help[1:]}. "
         f"Makes {with_article(stage.makes)} artifact.",
     )
-    unless = _OTHER_FORMS.get(stage.name)
-    note = f" (required {unless})" if unless else ""  # else the parser marks those it requires
+    unless = stage.name == "translate"  # as a filter it needs fewer options
+    note = " (required without --from and --to)" * unless  # else the parser marks those it requires
     if stage.sections:
         about = (
             f"recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
@@ -479,9 +434,13 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     add_options(parser, [OVERWRITE, *_process_options(stage)])
     if stage.parallel == "ranks":
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    if stage.name in _FORMS:
-        title, description, options = _FORMS[stage.name]
-        add_options(parser.add_argument_group(title, description), options)
+    if stage.name == "translate":
+        group = parser.add_argument_group(
+            "as a filter",
+            "With --from and --to, and neither --corpus nor --out, translate lines of standard "
+            f"input to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
+        )
+        add_options(group, _FILTER_OPTIONS)
     return parser
 
 
@@ -513,21 +472,6 @@ def _process_options(stage: Stage) -> Iterator[Option]:
         yield _ROUTE
 
 
-def is_declared(stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Return whether ``upcycle`` is given a declaration; exit with the usage if half given."""
-    if options.assembly is None:
-        if options.dry_run:
-            parser.error("--dry-run is of an ASSEMBLY.toml: name one")
-        return False
-    options_of = {"recipe": "recipe", "overrides": "set", **{name: name for name in stage.inputs}}
-    given = [option for name, option in options_of.items() if getattr(options, name)]
-    if given:
-        parser.error(f"{options.assembly} says all that is assembled: leave out --{given[0]}")
-    if options.out is None and not options.dry_run:
-        parser.error("the following options are required: --out")
-    return True
-
-
 def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Return whether ``translate`` runs as a filter; exit with the usage if options are missing."""
     if options.source is None and options.target is None:
@@ -552,5 +496,4 @@ def check_required(
     wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
     missing = [f"--{name}" for name in wanted if not given[name]]
     if missing:
-        instead = "; or name an ASSEMBLY.toml" * (stage.name == "upcycle")
-        parser.error(f"the following options are required: {', '.join(missing)}{instead}")
+        parser.error(f"the following options are required: {', '.join(missing)}")

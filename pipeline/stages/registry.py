@@ -145,6 +145,7 @@ _CORE = (
         module="pipeline.stages.upcycle",
         makes="checkpoint",
         help="assemble an MoE model from modules of trained models",
+        command="upcycle --embeddings",  # as plans start it; a user declares the assembly in a file
         sections=("model", "upcycling"),
         inputs={
             "embeddings": Input("checkpoint", "source of the embeddings"),

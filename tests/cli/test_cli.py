@@ -150,7 +150,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "group_languages": "--checkpoint --out --overwrite --recipe --set --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
         "--processes --profile --recipe --set --shards",
-        "upcycle": "--decoder --dry-run --embeddings --encoder --groups --out --overwrite "
+        "upcycle": "--decoder --embeddings --encoder --groups --out --overwrite "
         "--processes --recipe --set",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --profile --recipe --set --shards",
