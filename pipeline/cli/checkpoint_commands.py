@@ -47,10 +47,7 @@ def _upcycle(options: argparse.Namespace) -> int:
     refuse_run_folder(run_dir(options.out), work="assembly")
     with interruptible(), sole_writer(options.out):
         summary = make_declared(
-            assembly,
-            out_dir=options.out,
-            processes=options.processes,
-            overwrite=options.overwrite,
+            assembly, out_dir=options.out, processes=options.processes, overwrite=options.overwrite
         )
     for line in summary:
         say(f"mmnmt upcycle: {line}")
@@ -242,10 +239,7 @@ CHECKPOINT_COMMANDS = (
             _DIRECTORY,
             option("--languages", "CODE", "languages to keep", nargs="+", required=True),
             option(
-                "--experts",
-                "K",
-                "keep so many experts per layer",
-                type=whole_number(MAX_EXPERTS),
+                "--experts", "K", "keep so many experts per layer", type=whole_number(MAX_EXPERTS)
             ),
             option(
                 "--keep-mass",

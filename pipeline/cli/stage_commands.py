@@ -366,9 +366,7 @@ _FILTER_OPTIONS = (
         type=whole_number(1000),
     ),
     option(
-        "--word-scores",
-        None,
-        "print the log-probability of every word; each line is a JSON object",
+        "--word-scores", None, "print the log-probability of every word; each line is a JSON object"
     ),
     option(
         "--alignments",

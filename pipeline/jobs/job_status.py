@@ -25,10 +25,7 @@ _RATE_LINES = 20
 
 
 def show_jobs(
-    placed: PlacedPlan,
-    *,
-    scheduler: Scheduler | None = None,
-    say: Callable[[str], None] = print,
+    placed: PlacedPlan, *, scheduler: Scheduler | None = None, say: Callable[[str], None] = print
 ) -> None:
     """Print a table of the plan's stages with their jobs; without jobs, of the stages alone."""
     record = read_jobs(placed.out_dir)
@@ -51,11 +48,7 @@ def show_jobs(
 
 
 def _rows(
-    task: Task,
-    row: Sequence[str],
-    *,
-    record: JobsRecord,
-    jobs: Mapping[str, Job | None] | None,
+    task: Task, row: Sequence[str], *, record: JobsRecord, jobs: Mapping[str, Job | None] | None
 ) -> list[list[str]]:
     """Return the row of a stage, and one for each of its last starts that ended unfinished.
 

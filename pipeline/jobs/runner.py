@@ -90,12 +90,7 @@ def run_plan(
     lock_path = plan_lock_path(placed.out_dir)
     with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
         run = _Run(
-            placed,
-            rebuild=rebuild,
-            launcher=launcher,
-            program=program,
-            say=say,
-            requests=requests,
+            placed, rebuild=rebuild, launcher=launcher, program=program, say=say, requests=requests
         )
         refuse_losses(placed, rebuild=rebuild)
         code = run.all_stages()

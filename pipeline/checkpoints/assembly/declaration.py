@@ -308,10 +308,7 @@ def _experts_of(present: Mapping[Part, ModelSource]) -> MoEConfig | None:
 
 
 def known_groups(
-    decoder: ModelSource | None,
-    given: Mapping[str, int] | None,
-    *,
-    resembling: Mapping[str, str],
+    decoder: ModelSource | None, given: Mapping[str, int] | None, *, resembling: Mapping[str, str]
 ) -> dict[str, int] | None:
     """Return language → group: the decoder's, or else those given; None without either.
 
