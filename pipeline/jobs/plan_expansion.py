@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from pipeline.config.documents import merge
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ConfigError, hint
-from pipeline.stages.stage import Stage
+from pipeline.stages.registry import STAGES
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OF_ALL = ("recipe", "set", "processes", "threads", "ds_config", "job")
@@ -43,15 +43,12 @@ class Matrix(Settings):
         return {**self.values, **self.rows[name], "row": name}
 
 
-def expand(
-    document: Mapping[str, Any], *, where: str, table: Mapping[str, Stage]
-) -> dict[str, Any]:
+def expand(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return a plan without ``[defaults]`` and ``[matrix]``.
 
     Args:
         document: the parsed plan.
         where: the plan, for error messages.
-        table: the stages that there are.
 
     Raises:
         ConfigError: a name in either of them is unknown, or two stages have one name.
@@ -69,7 +66,7 @@ def expand(
                 "that tells the rows apart, into the name of the stage with a matrix."
             )
         expanded[name] = stage
-    defaults = _Defaults(document.get("defaults", {}), where=where, table=table)
+    defaults = _Defaults(document.get("defaults", {}), where=where)
     defaults.require_use({stage.get("run") for stage in expanded.values()})
     return {**plain, "stages": {name: defaults.under(stage) for name, stage in expanded.items()}}
 
@@ -143,8 +140,7 @@ def _over_rows(
 
 def _group_of(item: tuple[str, dict[str, Any]]) -> tuple[Any, bool]:
     """Return the matrix of a stage, and whether the stage is repeated for every row."""
-    name, stage = item
-    return stage.get("matrix"), _PLACEHOLDER.search(name) is not None
+    return item[1].get("matrix"), _PLACEHOLDER.search(item[0]) is not None
 
 
 def _repeated(
@@ -228,17 +224,17 @@ def _value(name: str, values: Mapping[str, Any], where: str) -> Any:
 class _Defaults:
     """The tables ``[defaults]`` and ``[defaults.KIND]``."""
 
-    def __init__(self, document: Any, *, where: str, table: Mapping[str, Stage]) -> None:
-        self._where, self._table = f"{where}, [defaults]", table
+    def __init__(self, document: Any, *, where: str) -> None:
+        self._where = f"{where}, [defaults]"
         if not isinstance(document, dict):
             raise ConfigError(f"{self._where} is not a table. Write settings of stages below it.")
-        self._of_all = {key: value for key, value in document.items() if key not in table}
-        self._of_kind = {key: value for key, value in document.items() if key in table}
+        self._of_all = {key: value for key, value in document.items() if key not in STAGES}
+        self._of_kind = {key: value for key, value in document.items() if key in STAGES}
         for key in self._of_all:
             if key not in _OF_ALL:
                 raise ConfigError(
                     f"{self._where}: {key!r} is neither a setting of stages nor a stage"
-                    f"{hint(key, [*_OF_ALL, *table])}"
+                    f"{hint(key, [*_OF_ALL, *STAGES])}"
                 )
         for kind, settings in self._of_kind.items():
             for key in settings if isinstance(settings, dict) else ("",):
@@ -256,7 +252,7 @@ class _Defaults:
 
     def under(self, stage: Mapping[str, Any]) -> dict[str, Any]:
         """Return a stage with the defaults that it does not overrule."""
-        kind = self._table.get(str(stage.get("run")))
+        kind = STAGES.get(str(stage.get("run")))
         if kind is None:
             return dict(stage)  # the plan's own check refuses it
         taken = {
