@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline import cli
 from pipeline.artifacts.manifest import FILES, FORMAT_VERSION
+from pipeline.cli.result_commands import FILTER
 from pipeline.cli.stage_commands import commands_of_stages, stage_parser
 from pipeline.config.documents import shipped
 from pipeline.config.recipe import Recipe, load_recipe
@@ -117,7 +118,9 @@ def _stages(stages: Mapping[str, Stage], name: str) -> str:
         first = _command(stage_parser(stages[""]), name)
     else:
         first = f"## {name}\n\n`{name} {'|'.join(stages)}`\n"
-    kinds = ((kind, stage_parser(stage)) for kind, stage in stages.items() if kind)
+    kinds = [(kind, stage_parser(stage)) for kind, stage in stages.items() if kind]
+    if name.endswith(FILTER.name):
+        kinds.append(("--from --to", FILTER.parser()))
     return "\n".join(
         [first, *(_command(parser, f"{name} {kind}", mark="###") for kind, parser in kinds)]
     )

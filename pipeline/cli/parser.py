@@ -94,12 +94,19 @@ class Command:
     """Run the command with its options; return the exit code."""
     options: tuple[Option, ...]
 
+    def parser(self) -> CommandParser:
+        """Return the parser of the command, which has this command as ``chosen``."""
+        return self._filled(CommandParser(prog=f"mmnmt {self.name}", description=self.about))
+
     def add_to(self, parsers: "argparse._SubParsersAction[CommandParser]") -> None:
-        """Add a parser of the command, which has this command as ``chosen``."""
+        """Add the parser of the command to those of others."""
         name = self.name.rpartition(" ")[2]
-        parser = parsers.add_parser(name, help=self.about, description=self.about)
+        self._filled(parsers.add_parser(name, help=self.about, description=self.about))
+
+    def _filled(self, parser: CommandParser) -> CommandParser:
         add_options(parser, self.options)
         parser.set_defaults(chosen=self)
+        return parser
 
 
 _DIGITS = 20

@@ -1,17 +1,36 @@
-"""Show results: ``mmnmt report`` writes a page that compares runs, ``mmnmt serve`` translates."""
+"""Show what models do: compare runs on a page, serve them, translate standard input."""
 
 import argparse
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.manifest import read_manifest
-from pipeline.cli.ending import say
-from pipeline.cli.parser import SET, Command, chosen_recipe, named_paths, option, whole_number
+from pipeline.cli.ending import say, say_once
+from pipeline.cli.parser import (
+    REPEATABLE,
+    SET,
+    Command,
+    chosen_recipe,
+    named_paths,
+    option,
+    whole_number,
+)
 from pipeline.config.documents import unfinished_path
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.config.settings import Route, describe_validation
+from pipeline.decoding.incoming_lines import IncomingLines
+from pipeline.decoding.settings import DecodingConfig
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
 from pipeline.terminal import counted
 
+DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
+"""Checkpoint that the filter uses if none is named."""
+_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required", "route")
+"""Options of the filter that replace settings of the recipe."""
 _START = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="report">\n'
 """Beginning of a page, by which it is recognized: a page replaces no other file."""
 
@@ -113,6 +132,58 @@ def _read_key(path: Path, *, most: int) -> str:
     return key
 
 
+def _filter(options: argparse.Namespace) -> int:
+    """Translate lines of standard input to standard output."""
+    if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
+        raise ConfigError(
+            f"There is no {DEMO_CHECKPOINT}. Name a model with --checkpoint, or run "
+            "`mmnmt run demo` first."
+        )
+    recipe = chosen_recipe(options) if options.recipe or options.overrides else None
+    decoding = _with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
+    checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
+    from pipeline.decoding.constraints import read_phrases
+    from pipeline.decoding.line_filter import filter_lines
+
+    counts = filter_lines(
+        checkpoint,
+        decoding=decoding,
+        source=options.source,
+        target=options.target,
+        lines=IncomingLines(sys.stdin.fileno()),
+        has_prefixes=options.prefixes,
+        phrases=None if options.must_file is None else read_phrases(options.must_file),
+        segmenters=None if recipe is None else recipe.tokenizer.segmenters,
+        write=_write_line,
+        say=lambda text: say_once(f"mmnmt translate: {text}"),
+    )
+    return EXIT_USER_ERROR if counts.unreadable else 0
+
+
+def _write_line(text: str) -> None:
+    sys.stdout.buffer.write(text.encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
+    """Return the decoding settings with the changes that the options ask for.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
+    asked = {name: value for name, value in asked.items() if value}
+    for name in ("banned", "required"):
+        if name in asked:
+            asked[name] = (*getattr(decoding, name), *asked[name])
+    try:
+        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, DecodingConfig)) from error
+
+
 _DEFAULT = "(default: %(default)s)"
 _LIMITS = {
     "characters": (5000, 10**5, "most characters of a request"),
@@ -184,3 +255,67 @@ RESULT_COMMANDS = (
         ),
     ),
 )
+ROUTE = option(
+    "--route",
+    None,
+    "route through a model with language modules and a shared module, instead of the recipe's",
+    choices=get_args(Route),
+    action=None,
+)
+FILTER = Command(
+    "translate",
+    "translate lines of standard input to standard output",
+    _filter,
+    (
+        option(
+            "--checkpoint",
+            "DIR",
+            f"model to translate with (default: {DEMO_CHECKPOINT})",
+            type=Path,
+        ),
+        option("--recipe", "NAME", "recipe with the settings of the search"),
+        SET,
+        ROUTE,
+        option("--from", "CODE", "source language, as en", dest="source", required=True),
+        option("--to", "CODE", "target language, as de", dest="target", required=True),
+        option(
+            "--n-best",
+            "N",
+            "print the N best hypotheses, or N samples, with scores; each line is a JSON object",
+            type=whole_number(1000),
+        ),
+        option(
+            "--word-scores",
+            None,
+            "print the log-probability of every word; each line is a JSON object",
+        ),
+        option(
+            "--alignments",
+            None,
+            "print the source word that each word aligns with; each line is a JSON object",
+        ),
+        option(
+            "--banned",
+            "PHRASE",
+            "phrase that no translation may contain, as the vocabulary spells it (repeatable)",
+            **REPEATABLE,
+        ),
+        option(
+            "--must",
+            "PHRASE",
+            "phrase that every translation must contain, as the vocabulary spells it (repeatable)",
+            dest="required",
+            **REPEATABLE,
+        ),
+        option(
+            "--must-file",
+            "FILE",
+            "file whose line n has the phrases that translation n must contain, tab-separated",
+            type=Path,
+        ),
+        option(
+            "--prefixes", None, "lines contain, after a tab, the beginning of their translation"
+        ),
+    ),
+)
+"""What ``mmnmt translate`` is with ``--from`` and ``--to``."""

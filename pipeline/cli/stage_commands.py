@@ -11,11 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import ValidationError
+from typing import Any
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -39,8 +36,8 @@ from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, se
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.parser import (
     DS_CONFIG,
+    OUTPUT,
     OVERWRITE,
-    REPEATABLE,
     SET,
     CommandParser,
     Option,
@@ -52,13 +49,11 @@ from pipeline.cli.parser import (
     update_window,
     whole_number,
 )
+from pipeline.cli.result_commands import FILTER, ROUTE
 from pipeline.config.recipe import load_recipe
-from pipeline.config.settings import Route, describe_validation
-from pipeline.decoding.incoming_lines import IncomingLines
-from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import is_launched
-from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
+from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
 from pipeline.jobs.plan import splits_to_compare
@@ -66,11 +61,6 @@ from pipeline.machine import prepare_process
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Stage, StageCall, stage_config
 from pipeline.terminal import counted, with_article
-
-DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
-"""Checkpoint that ``mmnmt translate`` uses as a filter if none is named."""
-_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required")
-"""Options that replace settings of the recipe for this call."""
 
 
 def commands_of_stages() -> dict[str, dict[str, Stage]]:
@@ -109,21 +99,20 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def act() -> int:
-        options, action = _chosen(stage, arguments)
+        options = parser_of(stage, arguments).parse_args(arguments)
         refuse_paths(options)
-        return action()
+        if "chosen" in options:
+            return FILTER.action(options)
+        return _stage_command(stage, options, arguments)
 
     return guarded(name, act, is_rank=True, leads=stage.parallel != "ranks")
 
 
-def _chosen(stage: Stage, arguments: Sequence[str]) -> tuple[argparse.Namespace, Callable[[], int]]:
-    """Return the options of a stage's command line, and what it asks for."""
-    parser = stage_parser(stage)
-    options = parser.parse_args(arguments)
-    if stage.name == "translate" and is_filter(options, parser):
-        return options, partial(filter_command, options)
-    check_required(stage, options, parser)
-    return options, partial(_stage_command, stage, options, arguments)
+def parser_of(stage: Stage, arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of a stage's command line, or of the filter that ``translate`` can be."""
+    given = {word.partition("=")[0] for word in arguments}
+    is_filter = stage.name == "translate" and not given.isdisjoint(("--from", "--to"))
+    return FILTER.parser() if is_filter else stage_parser(stage)
 
 
 def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -302,105 +291,7 @@ def _threads(processes: int) -> int:
         return max((os.cpu_count() or 1) // processes, 1)
 
 
-def filter_command(options: argparse.Namespace) -> int:
-    """Translate lines of standard input to standard output."""
-    if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
-        raise ConfigError(
-            f"There is no {DEMO_CHECKPOINT}. Name a model with --checkpoint, or run "
-            "`mmnmt run demo` first."
-        )
-    recipe = chosen_recipe(options) if options.recipe or options.overrides else None
-    decoding = with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
-    checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
-    if sys.stdin is None or sys.stdout is None:
-        raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
-    from pipeline.decoding.constraints import read_phrases
-    from pipeline.decoding.line_filter import filter_lines
-
-    counts = filter_lines(
-        checkpoint,
-        decoding=decoding,
-        source=options.source,
-        target=options.target,
-        lines=IncomingLines(sys.stdin.fileno()),
-        has_prefixes=options.prefixes,
-        phrases=None if options.must_file is None else read_phrases(options.must_file),
-        segmenters=None if recipe is None else recipe.tokenizer.segmenters,
-        write=_write_line,
-        say=lambda text: say_once(f"mmnmt translate: {text}"),
-    )
-    return EXIT_USER_ERROR if counts.unreadable else 0
-
-
-def _write_line(text: str) -> None:
-    sys.stdout.buffer.write(text.encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
-    """Return the decoding settings with the changes that the options ask for.
-
-    Raises:
-        ConfigError: they do not go together.
-    """
-    asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
-    asked = {name: value for name, value in asked.items() if value}
-    for name in ("banned", "required"):
-        if name in asked:
-            asked[name] = (*getattr(decoding, name), *asked[name])
-    try:
-        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
-    except ValidationError as error:
-        raise ConfigError(describe_validation(error, DecodingConfig)) from error
-
-
 # ---------------------------------------------------------------- options
-
-_FILTER_OPTIONS = (
-    option("--from", "CODE", "source language, for example en", dest="source"),
-    option("--to", "CODE", "target language, for example de", dest="target"),
-    option(
-        "--n-best",
-        "N",
-        "print the N best hypotheses, or N samples, with scores; each line is a JSON object",
-        type=whole_number(1000),
-    ),
-    option(
-        "--word-scores", None, "print the log-probability of every word; each line is a JSON object"
-    ),
-    option(
-        "--alignments",
-        None,
-        "print the source word that each word aligns with; each line is a JSON object",
-    ),
-    option(
-        "--banned",
-        "PHRASE",
-        "phrase that no translation may contain, as the vocabulary spells it (repeatable)",
-        **REPEATABLE,
-    ),
-    option(
-        "--must",
-        "PHRASE",
-        "phrase that every translation must contain, as the vocabulary spells it (repeatable)",
-        dest="required",
-        **REPEATABLE,
-    ),
-    option(
-        "--must-file",
-        "FILE",
-        "file whose line n has the phrases that translation n must contain, tab-separated",
-        type=Path,
-    ),
-    option("--prefixes", None, "lines contain, after a tab, the beginning of their translation"),
-)
-_ROUTE = option(
-    "--route",
-    None,
-    "route through a model with language modules and a shared module, instead of the recipe's",
-    choices=get_args(Route),
-    action=None,
-)
 
 
 def stage_parser(stage: Stage) -> argparse.ArgumentParser:
@@ -410,35 +301,23 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         description=f"{stage.help[0].upper()}{stage.help[1:]}. "
         f"Makes {with_article(stage.makes)} artifact.",
     )
-    unless = stage.name == "translate"  # as a filter it needs fewer options
-    note = " (required without --from and --to)" * unless  # else the parser marks those it requires
     if stage.sections:
         about = (
-            f"recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
-            f"(reads {', '.join(stage.sections)}){note * stage.needs_recipe}"
+            "recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
+            f"(reads {', '.join(stage.sections)})"
         )
-        required = stage.needs_recipe and not unless
-        add_options(parser, [option("--recipe", "NAME", about, required=required), SET])
+        recipe = option("--recipe", "NAME", about, required=stage.needs_recipe)
+        add_options(parser, [recipe, SET])
     for name, wanted in stage.inputs.items():
-        about = wanted.help + (note if wanted.required else " (optional)")
-        form: dict[str, Any] = {"type": Path}
+        form: dict[str, Any] = {"required": wanted.required, "type": Path}
         if wanted.many or wanted.kind == "raw":
-            form = {"nargs": "+", "default": [] if wanted.many else None}
+            form |= {"nargs": "+", "type": str, "default": [] if wanted.many else None}
         metavar = "NAME=DIR" if wanted.many else "PATH" if wanted.kind == "raw" else "DIR"
-        required = wanted.required and not unless
-        add_options(parser, [option(f"--{name}", metavar, about, required=required, **form)])
-    about = f"directory of the new artifact{note}"
-    add_options(parser, [option("--out", "DIR", about, type=Path, required=not unless)])
-    add_options(parser, [OVERWRITE, *_process_options(stage)])
+        about = wanted.help if wanted.required else f"{wanted.help} (optional)"
+        add_options(parser, [option(f"--{name}", metavar, about, **form)])
+    add_options(parser, [OUTPUT, OVERWRITE, *_process_options(stage)])
     if stage.parallel == "ranks":
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    if stage.name == "translate":
-        group = parser.add_argument_group(
-            "as a filter",
-            "With --from and --to, and neither --corpus nor --out, translate lines of standard "
-            f"input to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
-        )
-        add_options(group, _FILTER_OPTIONS)
     return parser
 
 
@@ -467,31 +346,4 @@ def _process_options(stage: Stage) -> Iterator[Option]:
             type=update_window,
         )
     if stage.name == "translate":
-        yield _ROUTE
-
-
-def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Return whether ``translate`` runs as a filter; exit with the usage if options are missing."""
-    if options.source is None and options.target is None:
-        for name in (*_SETTINGS, "must_file", "prefixes"):
-            if getattr(options, name):
-                detail = "must" if name == "required" else name.replace("_", "-")
-                parser.error(f"--{detail} is of a filter, with --from and --to: a recipe says it")
-        return False
-    if options.source is None or options.target is None:
-        parser.error("a filter needs both --from and --to")
-    if options.corpus or options.out:
-        parser.error("--from and --to translate standard input: leave out --corpus and --out")
-    return True
-
-
-def check_required(
-    stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> None:
-    """Exit with the usage if a required option is missing (a filter requires fewer)."""
-    given = vars(options)
-    wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
-    wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
-    missing = [f"--{name}" for name in wanted if not given[name]]
-    if missing:
-        parser.error(f"the following options are required: {', '.join(missing)}")
+        yield ROUTE

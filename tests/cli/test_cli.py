@@ -156,9 +156,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "--overwrite --processes --profile --recipe --set --shards",
         "translate_text": "--checkpoint --local-rank --local_rank --out --overwrite --processes "
         "--recipe --set --text",
-        "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
-        "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
-        "--set --to --word-scores",
+        "translate": "--checkpoint --corpus --local-rank --local_rank --out --overwrite "
+        "--processes --recipe --route --set",
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
         "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --set --without",
         "analyze_languages": "--checkpoint --corpus --out --overwrite --training",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.page_commands import PAGES, ROOT, Block, blocks, without_launcher
 
-from pipeline.cli.stage_commands import find_stage, stage_parser
+from pipeline.cli.stage_commands import find_stage, parser_of
 from pipeline.config.recipe import recipe_names
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ STAGE_COMMANDS = [c for c in commands("demo", "cluster", "needs-data") if has_st
 def test_the_options_of_stage_commands_exist(command: str) -> None:
     stage, arguments = find_stage(without_launcher(command))
     assert stage is not None
-    options = vars(stage_parser(stage).parse_args(arguments))
+    options = vars(parser_of(stage, arguments).parse_args(arguments))
     if options.get("recipe"):
         named = {part for part in options["recipe"].split("+") if not part.endswith(".toml")}
         assert named <= set(recipe_names())
