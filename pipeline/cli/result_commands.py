@@ -20,7 +20,7 @@ from pipeline.cli.parser import (
     option,
     whole_number,
 )
-from pipeline.config.documents import unfinished_path
+from pipeline.config.documents import write_whole
 from pipeline.config.settings import Route, describe_validation
 from pipeline.decoding.incoming_lines import IncomingLines
 from pipeline.decoding.settings import DecodingConfig
@@ -46,11 +46,9 @@ def _report(options: argparse.Namespace) -> int:
     compared = open_runs(options.runs)
     analyses = [section for one in INSTALLED for section in one.report_sections(compared.analyses)]
     page = render_html(runs_report(compared, made=imprint(), analyses=analyses))
-    unfinished = unfinished_path(options.out)
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(options.out)
+        write_whole(options.out, page)
     except OSError as error:
         raise ArtifactError(
             f"{options.out} cannot be written ({error.strerror}). Name another --out."

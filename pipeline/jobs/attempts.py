@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ from typing import Any, Literal, TypeVar
 from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
-from pipeline.config.documents import read_json, unfinished_path
+from pipeline.config.documents import read_json, write_whole
 from pipeline.distributed.signals import held_back
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
@@ -341,18 +340,8 @@ def ended_starts(
 
 
 def _write(path: Path, record: RankEnd | Start | Verdict) -> None:
-    # A name of its own: a thread of a rank may report its end at the same time as the rank itself.
-    temporary = unfinished_path(path.with_name(f"{path.name}.{secrets.token_hex(4)}"))
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            json.dump(asdict(record), stream, ensure_ascii=False, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    # Safe although a thread of a rank may report its end at the same time as the rank itself.
+    write_whole(path, json.dumps(asdict(record), ensure_ascii=False, indent=1))
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
@@ -555,30 +544,34 @@ def _fruitless(history: Sequence[Verdict], *, asked: Asked | None, progress: boo
     return before if asked in ("preempted or requeued", "canceled") else before + 1
 
 
-def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
-    """Return the verdict on a start whose job was killed before its own; None if unreadable."""
-    folder = attempt_dir(out_dir, attempt)
-    start = read_start(folder)
-    if start is None:
-        return None
-    job, early = job_of(attempt), read_verdict(out_dir, attempt)
-    history = [one for one in verdicts(out_dir) if job_of(one.attempt) == job]
+def judge_start(out_dir: Path, start: Start, *, code: int | None, **facts: Any) -> Verdict:
+    """Judge a start by what lies at its output now; ``facts`` are other arguments of ``judge``."""
     return judge(
-        read_ends(folder),
+        read_ends(attempt_dir(out_dir, start.attempt)),
         start=start,
-        code=None,
-        asked=early.asked if early else None,
-        failed_nodes=early.failed_nodes if early else (),
+        code=code,
         saved=resumable(out_dir),
-        history=[one for one in history if one.attempt != attempt],
-        is_finished=is_finished(out_dir),
-        ended=early.ended if early else now(),
+        is_finished=_key(out_dir) is not None,
+        **facts,
     )
 
 
-def is_finished(out_dir: Path) -> bool:
-    """Return whether a finished artifact lies at an output."""
-    return _key(out_dir) is not None
+def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
+    """Return the verdict on a start whose job was killed before its own; None if unreadable."""
+    start = read_start(attempt_dir(out_dir, attempt))
+    if start is None:
+        return None
+    job, early = job_of(attempt), read_verdict(out_dir, attempt)
+    of_job = [one for one in verdicts(out_dir) if job_of(one.attempt) == job]
+    return judge_start(
+        out_dir,
+        start,
+        code=None,
+        asked=early.asked if early else None,
+        failed_nodes=early.failed_nodes if early else (),
+        history=[one for one in of_job if one.attempt != attempt],
+        ended=early.ended if early else now(),
+    )
 
 
 def resumable(out_dir: Path) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ killed is found by its comment. A job with another name or comment than was reco
 ids can begin anew.
 """
 
-import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from pydantic import Field, ValidationError
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import json_digest
 from pipeline.artifacts.places import plan_lock_path
-from pipeline.config.documents import read_json, unfinished_path
+from pipeline.config.documents import read_json, write_whole
 from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.jobs.attempts import attempts
@@ -91,13 +90,7 @@ def read_jobs(plan_dir: Path) -> JobsRecord | None:
 
 def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
     """Replace the record of a plan's folder in one step."""
-    path = plan_dir / RECORD_NAME
-    temporary = unfinished_path(path)
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(record.model_dump_json(indent=1))
-        stream.flush()
-        os.fsync(stream.fileno())  # else a crash of this machine can leave an empty file
-    temporary.replace(path)
+    write_whole(plan_dir / RECORD_NAME, record.model_dump_json(indent=1))
 
 
 def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job | None]:
