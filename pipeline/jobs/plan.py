@@ -58,12 +58,13 @@ stages that result.
 """
 
 import graphlib
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.places import refuse_inputs
@@ -84,6 +85,42 @@ MAX_NODES = 10**5
 MAX_CPUS = 4096
 
 
+_UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+"""Suffix of a size as sbatch reads it → bytes; without one it counts MiB."""
+_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE)
+_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
+
+
+def num_bytes(size: str | None) -> int | None:
+    """Return the bytes of a size such as ``512G``; a number alone counts MiB, as for sbatch."""
+    if size is None:
+        return None
+    if (found := _SIZE.fullmatch(size.strip())) is None:
+        raise ValueError("Write a size of memory, for example 64G")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def seconds_of(time: str | None) -> int | None:
+    """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like."""
+    if time is None:
+        return None
+    if (found := _TIME.fullmatch(time.strip())) is None:
+        raise ValueError("Write a time limit, for example 24:00:00")
+    parts = [int(part) for part in found.groups()[1:] if part is not None]
+    units = [3600, 60, 1] if found[1] or len(parts) == 3 else [60, 1]
+    clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(found[1] or 0) * 86400 + clock
+
+
+def _as_written(read: Callable[[str | None], int | None]) -> AfterValidator:
+    """Return a check that a text can be read, which keeps the text."""
+    return AfterValidator(lambda text: text if read(text) is not None else None)
+
+
+MemorySize = Annotated[str, _as_written(num_bytes)]
+TimeLimit = Annotated[str, _as_written(seconds_of)]
+
+
 class StageJob(Settings):
     """The table ``[stages.NAME.job]`` of a plan: resources of the stage as a job of a cluster.
 
@@ -98,10 +135,10 @@ class StageJob(Settings):
     else 0."""
     cpus_per_process: Annotated[int, whole(1, MAX_CPUS)] | None = None
     """CPU cores of each process; not set: ``threads``."""
-    memory: str | None = None
+    memory: MemorySize | None = None
     """Memory per node as sbatch's ``--mem`` takes it, for example ``64G``; not set: the cluster's
     default."""
-    time: str | None = None
+    time: TimeLimit | None = None
     """Time limit as sbatch's ``--time`` takes it, for example ``1-12:00:00``; not set: the
     site's."""
 

@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.errors import SchedulerError
-from pipeline.jobs.site import Allocation, seconds_of
+from pipeline.jobs.plan import seconds_of
+from pipeline.jobs.site import Allocation
 
 ANSWER_SECONDS = 30.0
 """Most seconds that a command of SLURM may take."""

@@ -34,10 +34,10 @@ from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.jobs.attempts import attempts
 from pipeline.jobs.freshness import forecast
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import PlacedPlan, Task, seconds_of
 from pipeline.jobs.runner import check_rebuild, refuse_edits, refuse_losses, stage_arguments
 from pipeline.jobs.scheduler import Job, Request, Scheduler
-from pipeline.jobs.site import Allocation, Site, allocate, seconds_of
+from pipeline.jobs.site import Allocation, Site, allocate
 from pipeline.terminal import clock_text
 
 RECORD_NAME = ".jobs.json"
