@@ -210,7 +210,9 @@ CHECKPOINT_COMMANDS = (
                 "directory of Hugging Face, or .pt file of fairseq; with --tokenizer a checkpoint",
                 type=Path,
             ),
-            option("--tokenizer", None, "make a tokenizer, for shards, from that of a checkpoint"),
+            option(
+                "--tokenizer", None, "extract the tokenizer of a checkpoint, to make shards with it"
+            ),
             option("--dictionary", "FILE", "of fairseq: dict.txt of the model", type=Path),
             option(
                 "--sentencepiece",

@@ -99,7 +99,7 @@ class Command:
         return self._filled(CommandParser(prog=f"mmnmt {self.name}", description=self.about))
 
     def add_to(self, parsers: "argparse._SubParsersAction[CommandParser]") -> None:
-        """Add the parser of the command to those of others."""
+        """Add the parser of the command to the parsers of other commands."""
         name = self.name.rpartition(" ")[2]
         self._filled(parsers.add_parser(name, help=self.about, description=self.about))
 

@@ -203,7 +203,7 @@ PLAN_COMMANDS = (
         _logs,
         (
             *_PLACE,
-            option("stage", "STAGE", "stage whose newest job's log to print"),
+            option("stage", "STAGE", "print the log of the newest job of this stage"),
             option("--rank", "K", "print only the lines of this rank", type=_RANK),
         ),
     ),

@@ -127,7 +127,7 @@ def _model_sizes(
 
 
 _OF = {"groups": "language groups that it routes by", "languages": "languages with modules"}
-"""Option → what it counts."""
+"""Option → the counted things."""
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -323,7 +323,7 @@ _SIZES = (
     option(
         "--languages",
         "L",
-        "languages with modules (default: those of the recipe)",
+        "languages with modules (default: as the recipe says)",
         type=whole_number(MAX_GROUPS),
     ),
     JSON,

@@ -316,4 +316,4 @@ FILTER = Command(
         ),
     ),
 )
-"""What ``mmnmt translate`` is with ``--from`` and ``--to``."""
+"""The form of ``mmnmt translate`` with ``--from`` and ``--to``."""

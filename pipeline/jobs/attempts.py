@@ -86,7 +86,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a job: what is known before its ranks run."""
+    """A start of a job, as known before its ranks run."""
 
     attempt: str
     """``JOB.RESTART``."""
@@ -123,7 +123,7 @@ class Verdict:
     asked: Asked | None = None
     """Why the job was asked to stop; None if it was not."""
     failed_nodes: tuple[str, ...] = ()
-    """Nodes whose failure is the reason why SLURM requeued the job."""
+    """Nodes that failed, which is why SLURM requeued the job."""
     is_final: bool = True
     """Whether the ranks had ended; if not, the job was killed before it could judge their ends."""
 
@@ -381,7 +381,7 @@ class Cause:
     stage: str = ""
 
     def line(self, *, size: int, with_nodes: bool = True) -> str:
-        """Return ``ranks 8-15 on node2: text``; the text alone if it is that of all ranks."""
+        """Return ``ranks 8-15 on node2: text``; only the text if all ranks have it."""
         if not self.ranks or len(self.ranks) == size > 1 or (size == 1 and not with_nodes):
             return self.text
         place = f" on {listed(self.nodes)}" if with_nodes else ""
@@ -451,7 +451,7 @@ def judge(
         ended: Time of the end, UTC.
         most: Most restarts in a row that save nothing new.
         is_final: Whether the ranks have ended.
-        failed_nodes: Nodes whose failure is the reason why SLURM requeued the job.
+        failed_nodes: Nodes that failed, which is why SLURM requeued the job.
     """
     reason = f"{listed(failed_nodes)} failed" if failed_nodes else asked
     decision, cause = _decide(ends, start=start, code=code, reason=reason, is_finished=is_finished)

@@ -157,7 +157,7 @@ def why_lost(task: Task | StageCall, *, digests: Mapping[str, str] | None = None
         digests: digests of its inputs; None: unchanged.
 
     Raises:
-        ArtifactError: what is there cannot be read.
+        ArtifactError: the artifact or its state cannot be read.
     """
     if not task.stage.trains:
         return None
@@ -181,7 +181,7 @@ def why_anew(task: Task | StageCall, *, digests: Mapping[str, str]) -> str | Non
     """Return why a training stage with ``--overwrite`` begins anew; None if nothing is lost.
 
     Raises:
-        ArtifactError: what is there cannot be read.
+        ArtifactError: the artifact or its state cannot be read.
     """
     cause = why_lost(task, digests=digests)
     if cause is None and task.stage.trains and newest_state(run_dir(task.out_dir)) is None:

@@ -49,7 +49,7 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
   are repeated.
 - Consecutive repeated stages of one matrix come stage by stage: the first with all rows, then the
   next. With ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
-- ``times = "seeds"`` in ``[matrix.systems]`` multiplies its rows by those of ``[matrix.seeds]``:
+- ``times = "seeds"`` in ``[matrix.systems]`` multiplies its rows by the rows of ``[matrix.seeds]``:
   row ``lms`` becomes ``lms_1``, ``lms_2`` and so on, with the values of both. ``{systems}`` and
   ``{seeds}`` stand for the two names.
 

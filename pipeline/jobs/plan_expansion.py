@@ -88,7 +88,7 @@ def _matrices(document: Any, where: str) -> dict[str, Matrix]:
 
 
 def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
-    """Return a matrix, its rows multiplied by those of the matrix that ``times`` names."""
+    """Return a matrix, its rows multiplied by the rows of the matrix ``times``."""
     matrix = matrices[name]
     if matrix.times is None:
         return matrix
@@ -115,7 +115,7 @@ def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
 def _over_rows(
     stages: Mapping[str, dict[str, Any]], matrices: Mapping[str, Matrix], where: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the stages in order, those of a matrix once per row."""
+    """Yield the stages in order, stages of a matrix once per row."""
     used = {stage["matrix"] for stage in stages.values() if isinstance(stage.get("matrix"), str)}
     used |= {matrices[name].times for name in used & matrices.keys()}
     for name in matrices:
@@ -173,7 +173,7 @@ def _with_repeated_inputs(
 
 
 def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> dict[str, Any]:
-    """Return a table whose entries with a placeholder in their name are repeated per row."""
+    """Return a table that repeats entries with a placeholder in their name per row."""
     found: dict[str, Any] = {}
     for key, entry in table.items():
         if _PLACEHOLDER.search(key) is None:

@@ -303,7 +303,7 @@ class Scheduler:
 
 
 def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without that of a job in which this runs, which sbatch would read."""
+    """Return the environment without the variables of a job, which sbatch would read."""
     kept = ("SLURM_CONF",)
     return {
         name: value

@@ -69,7 +69,7 @@ _USUAL_KILL_WAIT = 30
 """SLURM's default, in seconds."""
 _PORTS_TRIED = 100
 _NEAR_THE_LIMIT_SECONDS = 900
-"""A warning that comes at most so long before the end of the job is that of its time limit."""
+"""A warning that comes at most so long before the end of the job comes from its time limit."""
 _SCONTROL_SECONDS = 60
 _REQUEUE_WAITS = (1.0, 5.0, 15.0, 60.0, 180.0)
 """Seconds between attempts to requeue a job: one that cannot be requeued cancels what follows."""

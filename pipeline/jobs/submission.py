@@ -274,7 +274,7 @@ class _Plan:
 def _is_ending(task: Task, job: Job) -> bool:
     """Return whether a job is being cleaned up after its last start, for example when canceled.
 
-    One that is requeued looks the same, but its count of restarts is that of the next start.
+    One that is requeued looks the same, but its count of restarts belongs to the next start.
     """
     return job.state == "COMPLETING" and (not job.restarts or job.attempt in attempts(task.out_dir))
 

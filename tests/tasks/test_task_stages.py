@@ -18,7 +18,7 @@ from pipeline.config.documents import merge
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError, Interrupted, UserError
-from pipeline.extensions.tasks import evaluate_task, finetune_reader, finetune_tagger
+from pipeline.extensions.tasks import evaluate_task, finetune_task
 from pipeline.extensions.tasks.examination import answer_questions, tag_sentences
 from pipeline.extensions.tasks.named_entities import read_entities
 from pipeline.extensions.tasks.questions import read_questions
@@ -54,7 +54,6 @@ SETTINGS["qa"] = merge(
     {"tasks": {"stride": 12, "max_question_tokens": 16}, "batches": {"tokens": 256}},
 )
 """Settings for an XLM-R of a few thousand parameters."""
-STAGE_OF = {"ner": finetune_tagger, "qa": finetune_reader}
 CPU = torch.device("cpu")
 
 
@@ -119,13 +118,12 @@ def finetune(
     def here(**_: object) -> Any:
         yield world
 
-    module = STAGE_OF[task]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "distributed_world", here))
+        stack.enter_context(mock.patch.object(finetune_task, "distributed_world", here))
         if terminate_at is not None:
             terminate_at_call(stack, terminate_at)
         try:
-            module.run(make_call(task, sources, out_dir, recipe, ds_config=ds_config))
+            finetune_task.run(make_call(task, sources, out_dir, recipe, ds_config=ds_config))
         except Interrupted:
             return "stopped"
         except UserError as error:

@@ -58,7 +58,7 @@ READ_AHEAD = {"pipeline.decoding.incoming_lines"}
 """Module of a higher layer that the command line loads: it needs nothing but bytes."""
 SLIM_STAGES = (
     *(f"pipeline.stages.{name}" for name in ("pretrain", "finetune", "translate", "upcycle")),
-    *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
+    "pipeline.extensions.tasks.finetune_task",
     "pipeline.extensions.tasks.evaluate_task",
 )
 SLIM_PACKAGES = {

@@ -74,7 +74,7 @@ LOAD_DEEPSPEED = (
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
     *("pipeline.training.resuming", "pipeline.training.translation"),
     *("pipeline.stages.pretrain", "pipeline.stages.finetune"),
-    *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
+    "pipeline.extensions.tasks.finetune_task",
     "pipeline.extensions.tasks.training",
 )
 """What loads the engine, which settles DeepSpeed's accelerator and warnings as it is loaded."""

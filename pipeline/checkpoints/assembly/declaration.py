@@ -57,7 +57,7 @@ FREE = {
     "language_modules",
     "converter_layers",
 }
-"""Settings of a model in which parts of one model may differ: those of modules that an assembly
+"""Settings of a model in which parts of one model may differ: settings of modules that an assembly
 makes or leaves out, and of ``converter_layers``, which have no weights."""
 FREE_WITH_NEW_ROWS = {"embedding", "front"}
 
@@ -84,14 +84,14 @@ class Assembly(Settings):
     """Settings of ``[model]`` that differ from the sources, as ``encoder_layers`` of a fresh
     one."""
     experts: MoEConfig | None = None
-    """Experts of the result. None: those of the sources."""
+    """Experts of the result. None: the experts of the sources."""
     upcycling: UpcyclingConfig = UpcyclingConfig()
     groups: str = ""
     """Path of a groups artifact, for a language-group router that no source has."""
     tokenizer: str = ""
     """Path of another vocabulary: a tokenizer artifact, or a checkpoint that contains one."""
     languages: dict[str, str] = Field(default_factory=dict)
-    """New language → a language whose row and group it starts from, or ``fresh``."""
+    """New language → a language that gives it a row and a group, or ``fresh``."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type of the written tensors."""
 
@@ -210,7 +210,7 @@ def plan_parts(
         tokenizer: The tokenizer of the result.
         rows: The sources of the embedding rows, if the vocabulary changes.
         groups: The language groups, for a language-group router that no source has.
-        resembling: New language → the language whose row and group it starts from.
+        resembling: New language → the language that gives it a row and a group.
         precision: Type of the written tensors.
         inputs: Records of all inputs.
 
@@ -260,7 +260,7 @@ def _declared_model(assembly: Assembly, sources: Sources) -> ModelConfig:
 
 
 def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> None:
-    """Check that the tensors of all sources compute in the model what they computed before.
+    """Check that the tensors of all sources compute the same in the model as before.
 
     Raises:
         ConfigError: A setting differs; names the source and the setting.
@@ -315,7 +315,7 @@ def known_groups(
     Args:
         decoder: The source of the decoder.
         given: Language → group, from a groups artifact.
-        resembling: New language → the language whose group it joins.
+        resembling: New language → the language that gives it a group.
 
     Raises:
         ConfigError: The decoder was trained with other groups than those given.
@@ -339,7 +339,7 @@ def known_groups(
 def _with_new_languages(
     assembly: Assembly, sources: Sources, named: TokenizerFiles | None
 ) -> TokenizerFiles:
-    """Return the named tokenizer, or else that of the embeddings with the new languages."""
+    """Return the named tokenizer, or else the embeddings' tokenizer with the new languages."""
     embeddings = sources["embeddings"]
     files = named if embeddings is None or named is not None else embeddings.tokenizer
     if files is None:

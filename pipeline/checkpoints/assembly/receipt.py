@@ -3,8 +3,8 @@
 The function check compares the logits of a fixed batch. The reference runs each part from its
 source, and both embeddings from the embeddings' source. If all experts are plain copies, the logits
 are equal; otherwise the divergence measures the effect of the masks. Neither model is ever whole in
-memory: the weights of a layer are read before it runs and dropped after it, those of an expert when
-its tokens come.
+memory: the weights of a layer are read before it runs and dropped after it, the weights of an
+expert when its tokens come.
 
 Legend: L predicted tokens, V vocabulary, N tokens, D model width, R rows of experts.
 """
@@ -170,7 +170,7 @@ class Divergence:
         largest: Largest absolute difference of two logits, divided by the largest absolute logit.
         mean_kl: Mean over tokens of the Kullback–Leibler divergence of the reference's
             distribution from the model's, in nats.
-        same_choice: Share of tokens whose most probable id is the same.
+        same_choice: Share of tokens with the same most probable id.
     """
 
     tokens: int

@@ -110,7 +110,7 @@ def part_of(name: str) -> Part:
 
 
 def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Experts | None:
-    """Return how the experts of a source become those of a model; None if it has none.
+    """Return how experts of a source become experts of a model; None if it has none.
 
     Raises:
         CheckpointError: The source lacks an expert, or it has more experts than the model and
@@ -291,7 +291,7 @@ class _Source:
 def unused_tensors(
     plan: list[Assignment], sources: Mapping[Part, Tensors | None]
 ) -> dict[str, list[str]]:
-    """Return source → its unused tensors: those of unused parts, and those that may be lost."""
+    """Return source → its unused tensors: all of unused parts, and tensors that may be lost."""
     used: dict[str, set[str | None]] = {}
     present = {str(tensors.origin): tensors for tensors in sources.values() if tensors is not None}
     for entry in plan:
@@ -337,7 +337,7 @@ class Blueprint:
 
     @cached_property
     def experts(self) -> dict[Part, Experts | None]:
-        """Return, per part, how the experts of its source become those of the model."""
+        """Return, per part, how the experts of its source become experts of the model."""
         return {
             part: experts_of(self.spec, tensors, self.config)
             for part, tensors in self.sources.items()
@@ -356,7 +356,7 @@ class Blueprint:
     def value_and_norm(self, entry: Assignment) -> tuple[Tensor, float]:
         """Return one tensor of the result, and the norm of its difference from its source.
 
-        A copy differs by 0. Without a source of the same shape, the norm is that of the tensor.
+        A copy differs by 0. Without a source of the same shape, it is the norm of the tensor.
         """
         is_expert = entry.rule in EXPERT_RULES
         if is_expert and self._is_worth_compiling:
@@ -420,7 +420,7 @@ class Blueprint:
 
 
 def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
-    """Return a tensor of an expert, made from that of a dense feed-forward or another expert.
+    """Return a tensor of an expert, made from a tensor of a dense feed-forward or another expert.
 
     ``elementwise`` zeroes each entry with probability ``mask_ratio``; ``per_neuron`` zeroes whole
     hidden neurons, the same ones in all tensors of the expert; ``noise`` adds Gaussian noise of
@@ -453,7 +453,7 @@ def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
 
 
 def masked_with_norm(dense: Tensor, target: str, config: UpcyclingConfig) -> tuple[Tensor, float]:
-    """Return the ``elementwise`` expert of :func:`diversified`, and the norm of what it lost.
+    """Return the ``elementwise`` expert of :func:`diversified`, and the norm of the loss.
 
     One compiled pass makes both, with the same masks.
     """

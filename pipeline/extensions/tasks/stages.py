@@ -13,7 +13,7 @@ STAGES = (
     Stage(
         name="finetune_tagger",
         command="finetune_task tagger",
-        module="pipeline.extensions.tasks.finetune_tagger",
+        module="pipeline.extensions.tasks.finetune_task",
         makes="task_model",
         help="train an XLM-R to find named entities",
         sections=_SECTIONS,
@@ -28,7 +28,7 @@ STAGES = (
     Stage(
         name="finetune_reader",
         command="finetune_task reader",
-        module="pipeline.extensions.tasks.finetune_reader",
+        module="pipeline.extensions.tasks.finetune_task",
         makes="task_model",
         help="train an XLM-R to find answers in passages",
         sections=_SECTIONS,
