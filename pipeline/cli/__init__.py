@@ -20,6 +20,7 @@ from pipeline.cli.result_commands import RESULT_COMMANDS
 from pipeline.cli.stage_commands import commands_of_stages, find_stage, stage_main
 from pipeline.distributed.world import leave
 from pipeline.machine import prepare_process
+from pipeline.stages.registry import STAGES
 
 __all__ = ["command", "main", "stage_main"]
 
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_paths(options)
         return chosen.action(options)
 
-    return guarded(chosen.name, act)
+    # ``upcycle`` is a stage, too: the job that starts it waits for a report of its end.
+    return guarded(chosen.name, act, is_rank=chosen.name in STAGES, leads=True)
 
 
 def _parser() -> CommandParser:

@@ -9,7 +9,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,10 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
             threads=_threads(call.processes),
         )
     with interruptible(), sole_writer(call.out_dir) if own_rank() == 0 else nullcontext():
-        _code_of(stage)(call)
-    if own_rank() == 0:
-        _say_summary(call)
+        importlib.import_module(stage.module).run(call)  # imports all that the stage needs
+    manifest = read_manifest(call.out_dir) if own_rank() == 0 else None
+    for line in manifest.summary if manifest else ():
+        say(f"mmnmt {stage.name}: {line}")
     return 0
 
 
@@ -170,12 +171,6 @@ def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
         )
 
 
-def _code_of(stage: Stage) -> Callable[[StageCall], None]:
-    """Return the function that does a stage's work; this imports all that the stage needs."""
-    run: Callable[[StageCall], None] = importlib.import_module(stage.module).run
-    return run
-
-
 def _prepare_output(call: StageCall) -> None:
     """Restore what a killed stage left aside, and refuse work directories that are not ours."""
     if own_rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
@@ -183,13 +178,6 @@ def _prepare_output(call: StageCall) -> None:
             restore(call.out_dir)
     if call.stage.work is not None:
         refuse_run_folder(run_dir(call.out_dir), work=call.stage.work)
-
-
-def _say_summary(call: StageCall) -> None:
-    """Print the stage's summary of its result."""
-    manifest = read_manifest(call.out_dir)
-    for line in manifest.summary if manifest else ():
-        say(f"mmnmt {call.stage.name}: {line}")
 
 
 def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
@@ -205,26 +193,33 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         recipe = recipe.model_copy(update={"decoding": recipe.decoding.model_copy(update=route)})
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, RawInput] = {}
+    records: dict[str, InputRecord] = {}
     for name, wanted in stage.inputs.items():
-        if not given[name]:
+        value = given[name]
+        if not value:
             continue
         if wanted.kind == "raw":
-            raw[name] = raw_input(given[name])
-            _refuse_inputs(raw[name].named(name), stage, options)
+            raw[name] = raw_input(value)
+            paths = raw[name].named(name)
+        elif isinstance(value, list):
+            named = named_paths(value, f"--{name}")
+            paths = {f"{name}/{key}": path for key, path in named.items()}
+        else:
+            paths = {name: value}
+        refuse_inputs(options.out, inputs=paths, run_folder=stage.work is not None)
+        if wanted.kind == "raw":
+            records |= raw[name].records(name)
             continue
-        paths = _named_inputs(name, given[name])
-        _refuse_inputs(paths, stage, options)
-        artifacts |= {
-            key: open_artifact(path, kind=wanted.kind).part(wanted.splits)
-            for key, path in paths.items()
-        }
+        for key, path in paths.items():
+            artifacts[key] = open_artifact(path, kind=wanted.kind).part(wanted.splits)
+            records[key] = artifacts[key].as_input
     return StageCall(
         stage=stage,
         recipe=recipe,
         artifacts=artifacts,
         raw=raw,
         out_dir=options.out,
-        records=_records(artifacts, raw),
+        records=records,
         config=stage_config(
             stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
         ),
@@ -233,25 +228,6 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         overwrite=options.overwrite,
         profile=options.profile if stage.trains else None,
     )
-
-
-def _refuse_inputs(paths: Mapping[str, Path], stage: Stage, options: argparse.Namespace) -> None:
-    refuse_inputs(options.out, inputs=paths, run_folder=stage.work is not None)
-
-
-def _named_inputs(name: str, value: Path | list[str]) -> dict[str, Path]:
-    if isinstance(value, list):
-        return {f"{name}/{key}": path for key, path in named_paths(value, f"--{name}").items()}
-    return {name: value}
-
-
-def _records(
-    artifacts: Mapping[str, Artifact], raw: Mapping[str, RawInput]
-) -> dict[str, InputRecord]:
-    records = {name: artifact.as_input for name, artifact in artifacts.items()}
-    for name, source in raw.items():
-        records |= source.records(name)
-    return records
 
 
 def _already_done(call: StageCall) -> bool:

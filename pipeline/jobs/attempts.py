@@ -21,15 +21,17 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic import TypeAdapter
+
 from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
-from pipeline.config.documents import read_json, write_whole
+from pipeline.config.documents import write_whole
 from pipeline.distributed.signals import held_back
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
@@ -63,7 +65,6 @@ _ATTEMPT_NAME = re.compile(r"(\w+)\.(\d+)")
 _REPORT_NAME = re.compile(r"rank-(\d+)\.json")
 _VERDICT_NAME = "verdict.json"
 _START_NAME = "start.json"
-_FIX = "remove it: it only records how a job ended"
 
 Record = TypeVar("Record", "RankEnd", "Start", "Verdict")
 
@@ -346,19 +347,10 @@ def _write(path: Path, record: RankEnd | Start | Verdict) -> None:
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
     """Return a record; None if there is none, or one that cannot be used."""
-    if not path.is_file():
-        return None
     try:
-        found = read_json(path, fix=_FIX)
-        names = {field.name for field in fields(kind)}
-        values = {name: value for name, value in found.items() if name in names}
-        return kind(**{name: _value(value) for name, value in values.items()})
-    except (ArtifactError, TypeError, AttributeError):
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
-
-
-def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def one_line(text: str) -> str:

@@ -46,9 +46,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs").mkdir()
     (folder / "run").rename(folder / "runs" / "demo")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
-    grown = re.search(r"^```toml\n# grown.toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert grown is not None
-    (folder / "grown.toml").write_text(grown[1], encoding="utf-8")
+    (grown,) = re.findall(r"^```toml\n(# grown.toml\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (folder / "grown.toml").write_text(grown, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for command in commands():

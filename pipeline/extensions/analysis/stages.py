@@ -39,11 +39,7 @@ STAGES = (
         inputs={
             "checkpoint": Input("checkpoint", "model"),
             "corpus": Input("corpus", "test sets, best of one text in all languages"),
-            "training": Input(
-                "corpus",
-                "what the model was trained on, where the other corpus has test sets alone",
-                required=False,
-            ),
+            "training": Input("corpus", "training text, if corpus has none", required=False),
         },
     ),
     Stage(
