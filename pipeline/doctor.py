@@ -433,7 +433,7 @@ def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) ->
     rounds: tuple[tuple[Callable[[], Any], Callable[[list[Any]], Judgment]], ...] = (
         (lambda: asdict(find_facts(world)), lambda found: judge_facts([Facts(**f) for f in found])),
         (lambda: _share(board, out_dir), judge_sharing),
-        (lambda: _exchange(board), lambda found: Judgment((), _connected(len(found)))),
+        (lambda: _exchange(board), lambda found: Judgment((), f"all {len(found)} connected")),
     )
     said: list[str] = []
     try:
@@ -772,10 +772,6 @@ def _exchange(board: Board) -> None:
         dist.destroy_process_group()
 
 
-def _connected(ranks: int) -> str:
-    return "no other rank to exchange with" if ranks == 1 else f"{ranks} ranks are connected"
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -784,12 +780,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.doctor", description="Check an allocation before a stage."
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="output of the stage"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=PATIENCE_SECONDS, metavar="SECONDS", help="longest wait"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="stage's output")
+    parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, help="longest wait")
     options = parser.parse_args(argv)
     prepare_process()
     # torch's C++ code reports every time-out, too, with a stack; the lines below say what it means.
