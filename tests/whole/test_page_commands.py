@@ -253,8 +253,8 @@ def run_small(command: str, folder: Path) -> None:
         return
     stage, options = find_stage(arguments)
     from_the_network = any(word.startswith(FROM_THE_NETWORK) for word in arguments)
-    if from_the_network:
-        assert stage and stage_parser(stage).parse_args(options)
+    if from_the_network and stage is not None:
+        stage_parser(stage).parse_args(options)
         assert load_recipe(arguments[arguments.index("--recipe") + 1].rpartition("+")[0])
     elif (stage is not None and stage.trains) or "|" in command:
         # DeepSpeed keeps a process's first process group
