@@ -66,7 +66,7 @@ IDIOMS = {
     r"those of|that of": 1.28,  # 0.1
     r"alone": 0.63,  # 0.1
     r"what is|what it|what they": 0.48,  # 0.3
-    r"beside": 0.53,  # 0.1
+    r"beside": 0.54,  # 0.1
     r"whose": 1.26,  # 0.6
     r"one of|ones|the one": 1.64,  # 0.9
     r"so that": 1.19,  # 0.5
