@@ -136,7 +136,7 @@ class Translations:
                     raise DataError(
                         f"{self.back.directory} does not translate the lines that "
                         f"{self.translated.directory} has in {self.direction.target}. Run "
-                        f"translate_text on its text/{self.direction.target}."
+                        f"translate --text on its text/{self.direction.target}."
                     )
             scores = line_chrf(
                 [back.text for _, (_, back) in block], [text for (text, _), _ in block]
@@ -176,7 +176,7 @@ def with_round_trips(
                 problem = f"several ({listed(names)})" if names else "none"
                 raise DataError(
                     f"The translations {direction} of {system} need one round trip, and "
-                    f"--back names {problem}. Name what translate_text makes of their "
+                    f"--back names {problem}. Name what translate --text makes of their "
                     f"{direction.target} side, as {system}@{direction.target}=DIR."
                 )
             back = given[names[0]] if names else None

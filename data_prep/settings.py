@@ -177,7 +177,7 @@ class SyntheticConfig(Settings):
     """Side of the translations. ``back_translation``: the source, which begins with a tag;
     ``distillation``: the target."""
     min_score: Annotated[float, number(least=-(10**9), most=0)] | None = None
-    """Lowest score of a translation that is kept, as translate_text computes it; not set: all."""
+    """Lowest score of a translation that is kept, by ``translate --text``; not set: all."""
     min_round_trip: Annotated[float, number(least=0, most=100)] | None = None
     """Lowest chrF++, 0 to 100, of a line whose translation is translated back (``--back``)
     with the line itself; not set: all."""

@@ -26,12 +26,14 @@ from pydantic.fields import FieldInfo
 
 from pipeline import cli
 from pipeline.artifacts.manifest import FORMAT_VERSION, Kind
-from pipeline.cli.stage_commands import stage_parser
+from pipeline.cli.result_commands import FILTER
+from pipeline.cli.stage_commands import commands_of_stages, stage_parser
 from pipeline.config.documents import shipped
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import Range, Settings
 from pipeline.jobs.plan import load_plan
 from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "bench"
@@ -96,16 +98,36 @@ def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
             continue
         for command, below in action.choices.items():
             full = f"{name} {command}"
-            if command in STAGES and name == "mmnmt":
-                yield _command(stage_parser(STAGES[command]), full)
+            if below.get_default("chosen") is None and command in commands_of_stages():
+                yield _stages(commands_of_stages()[command], full)
             elif any(isinstance(one, argparse._SubParsersAction) for one in below._actions):
                 yield from _commands(below, full)
             else:
                 yield _command(below, full)
 
 
-def _command(parser: argparse.ArgumentParser, name: str) -> str:
-    parts = [f"## {name}\n", sentence(parser.description or "") + "\n"]
+def label(stage: Stage) -> str:
+    """Return the command by which users start a stage."""
+    is_own = stage.command.split(" ")[0] in ("", stage.name)
+    return stage.name if is_own else stage.command
+
+
+def _stages(stages: Mapping[str, Stage], name: str) -> str:
+    """Return the part of a command that runs one stage, or one of several kinds."""
+    if "" in stages:
+        first = _command(stage_parser(stages[""]), name)
+    else:
+        first = f"## {name}\n\n`{name} {'|'.join(stages)}`\n"
+    kinds = [(kind, stage_parser(stage)) for kind, stage in stages.items() if kind]
+    if name.endswith(FILTER.name):
+        kinds.append(("--from --to", FILTER.parser()))
+    return "\n".join(
+        [first, *(_command(parser, f"{name} {kind}", mark="###") for kind, parser in kinds)]
+    )
+
+
+def _command(parser: argparse.ArgumentParser, name: str, *, mark: str = "##") -> str:
+    parts = [f"{mark} {name}\n", sentence(parser.description or "") + "\n"]
     groups = parser._action_groups
     plain = [action for one in groups if not one.description for action in one._group_actions]
     parts += _options(parser, plain)
@@ -161,7 +183,7 @@ def settings_page() -> str:
 
 def _section(name: str, settings: type[Settings]) -> Iterator[str]:
     readers = [
-        stage.name
+        label(stage)
         for stage in STAGES.values()
         if any(section.partition(".")[0] == name for section in stage.sections)
     ]
@@ -350,8 +372,8 @@ OTHER_MAKERS = {
     "checkpoint": tuple(
         f"checkpoint {command}" for command in ("average", "import", "prune", "fold")
     ),
-    "tokenizer": ("checkpoint tokenizer",),
-    "training_state": tuple(stage.name for stage in STAGES.values() if stage.trains),
+    "tokenizer": ("checkpoint import",),
+    "training_state": tuple(label(one) for one in STAGES.values() if one.trains),
     "export": ("export",),
 }
 """Kind → commands that make it, in addition to the stages that return it."""
@@ -440,7 +462,7 @@ def artifacts_page() -> str:
     )
     parts = []
     for kind, files in FILES.items():
-        makers = [stage.name for stage in STAGES.values() if stage.makes == kind]
+        makers = [label(one) for one in STAGES.values() if one.makes == kind]
         made_by = ", ".join(map(code, (*makers, *OTHER_MAKERS.get(kind, ()))))
         parts.append(f"## {kind}\n")
         parts.append(f"Made by {made_by}. Format version {FORMAT_VERSION[kind]}.\n")

@@ -21,6 +21,7 @@ has not yet run here on more than one GPU. ``mmnmt doctor`` runs the rounds with
 import argparse
 import json
 import os
+import platform
 import resource
 import shutil
 import socket
@@ -79,8 +80,7 @@ FILES_OF_RANK_ZERO, FILES_PER_RANK = 64, 6
 PATIENCE_SECONDS = 60.0
 """Time in which ranks must arrive, and files must be seen on other nodes."""
 MESSAGE_VALUES = 2**20
-"""Values (of 4 bytes) that are reduced: enough to measure, few enough to be quick."""
-REPEATS = 3
+"""Values (of 4 bytes) that are reduced: more than a packet, few enough to be quick."""
 DISK_SECONDS = 2.0
 """Patience on a disk of the node itself, which shows a file at once or never."""
 _POLL_SECONDS = 0.02
@@ -157,11 +157,7 @@ def _packages() -> Iterator[Finding]:
     for problem in wrong:
         yield Finding("wrong", "packages", f"{problem} Run `pip install --upgrade mmnmt`.")
     if not wrong:
-        yield Finding("ok", "packages", f"Python {_python()}, {listed(found)}.")
-
-
-def _python() -> str:
-    return ".".join(map(str, sys.version_info[:3]))
+        yield Finding("ok", "packages", f"Python {platform.python_version()}, {listed(found)}.")
 
 
 def _compare(*, extra: str) -> tuple[list[str], list[str]]:
@@ -422,18 +418,8 @@ class Facts:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of the pre-flight: a line per problem, or one line about what was found."""
-
-    problems: tuple[str, ...]
-    summary: str = ""
-    is_lost: bool = False
-    """Whether the problem is that ranks are missing."""
-
-
-def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) -> Outcome:
-    """Run all rounds; every rank calls this, and all get rank 0's outcome.
+def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) -> Judgment:
+    """Run all rounds; every rank calls this, and all get rank 0's judgment.
 
     Args:
         world: this process's place.
@@ -447,16 +433,16 @@ def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) ->
     rounds: tuple[tuple[Callable[[], Any], Callable[[list[Any]], Judgment]], ...] = (
         (lambda: asdict(find_facts(world)), lambda found: judge_facts([Facts(**f) for f in found])),
         (lambda: _share(board, out_dir), judge_sharing),
-        (lambda: _exchange(board), judge_network),
+        (lambda: _exchange(board), lambda found: Judgment((), f"all {len(found)} connected")),
     )
     said: list[str] = []
     try:
         for number, (act, judge) in enumerate(rounds):
             judgment = board.round(number, act, judge)
             if judgment.problems:
-                return Outcome(judgment.problems, is_lost=judgment.is_lost)
+                return judgment
             said.append(judgment.summary)
-        return Outcome((), "; ".join(said))
+        return Judgment((), "; ".join(said))
     finally:
         board.leave()
 
@@ -469,7 +455,7 @@ def find_facts(world: World) -> Facts:
     import torch
 
     versions = {
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "mmnmt": installed_version(),
     }
@@ -752,8 +738,8 @@ def judge_sharing(found: Sequence[Mapping[str, Any]]) -> Judgment:
 # ---------------------------------------------------------------- the network
 
 
-def _exchange(board: Board) -> float:
-    """Reduce over all ranks; return this rank's bandwidth in GB/s.
+def _exchange(board: Board) -> None:
+    """Reduce over all ranks.
 
     Raises:
         ConfigError: ranks cannot connect, or the sum is wrong.
@@ -774,7 +760,7 @@ def _exchange(board: Board) -> float:
     )
     try:
         values = torch.empty(MESSAGE_VALUES, device=device)
-        reduce_seconds = _shortest(lambda: dist.all_reduce(values.fill_(world.rank + 1.0)), device)
+        dist.all_reduce(values.fill_(world.rank + 1.0))
         expected = world.size * (world.size + 1) / 2
         if not bool((values == expected).all()):
             raise ConfigError(
@@ -784,28 +770,6 @@ def _exchange(board: Board) -> float:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    return 2 * (world.size - 1) / world.size * 4e-9 * MESSAGE_VALUES / reduce_seconds
-
-
-def _shortest(act: Callable[[], object], device: Any) -> float:
-    """Return the seconds of the fastest of some calls after a first one."""
-    import torch
-
-    seconds = []
-    for _ in range(1 + REPEATS):
-        begun = time.perf_counter()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return min(seconds[1:])
-
-
-def judge_network(found: Sequence[float]) -> Judgment:
-    """Describe the bandwidth of the slowest rank."""
-    if len(found) == 1:
-        return Judgment((), "no other rank to exchange with")
-    return Judgment((), f"all-reduce at {min(found):.2f} GB/s")
 
 
 # ---------------------------------------------------------------- the command
@@ -816,12 +780,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.doctor", description="Check an allocation before a stage."
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="output of the stage"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=PATIENCE_SECONDS, metavar="SECONDS", help="longest wait"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="stage's output")
+    parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, help="longest wait")
     options = parser.parse_args(argv)
     prepare_process()
     # torch's C++ code reports every time-out, too, with a stack; the lines below say what it means.

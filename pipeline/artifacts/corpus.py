@@ -449,7 +449,7 @@ def translated_lines(
         if not translated.has(translated_name(direction.source, name)):
             raise ArtifactError(
                 f"{translated.directory} has translations without the lines that they translate. "
-                "Run translate_text again."
+                "Run translate --text again."
             )
         source = translated.file(translated_name(direction.source, name))
         scores = translated.file(scores_name(direction.target, name))

@@ -8,43 +8,23 @@ in options and "already done" appear at once.
 
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline import installed_version
-from pipeline.cli.checkpoint_commands import (
-    CHECKPOINT_NAMES,
-    EXPORT_COMMANDS,
-    add_checkpoint_commands,
-)
-from pipeline.cli.cluster_commands import CLUSTER_COMMANDS
-from pipeline.cli.doctor_command import DOCTOR_COMMANDS
+from pipeline.cli.checkpoint_commands import ARTIFACT_COMMANDS, CHECKPOINT_COMMANDS
 from pipeline.cli.ending import guarded, own_rank
-from pipeline.cli.estimate_command import ESTIMATE_COMMANDS
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.plan_commands import PLAN_COMMANDS
 from pipeline.cli.recipe_commands import RECIPE_COMMANDS
-from pipeline.cli.report_command import REPORT_COMMANDS
-from pipeline.cli.serve_command import SERVE_COMMANDS
-from pipeline.cli.stage_commands import stage_main
+from pipeline.cli.result_commands import RESULT_COMMANDS
+from pipeline.cli.stage_commands import commands_of_stages, find_stage, stage_main
 from pipeline.distributed.world import leave
 from pipeline.machine import prepare_process
 from pipeline.stages.registry import STAGES
 
 __all__ = ["command", "main", "stage_main"]
 
-
-COMMANDS = (
-    *PLAN_COMMANDS,
-    *CLUSTER_COMMANDS,
-    *DOCTOR_COMMANDS,
-    *RECIPE_COMMANDS,
-    *ESTIMATE_COMMANDS,
-    *REPORT_COMMANDS,
-    *EXPORT_COMMANDS,
-    *SERVE_COMMANDS,
-)
-OTHER_COMMANDS = (*(one.name for one in COMMANDS), "checkpoint")
-"""Names of the commands that are not stages."""
+COMMANDS = (*PLAN_COMMANDS, *RECIPE_COMMANDS, *RESULT_COMMANDS, *ARTIFACT_COMMANDS)
 
 
 def command() -> NoReturn:
@@ -59,15 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     If a launcher started several ranks, only rank 0 does anything besides stages.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] in STAGES:
-        return stage_main(arguments[0], arguments[1:])
+    stage, options_of_stage = find_stage(arguments)
+    if stage is not None:
+        return stage_main(stage.name, options_of_stage)
     if own_rank() != 0:
         return 0  # one process is enough, however many a launcher started
     parser = _parser()
+    names = [one.name for one in COMMANDS]
     if arguments:
-        parser.refuse_unknown_command(arguments[0], [*STAGES, *OTHER_COMMANDS])
+        parser.refuse_unknown_command(arguments[0], [*commands_of_stages(), *names, "checkpoint"])
     if arguments[:1] == ["checkpoint"] and len(arguments) > 1:
-        parser.refuse_unknown_command(arguments[1], CHECKPOINT_NAMES)
+        below = [one.name.rpartition(" ")[2] for one in CHECKPOINT_COMMANDS]
+        parser.refuse_unknown_command(arguments[1], below)
     options = parser.parse_args(arguments)
     chosen: Command = options.chosen
 
@@ -75,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_paths(options)
         return chosen.action(options)
 
-    return guarded(chosen.name, act)
+    # ``upcycle`` is a stage, too: the job that starts it waits for a report of its end.
+    return guarded(chosen.name, act, is_rank=chosen.name in STAGES, leads=True)
 
 
 def _parser() -> CommandParser:
@@ -85,13 +69,21 @@ def _parser() -> CommandParser:
         epilog="mmnmt STAGE --help lists a stage's options.",
     )
     parser.add_argument("--version", action="version", version=f"mmnmt {installed_version()}")
-    parsers = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", title="commands"
-    )
+    settings: dict[str, Any] = {"required": True, "metavar": "COMMAND", "title": "commands"}
+    parsers = parser.add_subparsers(dest="command", **settings)
     for one in COMMANDS:
-        one.describe_in(parsers.add_parser(one.name, help=one.about, description=one.about))
+        one.add_to(parsers)
     about = "inspect checkpoints and other artifacts, and make new ones from them"
-    add_checkpoint_commands(parsers.add_parser("checkpoint", help=about, description=about))
-    for stage in STAGES.values():
-        parsers.add_parser(stage.name, help=stage.help)
+    checkpoint = parsers.add_parser("checkpoint", help=about, description=about)
+    below = checkpoint.add_subparsers(dest="checkpoint_command", **settings)
+    for one in CHECKPOINT_COMMANDS:
+        one.add_to(below)
+    for name, stages in commands_of_stages().items():
+        if name in parsers.choices:
+            continue  # ``upcycle`` has a form of its own for users
+        kinds = {kind: stage.help for kind, stage in stages.items() if kind}
+        about = stages[""].help if "" in stages else "; ".join(": ".join(k) for k in kinds.items())
+        stage_parser = parsers.add_parser(name, help=about, description=about)
+        if "" not in stages:
+            stage_parser.add_argument("kind", choices=[*kinds], metavar="|".join(kinds))
     return parser

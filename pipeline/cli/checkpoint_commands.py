@@ -1,28 +1,57 @@
-"""Inspect, make, export and upcycle checkpoints from the command line."""
+"""Assemble, inspect, change and export checkpoints from the command line."""
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import refuse_run_folder
 from pipeline.cli.ending import say
-from pipeline.cli.parser import Command, share, whole_number
+from pipeline.cli.parser import JSON, OUTPUT, OVERWRITE, Command, option, share, whole_number
 from pipeline.config.settings import MAX_EXPERTS, MAX_STATES
 from pipeline.distributed.signals import interruptible
 from pipeline.errors import ConfigError
+from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.terminal import counted
 
+FORMATS = ("hf-m2m100", "hf-nllb-moe", "ctranslate2")
 
-def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands below ``mmnmt checkpoint``."""
-    parsers = parser.add_subparsers(
-        dest="checkpoint_command", required=True, metavar="COMMAND", title="commands"
-    )
-    for command in _COMMANDS:
-        name = command.name.removeprefix("checkpoint ")
-        command.describe_in(parsers.add_parser(name, help=command.about, description=command.about))
+
+def _making(make: Callable[..., str]) -> Callable[[argparse.Namespace], int]:
+    """Return the action of a command that makes an artifact and returns a line to print."""
+
+    def act(options: argparse.Namespace) -> int:
+        given: dict[str, Any] = {"out_dir": options.out, "overwrite": options.overwrite}
+        with interruptible(), sole_writer(options.out):
+            line = make(options, **given)
+        print(line)
+        return 0
+
+    return act
+
+
+def _upcycle(options: argparse.Namespace) -> int:
+    """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
+    from pipeline.checkpoints.assembly.declaration import plan_declared, read_assembly
+    from pipeline.checkpoints.assembly.making import make_declared, plan_lines
+
+    assembly = read_assembly(options.assembly)
+    if options.dry_run:
+        print("\n".join(plan_lines(plan_declared(assembly))))
+        return 0
+    if options.out is None:
+        raise ConfigError("An assembly needs a directory. Pass --out DIR, or --dry-run.")
+    refuse_run_folder(run_dir(options.out), work="assembly")
+    with interruptible(), sole_writer(options.out):
+        summary = make_declared(
+            assembly, out_dir=options.out, processes=options.processes, overwrite=options.overwrite
+        )
+    for line in summary:
+        say(f"mmnmt upcycle: {line}")
+    return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -53,250 +82,68 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _average(options: argparse.Namespace) -> int:
-    from pipeline.checkpoints import averaging
-
     of_run = options.run is not None
     if of_run == bool(options.checkpoints) or of_run != (options.last is not None):
         raise ConfigError("Name either the checkpoints to average, or --run OUT.run and --last N.")
-    with interruptible(), sole_writer(options.out):
-        if of_run:
-            averaging.average_states(
-                options.run, last=options.last, out_dir=options.out, overwrite=options.overwrite
-            )
-        else:
-            averaging.average_checkpoints(
-                options.checkpoints, out_dir=options.out, overwrite=options.overwrite
-            )
-    what = "training states" if of_run else "checkpoints"
-    print(f"{options.out}: the mean of {options.last or len(options.checkpoints)} {what}")
-    return 0
+    return _making(_mean)(options)
 
 
-def _import(options: argparse.Namespace) -> int:
+def _mean(options: argparse.Namespace, **given: Any) -> str:
+    from pipeline.checkpoints import averaging
+
+    if options.run is not None:
+        averaging.average_states(options.run, last=options.last, **given)
+        return f"{options.out}: the mean of {options.last} training states"
+    averaging.average_checkpoints(options.checkpoints, **given)
+    return f"{options.out}: the mean of {len(options.checkpoints)} checkpoints"
+
+
+def _import(options: argparse.Namespace, **given: Any) -> str:
+    from pipeline.checkpoints.checkpoint import unpack_tokenizer
     from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
     from pipeline.checkpoints.names import num_parameters
     from pipeline.checkpoints.opening import import_checkpoint
 
-    vocabulary = FairseqVocabulary.of_options(
-        options.dictionary, options.sentencepiece, options.languages
-    )
-    with interruptible(), sole_writer(options.out):
-        source = import_checkpoint(
-            options.source,
-            out_dir=options.out,
-            vocabulary=vocabulary,
-            overwrite=options.overwrite,
-        )
-    languages = len(source.spec.languages)
-    print(
-        f"{options.out}: {num_parameters(source.spec):,} parameters, "
-        f"{counted(languages, 'language')}, from {source.origin}"
-    )
-    return 0
+    files = (options.dictionary, options.sentencepiece, options.languages)
+    if options.tokenizer:
+        if any(files):
+            raise ConfigError("--tokenizer takes no options of fairseq. Leave them out.")
+        size = unpack_tokenizer(options.source, **given)
+        return f"{options.out}: the tokenizer of {options.source}, {size:,} ids"
+    vocabulary = FairseqVocabulary.of_options(*files)
+    source = import_checkpoint(options.source, vocabulary=vocabulary, **given)
+    languages = counted(len(source.spec.languages), "language")
+    parameters = f"{num_parameters(source.spec):,} parameters"
+    return f"{options.out}: {parameters}, {languages}, from {source.origin}"
 
 
-def _unpack_tokenizer(options: argparse.Namespace) -> int:
-    from pipeline.checkpoints.checkpoint import unpack_tokenizer
-
-    with interruptible(), sole_writer(options.out):
-        size = unpack_tokenizer(options.directory, out_dir=options.out, overwrite=options.overwrite)
-    print(f"{options.out}: the tokenizer of {options.directory}, {size:,} ids")
-    return 0
-
-
-def _prune(options: argparse.Namespace) -> int:
+def _prune(options: argparse.Namespace, **given: Any) -> str:
     """Prune experts if the options say how many to keep, and language modules otherwise."""
     from pipeline.checkpoints.language_pruning import prune_languages
     from pipeline.checkpoints.pruning import prune_experts
 
-    of_experts = options.experts is not None or options.keep_mass is not None
-    with interruptible(), sole_writer(options.out):
-        if of_experts:
-            plan = prune_experts(
-                options.directory,
-                languages=options.languages,
-                experts=options.experts,
-                keep_mass=options.keep_mass,
-                out_dir=options.out,
-                overwrite=options.overwrite,
-            )
-            print("\n".join(plan.lines()))
-            return 0
-        kept = prune_languages(
-            options.directory,
-            languages=options.languages,
-            out_dir=options.out,
-            overwrite=options.overwrite,
-        )
-    print(
-        f"{options.out}: the modules of {' '.join(kept.languages)}, {kept.after:,} of "
-        f"{kept.before:,} parameters"
-    )
-    return 0
+    directory, languages = options.directory, options.languages
+    number = {"experts": options.experts, "keep_mass": options.keep_mass}
+    if None not in number.values():
+        raise ConfigError("--experts and --keep-mass both say how many to keep. Pass one of them.")
+    if any(value is not None for value in number.values()):
+        plan = prune_experts(directory, languages=languages, **number, **given)
+        return "\n".join(plan.lines())
+    kept = prune_languages(directory, languages=languages, **given)
+    of = f"{kept.after:,} of {kept.before:,} parameters"
+    return f"{options.out}: the modules of {' '.join(kept.languages)}, {of}"
 
 
-def _fold(options: argparse.Namespace) -> int:
+def _fold(options: argparse.Namespace, **given: Any) -> str:
     from pipeline.checkpoints.folding import fold_checkpoint
 
-    with interruptible(), sole_writer(options.out):
-        folded = fold_checkpoint(
-            options.directory, out_dir=options.out, overwrite=options.overwrite
-        )
-    print(
-        f"{options.out}: the shared route, {folded.after:,} of {folded.before:,} parameters"
-        + (f", {counted(folded.matrices, 'matrix', 'matrices')} folded" if folded.matrices else "")
-    )
-    return 0
+    folded = fold_checkpoint(options.directory, **given)
+    line = f"{options.out}: the shared route, {folded.after:,} of {folded.before:,} parameters"
+    matrices = counted(folded.matrices, "matrix", "matrices")
+    return f"{line}, {matrices} folded" if folded.matrices else line
 
 
-def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR")
-
-
-def _add_inspection_options(parser: argparse.ArgumentParser) -> None:
-    _add_directory(parser)
-    parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument(
-        "--recipe",
-        action="store_true",
-        help="instead: print an overlay with the settings that a checkpoint decides",
-    )
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
-
-
-def _add_two_directories(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, metavar="A")
-    parser.add_argument("second", type=Path, metavar="B")
-
-
-def _add_average_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoints", type=Path, nargs="*", metavar="DIR")
-    parser.add_argument(
-        "--run", type=Path, metavar="OUT.run", help="average training states of this run instead"
-    )
-    parser.add_argument(
-        "--last",
-        type=whole_number(MAX_STATES),
-        metavar="N",
-        help="number of last states to average",
-    )
-    _add_output_options(parser)
-
-
-def _add_import_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="directory of Hugging Face, or .pt file of fairseq",
-    )
-    fairseq = parser.add_argument_group("for a .pt file of fairseq")
-    fairseq.add_argument("--dictionary", type=Path, metavar="FILE", help="dict.txt of the model")
-    fairseq.add_argument(
-        "--sentencepiece", type=Path, metavar="FILE", help="SentencePiece model of the dictionary"
-    )
-    fairseq.add_argument(
-        "--languages",
-        nargs="+",
-        default=[],
-        metavar="CODE",
-        help="languages in the order of the task, if neither checkpoint nor dictionary has them",
-    )
-    _add_output_options(parser)
-
-
-def _add_unpacking_options(parser: argparse.ArgumentParser) -> None:
-    _add_directory(parser)
-    _add_output_options(parser)
-
-
-def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
-    _add_directory(parser)
-    parser.add_argument(
-        "--languages", nargs="+", required=True, metavar="CODE", help="languages to keep"
-    )
-    number = parser.add_mutually_exclusive_group()
-    number.add_argument(
-        "--experts",
-        type=whole_number(MAX_EXPERTS),
-        metavar="K",
-        help="keep so many experts per layer",
-    )
-    number.add_argument(
-        "--keep-mass",
-        type=share,
-        metavar="SHARE",
-        help="keep the fewest experts with this share of the routes of every layer",
-    )
-    _add_output_options(parser)
-
-
-def _add_output_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="directory of the new artifact"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
-
-
-_COMMANDS = (
-    Command(
-        "checkpoint inspect",
-        "show the model, parameters, update and files of an artifact",
-        _add_inspection_options,
-        _inspect,
-    ),
-    Command(
-        "checkpoint verify",
-        "compare every file of an artifact, of any kind, with its digest",
-        _add_directory,
-        _verify,
-    ),
-    Command(
-        "checkpoint diff",
-        "show in which settings and tensors two checkpoints differ",
-        _add_two_directories,
-        _diff,
-    ),
-    Command(
-        "checkpoint average",
-        "average checkpoints, or the training states of a run",
-        _add_average_options,
-        _average,
-    ),
-    Command(
-        "checkpoint import",
-        "convert a checkpoint of other software",
-        _add_import_options,
-        _import,
-    ),
-    Command(
-        "checkpoint tokenizer",
-        "extract the tokenizer of a checkpoint, to make shards with it",
-        _add_unpacking_options,
-        _unpack_tokenizer,
-    ),
-    Command(
-        "checkpoint prune",
-        "keep the experts that serve the given target languages (--experts, --keep-mass), or else "
-        "the language modules of the given languages",
-        _add_pruning_options,
-        _prune,
-    ),
-    Command(
-        "checkpoint fold",
-        "fold the shared route of a model into a checkpoint without language modules",
-        _add_unpacking_options,
-        _fold,
-    ),
-)
-
-CHECKPOINT_NAMES = tuple(command.name.removeprefix("checkpoint ") for command in _COMMANDS)
-
-
-FORMATS = ("hf-m2m100", "hf-nllb-moe", "ctranslate2")
-
-
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace, **given: Any) -> str:
     from pipeline.checkpoints.exporting import Export, export_checkpoint
 
     export = Export(
@@ -305,61 +152,156 @@ def _export(options: argparse.Namespace) -> int:
         license=options.license,
         scores_dir=options.scores,
     )
-    with interruptible(), sole_writer(options.out):
-        source = export_checkpoint(
-            options.checkpoint, out_dir=options.out, export=export, overwrite=options.overwrite
-        )
-    print(f"{options.out}: {source.origin} as {options.to}; README.md says how to load it")
-    return 0
+    source = export_checkpoint(options.checkpoint, export=export, **given)
+    return f"{options.out}: {source.origin} as {options.to}; README.md says how to load it"
 
 
-def _add_export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="format of the export")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="directory of the export"
-    )
-    parser.add_argument(
-        "--target-group",
-        metavar="GROUP",
-        help="target group of a language-group router, by number or language",
-    )
-    parser.add_argument(
-        "--license", default="unknown", metavar="NAME", help="license that the model card names"
-    )
-    parser.add_argument(
-        "--scores", type=Path, metavar="EVALUATION", help="evaluation that the model card quotes"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
-
-
-EXPORT_COMMANDS = (
+_DIRECTORY = option("directory", "DIR", type=Path)
+CHECKPOINT_COMMANDS = (
+    Command(
+        "checkpoint inspect",
+        "show the model, parameters, update and files of an artifact",
+        _inspect,
+        (
+            _DIRECTORY,
+            option("--tensors", None, "list every tensor"),
+            option(
+                "--recipe",
+                None,
+                "instead: print an overlay with the settings that a checkpoint decides",
+            ),
+            JSON,
+        ),
+    ),
+    Command(
+        "checkpoint verify",
+        "compare every file of an artifact, of any kind, with its digest",
+        _verify,
+        (_DIRECTORY,),
+    ),
+    Command(
+        "checkpoint diff",
+        "show in which settings and tensors two checkpoints differ",
+        _diff,
+        (option("first", "A", type=Path), option("second", "B", type=Path)),
+    ),
+    Command(
+        "checkpoint average",
+        "average checkpoints, or the training states of a run",
+        _average,
+        (
+            option("checkpoints", "DIR", type=Path, nargs="*"),
+            option("--run", "OUT.run", "average training states of this run instead", type=Path),
+            option(
+                "--last", "N", "number of last states to average", type=whole_number(MAX_STATES)
+            ),
+            OUTPUT,
+            OVERWRITE,
+        ),
+    ),
+    Command(
+        "checkpoint import",
+        "convert a checkpoint of other software, or extract the tokenizer of a checkpoint",
+        _making(_import),
+        (
+            option(
+                "source",
+                "SOURCE",
+                "directory of Hugging Face, or .pt file of fairseq; with --tokenizer a checkpoint",
+                type=Path,
+            ),
+            option(
+                "--tokenizer", None, "extract the tokenizer of a checkpoint, to make shards with it"
+            ),
+            option("--dictionary", "FILE", "of fairseq: dict.txt of the model", type=Path),
+            option(
+                "--sentencepiece",
+                "FILE",
+                "of fairseq: SentencePiece model of the dictionary",
+                type=Path,
+            ),
+            option(
+                "--languages",
+                "CODE",
+                "of fairseq: languages in the order of the task, if neither checkpoint nor "
+                "dictionary has them",
+                nargs="+",
+                default=[],
+            ),
+            OUTPUT,
+            OVERWRITE,
+        ),
+    ),
+    Command(
+        "checkpoint prune",
+        "keep the experts that serve the given target languages (--experts, --keep-mass), or else "
+        "the language modules of the given languages",
+        _making(_prune),
+        (
+            _DIRECTORY,
+            option("--languages", "CODE", "languages to keep", nargs="+", required=True),
+            option(
+                "--experts", "K", "keep so many experts per layer", type=whole_number(MAX_EXPERTS)
+            ),
+            option(
+                "--keep-mass",
+                "SHARE",
+                "keep the fewest experts with this share of the routes of every layer",
+                type=share,
+            ),
+            OUTPUT,
+            OVERWRITE,
+        ),
+    ),
+    Command(
+        "checkpoint fold",
+        "fold the shared route of a model into a checkpoint without language modules",
+        _making(_fold),
+        (_DIRECTORY, OUTPUT, OVERWRITE),
+    ),
+)
+ARTIFACT_COMMANDS = (
+    Command(
+        "upcycle",
+        "assemble a model from modules of trained models, as a file declares",
+        _upcycle,
+        (
+            option("assembly", "ASSEMBLY.toml", "declaration of the assembly"),
+            option("--dry-run", None, "check everything and print the plan; write nothing"),
+            option(
+                "--out",
+                "DIR",
+                "directory of the new artifact; without it, pass --dry-run",
+                type=Path,
+            ),
+            OVERWRITE,
+            option(
+                "--processes",
+                "N",
+                "files that are written at a time (default: %(default)s)",
+                type=whole_number(MAX_PROCESSES),
+                default=1,
+            ),
+        ),
+    ),
     Command(
         "export",
         "write a checkpoint as other software loads it, with its tokenizer and a model card",
-        _add_export_options,
-        _export,
+        _making(_export),
+        (
+            option("checkpoint", "CHECKPOINT", type=Path),
+            option(
+                "--to", None, "format of the export", choices=FORMATS, required=True, action=None
+            ),
+            option("--out", "DIR", "directory of the export", type=Path, required=True),
+            option(
+                "--target-group",
+                "GROUP",
+                "target group of a language-group router, by number or language",
+            ),
+            option("--license", "NAME", "license that the model card names", default="unknown"),
+            option("--scores", "EVALUATION", "evaluation that the model card quotes", type=Path),
+            OVERWRITE,
+        ),
     ),
 )
-
-
-def declared_command(options: argparse.Namespace) -> int:
-    """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
-    from pipeline.checkpoints.assembly.declaration import read_assembly
-    from pipeline.checkpoints.assembly.making import make_declared, plan_declared, plan_lines
-
-    assembly = read_assembly(options.assembly)
-    if options.dry_run:
-        print("\n".join(plan_lines(plan_declared(assembly))))
-        return 0
-    refuse_run_folder(run_dir(options.out), work="assembly")
-    with interruptible(), sole_writer(options.out):
-        summary = make_declared(
-            assembly,
-            out_dir=options.out,
-            processes=options.processes or 1,
-            overwrite=options.overwrite,
-        )
-    for line in summary:
-        say(f"mmnmt upcycle: {line}")
-    return 0

@@ -49,7 +49,7 @@ precedence."""
 _LOCAL_RANK_NAMES = (
     *("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
 )
-"""Variables with the number of a rank among those of its node, in order of precedence."""
+"""Variables with the number of a rank within its node, in order of precedence."""
 
 _CONNECTION = re.compile(
     r"\bgloo\b|NCCL|TCPStore|DistStoreError|DistNetworkError|Connection (closed|reset|refused)"

@@ -3,10 +3,10 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeline.artifacts.manifest import as_text, is_text
 from pipeline.artifacts.places import refuse_path
@@ -66,6 +66,23 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"there is no command {name!r}{hint(name, known)}")
 
 
+Option: TypeAlias = tuple[str, dict[str, Any]]
+"""Name of an option and the settings of ``add_argument``."""
+
+
+def option(name: str, metavar: str | None = None, about: str | None = None, **rest: Any) -> Option:
+    """Describe an option; an option ``--NAME`` without a metavar is a switch."""
+    if name.startswith("--") and metavar is None:
+        return name, {"action": "store_true", "help": about, **rest}
+    return name, {"metavar": metavar, "help": about, **rest}
+
+
+def add_options(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
+    """Add options to a parser, or to a group of one."""
+    for name, settings in options:
+        parser.add_argument(name, **settings)
+
+
 @dataclass(frozen=True)
 class Command:
     """A command that is not a stage."""
@@ -73,14 +90,23 @@ class Command:
     name: str
     """The words after ``mmnmt``: ``run``, ``checkpoint inspect``."""
     about: str
-    add_options: Callable[[argparse.ArgumentParser], None]
     action: Callable[[argparse.Namespace], int]
     """Run the command with its options; return the exit code."""
+    options: tuple[Option, ...]
 
-    def describe_in(self, parser: argparse.ArgumentParser) -> None:
-        """Give a parser the command's options, and this command as ``chosen``."""
-        self.add_options(parser)
+    def parser(self) -> CommandParser:
+        """Return the parser of the command, which has this command as ``chosen``."""
+        return self._filled(CommandParser(prog=f"mmnmt {self.name}", description=self.about))
+
+    def add_to(self, parsers: "argparse._SubParsersAction[CommandParser]") -> None:
+        """Add the parser of the command to the parsers of other commands."""
+        name = self.name.rpartition(" ")[2]
+        self._filled(parsers.add_parser(name, help=self.about, description=self.about))
+
+    def _filled(self, parser: CommandParser) -> CommandParser:
+        add_options(parser, self.options)
         parser.set_defaults(chosen=self)
+        return parser
 
 
 _DIGITS = 20
@@ -167,28 +193,25 @@ def refuse_paths(options: argparse.Namespace) -> None:
                 )
 
 
-def add_ds_config_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ds-config``, which says how a run is fitted onto a machine."""
-    parser.add_argument(
-        "--ds-config",
-        default=AUTO,
-        metavar="NAME",
-        help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
-        "(default: %(default)s, by the machine)",
-    )
-
-
-def add_set_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``, which changes single settings of the recipe."""
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.SETTING=VALUE",
-        help="change a setting after all overlays, for example training.updates=300; VALUE is a "
-        "number, true, false, a word or another TOML value (repeatable)",
-    )
+REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
+DS_CONFIG = option(
+    "--ds-config",
+    "NAME",
+    f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
+    "(default: %(default)s, by the machine)",
+    default=AUTO,
+)
+SET = option(
+    "--set",
+    "SECTION.SETTING=VALUE",
+    "change a setting after all overlays, for example training.updates=300; VALUE is a number, "
+    "true, false, a word or another TOML value (repeatable)",
+    dest="overrides",
+    **REPEATABLE,
+)
+OUTPUT = option("--out", "DIR", "directory of the new artifact", type=Path, required=True)
+OVERWRITE = option("--overwrite", None, "replace an existing artifact")
+JSON = option("--json", None, "JSON on standard output")
 
 
 def chosen_recipe(options: argparse.Namespace) -> Recipe:

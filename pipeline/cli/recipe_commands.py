@@ -1,22 +1,40 @@
-"""Describe recipes: their settings, and the parameters of their models."""
+"""Describe recipes, and estimate memory, kernel launches and time of a recipe or a plan."""
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from data_prep.settings import MAX_VOCABULARY
+from pipeline.batching.world_sizes import expert_parallel_size
 from pipeline.cli.parser import (
+    DS_CONFIG,
+    JSON,
+    REPEATABLE,
+    SET,
     Command,
-    add_set_option,
     chosen_recipe,
+    option,
     whole_number,
 )
-from pipeline.config.documents import toml_lines, toml_value
+from pipeline.cli.plan_commands import MAX_RANKS
+from pipeline.config.documents import read_toml, toml_lines, toml_value
+from pipeline.config.ds_config import AUTO, load_ds_config, name_for
 from pipeline.config.overrides import leaf_settings, override_texts, parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
 from pipeline.config.settings import MAX_GROUPS, shown
-from pipeline.errors import ConfigError
-from pipeline.terminal import text_table
+from pipeline.errors import ConfigError, hint
+from pipeline.jobs.plan import Task, load_plan, place_plan, plan_names
+from pipeline.machine import Gpus
+from pipeline.terminal import counted, text_table
+
+NODE = 8
+"""GPUs that a plan may use unless the command says otherwise."""
+CPU = "cpu"
+ESTIMATED = ("pretrain", "finetune")
+"""Stages of a plan that are estimated; extensions train models of their own."""
 
 
 def _describe(options: argparse.Namespace) -> int:
@@ -26,7 +44,7 @@ def _describe(options: argparse.Namespace) -> int:
     if options.settings:
         _print_settings(recipe, options)
         return 0
-    sizes = _sizes_of(recipe, options)
+    sizes = _model_sizes(recipe, options)
     from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
 
     parameters = count_parameters(recipe.model, output_size=recipe.tokenizer.output_ids, **sizes)
@@ -78,76 +96,38 @@ def recipe_toml(recipe: Recipe) -> str:
     return "\n".join([f"# {shown(recipe.name)}", *toml_lines(settings)])
 
 
-def _sizes_of(recipe: Recipe, options: argparse.Namespace) -> dict[str, int]:
-    return model_sizes(
-        recipe,
-        vocabulary=options.vocabulary,
-        groups=options.groups,
-        languages=options.languages,
-    )
-
-
-def model_sizes(
-    recipe: Recipe, *, vocabulary: int | None, groups: int | None, languages: int | None
+def _model_sizes(
+    recipe: Recipe, options: argparse.Namespace, *, may_lack: bool = False
 ) -> dict[str, int]:
     """Return the sizes of the recipe's model that the data decides, as asked for or by the recipe.
 
     Raises:
-        ConfigError: the recipe has no such size, or leaves one to the data that was not asked for.
+        ConfigError: the recipe lacks what a size was asked for, unless it ``may_lack`` it, or
+            leaves a size to the data that was not asked for.
     """
-    return {
-        "vocabulary_size": vocabulary or recipe.tokenizer.ids,
-        "num_groups": _num_groups(recipe, groups),
-        "num_languages": _num_languages(recipe, languages),
+    moe, modules = recipe.model.moe, recipe.model.language_modules
+    languages = modules.languages if modules is not None else None
+    routes = moe is not None and moe.decoder_router == "language_group"
+    sizes = {
+        "groups": (routes, moe.num_groups if moe is not None else None, 0),
+        "languages": (modules is not None, languages and len(languages), 1),
     }
-
-
-def _num_groups(recipe: Recipe, asked: int | None) -> int:
-    """Return the number of language groups, from the option or the recipe; 0 without groups.
-
-    Raises:
-        ConfigError: the recipe has none and some were asked for, or leaves the number to the
-            groups artifact and none was asked for.
-    """
-    moe = recipe.model.moe
-    if moe is None or moe.decoder_router != "language_group":
-        if asked is not None:
+    found = {"vocabulary_size": options.vocabulary or recipe.tokenizer.ids}
+    for name, (has, own, without) in sizes.items():
+        asked = getattr(options, name)
+        if not has and asked is not None and not may_lack:
+            raise ConfigError(f"Recipe {recipe.name!r} has no {_OF[name]}. Leave --{name} out.")
+        if has and not (asked or own):
             raise ConfigError(
-                f"Recipe {recipe.name!r} does not route by language group. Leave --groups out."
+                f"Recipe {recipe.name!r} leaves the number of its {_OF[name]} to the data. Pass "
+                f"--{name} N."
             )
-        return 0
-    if asked is not None:
-        return asked
-    if moe.num_groups is None:
-        raise ConfigError(
-            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact. "
-            "Pass --groups N."
-        )
-    return moe.num_groups
+        found[f"num_{name}"] = (asked or own) if has else without
+    return found
 
 
-def _num_languages(recipe: Recipe, asked: int | None) -> int:
-    """Return the number of languages with modules, from the option or recipe; 1 without modules.
-
-    Raises:
-        ConfigError: the recipe has none and some were asked for, or leaves them to the tokenizer
-            and none were asked for.
-    """
-    modules = recipe.model.language_modules
-    if modules is None:
-        if asked is not None:
-            raise ConfigError(
-                f"Recipe {recipe.name!r} has no language modules. Leave --languages out."
-            )
-        return 1
-    if asked is not None:
-        return asked
-    if modules.languages is None:
-        raise ConfigError(
-            f"Recipe {recipe.name!r} has modules for all languages of a tokenizer. Pass "
-            "--languages N."
-        )
-    return len(modules.languages)
+_OF = {"groups": "language groups that it routes by", "languages": "languages with modules"}
+"""Option → the counted things."""
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -162,47 +142,236 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_size_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes that a recipe leaves to the data, and ``--json``."""
-    parser.add_argument(
+def _estimate(options: argparse.Namespace) -> int:
+    name = options.name
+    is_file = name.endswith(".toml")
+    if name in plan_names() or (is_file and "stages" in read_toml(Path(name))):
+        return _estimate_plan(options)
+    if not is_file and name.partition("+")[0] not in recipe_names():
+        known = [*recipe_names(), *plan_names()]
+        raise ConfigError(f"There is no recipe or plan {name!r}{hint(name, known)}")
+    if options.only:
+        raise ConfigError(f"Recipe {name!r} has no stages. Leave --only out.")
+    return _estimate_recipe(options)
+
+
+# ---------------------------------------------------------------- a recipe
+
+
+def _estimate_recipe(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.name, parse_overrides(options.overrides))
+    sizes = _model_sizes(recipe, options)
+    from pipeline.estimates.choices import at_size
+    from pipeline.estimates.devices import device_named
+    from pipeline.estimates.memory import estimate
+
+    on_cpu = options.device == CPU
+    device = None if on_cpu else device_named(options.device)
+    processes = options.processes or recipe.training.expert_parallel_size
+    recipe = at_size(recipe, expert_parallel_size(recipe, ranks=processes))
+    memory = estimate(
+        recipe,
+        **sizes,
+        processes=processes,
+        ds_config=load_ds_config(_ds_config_name(options)),
+        device="cpu" if on_cpu else "cuda",
+    )
+    steps = {} if device is None else _steps(recipe, device, sizes)
+    if options.json:
+        document = {"device": options.device, "processes": processes, "memory": memory.to_json()}
+        document |= {name: step.to_json() for name, step in steps.items()}
+        print(json.dumps(document, indent=1, ensure_ascii=False))
+        return 0
+    rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in _memory_rows(memory)]
+    print(text_table(["part", "bytes per rank", "GiB"], rows))
+    for name, step in steps.items():
+        print(f"\n{name}: {len(step.counted.host_waits)} waits of the host")
+        print(text_table(["kind", "launches", "GB", "ms"], [*_step_rows(step)]))
+        print(
+            f"{1000 * step.seconds:.1f} ms: the GPU takes {1000 * step.kernel_seconds:.1f}, "
+            f"the host {1000 * step.host_seconds:.1f}"
+        )
+        if sent := step.counted.exchanged:
+            print(f"and {len(sent)} all-to-alls of {sum(sent) / 1e9:.2f} GB in all")
+    if device is None:
+        print("\nTime on a CPU is not estimated: measure some updates (metrics.jsonl).")
+    else:
+        print(f"\nForecast for {options.device.upper()} SXM, without optimizer and reductions.")
+    return 0
+
+
+def _memory_rows(memory: Any) -> Iterator[tuple[str, int]]:
+    """Yield (part, bytes) of the peak phase and their sum, then of the host and their sum."""
+    yield from ((part, size) for part, size in memory.phases[memory.peak_phase].items() if size)
+    yield f"{memory.device}, at its peak ({memory.peak_phase})", memory.device_bytes
+    yield from ((f"host: {part}", size) for part, size in memory.host.items())
+    if memory.host:
+        yield "host", memory.host_bytes
+
+
+def _step_rows(step: Any) -> Iterator[list[str]]:
+    """Yield kind, launches, GB and milliseconds of kernels, and their sums."""
+    launches = step.counted.launches
+    moved = Counter({"in all": sum(launch.bytes for launch in launches)})
+    for launch in launches:
+        moved[launch.kind] += launch.bytes
+    numbers = {**step.counted.kinds, "in all": len(launches)}
+    kernels = sorted(step.kernels.items(), key=lambda item: -item[1])
+    for kind, seconds in (*kernels, ("in all", step.kernel_seconds)):
+        yield [kind, f"{numbers[kind]:,}", f"{moved[kind] / 1e9:.2f}", f"{1000 * seconds:.2f}"]
+
+
+def _steps(recipe: Recipe, device: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    from pipeline.estimates.passes import count_decoding_step, count_training
+    from pipeline.estimates.step_time import step_time
+    from pipeline.kernels.products import meta_stands_for
+
+    with meta_stands_for(device.capability):
+        steps = {
+            "training micro-batch": count_training(recipe, **sizes),
+            "decoding step": count_decoding_step(recipe, **sizes),
+        }
+    return {name: step_time(each, device) for name, each in steps.items()}
+
+
+def _ds_config_name(options: argparse.Namespace, planned: str = AUTO) -> str:
+    """Return the ds_config that was asked for, else the plan's, else the device's."""
+    asked = options.ds_config if options.ds_config != AUTO else planned
+    return name_for(Gpus(int(options.device != CPU), has_bf16=True)) if asked == AUTO else asked
+
+
+# ---------------------------------------------------------------- a plan
+
+
+def _estimate_plan(options: argparse.Namespace) -> int:
+    overrides = parse_overrides(options.overrides)
+    placed = place_plan(load_plan(options.name), overrides=overrides).chosen(only=options.only)
+    tasks = [task for task in placed.tasks if task.stage.name in ESTIMATED]
+    if not tasks:
+        raise ConfigError(
+            f"Plan {options.name!r} has no stage to estimate. Name one that runs "
+            f"{' or '.join(ESTIMATED)}."
+        )
+    if options.device == CPU:
+        raise ConfigError("Time on a CPU is not estimated. Name a GPU, or a recipe for its memory.")
+    stages = {task.name: _stage(task, options) for task in tasks}
+    if options.json:
+        print(json.dumps({"device": options.device, "stages": stages}, indent=1))
+        return 0
+    head = ["GPUs", "EP", "GiB", "ms/update", "hours", "GPU h"]
+    for name, stage in stages.items():
+        print(f"{name}: {stage['updates']:,} updates")
+        found = stage["choices"]
+        if found:
+            print(text_table([*head, *found[0]["time"]], [*_rows(stage)]))
+        for ranks, reason in stage["refused"].items():
+            print(f"{counted(ranks, 'GPU')} cannot serve: {reason}")
+        print()
+    print(
+        "Forecast, not measured. EP: ranks that share one copy of the experts. The last columns "
+        "are shares of an update. Without validation, saving and reading of data."
+    )
+    return 0
+
+
+def _stage(task: Task, options: argparse.Namespace) -> dict[str, Any]:
+    recipe = load_recipe(task.recipe or None, task.overrides)
+    try:
+        sizes = _model_sizes(recipe, options, may_lack=True)
+        from pipeline.estimates.choices import choices
+        from pipeline.estimates.devices import device_named
+
+        found, refused = choices(
+            recipe,
+            device_named(options.device),
+            ds_config=load_ds_config(_ds_config_name(options, task.planned.ds_config)),
+            most=options.processes or NODE,
+            **sizes,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"Stage {task.name!r}: {error}") from error
+    return {"updates": recipe.training.updates, "choices": found, "refused": refused}
+
+
+def _rows(stage: Mapping[str, Any]) -> Iterator[list[str]]:
+    for choice in stage["choices"]:
+        hours = choice["seconds"] * stage["updates"] / 3600
+        yield [
+            str(choice["ranks"]),
+            str(choice["expert_parallel_size"]),
+            f"{choice['bytes'] / 2**30:.1f}",
+            f"{1000 * choice['seconds']:,.0f}",
+            f"{hours:,.1f}",
+            f"{choice['ranks'] * hours:,.0f}",
+            *(f"{seconds / choice['seconds']:.0%}" for seconds in choice["time"].values()),
+        ]
+
+
+_SIZES = (
+    option(
         "--vocabulary",
+        "V",
+        "rows of the embedding (default: the recipe's vocabulary, without language tokens)",
         type=whole_number(MAX_VOCABULARY),
-        metavar="V",
-        help="rows of the embedding (default: the recipe's vocabulary, without language tokens)",
-    )
-    parser.add_argument(
+    ),
+    option(
         "--groups",
+        "G",
+        "language groups of routers (default: the recipe's num_groups)",
         type=whole_number(MAX_GROUPS),
-        metavar="G",
-        help="language groups of routers (default: the recipe's num_groups)",
-    )
-    parser.add_argument(
+    ),
+    option(
         "--languages",
+        "L",
+        "languages with modules (default: as the recipe says)",
         type=whole_number(MAX_GROUPS),
-        metavar="L",
-        help="languages with modules (default: those of the recipe)",
-    )
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
-
-
-def _add_describe_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--recipe", metavar="NAME", help="a recipe, with overlays (default: list all recipes)"
-    )
-    add_set_option(parser)
-    add_size_options(parser)
-    parser.add_argument(
-        "--settings",
-        action="store_true",
-        help="instead: list every setting with its value and where that comes from",
-    )
-
-
+    ),
+    JSON,
+)
 RECIPE_COMMANDS = (
     Command(
         "describe",
         "show a recipe's resolved settings and its number of parameters, or list the recipes",
-        _add_describe_options,
         _describe,
+        (
+            option("--recipe", "NAME", "a recipe, with overlays (default: list all recipes)"),
+            SET,
+            *_SIZES,
+            option(
+                "--settings",
+                None,
+                "instead: list every setting with its value and where that comes from",
+            ),
+        ),
+    ),
+    Command(
+        "estimate",
+        "estimate memory, kernel launches and time of a recipe on a GPU, or a plan on several",
+        _estimate,
+        (
+            option(
+                "name",
+                "RECIPE|PLAN",
+                "a recipe, with overlays, or a plan; a name of both is the plan",
+            ),
+            option(
+                "--device",
+                "NAME",
+                "a100, h100, h200, or cpu for memory only (default: %(default)s)",
+                type=str.lower,
+                default="h100",
+            ),
+            option(
+                "--processes",
+                "N",
+                "ranks of the run (default: the recipe's expert_parallel_size); of a plan: the "
+                f"most GPUs (default: {NODE})",
+                type=whole_number(MAX_RANKS),
+            ),
+            DS_CONFIG,
+            SET,
+            option("--only", "STAGE", "only this stage of the plan (repeatable)", **REPEATABLE),
+            *_SIZES,
+        ),
     ),
 )

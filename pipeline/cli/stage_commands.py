@@ -1,21 +1,18 @@
 """Run one stage from the command line, as its entry in the table of stages declares it.
 
 ``stage_parser`` derives the options from the entry. ``stage_main`` opens the inputs that they name,
-checks them, and runs the stage's code here or as several processes. Two stages have a second form:
-``translate`` as a filter of standard input, ``upcycle`` with a declaration.
+checks them, and runs the stage's code here or as several processes. ``find_stage`` knows which
+commands stand for several stages. ``translate`` has a second form, as a filter of standard input.
 """
 
 import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import ValidationError
+from typing import Any
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -36,25 +33,27 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
-from pipeline.cli.checkpoint_commands import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.parser import (
+    DS_CONFIG,
+    OUTPUT,
+    OVERWRITE,
+    SET,
     CommandParser,
-    add_ds_config_option,
-    add_set_option,
+    Option,
+    add_options,
     chosen_recipe,
     named_paths,
+    option,
     refuse_paths,
     update_window,
     whole_number,
 )
+from pipeline.cli.result_commands import FILTER, ROUTE
 from pipeline.config.recipe import load_recipe
-from pipeline.config.settings import Route, describe_validation
-from pipeline.decoding.incoming_lines import IncomingLines
-from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import is_launched
-from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
+from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
 from pipeline.jobs.plan import splits_to_compare
@@ -63,12 +62,28 @@ from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Stage, StageCall, stage_config
 from pipeline.terminal import counted, with_article
 
-DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
-"""Checkpoint that ``mmnmt translate`` uses as a filter if none is named."""
-_OTHER_FORMS = {"translate": "without --from and --to", "upcycle": "without ASSEMBLY.toml"}
-"""Stages with a second form that needs fewer options → how that form is recognized."""
-_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required")
-"""Options that replace settings of the recipe for this call."""
+
+def commands_of_stages() -> dict[str, dict[str, Stage]]:
+    """Return command → its stages by kind: a word after the command, an option, or empty."""
+    found: dict[str, dict[str, Stage]] = {}
+    for stage in STAGES.values():
+        name, _, kind = (stage.command or stage.name).partition(" ")
+        found.setdefault(name, {})[kind] = stage
+    return found
+
+
+def find_stage(arguments: Sequence[str]) -> tuple[Stage | None, list[str]]:
+    """Return the stage that a command line asks for, by command or by its own name, and the rest.
+
+    For example ``analyze scales …`` and ``analyze_scales …``, as launchers start it.
+    """
+    name, *rest = [*arguments] or [""]
+    kinds = commands_of_stages().get(name, {})
+    if rest and rest[0] in kinds:
+        return kinds[rest[0]], rest[1:] if rest[0][:1] != "-" else rest
+    given = {word.partition("=")[0] for word in rest}
+    of_option = [stage for kind, stage in kinds.items() if kind[:1] == "-" and kind in given]
+    return of_option[0] if of_option else kinds.get("") if kinds else STAGES.get(name), rest
 
 
 def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
@@ -84,23 +99,20 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def act() -> int:
-        options, action = _chosen(stage, arguments)
+        options = parser_of(stage, arguments).parse_args(arguments)
         refuse_paths(options)
-        return action()
+        if "chosen" in options:
+            return FILTER.action(options)
+        return _stage_command(stage, options, arguments)
 
     return guarded(name, act, is_rank=True, leads=stage.parallel != "ranks")
 
 
-def _chosen(stage: Stage, arguments: Sequence[str]) -> tuple[argparse.Namespace, Callable[[], int]]:
-    """Return the options of a stage's command line, and what it asks for."""
-    parser = stage_parser(stage)
-    options = parser.parse_args(arguments)
-    if stage.name == "translate" and is_filter(options, parser):
-        return options, partial(filter_command, options)
-    if stage.name == "upcycle" and is_declared(stage, options, parser):
-        return options, partial(declared_command, options)
-    check_required(stage, options, parser)
-    return options, partial(_stage_command, stage, options, arguments)
+def parser_of(stage: Stage, arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of a stage's command line, or of the filter that ``translate`` can be."""
+    given = {word.partition("=")[0] for word in arguments}
+    is_filter = stage.name == "translate" and not given.isdisjoint(("--from", "--to"))
+    return FILTER.parser() if is_filter else stage_parser(stage)
 
 
 def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -122,9 +134,10 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
             threads=_threads(call.processes),
         )
     with interruptible(), sole_writer(call.out_dir) if own_rank() == 0 else nullcontext():
-        _code_of(stage)(call)
-    if own_rank() == 0:
-        _say_summary(call)
+        importlib.import_module(stage.module).run(call)  # imports all that the stage needs
+    manifest = read_manifest(call.out_dir) if own_rank() == 0 else None
+    for line in manifest.summary if manifest else ():
+        say(f"mmnmt {stage.name}: {line}")
     return 0
 
 
@@ -158,12 +171,6 @@ def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
         )
 
 
-def _code_of(stage: Stage) -> Callable[[StageCall], None]:
-    """Return the function that does a stage's work; this imports all that the stage needs."""
-    run: Callable[[StageCall], None] = importlib.import_module(stage.module).run
-    return run
-
-
 def _prepare_output(call: StageCall) -> None:
     """Restore what a killed stage left aside, and refuse work directories that are not ours."""
     if own_rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
@@ -171,13 +178,6 @@ def _prepare_output(call: StageCall) -> None:
             restore(call.out_dir)
     if call.stage.work is not None:
         refuse_run_folder(run_dir(call.out_dir), work=call.stage.work)
-
-
-def _say_summary(call: StageCall) -> None:
-    """Print the stage's summary of its result."""
-    manifest = read_manifest(call.out_dir)
-    for line in manifest.summary if manifest else ():
-        say(f"mmnmt {call.stage.name}: {line}")
 
 
 def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
@@ -193,26 +193,33 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         recipe = recipe.model_copy(update={"decoding": recipe.decoding.model_copy(update=route)})
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, RawInput] = {}
+    records: dict[str, InputRecord] = {}
     for name, wanted in stage.inputs.items():
-        if not given[name]:
+        value = given[name]
+        if not value:
             continue
         if wanted.kind == "raw":
-            raw[name] = raw_input(given[name])
-            _refuse_inputs(raw[name].named(name), stage, options)
+            raw[name] = raw_input(value)
+            paths = raw[name].named(name)
+        elif isinstance(value, list):
+            named = named_paths(value, f"--{name}")
+            paths = {f"{name}/{key}": path for key, path in named.items()}
+        else:
+            paths = {name: value}
+        refuse_inputs(options.out, inputs=paths, run_folder=stage.work is not None)
+        if wanted.kind == "raw":
+            records |= raw[name].records(name)
             continue
-        paths = _named_inputs(name, given[name])
-        _refuse_inputs(paths, stage, options)
-        artifacts |= {
-            key: open_artifact(path, kind=wanted.kind).part(wanted.splits)
-            for key, path in paths.items()
-        }
+        for key, path in paths.items():
+            artifacts[key] = open_artifact(path, kind=wanted.kind).part(wanted.splits)
+            records[key] = artifacts[key].as_input
     return StageCall(
         stage=stage,
         recipe=recipe,
         artifacts=artifacts,
         raw=raw,
         out_dir=options.out,
-        records=_records(artifacts, raw),
+        records=records,
         config=stage_config(
             stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
         ),
@@ -221,25 +228,6 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         overwrite=options.overwrite,
         profile=options.profile if stage.trains else None,
     )
-
-
-def _refuse_inputs(paths: Mapping[str, Path], stage: Stage, options: argparse.Namespace) -> None:
-    refuse_inputs(options.out, inputs=paths, run_folder=stage.work is not None)
-
-
-def _named_inputs(name: str, value: Path | list[str]) -> dict[str, Path]:
-    if isinstance(value, list):
-        return {f"{name}/{key}": path for key, path in named_paths(value, f"--{name}").items()}
-    return {name: value}
-
-
-def _records(
-    artifacts: Mapping[str, Artifact], raw: Mapping[str, RawInput]
-) -> dict[str, InputRecord]:
-    records = {name: artifact.as_input for name, artifact in artifacts.items()}
-    for name, source in raw.items():
-        records |= source.records(name)
-    return records
 
 
 def _already_done(call: StageCall) -> bool:
@@ -279,263 +267,59 @@ def _threads(processes: int) -> int:
         return max((os.cpu_count() or 1) // processes, 1)
 
 
-def filter_command(options: argparse.Namespace) -> int:
-    """Translate lines of standard input to standard output."""
-    if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
-        raise ConfigError(
-            f"There is no {DEMO_CHECKPOINT}. Name a model with --checkpoint, or run "
-            "`mmnmt run demo` first."
-        )
-    recipe = chosen_recipe(options) if options.recipe or options.overrides else None
-    decoding = with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
-    checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
-    if sys.stdin is None or sys.stdout is None:
-        raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
-    from pipeline.decoding.constraints import read_phrases
-    from pipeline.decoding.line_filter import filter_lines
-
-    counts = filter_lines(
-        checkpoint,
-        decoding=decoding,
-        source=options.source,
-        target=options.target,
-        lines=IncomingLines(sys.stdin.fileno()),
-        has_prefixes=options.prefixes,
-        phrases=None if options.must_file is None else read_phrases(options.must_file),
-        segmenters=None if recipe is None else recipe.tokenizer.segmenters,
-        write=_write_line,
-        say=lambda text: say_once(f"mmnmt translate: {text}"),
-    )
-    return EXIT_USER_ERROR if counts.unreadable else 0
-
-
-def _write_line(text: str) -> None:
-    sys.stdout.buffer.write(text.encode() + b"\n")
-    sys.stdout.buffer.flush()
+# ---------------------------------------------------------------- options
 
 
 def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     """Return the parser of one stage's options."""
     parser = CommandParser(
-        prog=f"mmnmt {stage.name}",
+        prog=f"mmnmt {stage.command or stage.name}",
         description=f"{stage.help[0].upper()}{stage.help[1:]}. "
         f"Makes {with_article(stage.makes)} artifact.",
     )
-    unless = _OTHER_FORMS.get(stage.name)
-    note = f" (required {unless})" if unless else ""  # else the parser marks those it requires
     if stage.sections:
-        required = stage.needs_recipe
-        parser.add_argument(
-            "--recipe",
-            metavar="NAME",
-            required=required and not unless,
-            help=f"recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
-            f"(reads {', '.join(stage.sections)}){note * required}",
+        about = (
+            "recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
+            f"(reads {', '.join(stage.sections)})"
         )
-        add_set_option(parser)
+        recipe = option("--recipe", "NAME", about, required=stage.needs_recipe)
+        add_options(parser, [recipe, SET])
     for name, wanted in stage.inputs.items():
-        form: dict[str, Any] = {
-            "required": wanted.required and not unless,
-            "help": wanted.help + (note if wanted.required else " (optional)"),
-        }
-        if wanted.many:
-            parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", **form)
-        elif wanted.kind == "raw":
-            parser.add_argument(f"--{name}", nargs="+", metavar="PATH", **form)
-        else:
-            parser.add_argument(f"--{name}", type=Path, metavar="DIR", **form)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        required=not unless,
-        help=f"directory of the new artifact{note}",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
-    parser.add_argument(
-        "--if-stale",
-        action="store_true",
-        help="with --overwrite, keep an artifact that is up to date",
-    )
-    _add_process_options(parser, stage)
-    if stage.name == "translate":
-        parser.add_argument(
-            "--route",
-            choices=get_args(Route),
-            help="route through a model with language modules and a shared module, instead of the "
-            "recipe's",
-        )
-        _add_filter_options(parser)
-    if stage.name == "upcycle":
-        _add_declaration_options(parser)
+        form: dict[str, Any] = {"required": wanted.required, "type": Path}
+        if wanted.many or wanted.kind == "raw":
+            form |= {"nargs": "+", "type": str, "default": [] if wanted.many else None}
+        metavar = "NAME=DIR" if wanted.many else "PATH" if wanted.kind == "raw" else "DIR"
+        about = wanted.help if wanted.required else f"{wanted.help} (optional)"
+        add_options(parser, [option(f"--{name}", metavar, about, **form)])
+    add_options(parser, [OUTPUT, OVERWRITE, *_process_options(stage)])
+    if stage.parallel == "ranks":
+        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
+def _process_options(stage: Stage) -> Iterator[Option]:
+    yield option("--if-stale", None, "with --overwrite, keep an artifact that is up to date")
     if stage.parallel != "no":
-        parser.add_argument(
+        yield option(
             "--processes",
+            "N",
+            "processes on this machine (default: 1); ignored under a launcher",
             type=whole_number(MAX_PROCESSES),
-            metavar="N",
-            help="processes on this machine (default: 1); ignored under a launcher",
         )
     if stage.spreads_over_mpi:
-        parser.add_argument(
+        yield option(
             "--mpi",
-            action="store_true",
-            help="spread the work over the ranks of mpirun -n N python -m mpi4py.futures -m "
+            None,
+            "spread the work over the ranks of mpirun -n N python -m mpi4py.futures -m "
             f"{stage.module}, which share these directories (needs the extra mpi)",
         )
-    if stage.parallel == "ranks":
-        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     if stage.trains:
-        add_ds_config_option(parser)
-        parser.add_argument(
+        yield DS_CONFIG
+        yield option(
             "--profile",
+            "FIRST:LAST",
+            "profile these updates on rank 0: a trace and a table of operators in OUT.profile",
             type=update_window,
-            metavar="FIRST:LAST",
-            help="profile these updates on rank 0: a trace and a table of operators in OUT.profile",
         )
-
-
-def _add_filter_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "as a filter",
-        "With --from and --to, and neither --corpus nor --out, translate lines of standard input "
-        f"to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
-    )
-    group.add_argument(
-        "--from", dest="source", metavar="CODE", help="source language, for example en"
-    )
-    group.add_argument(
-        "--to", dest="target", metavar="CODE", help="target language, for example de"
-    )
-    add_detail_options(group)
-
-
-def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "as declared in a file",
-        "With ASSEMBLY.toml, which names the sources, and neither --recipe nor inputs.",
-    )
-    group.add_argument(
-        "assembly",
-        nargs="?",
-        metavar="ASSEMBLY.toml",
-        help="declaration of the assembly; row12_opus100 ships with the package",
-    )
-    group.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the plan; write nothing"
-    )
-
-
-def is_declared(stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Return whether ``upcycle`` is given a declaration; exit with the usage if half given."""
-    if options.assembly is None:
-        if options.dry_run:
-            parser.error("--dry-run is of an ASSEMBLY.toml: name one")
-        return False
-    options_of = {"recipe": "recipe", "overrides": "set", **{name: name for name in stage.inputs}}
-    given = [option for name, option in options_of.items() if getattr(options, name)]
-    if given:
-        parser.error(f"{options.assembly} says all that is assembled: leave out --{given[0]}")
-    if options.out is None and not options.dry_run:
-        parser.error("the following options are required: --out")
-    return True
-
-
-def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
-    """Return whether ``translate`` runs as a filter; exit with the usage if options are missing."""
-    if options.source is None and options.target is None:
-        if detail := first_detail_option(options):
-            parser.error(f"{detail} is of a filter, with --from and --to: a recipe says it here")
-        return False
-    if options.source is None or options.target is None:
-        parser.error("a filter needs both --from and --to")
-    if options.corpus or options.out:
-        parser.error("--from and --to translate standard input: leave out --corpus and --out")
-    return True
-
-
-def check_required(
-    stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> None:
-    """Exit with the usage if a required option is missing (a filter requires fewer)."""
-    given = vars(options)
-    wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
-    wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
-    missing = [f"--{name}" for name in wanted if not given[name]]
-    if missing:
-        instead = "; or name an ASSEMBLY.toml" * (stage.name == "upcycle")
-        parser.error(f"the following options are required: {', '.join(missing)}{instead}")
-
-
-def add_detail_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of a filter; those that ask for more than text make its output JSON."""
-    group.add_argument(
-        "--n-best",
-        type=whole_number(1000),
-        metavar="N",
-        help="print the N best hypotheses, or N samples, with scores; each line is a JSON object",
-    )
-    group.add_argument(
-        "--word-scores",
-        action="store_true",
-        help="print the log-probability of every word; each line is a JSON object",
-    )
-    group.add_argument(
-        "--alignments",
-        action="store_true",
-        help="print the source word that each word aligns with; each line is a JSON object",
-    )
-    group.add_argument(
-        "--banned",
-        action="append",
-        metavar="PHRASE",
-        help="phrase that no translation may contain, as the vocabulary spells it (repeatable)",
-    )
-    group.add_argument(
-        "--must",
-        action="append",
-        metavar="PHRASE",
-        dest="required",
-        help="phrase that every translation must contain, as the vocabulary spells it (repeatable)",
-    )
-    group.add_argument(
-        "--must-file",
-        type=Path,
-        metavar="FILE",
-        help="file whose line n has the phrases that translation n must contain, tab-separated",
-    )
-    group.add_argument(
-        "--prefixes",
-        action="store_true",
-        help="lines contain, after a tab, the beginning of their translation",
-    )
-
-
-def first_detail_option(options: argparse.Namespace) -> str | None:
-    """Return the first detail option that is given, as it is written."""
-    given = [name for name in (*_SETTINGS, "must_file", "prefixes") if getattr(options, name)]
-    if not given:
-        return None
-    return "--must" if given[0] == "required" else f"--{given[0].replace('_', '-')}"
-
-
-def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
-    """Return the decoding settings with the changes that the options ask for.
-
-    Raises:
-        ConfigError: they do not go together.
-    """
-    asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
-    asked = {name: value for name, value in asked.items() if value}
-    if options.route:
-        asked["route"] = options.route
-    for name in ("banned", "required"):
-        if name in asked:
-            asked[name] = (*getattr(decoding, name), *asked[name])
-    try:
-        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
-    except ValidationError as error:
-        raise ConfigError(describe_validation(error, DecodingConfig)) from error
+    if stage.name == "translate":
+        yield ROUTE

@@ -7,9 +7,12 @@ here.
 
 import json
 import math
+import os
 import re
+import secrets
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import date, time
 from functools import cache
 from importlib import resources
@@ -160,6 +163,25 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], fix: str) -
 def unfinished_path(path: Path) -> Path:
     """Return the path at which a file or directory is written until it is complete."""
     return path.parent / f".{path.name}.unfinished"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one step, on disk, also where several processes or threads write it.
+
+    Raises:
+        OSError: It cannot be written; nothing is left behind.
+    """
+    temporary = unfinished_path(path.with_name(f"{path.name}.{secrets.token_hex(4)}"))
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())  # else a crash of this machine can leave an empty file
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def byte_lines(path: Path, *, fix: str = RESTORE) -> Iterator[bytes]:

@@ -4,8 +4,8 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.disk import sizes
 from pipeline.estimates.memory import estimate
-from pipeline.jobs.plan import Task
-from pipeline.jobs.site import Allocation, num_bytes
+from pipeline.jobs.plan import Task, num_bytes
+from pipeline.jobs.site import Allocation
 from pipeline.training.engine import merge_ds_config
 
 _FEWER_BYTES = (

@@ -18,19 +18,20 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic import TypeAdapter
+
 from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
-from pipeline.config.documents import read_json, unfinished_path
+from pipeline.config.documents import write_whole
 from pipeline.distributed.signals import held_back
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
@@ -64,7 +65,6 @@ _ATTEMPT_NAME = re.compile(r"(\w+)\.(\d+)")
 _REPORT_NAME = re.compile(r"rank-(\d+)\.json")
 _VERDICT_NAME = "verdict.json"
 _START_NAME = "start.json"
-_FIX = "remove it: it only records how a job ended"
 
 Record = TypeVar("Record", "RankEnd", "Start", "Verdict")
 
@@ -87,7 +87,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a job: what is known before its ranks run."""
+    """A start of a job, as known before its ranks run."""
 
     attempt: str
     """``JOB.RESTART``."""
@@ -124,7 +124,7 @@ class Verdict:
     asked: Asked | None = None
     """Why the job was asked to stop; None if it was not."""
     failed_nodes: tuple[str, ...] = ()
-    """Nodes whose failure is the reason why SLURM requeued the job."""
+    """Nodes that failed, which is why SLURM requeued the job."""
     is_final: bool = True
     """Whether the ranks had ended; if not, the job was killed before it could judge their ends."""
 
@@ -341,35 +341,16 @@ def ended_starts(
 
 
 def _write(path: Path, record: RankEnd | Start | Verdict) -> None:
-    # A name of its own: a thread of a rank may report its end at the same time as the rank itself.
-    temporary = unfinished_path(path.with_name(f"{path.name}.{secrets.token_hex(4)}"))
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            json.dump(asdict(record), stream, ensure_ascii=False, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    # Safe although a thread of a rank may report its end at the same time as the rank itself.
+    write_whole(path, json.dumps(asdict(record), ensure_ascii=False, indent=1))
 
 
 def _read(path: Path, kind: type[Record]) -> Record | None:
     """Return a record; None if there is none, or one that cannot be used."""
-    if not path.is_file():
-        return None
     try:
-        found = read_json(path, fix=_FIX)
-        names = {field.name for field in fields(kind)}
-        values = {name: value for name, value in found.items() if name in names}
-        return kind(**{name: _value(value) for name, value in values.items()})
-    except (ArtifactError, TypeError, AttributeError):
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
-
-
-def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def one_line(text: str) -> str:
@@ -392,7 +373,7 @@ class Cause:
     stage: str = ""
 
     def line(self, *, size: int, with_nodes: bool = True) -> str:
-        """Return ``ranks 8-15 on node2: text``; the text alone if it is that of all ranks."""
+        """Return ``ranks 8-15 on node2: text``; only the text if all ranks have it."""
         if not self.ranks or len(self.ranks) == size > 1 or (size == 1 and not with_nodes):
             return self.text
         place = f" on {listed(self.nodes)}" if with_nodes else ""
@@ -462,7 +443,7 @@ def judge(
         ended: Time of the end, UTC.
         most: Most restarts in a row that save nothing new.
         is_final: Whether the ranks have ended.
-        failed_nodes: Nodes whose failure is the reason why SLURM requeued the job.
+        failed_nodes: Nodes that failed, which is why SLURM requeued the job.
     """
     reason = f"{listed(failed_nodes)} failed" if failed_nodes else asked
     decision, cause = _decide(ends, start=start, code=code, reason=reason, is_finished=is_finished)
@@ -555,30 +536,34 @@ def _fruitless(history: Sequence[Verdict], *, asked: Asked | None, progress: boo
     return before if asked in ("preempted or requeued", "canceled") else before + 1
 
 
-def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
-    """Return the verdict on a start whose job was killed before its own; None if unreadable."""
-    folder = attempt_dir(out_dir, attempt)
-    start = read_start(folder)
-    if start is None:
-        return None
-    job, early = job_of(attempt), read_verdict(out_dir, attempt)
-    history = [one for one in verdicts(out_dir) if job_of(one.attempt) == job]
+def judge_start(out_dir: Path, start: Start, *, code: int | None, **facts: Any) -> Verdict:
+    """Judge a start by what lies at its output now; ``facts`` are other arguments of ``judge``."""
     return judge(
-        read_ends(folder),
+        read_ends(attempt_dir(out_dir, start.attempt)),
         start=start,
-        code=None,
-        asked=early.asked if early else None,
-        failed_nodes=early.failed_nodes if early else (),
+        code=code,
         saved=resumable(out_dir),
-        history=[one for one in history if one.attempt != attempt],
-        is_finished=is_finished(out_dir),
-        ended=early.ended if early else now(),
+        is_finished=_key(out_dir) is not None,
+        **facts,
     )
 
 
-def is_finished(out_dir: Path) -> bool:
-    """Return whether a finished artifact lies at an output."""
-    return _key(out_dir) is not None
+def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
+    """Return the verdict on a start whose job was killed before its own; None if unreadable."""
+    start = read_start(attempt_dir(out_dir, attempt))
+    if start is None:
+        return None
+    job, early = job_of(attempt), read_verdict(out_dir, attempt)
+    of_job = [one for one in verdicts(out_dir) if job_of(one.attempt) == job]
+    return judge_start(
+        out_dir,
+        start,
+        code=None,
+        asked=early.asked if early else None,
+        failed_nodes=early.failed_nodes if early else (),
+        history=[one for one in of_job if one.attempt != attempt],
+        ended=early.ended if early else now(),
+    )
 
 
 def resumable(out_dir: Path) -> tuple[str, ...]:

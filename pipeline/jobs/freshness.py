@@ -16,7 +16,7 @@ a stage alone refuses without ``--overwrite``. Earlier training is then set asid
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.artifacts.artifact import (
     FORMAT_VERSION,
@@ -32,7 +32,7 @@ from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
-from pipeline.stages.stage import Stage
+from pipeline.stages.stage import Stage, StageCall
 from pipeline.terminal import JsonLines, counted, with_article
 
 _SHOWN_CHANGES = 3
@@ -132,23 +132,7 @@ def forecast(placed: PlacedPlan) -> dict[str, str | None]:
     return reasons
 
 
-class Placed(Protocol):
-    """A stage with its settings and its place, from a plan or a command line."""
-
-    @property
-    def stage(self) -> Stage:
-        """The stage."""
-
-    @property
-    def out_dir(self) -> Path:
-        """The directory of its artifact."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Its settings, as a manifest records them."""
-
-
-def training_done(task: Placed) -> str | None:
+def training_done(task: Task | StageCall) -> str | None:
     """Return how much a training stage has trained; None if it has saved nothing.
 
     For example ``12,000 updates (3.4 hours) of training``, finished or not.
@@ -165,7 +149,7 @@ def training_done(task: Placed) -> str | None:
     return f"{counted(updates, 'update')} ({seconds / 3600:.1f} hours) of training"
 
 
-def why_lost(task: Placed, *, digests: Mapping[str, str] | None = None) -> str | None:
+def why_lost(task: Task | StageCall, *, digests: Mapping[str, str] | None = None) -> str | None:
     """Return what makes all training of a stage useless; None if nothing does, or there is none.
 
     Args:
@@ -173,7 +157,7 @@ def why_lost(task: Placed, *, digests: Mapping[str, str] | None = None) -> str |
         digests: digests of its inputs; None: unchanged.
 
     Raises:
-        ArtifactError: what is there cannot be read.
+        ArtifactError: the artifact or its state cannot be read.
     """
     if not task.stage.trains:
         return None
@@ -185,15 +169,19 @@ def why_lost(task: Placed, *, digests: Mapping[str, str] | None = None) -> str |
     if changes and _is_longer(finished, task, digests=digests):
         if state and problem is None:
             return None
-        changes.append(problem or _no_state(run_dir(task.out_dir)))
+        changes.append(
+            problem
+            or f"{run_dir(task.out_dir)} has no training state to go on from, which is kept of a "
+            'finished training only where its recipe has saving.keep_states = "last" or "all"'
+        )
     return listed_changes(changes) or None
 
 
-def why_anew(task: Placed, *, digests: Mapping[str, str]) -> str | None:
+def why_anew(task: Task | StageCall, *, digests: Mapping[str, str]) -> str | None:
     """Return why a training stage with ``--overwrite`` begins anew; None if nothing is lost.
 
     Raises:
-        ArtifactError: what is there cannot be read.
+        ArtifactError: the artifact or its state cannot be read.
     """
     cause = why_lost(task, digests=digests)
     if cause is None and task.stage.trains and newest_state(run_dir(task.out_dir)) is None:
@@ -201,14 +189,7 @@ def why_anew(task: Placed, *, digests: Mapping[str, str]) -> str | None:
     return cause
 
 
-def _no_state(run_folder: Path) -> str:
-    return (
-        f"{run_folder} has no training state to go on from, which is kept of a finished training "
-        'only where its recipe has saving.keep_states = "last" or "all"'
-    )
-
-
-def _finished(task: Placed) -> Manifest | None:
+def _finished(task: Task | StageCall) -> Manifest | None:
     """Return the manifest of a finished model; None for another kind of artifact, or none."""
     manifest = read_manifest(task.out_dir)
     return manifest if manifest is not None and manifest.kind == task.stage.makes else None
@@ -222,7 +203,7 @@ def _seconds(metrics_path: Path) -> float:
 
 def _changes(
     finished: Manifest,
-    task: Placed,
+    task: Task | StageCall,
     *,
     config: Mapping[str, Any],
     digests: Mapping[str, str] | None,
@@ -232,13 +213,16 @@ def _changes(
     return changes_since(finished, stage=task.stage, config=config, digests=digests)
 
 
-def _is_longer(finished: Manifest, task: Placed, *, digests: Mapping[str, str] | None) -> bool:
+def _is_longer(
+    finished: Manifest, task: Task | StageCall, *, digests: Mapping[str, str] | None
+) -> bool:
     """Return whether the settings differ from a finished training only in more updates."""
-    noted, wanted = finished.config.get("training"), task.config["training"]
+    settings: Mapping[str, Any] = task.config
+    noted, wanted = finished.config.get("training"), settings["training"]
     before = noted.get("updates") if isinstance(noted, Mapping) else None
     if not isinstance(before, int) or wanted["updates"] <= before:
         return False
-    config = {**task.config, "training": {**wanted, "updates": before}}
+    config = {**settings, "training": {**wanted, "updates": before}}
     return not _changes(finished, task, config=config, digests=digests)
 
 

@@ -25,10 +25,7 @@ _RATE_LINES = 20
 
 
 def show_jobs(
-    placed: PlacedPlan,
-    *,
-    scheduler: Scheduler | None = None,
-    say: Callable[[str], None] = print,
+    placed: PlacedPlan, *, scheduler: Scheduler | None = None, say: Callable[[str], None] = print
 ) -> None:
     """Print a table of the plan's stages with their jobs; without jobs, of the stages alone."""
     record = read_jobs(placed.out_dir)
@@ -51,11 +48,7 @@ def show_jobs(
 
 
 def _rows(
-    task: Task,
-    row: Sequence[str],
-    *,
-    record: JobsRecord,
-    jobs: Mapping[str, Job | None] | None,
+    task: Task, row: Sequence[str], *, record: JobsRecord, jobs: Mapping[str, Job | None] | None
 ) -> list[list[str]]:
     """Return the row of a stage, and one for each of its last starts that ended unfinished.
 
@@ -92,7 +85,7 @@ def _rows(
 def _live_row(
     task: Task, job: Job, *, record: JobsRecord, jobs: Mapping[str, Job | None], about: str
 ) -> list[str]:
-    """Return the row of a stage whose job waits or runs."""
+    """Return the row of a stage with a job that waits or runs."""
     if job.runs:
         return [task.name, "running", job.attempt, job.since, how_far(task) or about]
     waits_for = [
@@ -106,7 +99,7 @@ def _live_row(
 
 
 def _ended_row(task: Task, noted: JobRecord, job: Job | None, last: Verdict | None) -> list[str]:
-    """Return the row of a stage whose job has ended without its artifact.
+    """Return the row of a stage after its job ended without its artifact.
 
     ``last`` is the verdict on the job's last start, if that left one.
     """

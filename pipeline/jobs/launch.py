@@ -6,7 +6,6 @@ parent even if that is killed outright. Stages report their errors in a temporar
 is printed once, however many ranks met it.
 """
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -15,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
@@ -88,30 +88,23 @@ def launch(
         0; EXIT_RUN_AGAIN if a child said so and none failed; else the code of the first child
         that failed (128 + the signal that killed it).
     """
-    if requests is None:
-        with StopRequests() as own_requests:
-            return launch(
-                arguments,
-                processes=processes,
-                threads=threads,
-                requests=own_requests,
-                grace_seconds=grace_seconds,
-                leaving_seconds=leaving_seconds,
-            )
     children: list[subprocess.Popen[bytes]] = []
     port = free_port()
     processes = _processes_here(processes)
-    with tempfile.TemporaryDirectory(prefix="mmnmt-", ignore_cleanup_errors=True) as reports:
+    with (
+        nullcontext(requests) if requests else StopRequests() as asked,
+        tempfile.TemporaryDirectory(prefix="mmnmt-", ignore_cleanup_errors=True) as reports,
+    ):
         variables = {"OMP_NUM_THREADS": str(threads), REPORTS: reports}
         try:
             for rank in range(processes):
                 world = World(rank, processes, rank, processes, LOOPBACK, port)
                 with ctrl_c_held_back():  # until the child can handle SIGINT
                     children.append(_start(arguments, variables | world.environment()))
-            requests.watch(children)
+            asked.watch(children)
             return _wait(children, grace_seconds=grace_seconds, leaving_seconds=leaving_seconds)
         finally:
-            requests.watch([])
+            asked.watch([])
             _kill(children)
             _print_causes(Path(reports), size=processes)
 
@@ -210,6 +203,6 @@ def _kill(children: list[subprocess.Popen[bytes]]) -> None:
     """Kill the remaining children with their workers, and collect them."""
     for child in children:
         if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()

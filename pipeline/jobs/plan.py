@@ -49,7 +49,7 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
   are repeated.
 - Consecutive repeated stages of one matrix come stage by stage: the first with all rows, then the
   next. With ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
-- ``times = "seeds"`` in ``[matrix.systems]`` multiplies its rows by those of ``[matrix.seeds]``:
+- ``times = "seeds"`` in ``[matrix.systems]`` multiplies its rows by the rows of ``[matrix.seeds]``:
   row ``lms`` becomes ``lms_1``, ``lms_2`` and so on, with the values of both. ``{systems}`` and
   ``{seeds}`` stand for the two names.
 
@@ -58,12 +58,13 @@ stages that result.
 """
 
 import graphlib
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.places import refuse_inputs
@@ -84,6 +85,42 @@ MAX_NODES = 10**5
 MAX_CPUS = 4096
 
 
+_UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+"""Suffix of a size as sbatch reads it → bytes; without one it counts MiB."""
+_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE)
+_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
+
+
+def num_bytes(size: str | None) -> int | None:
+    """Return the bytes of a size such as ``512G``; a number alone counts MiB, as for sbatch."""
+    if size is None:
+        return None
+    if (found := _SIZE.fullmatch(size.strip())) is None:
+        raise ValueError("Write a size of memory, for example 64G")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def seconds_of(time: str | None) -> int | None:
+    """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like."""
+    if time is None:
+        return None
+    if (found := _TIME.fullmatch(time.strip())) is None:
+        raise ValueError("Write a time limit, for example 24:00:00")
+    parts = [int(part) for part in found.groups()[1:] if part is not None]
+    units = [3600, 60, 1] if found[1] or len(parts) == 3 else [60, 1]
+    clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(found[1] or 0) * 86400 + clock
+
+
+def _as_written(read: Callable[[str | None], int | None]) -> AfterValidator:
+    """Return a check that a text can be read, which keeps the text."""
+    return AfterValidator(lambda text: text if read(text) is not None else None)
+
+
+MemorySize = Annotated[str, _as_written(num_bytes)]
+TimeLimit = Annotated[str, _as_written(seconds_of)]
+
+
 class StageJob(Settings):
     """The table ``[stages.NAME.job]`` of a plan: resources of the stage as a job of a cluster.
 
@@ -98,10 +135,10 @@ class StageJob(Settings):
     else 0."""
     cpus_per_process: Annotated[int, whole(1, MAX_CPUS)] | None = None
     """CPU cores of each process; not set: ``threads``."""
-    memory: str | None = None
+    memory: MemorySize | None = None
     """Memory per node as sbatch's ``--mem`` takes it, for example ``64G``; not set: the cluster's
     default."""
-    time: str | None = None
+    time: TimeLimit | None = None
     """Time limit as sbatch's ``--time`` takes it, for example ``1-12:00:00``; not set: the
     site's."""
 
@@ -160,7 +197,7 @@ def plan_names() -> list[str]:
     return [*shipped("plans")]
 
 
-def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan:
+def load_plan(name_or_path: str) -> Plan:
     """Read and check a plan: ``NAME`` (one that ships) or ``PATH.toml``.
 
     Raises:
@@ -168,14 +205,14 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
     """
     path = toml_path(name_or_path, folder="plans", what="plan")
     where = f"Plan {name_or_path!r}"
-    document = expand(read_toml(path), where=where, table=table)
+    document = expand(read_toml(path), where=where)
     try:
         plan = Plan.model_validate({"name": path.stem, **document})
     except ValidationError as error:
         said = describe_validation(error, Plan, also=("defaults", "matrix"))
         raise ConfigError(f"{where}: {said}") from error
     for name in plan.stages:
-        _check_stage(plan, name, table=table)
+        _check_stage(plan, name)
     stage_order(plan)
     return plan
 
@@ -202,72 +239,53 @@ def stage_order(plan: Plan) -> list[str]:
     return order
 
 
-def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
+def _check_stage(plan: Plan, name: str) -> None:
     where, planned = f"Plan {plan.name!r}, stage {name!r}", plan.stages[name]
+    run, stage = planned.run, STAGES.get(planned.run)
     if not name.replace("_", "").replace("-", "").isalnum():
         raise ConfigError(f"{where}: it names a folder. Use letters, digits, - and _ only.")
-    if planned.run not in table:
-        raise ConfigError(
-            f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
-        )
-    stage = table[planned.run]
+    if stage is None:
+        raise ConfigError(f"{where}: there is no stage {run!r}{hint(run, [*STAGES])}")
     if planned.set and not stage.sections:
-        raise ConfigError(f"{where}: {planned.run} reads no settings. Leave out set.")
+        raise ConfigError(f"{where}: {run} reads no settings. Leave out set.")
     if stage.sections and stage.needs_recipe and not planned.recipe:
-        raise ConfigError(f'{where}: {planned.run} reads settings. Add recipe = "...".')
-    missing = [
-        key
-        for key, wanted in stage.inputs.items()
-        if wanted.required and not planned.inputs.get(key)
-    ]
-    if missing:
-        raise ConfigError(f"{where}: {planned.run} needs input {missing[0]!r}. Add it to inputs.")
+        raise ConfigError(f'{where}: {run} reads settings. Add recipe = "...".')
+    for key, wanted in stage.inputs.items():
+        if wanted.required and not planned.inputs.get(key):
+            raise ConfigError(f"{where}: {run} needs input {key!r}. Add it to inputs.")
     for key, source in planned.inputs.items():
         if key not in stage.inputs:
-            raise ConfigError(
-                f"{where}: {planned.run} has no input {key!r}{hint(key, [*stage.inputs])}"
-            )
-        _check_input(plan, source, wanted=stage.inputs[key], where=f"{where}, {key}", table=table)
+            raise ConfigError(f"{where}: {run} has no input {key!r}{hint(key, [*stage.inputs])}")
+        if stage.inputs[key].many != isinstance(source, dict):
+            form = '{name = "stage", ...}' if stage.inputs[key].many else "one stage name"
+            raise ConfigError(f"{where}, {key}: this input takes {form}.")
+        for entry in source if isinstance(source, dict) else ():
+            if problem := problem_of_name(entry):
+                raise ConfigError(f"{where}, {key}: {problem}")
+        for entry in source.values() if isinstance(source, dict) else (source,):
+            if problem := _problem_of_source(plan, entry, wanted=stage.inputs[key]):
+                raise ConfigError(f"{where}, {key}: {problem}")
 
 
-def _check_input(
-    plan: Plan,
-    source: str | dict[str, str],
-    *,
-    wanted: Input,
-    where: str,
-    table: Mapping[str, Stage],
-) -> None:
-    if wanted.many != isinstance(source, dict):
-        form = '{name = "stage", ...}' if wanted.many else "one stage name"
-        raise ConfigError(f"{where}: this input takes {form}.")
-    for name in source if isinstance(source, dict) else ():
-        if problem := problem_of_name(name):
-            raise ConfigError(f"{where}: {problem}")
-    for entry in source.values() if isinstance(source, dict) else (source,):
-        if entry.startswith("$"):
-            if entry[1:] not in plan.inputs:
-                near = nearest_names(entry[1:], plan.inputs)
-                fix = f"Did you mean '${near[0]}'?" if near else "Add it under [inputs]."
-                raise ConfigError(f"{where}: {entry!r} is not declared. {fix}")
-        elif wanted.kind == "raw":
-            raise ConfigError(f'{where}: raw data comes from outside. Name an input as "$name".')
-        elif entry not in plan.stages:
-            raise ConfigError(
-                f"{where}: the plan has no stage {entry!r}{hint(entry, [*plan.stages])}"
-            )
-        else:
-            _check_kind(plan.stages[entry].run, entry, wanted=wanted, where=where, table=table)
-
-
-def _check_kind(
-    verb: str, entry: str, *, wanted: Input, where: str, table: Mapping[str, Stage]
-) -> None:
-    if verb in table and table[verb].makes != wanted.kind:
-        raise ConfigError(
-            f"{where}: {entry!r} makes {with_article(table[verb].makes)} artifact where "
-            f"{with_article(wanted.kind)} artifact is wanted. Name another stage."
-        )
+def _problem_of_source(plan: Plan, source: str, *, wanted: Input) -> str:
+    """Return why an input cannot come from a source; empty if it can."""
+    if source.startswith("$"):
+        if source[1:] in plan.inputs:
+            return ""
+        near = nearest_names(source[1:], plan.inputs)
+        fix = f"Did you mean '${near[0]}'?" if near else "Add it under [inputs]."
+        return f"{source!r} is not declared. {fix}"
+    if wanted.kind == "raw":
+        return 'raw data comes from outside. Name an input as "$name".'
+    if source not in plan.stages:
+        return f"the plan has no stage {source!r}{hint(source, [*plan.stages])}"
+    made_by = STAGES.get(plan.stages[source].run)
+    if made_by is None or made_by.makes == wanted.kind:
+        return ""
+    return (
+        f"{source!r} makes {with_article(made_by.makes)} artifact where "
+        f"{with_article(wanted.kind)} artifact is wanted. Name another stage."
+    )
 
 
 # ---------------------------------------------------------------- a plan in a place
@@ -333,7 +351,11 @@ class PlacedPlan:
                 self.require_stage(name, option)
         if not only and not until:
             return self
-        wanted = {*only, *with_dependencies(self.plan, until)}
+        wanted, left = {*only}, [*until]
+        while left:
+            name = left.pop()
+            wanted.add(name)
+            left += self.plan.stages[name].dependencies()
         return replace(
             self,
             tasks=[task for task in self.tasks if task.name in wanted],
@@ -385,18 +407,6 @@ class PlacedPlan:
         return {key: open_artifact(self.path(source), kind=kind).digest_of(splits)}
 
 
-def with_dependencies(plan: Plan, names: Collection[str]) -> set[str]:
-    """Return stages and all that they depend on, directly or not."""
-    found: set[str] = set()
-    left = list(names)
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left += plan.stages[name].dependencies()
-    return found
-
-
 def _manifest(out_dir: Path) -> Manifest | None:
     """Return the manifest of an artifact; None if there is none that can be read."""
     try:
@@ -437,7 +447,6 @@ def place_plan(
     given: Mapping[str, RawInput] | None = None,
     processes: int | None = None,
     auto: str = AUTO,
-    table: Mapping[str, Stage] = STAGES,
 ) -> PlacedPlan:
     """Resolve every stage's settings.
 
@@ -449,7 +458,6 @@ def place_plan(
         given: plan input → data from outside.
         processes: overrules the plan's where a stage can use several.
         auto: ds_config that ``auto`` stands for, if stages run on other machines than this one.
-        table: the stages that there are.
 
     Raises:
         ConfigError: a recipe or ds_config does not resolve, a given input is not the plan's, or
@@ -469,7 +477,7 @@ def place_plan(
         laid_over = merge(laid_over, read_overlay(one, base=plan.name))
     tasks = []
     for name in stage_order(plan):
-        planned, stage = plan.stages[name], table[plan.stages[name].run]
+        planned, stage = plan.stages[name], STAGES[plan.stages[name].run]
         if processes and stage.parallel != "no":
             planned = planned.model_copy(update={"processes": processes})
         if planned.ds_config == AUTO:

@@ -14,12 +14,11 @@ from pydantic import Field, ValidationError
 from pipeline.config.documents import merge
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ConfigError, hint
-from pipeline.stages.stage import Stage
+from pipeline.stages.registry import STAGES
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OF_ALL = ("recipe", "set", "processes", "threads", "ds_config", "job")
 """Settings of stages that ``[defaults]`` may set for all of them."""
-_OF_KIND = (*_OF_ALL, "inputs")
 
 
 class Matrix(Settings):
@@ -43,15 +42,12 @@ class Matrix(Settings):
         return {**self.values, **self.rows[name], "row": name}
 
 
-def expand(
-    document: Mapping[str, Any], *, where: str, table: Mapping[str, Stage]
-) -> dict[str, Any]:
+def expand(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return a plan without ``[defaults]`` and ``[matrix]``.
 
     Args:
         document: the parsed plan.
         where: the plan, for error messages.
-        table: the stages that there are.
 
     Raises:
         ConfigError: a name in either of them is unknown, or two stages have one name.
@@ -69,9 +65,7 @@ def expand(
                 "that tells the rows apart, into the name of the stage with a matrix."
             )
         expanded[name] = stage
-    defaults = _Defaults(document.get("defaults", {}), where=where, table=table)
-    defaults.require_use({stage.get("run") for stage in expanded.values()})
-    return {**plain, "stages": {name: defaults.under(stage) for name, stage in expanded.items()}}
+    return {**plain, "stages": _under_defaults(expanded, document.get("defaults", {}), where)}
 
 
 # ---------------------------------------------------------------- matrix
@@ -91,7 +85,7 @@ def _matrices(document: Any, where: str) -> dict[str, Matrix]:
 
 
 def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
-    """Return a matrix, its rows multiplied by those of the matrix that ``times`` names."""
+    """Return a matrix, its rows multiplied by the rows of the matrix ``times``."""
     matrix = matrices[name]
     if matrix.times is None:
         return matrix
@@ -118,7 +112,7 @@ def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
 def _over_rows(
     stages: Mapping[str, dict[str, Any]], matrices: Mapping[str, Matrix], where: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the stages in order, those of a matrix once per row."""
+    """Yield the stages in order, stages of a matrix once per row."""
     used = {stage["matrix"] for stage in stages.values() if isinstance(stage.get("matrix"), str)}
     used |= {matrices[name].times for name in used & matrices.keys()}
     for name in matrices:
@@ -143,8 +137,7 @@ def _over_rows(
 
 def _group_of(item: tuple[str, dict[str, Any]]) -> tuple[Any, bool]:
     """Return the matrix of a stage, and whether the stage is repeated for every row."""
-    name, stage = item
-    return stage.get("matrix"), _PLACEHOLDER.search(name) is not None
+    return item[1].get("matrix"), _PLACEHOLDER.search(item[0]) is not None
 
 
 def _repeated(
@@ -177,7 +170,7 @@ def _with_repeated_inputs(
 
 
 def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> dict[str, Any]:
-    """Return a table whose entries with a placeholder in their name are repeated per row."""
+    """Return a table that repeats entries with a placeholder in their name per row."""
     found: dict[str, Any] = {}
     for key, entry in table.items():
         if _PLACEHOLDER.search(key) is None:
@@ -225,40 +218,35 @@ def _value(name: str, values: Mapping[str, Any], where: str) -> Any:
 # ---------------------------------------------------------------- defaults
 
 
-class _Defaults:
-    """The tables ``[defaults]`` and ``[defaults.KIND]``."""
-
-    def __init__(self, document: Any, *, where: str, table: Mapping[str, Stage]) -> None:
-        self._where, self._table = f"{where}, [defaults]", table
-        if not isinstance(document, dict):
-            raise ConfigError(f"{self._where} is not a table. Write settings of stages below it.")
-        self._of_all = {key: value for key, value in document.items() if key not in table}
-        self._of_kind = {key: value for key, value in document.items() if key in table}
-        for key in self._of_all:
-            if key not in _OF_ALL:
+def _under_defaults(
+    stages: Mapping[str, dict[str, Any]], document: Any, where: str
+) -> dict[str, dict[str, Any]]:
+    """Return the stages with the defaults of ``[defaults]`` and ``[defaults.KIND]`` below them."""
+    if not isinstance(document, dict):
+        raise ConfigError(f"{where}, [defaults] is not a table. Write settings of stages below it.")
+    used = {stage.get("run") for stage in stages.values()}
+    for key, settings in document.items():
+        if key not in (*STAGES, *_OF_ALL):
+            raise ConfigError(
+                f"{where}, [defaults]: {key!r} is neither a setting of stages nor a stage"
+                f"{hint(key, [*_OF_ALL, *STAGES])}"
+            )
+        if key in _OF_ALL:
+            continue
+        for name in settings if isinstance(settings, dict) else ("",):
+            if name not in (*_OF_ALL, "inputs"):
                 raise ConfigError(
-                    f"{self._where}: {key!r} is neither a setting of stages nor a stage"
-                    f"{hint(key, [*_OF_ALL, *table])}"
+                    f"{where}, [defaults.{key}]: {name!r} is not a setting of stages"
+                    f"{hint(name, (*_OF_ALL, 'inputs'))}"
                 )
-        for kind, settings in self._of_kind.items():
-            for key in settings if isinstance(settings, dict) else ("",):
-                if key not in _OF_KIND:
-                    raise ConfigError(
-                        f"{self._where[:-1]}.{kind}]: {key!r} is not a setting of stages"
-                        f"{hint(key, _OF_KIND)}"
-                    )
-
-    def require_use(self, kinds: set[object]) -> None:
-        """Raise ConfigError if no stage runs a kind that has defaults."""
-        for kind in self._of_kind:
-            if kind not in kinds:
-                raise ConfigError(f"{self._where[:-1]}.{kind}]: no stage runs {kind}. Remove it.")
-
-    def under(self, stage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a stage with the defaults that it does not overrule."""
-        kind = self._table.get(str(stage.get("run")))
+        if key not in used:
+            raise ConfigError(f"{where}, [defaults.{key}]: no stage runs {key}. Remove it.")
+    found = {}
+    for name, stage in stages.items():
+        kind = STAGES.get(str(stage.get("run")))
         if kind is None:
-            return dict(stage)  # the plan's own check refuses it
+            found[name] = dict(stage)  # the plan's own check refuses it
+            continue
         taken = {
             "recipe": bool(kind.sections),
             "set": bool(kind.sections),
@@ -267,8 +255,9 @@ class _Defaults:
             "ds_config": kind.trains,
             "job": True,
         }
-        of_all = {key: value for key, value in self._of_all.items() if taken[key]}
-        return _laid_over(_laid_over(of_all, self._of_kind.get(kind.name, {})), stage)
+        of_all = {key: value for key, value in document.items() if taken.get(key)}
+        found[name] = _laid_over(_laid_over(of_all, document.get(kind.name, {})), stage)
+    return found
 
 
 def _laid_over(base: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:

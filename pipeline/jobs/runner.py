@@ -7,8 +7,7 @@ the same command continues after a failure or a stop.
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
 from pipeline.artifacts.locks import exclusive, sole_writer
@@ -44,16 +43,6 @@ EXIT_FAILED = 1
 """Exit code of a stage that failed without saying so; running it again would not help."""
 
 
-class Launcher(Protocol):
-    """A function with the signature of ``launch.launch``."""
-
-    def __call__(
-        self, arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
-    ) -> int:
-        """Run python with the arguments; return the exit code."""
-        ...
-
-
 @dataclass
 class Outcome:
     """Result of one stage, for the summary."""
@@ -67,7 +56,7 @@ def run_plan(
     placed: PlacedPlan,
     *,
     rebuild: Collection[str] = (),
-    launcher: Launcher = launch,
+    launcher: Callable[..., int] = launch,
     program: Sequence[str] = ("-m", "pipeline"),
     say: Callable[[str], None] = print,
 ) -> int:
@@ -89,17 +78,11 @@ def run_plan(
     _require_what_is_left_out(placed)
     lock_path = plan_lock_path(placed.out_dir)
     with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
-        run = _Run(
-            placed,
-            rebuild=rebuild,
-            launcher=launcher,
-            program=program,
-            say=say,
-            requests=requests,
-        )
+        run = _Run(placed, rebuild, launcher, program, say, requests)
         refuse_losses(placed, rebuild=rebuild)
         code = run.all_stages()
-    say(text_table(["stage", "", "seconds"], [_row(outcome) for outcome in run.outcomes]))
+    rows = [[one.name, one.state, f"{one.seconds:.1f}" * (one.seconds > 0)] for one in run.outcomes]
+    say(text_table(["stage", "", "seconds"], rows))
     return code
 
 
@@ -140,31 +123,17 @@ def _require_what_is_left_out(placed: PlacedPlan) -> None:
                 )
 
 
-def _row(outcome: Outcome) -> list[str]:
-    return [outcome.name, outcome.state, f"{outcome.seconds:.1f}" if outcome.seconds else ""]
-
-
+@dataclass
 class _Run:
     """One run of a plan."""
 
-    def __init__(
-        self,
-        placed: PlacedPlan,
-        *,
-        rebuild: Collection[str],
-        launcher: Launcher,
-        program: Sequence[str],
-        say: Callable[[str], None],
-        requests: StopRequests,
-    ) -> None:
-        self.outcomes: list[Outcome] = []
-        self._placed, self._launcher, self._program = placed, launcher, program
-        self._rebuild = rebuild
-        self._say, self._requests = say, requests
-
-    def _refuse_loss(self, task: Task, cause: str | None) -> None:
-        if cause is not None and task.name not in self._rebuild:
-            raise ArtifactError(refusal(task, cause))
+    _placed: PlacedPlan
+    _rebuild: Collection[str]
+    _launcher: Callable[..., int]
+    _program: Sequence[str]
+    _say: Callable[[str], None]
+    _requests: StopRequests
+    outcomes: list[Outcome] = field(default_factory=list)
 
     def all_stages(self) -> int:
         """Run the stages that are not up to date; return the first exit code other than 0."""
@@ -219,7 +188,8 @@ class _Run:
     def _set_aside(self, task: Task) -> None:
         """Keep earlier training under another name if training begins anew."""
         cause = why_lost(task, digests=self._placed.digests(task))
-        self._refuse_loss(task, cause)
+        if cause is not None and task.name not in self._rebuild:
+            raise ArtifactError(refusal(task, cause))
         if cause is not None:
             done = training_done(task)
             with sole_writer(task.out_dir):

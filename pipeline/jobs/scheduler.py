@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.errors import SchedulerError
-from pipeline.jobs.site import Allocation, seconds_of
+from pipeline.jobs.plan import seconds_of
+from pipeline.jobs.site import Allocation
 
 ANSWER_SECONDS = 30.0
 """Most seconds that a command of SLURM may take."""
@@ -302,7 +303,7 @@ class Scheduler:
 
 
 def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without that of a job in which this runs, which sbatch would read."""
+    """Return the environment without the variables of a job, which sbatch would read."""
     kept = ("SLURM_CONF",)
     return {
         name: value

@@ -5,7 +5,6 @@ how a job gets its environment. ``slurm/site.example.toml`` explains each settin
 single stages belong to the plan (``StageJob`` in ``pipeline/jobs/plan.py``).
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,16 +12,12 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from pipeline.config.documents import read_toml
-from pipeline.config.settings import Settings, describe_validation, shown, whole
+from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ConfigError
-from pipeline.jobs.plan import MAX_CPUS, Task
+from pipeline.jobs.plan import MAX_CPUS, MemorySize, Task, TimeLimit, num_bytes
 
 MAX_GPUS_PER_NODE = 64
 MAX_RESTARTS = 10**6
-_UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-"""Suffix of a size as sbatch reads it → bytes; without one it counts MiB."""
-_SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE)
-_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
 
 
 class Node(Settings):
@@ -32,9 +27,9 @@ class Node(Settings):
     """CPU cores."""
     gpus: Annotated[int, whole(0, MAX_GPUS_PER_NODE)] = 0
     """GPUs."""
-    memory: str | None = None
+    memory: MemorySize | None = None
     """Memory of the host, for example ``512G``; not set: not checked."""
-    gpu_memory: str | None = None
+    gpu_memory: MemorySize | None = None
     """Memory of a GPU, for example ``80G``; not set: not checked."""
 
 
@@ -45,7 +40,7 @@ class Queue(Settings):
     """Partition; not set: the cluster's default."""
     qos: str | None = None
     """Quality of service."""
-    time: str | None = None
+    time: TimeLimit | None = None
     """Time limit of stages that set none; not set: the partition's."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, for example ``--constraint=h100``."""
@@ -92,50 +87,9 @@ def load_site(path: Path) -> Site:
         ConfigError: it cannot be read, or a setting is unknown or unusable.
     """
     try:
-        site = Site.model_validate(read_toml(path))
+        return Site.model_validate(read_toml(path))
     except ValidationError as error:
         raise ConfigError(f"Site file {path}: {describe_validation(error, Site)}") from error
-    for queue in (site, site.cpu):
-        if queue is None:
-            continue
-        try:
-            for size in (queue.node.memory, queue.node.gpu_memory):
-                num_bytes(size)
-            seconds_of(queue.time)
-        except ConfigError as error:
-            raise ConfigError(f"Site file {path}: {error}") from error
-    return site
-
-
-def num_bytes(size: str | None) -> int | None:
-    """Return the bytes of a size such as ``512G``; a number alone counts MiB, as for sbatch.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    if size is None:
-        return None
-    found = _SIZE.fullmatch(size.strip())
-    if found is None:
-        raise ConfigError(f"{shown(size)!r} is no size of memory. Write for example 64G.")
-    return int(found[1]) * _UNITS[found[2].upper()]
-
-
-def seconds_of(time: str | None) -> int | None:
-    """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like.
-
-    Raises:
-        ConfigError: it is no time limit.
-    """
-    if time is None:
-        return None
-    found = _TIME.fullmatch(time.strip())
-    if found is None:
-        raise ConfigError(f"{shown(time)!r} is no time limit. Write for example 24:00:00.")
-    parts = [int(part) for part in found.groups()[1:] if part is not None]
-    units = [3600, 60, 1] if found[1] or len(parts) == 3 else [60, 1]
-    clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
-    return int(found[1] or 0) * 86400 + clock
 
 
 # ---------------------------------------------------------------- what a stage asks for
@@ -204,6 +158,12 @@ def allocate(task: Task, site: Site) -> Allocation:
             f"{most}, and all the same number. Set job.nodes to one of "
             f"{', '.join(map(str, sizes))}, or leave it out."
         )
+    wanted, there = num_bytes(job.memory), num_bytes(node.memory)
+    if wanted is not None and there is not None and wanted > there:
+        raise ConfigError(
+            f"{where} asks for {job.memory} of memory per node, where a node has {node.memory}. "
+            "Set less in job.memory, or more nodes."
+        )
     return Allocation(
         queue=queue,
         nodes=nodes,
@@ -211,28 +171,6 @@ def allocate(task: Task, site: Site) -> Allocation:
         cpus_per_task=cores,
         gpus_per_node=gpus * tasks // nodes,
         threads=planned.threads,
-        memory=_memory(task, queue),
-        time=_time(task, queue),
+        memory=job.memory,
+        time=job.time or queue.time,
     )
-
-
-def _memory(task: Task, queue: Queue) -> str | None:
-    """Return the memory per node that a stage asks for; None for the cluster's default."""
-    try:
-        wanted, there = num_bytes(task.planned.job.memory), num_bytes(queue.node.memory)
-    except ConfigError as error:
-        raise ConfigError(f"Stage {task.name}, job.memory: {error}") from error
-    if wanted is not None and there is not None and wanted > there:
-        raise ConfigError(
-            f"Stage {task.name} asks for {task.planned.job.memory} of memory per node, where a "
-            f"node has {queue.node.memory}. Set less in job.memory, or more nodes."
-        )
-    return task.planned.job.memory
-
-
-def _time(task: Task, queue: Queue) -> str | None:
-    try:
-        seconds_of(task.planned.job.time)
-    except ConfigError as error:
-        raise ConfigError(f"Stage {task.name}, job.time: {error}") from error
-    return task.planned.job.time or queue.time

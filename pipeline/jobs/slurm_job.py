@@ -37,10 +37,9 @@ from pipeline.jobs.attempts import (
     attempts,
     causes_to_print,
     describe_exit,
-    is_finished,
     job_of,
-    judge,
     judge_abandoned,
+    judge_start,
     now,
     read_ends,
     read_verdict,
@@ -70,7 +69,7 @@ _USUAL_KILL_WAIT = 30
 """SLURM's default, in seconds."""
 _PORTS_TRIED = 100
 _NEAR_THE_LIMIT_SECONDS = 900
-"""A warning that comes at most so long before the end of the job is that of its time limit."""
+"""A warning that comes at most so long before the end of the job comes from its time limit."""
 _SCONTROL_SECONDS = 60
 _REQUEUE_WAITS = (1.0, 5.0, 15.0, 60.0, 180.0)
 """Seconds between attempts to requeue a job: one that cannot be requeued cancels what follows."""
@@ -192,7 +191,6 @@ class _Job:
             code = self._run_ranks(folder, module, *self._arguments)
         self._await_reason(folder)
         verdict = self._judge(code)
-        write_verdict(self._out_dir, verdict)
         self._say_end(verdict)
         return self._leave(verdict)
 
@@ -288,7 +286,6 @@ class _Job:
             hosts = ",".join(self._place.hosts)
             self._failed_nodes = failed_nodes(_run("sinfo", "-h", "-N", "-n", hosts, "-o", "%N %T"))
         verdict = self._judge(None, is_final=False)
-        write_verdict(self._out_dir, verdict)
         if number == signal.SIGTERM and self._asked == "time limit":
             self._requeue(verdict)  # once the job has ended, it is too late
 
@@ -298,19 +295,19 @@ class _Job:
     # ------------------------------------------------------------ the verdict
 
     def _judge(self, code: int | None, *, is_final: bool = True) -> Verdict:
-        return judge(
-            read_ends(attempt_dir(self._out_dir, self._place.attempt)),
-            start=self._start,
+        verdict = judge_start(
+            self._out_dir,
+            self._start,
             code=code,
             asked=self._asked,
             failed_nodes=self._failed_nodes,
-            saved=resumable(self._out_dir),
             history=self._history,
-            is_finished=is_finished(self._out_dir),
             ended=now(),
             most=int(os.environ.get("MMNMT_MAX_RESTARTS", MAX_FRUITLESS)),
             is_final=is_final,
         )
+        write_verdict(self._out_dir, verdict)
+        return verdict
 
     def _say_end(self, verdict: Verdict) -> None:
         ends = read_ends(attempt_dir(self._out_dir, self._place.attempt))

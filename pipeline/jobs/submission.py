@@ -18,10 +18,9 @@ killed is found by its comment. A job with another name or comment than was reco
 ids can begin anew.
 """
 
-import os
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,15 +29,15 @@ from pydantic import Field, ValidationError
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import json_digest
 from pipeline.artifacts.places import plan_lock_path
-from pipeline.config.documents import read_json, unfinished_path
+from pipeline.config.documents import read_json, write_whole
 from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.jobs.attempts import attempts
 from pipeline.jobs.freshness import forecast
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import PlacedPlan, Task, seconds_of
 from pipeline.jobs.runner import check_rebuild, refuse_edits, refuse_losses, stage_arguments
 from pipeline.jobs.scheduler import Job, Request, Scheduler
-from pipeline.jobs.site import Allocation, Site, allocate, seconds_of
+from pipeline.jobs.site import Allocation, Site, allocate
 from pipeline.terminal import clock_text
 
 RECORD_NAME = ".jobs.json"
@@ -91,13 +90,7 @@ def read_jobs(plan_dir: Path) -> JobsRecord | None:
 
 def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
     """Replace the record of a plan's folder in one step."""
-    path = plan_dir / RECORD_NAME
-    temporary = unfinished_path(path)
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(record.model_dump_json(indent=1))
-        stream.flush()
-        os.fsync(stream.fileno())  # else a crash of this machine can leave an empty file
-    temporary.replace(path)
+    write_whole(plan_dir / RECORD_NAME, record.model_dump_json(indent=1))
 
 
 def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job | None]:
@@ -150,28 +143,34 @@ class Decision:
     request: Request | None
     """Its new job, without dependencies; None if it gets none."""
 
+    @property
+    def canceled(self) -> tuple[str, ...]:
+        """Return the id of the job that the new one takes the place of, if any."""
+        return (self.job.id,) if self.job is not None and self.request is not None else ()
+
 
 Check = Callable[[Task, Allocation], None]
 """Raise ConfigError if a stage cannot run as allocated."""
 
 
+@dataclass
 class _Plan:
     """Decides what to submit, for one call of ``submit_plan``."""
 
-    def __init__(
-        self,
-        placed: PlacedPlan,
-        site: Site,
-        *,
-        rebuild: Collection[str],
-        check: Check | None,
-        scheduler: Scheduler | None,
-    ) -> None:
-        self.placed, self.site, self.scheduler = placed, site, scheduler
-        self.record = read_jobs(placed.out_dir) or JobsRecord(ds_config=site.auto_ds_config)
-        self._rebuild, self._check = rebuild, check
-        self._limits: dict[str | None, int | None] = {}
-        self.jobs = live_jobs(self.record, scheduler=scheduler) if scheduler else {}
+    placed: PlacedPlan
+    site: Site
+    _rebuild: Collection[str]
+    _check: Check | None
+    scheduler: Scheduler | None
+    _limits: dict[str | None, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.placed.require_inputs()
+        check_rebuild(self.placed, self._rebuild)
+        refuse_losses(self.placed, rebuild=self._rebuild)
+        ds_config = self.site.auto_ds_config
+        self.record = read_jobs(self.placed.out_dir) or JobsRecord(ds_config=ds_config)
+        self.jobs = live_jobs(self.record, scheduler=self.scheduler) if self.scheduler else {}
 
     def decisions(self) -> list[Decision]:
         """Decide for all stages, in order.
@@ -275,7 +274,7 @@ class _Plan:
 def _is_ending(task: Task, job: Job) -> bool:
     """Return whether a job is being cleaned up after its last start, for example when canceled.
 
-    One that is requeued looks the same, but its count of restarts is that of the next start.
+    One that is requeued looks the same, but its count of restarts belongs to the next start.
     """
     return job.state == "COMPLETING" and (not job.restarts or job.attempt in attempts(task.out_dir))
 
@@ -345,29 +344,31 @@ def submit_plan(
         SchedulerError: SLURM refuses a job or does not answer; jobs submitted so far are recorded.
     """
     scheduler = scheduler or Scheduler()
-    _check(placed, rebuild)
     with exclusive(plan_lock_path(placed.out_dir), what=str(placed.out_dir)):
-        plan = _Plan(placed, site, rebuild=rebuild, check=check, scheduler=scheduler)
+        plan = _Plan(placed, site, rebuild, check, scheduler)
         decisions = plan.decisions()
-        canceled = _canceled(decisions)
-        scheduler.cancel([job.id for job in canceled.values()])
+        scheduler.cancel([job for one in reversed(decisions) for job in one.canceled])
         record = plan.record.model_copy(update={"ds_config": site.auto_ds_config})
         ids = _kept(decisions, plan.jobs)
         for one in decisions:
             name = one.task.name
             if one.request is not None:
-                request = _after(one, ids=ids, canceled=canceled)
-                record = record.with_job(name, _noted(one.task, request))
-                write_jobs(placed.out_dir, record)
+                request = _after(one, ids=ids)
+                noted = JobRecord(
+                    token=request.token,
+                    work=work_digest(one.task),
+                    command=command_digest(one.task, request),
+                    submitted=datetime.now(UTC).isoformat(timespec="seconds"),
+                )
+                write_jobs(placed.out_dir, record.with_job(name, noted))
                 request.log.parent.mkdir(parents=True, exist_ok=True)
                 ids[name] = scheduler.submit(request)
-                noted = record.stages[name].model_copy(update={"id": ids[name]})
-                record = record.with_job(name, noted)
+                record = record.with_job(name, noted.model_copy(update={"id": ids[name]}))
                 write_jobs(placed.out_dir, record)
             elif one.job is not None:
                 noted = record.stages[name].model_copy(update={"id": one.job.id})
                 record = record.with_job(name, noted)
-            say(_line(one, ids=ids, canceled=canceled))
+            say(_line(one, ids=ids))
         write_jobs(placed.out_dir, record)
 
 
@@ -384,18 +385,16 @@ def show_commands(
 
     Without ``scheduler``, no stage counts as submitted.
     """
-    _check(placed, rebuild)
-    plan = _Plan(placed, site, rebuild=rebuild, check=check, scheduler=scheduler)
+    plan = _Plan(placed, site, rebuild, check, scheduler)
     decisions = plan.decisions()
-    canceled = _canceled(decisions)
-    if canceled:
-        say(f"scancel {' '.join(job.id for job in canceled.values())}")
+    if canceled := [job for one in reversed(decisions) for job in one.canceled]:
+        say(f"scancel {' '.join(canceled)}")
     ids = _kept(decisions, plan.jobs)
     for one in decisions:
         if one.request is None:
-            say(f"# {_line(one, ids=ids, canceled=canceled)}")
+            say(f"# {_line(one, ids=ids)}")
             continue
-        request = _after(one, ids=ids, canceled=canceled)
+        request = _after(one, ids=ids)
         variable = f"job_{one.task.name.replace('-', '_')}"
         ids[one.task.name] = f"${variable}"
         say(f"# {one.task.name}: {one.reason}")
@@ -466,54 +465,29 @@ def _submitted(placed: PlacedPlan) -> JobsRecord:
     return record
 
 
-def _check(placed: PlacedPlan, rebuild: Collection[str]) -> None:
-    placed.require_inputs()
-    check_rebuild(placed, rebuild)
-    refuse_losses(placed, rebuild=rebuild)
-
-
-def _canceled(decisions: Sequence[Decision]) -> dict[str, Job]:
-    """Return stage → job that a new one takes the place of, dependents first."""
-    return {
-        one.task.name: one.job
-        for one in reversed(decisions)
-        if one.job is not None and one.request is not None
-    }
-
-
 def _kept(decisions: Sequence[Decision], jobs: Mapping[str, Job]) -> dict[str, str]:
     """Return stage → job that stays and that others wait for, of left-out stages too."""
     gone = {one.task.name for one in decisions if one.reason is None or one.request is not None}
     return {name: job.id for name, job in jobs.items() if name not in gone}
 
 
-def _after(one: Decision, *, ids: Mapping[str, str], canceled: Mapping[str, Job]) -> Request:
+def _after(one: Decision, *, ids: Mapping[str, str]) -> Request:
     """Return the request of a new job with its dependencies."""
     assert one.request is not None
     needed = dict.fromkeys(one.task.planned.dependencies())
-    former = canceled.get(one.task.name)
-    what = [str(one.task.out_dir), work_digest(one.task), former.id if former else ""]
+    what = [str(one.task.out_dir), work_digest(one.task), *(one.canceled or ("",))]
     return replace(
         one.request,
         token=f"mmnmt-{json_digest(what)[:16]}",
         after_done=tuple(ids[name] for name in needed if name in ids),
-        after_end=(former.id,) if former else (),
+        after_end=one.canceled,
     )
 
 
-def _noted(task: Task, request: Request) -> JobRecord:
-    return JobRecord(
-        token=request.token,
-        work=work_digest(task),
-        command=command_digest(task, request),
-        submitted=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-
-
-def _line(one: Decision, *, ids: Mapping[str, str], canceled: Mapping[str, Job]) -> str:
+def _line(one: Decision, *, ids: Mapping[str, str]) -> str:
     name = one.task.name
     if one.request is not None:
-        instead = f", instead of job {canceled[name].id}" if name in canceled else ""
+        instead = "".join(f", instead of job {job}" for job in one.canceled)
         return f"{name}: submitted as job {ids[name]}{instead} ({one.reason})"
     if one.reason is None:
         return f"{name}: done"

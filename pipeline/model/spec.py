@@ -160,7 +160,7 @@ def groups_of_languages(
     if groups is None:
         raise ConfigError(
             "The recipe routes by language group (model.moe.decoder_router), but no groups "
-            "artifact is given. Name one with --groups."
+            "artifact is given. Name one (--groups, or `groups` of a declaration)."
         )
     missing = [code for code in languages if code not in groups]
     if missing:

@@ -145,6 +145,7 @@ _CORE = (
         module="pipeline.stages.upcycle",
         makes="checkpoint",
         help="assemble an MoE model from modules of trained models",
+        command="upcycle --embeddings",  # as plans start it; a user declares the assembly in a file
         sections=("model", "upcycling"),
         inputs={
             "embeddings": Input("checkpoint", "source of the embeddings"),
@@ -169,7 +170,7 @@ _CORE = (
         name="translate",
         module="pipeline.stages.translate",
         makes="translations",
-        help="translate a corpus's test sets, or standard input",
+        help="translate a corpus's test sets, standard input or, with --text, files and folders",
         sections=("decoding",),
         inputs={
             "checkpoint": Input("checkpoint", "model to translate with"),
@@ -191,6 +192,7 @@ _CORE = (
         },
         parallel="ranks",
         needs_recipe=False,
+        command="translate --text",
     ),
     Stage(
         name="evaluate",

@@ -75,6 +75,9 @@ class Stage:
     """Settings of its sections that the manifest records but that do not change the result."""
     needs_recipe: bool = True
     """Whether a recipe must be named for its sections; if not, their defaults apply."""
+    command: str = ""
+    """Command with the word or option that chooses this stage, for example ``analyze scales``; not
+    set: its name."""
 
     @property
     def work(self) -> Work | None:

@@ -12,29 +12,26 @@ if __name__ == "__main__":
 
 import sys
 
-from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.places import run_dir
-from pipeline.checkpoints.assembly.making import Parts, Sources, make_assembly, tensors_of
-from pipeline.checkpoints.assembly.receipt import receipt_lines
-from pipeline.checkpoints.assembly.rules import PARTS, Blueprint
-from pipeline.checkpoints.assembly.target import known_groups, refuse_misfit
+from pipeline.checkpoints.assembly.declaration import Parts, Sources, plan_parts
+from pipeline.checkpoints.assembly.making import make_assembly, plan_lines
+from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.opening import open_model
-from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
 from pipeline.stages.stage import StageCall
 
 
 def run(call: StageCall) -> None:
-    """Plan the assembly of a recipe, print and save its receipt, write the checkpoint."""
-    parts = plan_recipe(call)
-    print("\n".join(receipt_lines(parts.blueprint.plan, parts.names)))
+    """Plan the assembly of a recipe, print the plan, write the checkpoint and its receipt."""
+    parts = declared_by(call)
+    print("\n".join(plan_lines(parts)))
     with call.new_artifact() as writer:
         writer.summary += make_assembly(
             parts, writer, work_dir=run_dir(call.out_dir), processes=call.processes
         )
 
 
-def plan_recipe(call: StageCall) -> Parts:
-    """Open the named sources and plan the whole assembly; write nothing.
+def declared_by(call: StageCall) -> Parts:
+    """Plan the assembly that a recipe and inputs declare; write nothing.
 
     Raises:
         UserError: something named cannot be used, or does not fit.
@@ -45,33 +42,13 @@ def plan_recipe(call: StageCall) -> Parts:
     }
     embeddings = sources["embeddings"]
     assert embeddings is not None  # the stage needs it
-    blueprint = Blueprint(
-        spec=_recipe_spec(call, sources),
-        sources=tensors_of(sources),
+    return plan_parts(
+        sources,
+        model=call.recipe.model,
         config=call.recipe.upcycling,
+        tokenizer=embeddings.tokenizer,
+        groups=call.artifacts.get("groups"),
     )
-    return Parts(blueprint, sources, embeddings.tokenizer)
-
-
-def _recipe_spec(call: StageCall, sources: Sources) -> ModelSpec:
-    """Return the shape of the result: the recipe's model over the sources' vocabulary and groups.
-
-    Raises:
-        ConfigError: the sources do not fit each other or the recipe.
-    """
-    model = call.recipe.model
-    present = {part: source for part, source in sources.items() if source is not None}
-    refuse_misfit(present, model)
-    groups = call.artifacts.get("groups")
-    given = read_groups(groups) if groups is not None else None
-    base = present["embeddings"].spec
-    language_groups = groups_of_languages(
-        model,
-        languages=base.languages,
-        groups=known_groups(present.get("decoder"), given, resembling={}),
-    )
-    marks = marks_of_vocabulary(model, present["embeddings"].tokenizer.build())
-    return make_spec(**{**dict(base), "model": model, "language_groups": language_groups, **marks})
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def test_no_more_lines_are_encoded_than_the_limit(dense: Artifact, tmp_path: Pat
 
 
 def analyzed(checkpoint: Artifact, corpus: Artifact, out: Path) -> Artifact:
-    command = ["analyze_languages", "--checkpoint", str(checkpoint.directory)]
+    command = ["analyze", "languages", "--checkpoint", str(checkpoint.directory)]
     assert cli.main([*command, "--corpus", str(corpus.directory), "--out", str(out)]) == 0
     return open_artifact(out, kind="analysis")
 
@@ -225,8 +225,8 @@ def test_what_gives_nothing_to_compare_is_refused_in_one_sentence(
     }
     options = ["--out", str(tmp_path / "out"), "--checkpoint", str(dense.directory), "--corpus"]
     given = make_corpus(tmp_path / "apart", apart)
-    assert cli.main(["analyze_languages", *options, str(given.directory)]) == EXIT_USER_ERROR
+    assert cli.main(["analyze", "languages", *options, str(given.directory)]) == EXIT_USER_ERROR
     assert "no test line of 'en' in all of its pairs" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    assert cli.main(["analyze_languages", *options, str(corpus.directory)]) == EXIT_USER_ERROR
+    assert cli.main(["analyze", "languages", *options, str(corpus.directory)]) == EXIT_USER_ERROR
     assert "pip install 'mmnmt[analysis]'" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def test_the_stage_writes_data_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = make_corpus(tmp_path / "corpus", {"test": PARALLEL})
-    command = ["analyze_lengths", "--corpus", str(corpus.directory), "--out"]
+    command = ["analyze", "lengths", "--corpus", str(corpus.directory), "--out"]
     assert cli.main([*command, str(tmp_path / "out")]) == 0
     assert "de is the longest, zh the most concise" in capsys.readouterr().out
     made = open_artifact(tmp_path / "out", kind="analysis")
@@ -66,7 +66,14 @@ def test_a_corpus_without_test_lines_is_refused_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = make_corpus(tmp_path / "corpus", {"train": PARALLEL})
-    command = ["analyze_lengths", "--corpus", str(corpus.directory), "--out", str(tmp_path / "x")]
+    command = [
+        "analyze",
+        "lengths",
+        "--corpus",
+        str(corpus.directory),
+        "--out",
+        str(tmp_path / "x"),
+    ]
     assert cli.main(command) == EXIT_USER_ERROR
     assert "has no test lines" in capsys.readouterr().err
 
@@ -82,7 +89,7 @@ def test_pieces_and_unknown_ones_are_counted_word_by_word(tmp_path: Path) -> Non
     options = ["--corpus", str(corpus.directory)]
     command = ["train_tokenizer", "--recipe", str(recipe), *options, "--out", paths["tokenizer"]]
     assert cli.main(command) == 0
-    command = ["analyze_lengths", *options, "--tokenizer", paths["tokenizer"]]
+    command = ["analyze", "lengths", *options, "--tokenizer", paths["tokenizer"]]
     assert cli.main([*command, "--out", paths["out"]]) == 0
     made = open_artifact(tmp_path / "out", kind="analysis")
     found = made.read_json("lengths.json")["segmentation"]

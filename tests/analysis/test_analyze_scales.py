@@ -137,7 +137,7 @@ def analysed(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     folder = tmp_path_factory.mktemp("scales")
     checkpoint, corpus = routed_checkpoint(folder), routed_corpus(folder)
     named = ["--checkpoint", str(checkpoint.directory), "--corpus", str(corpus.directory)]
-    assert cli.main(["analyze_scales", *named, "--out", str(folder / "out")]) == 0
+    assert cli.main(["analyze", "scales", *named, "--out", str(folder / "out")]) == 0
     return open_artifact(folder / "out", kind="analysis")
 
 
@@ -179,7 +179,7 @@ def test_what_has_no_scales_is_refused_in_one_sentence(
         (routed.directory, empty, "are all empty"),
     ]:
         named = ["--checkpoint", str(model), "--corpus", str(given.directory)]
-        assert cli.main(["analyze_scales", *named, "--out", str(tmp_path / "out")]) == (
+        assert cli.main(["analyze", "scales", *named, "--out", str(tmp_path / "out")]) == (
             EXIT_USER_ERROR
         )
         error = capsys.readouterr().err

@@ -44,7 +44,7 @@ def analysed(model: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artif
     recipe.write_text(RECIPE + '[analysis]\ndirections = ["de-en"]\n', encoding="utf-8")
     named = {"checkpoint": model.directory, "without": plain.directory, "corpus": corpus.directory}
     inputs = [part for name, path in named.items() for part in (f"--{name}", str(path))]
-    command = ["analyze_vectors", "--recipe", str(recipe), *inputs, "--out", str(folder / "out")]
+    command = ["analyze", "vectors", "--recipe", str(recipe), *inputs, "--out", str(folder / "out")]
     assert cli.main(command) == 0
     return open_artifact(folder / "out", kind="analysis")
 
@@ -119,6 +119,6 @@ def test_a_choice_that_leaves_nothing_to_compare_is_refused_in_one_sentence(
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f"[analysis]\n{analysis}\n", encoding="utf-8")
     inputs = ["--checkpoint", str(model.directory), "--corpus", str(corpus.directory)]
-    command = ["analyze_vectors", "--recipe", str(recipe), *inputs]
+    command = ["analyze", "vectors", "--recipe", str(recipe), *inputs]
     assert cli.main([*command, "--out", str(tmp_path / "out")]) == EXIT_USER_ERROR
     assert said in capsys.readouterr().err

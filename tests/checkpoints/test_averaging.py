@@ -182,7 +182,7 @@ def test_no_command_replaces_an_artifact_of_another_kind(
         writer.path("text").write_text("text")
     command = {
         "average": ["checkpoint", "average", str(made), str(made)],
-        "tokenizer": ["checkpoint", "tokenizer", str(made)],
+        "tokenizer": ["checkpoint", "import", str(made), "--tokenizer"],
         "export": ["export", str(made), "--to", "ctranslate2"],
     }[verb]
     for flags in ([], ["--overwrite"]):

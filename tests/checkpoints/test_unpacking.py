@@ -85,7 +85,7 @@ def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
         },
     )
     Path("recipe.toml").write_text(TRAINING, encoding="utf-8")
-    run("checkpoint", "tokenizer", str(upcycled), "--out", "tokenizer")
+    run("checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer")
     Path("model.toml").write_text(recipe_text(upcycled), encoding="utf-8")
     recipe = "recipe.toml+model.toml"
     run("import_corpus", "--recipe", recipe, "--raw", "raw", "--out", "corpus")
@@ -125,12 +125,12 @@ def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(
 def test_a_checkpoints_tokenizer_is_an_artifact_with_the_same_ids(
     upcycled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run("checkpoint", "tokenizer", str(upcycled), "--out", "tokenizer")
+    run("checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer")
     made = load_tokenizer(tokenizer_folder(open_artifact(Path("tokenizer"), kind="tokenizer")))
     assert made.fingerprint == read_tokenizer(open_checkpoint(upcycled)).fingerprint
     assert f"{made.size:,} ids" in capsys.readouterr().out
-    assert main(["checkpoint", "tokenizer", str(upcycled), "--out", "tokenizer"]) == 2
-    assert main(["checkpoint", "tokenizer", "m2m100", "--out", "other"]) == 2
+    assert main(["checkpoint", "import", str(upcycled), "--tokenizer", "--out", "tokenizer"]) == 2
+    assert main(["checkpoint", "import", "m2m100", "--tokenizer", "--out", "other"]) == 2
     error = capsys.readouterr().err
     assert "--overwrite" in error
     assert "so it is not a finished checkpoint" in error

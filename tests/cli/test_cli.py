@@ -26,7 +26,7 @@ from pipeline.artifacts.places import plan_lock_path, run_dir
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, guarded
-from pipeline.cli.stage_commands import stage_parser
+from pipeline.cli.stage_commands import commands_of_stages, stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
 from pipeline.config.recipe import load_recipe, recipe_names
 from pipeline.decoding.settings import DecodingConfig
@@ -150,15 +150,14 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "group_languages": "--checkpoint --out --overwrite --recipe --set --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
         "--processes --profile --recipe --set --shards",
-        "upcycle": "--decoder --dry-run --embeddings --encoder --groups --out --overwrite "
+        "upcycle": "--decoder --embeddings --encoder --groups --out --overwrite "
         "--processes --recipe --set",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --profile --recipe --set --shards",
         "translate_text": "--checkpoint --local-rank --local_rank --out --overwrite --processes "
         "--recipe --set --text",
-        "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
-        "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
-        "--set --to --word-scores",
+        "translate": "--checkpoint --corpus --local-rank --local_rank --out --overwrite "
+        "--processes --recipe --route --set",
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
         "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --set --without",
         "analyze_languages": "--checkpoint --corpus --out --overwrite --training",
@@ -192,7 +191,8 @@ def test_help_lists_every_command_and_version_is_the_packages(
             cli.main([option])
         assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert all(f"    {name}" in said for name in [*STAGES, *OTHER_VERBS])
+    assert all(f"    {name}" in said for name in [*commands_of_stages(), *OTHER_VERBS])
+    assert "translate_text" not in said
     assert said.split("\n")[-2].startswith("mmnmt 0.")
 
 
@@ -222,6 +222,19 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
         (["trane"], "mmnmt: error: there is no command 'trane'. Did you mean 'train'?"),
         (["descrbe"], "mmnmt: error: there is no command 'descrbe'. Did you mean 'describe'?"),
         (["checkpoint", "flod"], "mmnmt: error: there is no command 'flod'. Did you mean 'fold'?"),
+        (
+            ["analyze", "lenghts"],
+            "mmnmt analyze: error: argument scales|vectors|languages|lengths: invalid choice: "
+            "'lenghts' (choose from 'scales', 'vectors', 'languages', 'lengths')",
+        ),
+        (
+            ["analyze", "lengths", "--copus", "x"],
+            "mmnmt analyze lengths: error: there is no option '--copus'. Did you mean '--corpus'?",
+        ),
+        (
+            ["translate", "--text", "x", "--corpus", "y"],
+            "mmnmt translate --text: error: there is no option '--corpus'. Did you mean '--out'?",
+        ),
         (
             ["train", "--recipie=x"],
             "mmnmt train: error: there is no option '--recipie'. Did you mean '--recipe'?",
@@ -1243,11 +1256,15 @@ def test_an_average_is_of_checkpoints_or_of_a_runs_last_states(
         ["--keep-mass", "most"],
     ],
 )
-def test_pruning_takes_either_a_number_of_experts_or_a_share(arguments: list[str]) -> None:
-    given = ["checkpoint", "prune", "a", "--languages", "de", "--out", "b"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*given, *arguments])
-    assert ended.value.code == EXIT_USER_ERROR
+def test_pruning_takes_either_a_number_of_experts_or_a_share(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    given = ["checkpoint", "prune", "a", "--languages", "de", "--out", str(tmp_path / "b")]
+    try:
+        code: object = cli.main([*given, *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == EXIT_USER_ERROR
 
 
 # ---------------------------------------------------------------- ds_configs

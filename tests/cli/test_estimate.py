@@ -104,12 +104,15 @@ def test_a_plan_as_json_names_sizes_memory_and_time(capsys: pytest.CaptureFixtur
     [
         (["demo", "--device", "h10"], "There is no device 'h10'. Did you mean 'h100'?"),
         (["demo_dense", "--device", "a10"], "There is no device 'a10'. Did you mean 'a100'?"),
-        (["demo"], "Stage 'moe_lgr': Recipe 'demo_moe_lgr' takes its number of language groups"),
+        (
+            ["demo"],
+            "Stage 'moe_lgr': Recipe 'demo_moe_lgr' leaves the number of its language groups",
+        ),
         (["demo", "--only", "clean"], "Plan 'demo' has no stage to estimate."),
         (["demo", "--only", "mo"], "plan 'demo' has no such stage. Did you mean 'moe'?"),
         (["demo_dens"], "There is no recipe or plan 'demo_dens'. Did you mean 'demo_dense'?"),
         (["demo_dense", "--only", "dense"], "Recipe 'demo_dense' has no stages."),
-        (["demo_moe", "--groups", "3"], "does not route by language group"),
+        (["demo_moe", "--groups", "3"], "has no language groups that it routes by"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_sentence(

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.folder_listing import names_in
@@ -34,6 +35,7 @@ from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, stage_arguments, status_rows
+from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Input, Stage, stage_config
 from pipeline.terminal import text_table
 
@@ -188,8 +190,8 @@ class Setup:
         self, *, only: Collection[str] = (), until: Collection[str] = (), **options: Any
     ) -> PlacedPlan:
         options = {"given": {"text": RawPaths((self.text_path.parent,))}, **options}
-        plan = load_plan(str(self.plan_path), table=TABLE)
-        placed = place_plan(plan, out_dir=self.out_dir, table=TABLE, **options)
+        plan = load_plan(str(self.plan_path))
+        placed = place_plan(plan, out_dir=self.out_dir, **options)
         return placed.chosen(only=only, until=until)
 
     def run(self, *, rebuild: Collection[str] = (), **options: Any) -> tuple[int, str]:
@@ -210,8 +212,9 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Setup:
-    return Setup(tmp_path)
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    with mock.patch.dict(STAGES, TABLE, clear=True):
+        yield Setup(tmp_path)
 
 
 def _plan_with(setup: Setup, old: str, new: str) -> str:
@@ -292,16 +295,16 @@ def test_a_plan_that_does_not_fit_together_is_refused_with_the_place(
     setup: Setup, old: str, new: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_plan(_plan_with(setup, old, new), table=TABLE)
+        load_plan(_plan_with(setup, old, new))
 
 
 def test_a_stage_with_settings_needs_a_recipe(setup: Setup) -> None:
     path = _plan_with(setup, f'recipe = "{setup.recipe_path}"\n', "")
     with pytest.raises(ConfigError, match="stage 'corpus': read reads settings"):
-        load_plan(path, table=TABLE)
+        load_plan(path)
 
 
-def test_stages_that_form_a_circle_are_named(setup: Setup) -> None:
+def test_stages_that_form_a_circle_are_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _plan_with(
         setup,
         'raw = "$text"',
@@ -311,17 +314,16 @@ def test_stages_that_form_a_circle_are_named(setup: Setup) -> None:
     with Path(path).open("a") as stream:
         stream.write(f'[stages.b]\nrun = "loop"\nrecipe = "{setup.recipe_path}"\n')
         stream.write('inputs = { shards = "a" }\n')
-    table = TABLE | {
-        "loop": Stage("loop", "tiny", "corpus", "", ("corpus",), {"shards": Input("shards", "")})
-    }
+    shards = {"shards": Input("shards", "")}
+    monkeypatch.setitem(STAGES, "loop", Stage("loop", "tiny", "corpus", "", ("corpus",), shards))
     with pytest.raises(ConfigError, match=r"stages (a → b → a|b → a → b) form a circle"):
-        load_plan(path, table=table)
+        load_plan(path)
 
 
 def test_stages_written_out_of_order_are_run_in_order(setup: Setup) -> None:
     head, corpus, shards, model, only = setup.plan_path.read_text().split("[stages.")
     setup.plan_path.write_text("[stages.".join([head, model, only, shards, corpus]))
-    plan = load_plan(str(setup.plan_path), table=TABLE)
+    plan = load_plan(str(setup.plan_path))
     assert list(plan.stages) == ["model", "shards", "corpus"]
     assert stage_order(plan) == ["corpus", "shards", "model"]
 

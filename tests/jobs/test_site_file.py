@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.jobs.plan import Task, load_plan, place_plan
-from pipeline.jobs.site import Site, allocate, load_site, num_bytes, seconds_of
+from pipeline.jobs.plan import Task, load_plan, num_bytes, place_plan, seconds_of
+from pipeline.jobs.site import Site, allocate, load_site
 
 EXAMPLE = Path(__file__).parents[2] / "slurm" / "site.example.toml"
 PLAN = """
@@ -107,8 +107,6 @@ def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
         ("shards", "nodes = 4", {}, "Set job.nodes to one of 1, 2, 3, 6"),
         ("shards", "gpus_per_process = 1", {}, "the site's nodes have none"),
         ("dense", 'memory = "600G"', {"memory": "512G"}, "600G of memory per node"),
-        ("dense", 'memory = "much"', {}, "'much' is no size of memory"),
-        ("dense", 'time = "a day"', {}, "'a day' is no time limit"),
     ],
 )
 def test_what_a_node_cannot_hold_is_refused_in_one_sentence(
@@ -118,6 +116,18 @@ def test_what_a_node_cannot_hold_is_refused_in_one_sentence(
         allocate(task(tmp_path, name, job), site(**node))
     assert told in str(refused.value)
     assert str(refused.value).startswith(f"Stage {name}")
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ('memory = "much"', "job.memory is much. Write a size of memory, for example 64G"),
+        ('time = "a day"', "job.time is a day. Write a time limit, for example 24:00:00"),
+    ],
+)
+def test_resources_that_cannot_be_read_are_named(tmp_path: Path, job: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        task(tmp_path, "dense", job)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +164,11 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
     [
         ("partition = 'x'", "node is missing"),
         ("[node]\ncpus = 8\ngpu = 2", "Did you mean 'gpus'?"),
-        ("[node]\ncpus = 8\nmemory = 'x'", "'x' is no size of memory"),
-        ("time = 'x'\n[node]\ncpus = 8", "'x' is no time limit"),
+        (
+            "[node]\ncpus = 8\nmemory = 'x'",
+            "node.memory is x. Write a size of memory",
+        ),
+        ("time = 'x'\n[node]\ncpus = 8", "time is x. Write a time limit, for example 24:00:00."),
     ],
 )
 def test_a_wrong_site_file_is_named_with_its_mistake(tmp_path: Path, text: str, told: str) -> None:

@@ -23,54 +23,53 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
     "pipeline/evaluation": 6_905,  # 3,900
-    "data_prep": 7_798,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_952,  # 3,550: 3,900 without settings.py
-    "pipeline/jobs": 4_059,  # 3,000
+    "data_prep": 7_449,  # 5,500
+    "pipeline/artifacts": 5_545,  # 3,900
+    "pipeline/jobs": 3_891,  # 3,000
     "pipeline/kernels": 6_600,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
     "pipeline/training": 3_623,  # 2,800
     "pipeline/checkpoints/foreign": 3_017,  # 2,200
     "pipeline/model": 3_223,  # 2,700
     "pipeline/estimates": 1_787,  # 1,700
-    "pipeline/cli": 2_392,  # 1,500
-    "pipeline/checkpoints": 2_144,  # 1,700
-    "pipeline/checkpoints/assembly": 2_039,  # 1,200
-    "pipeline/extensions/tasks": 1_816,  # 1,100
+    "pipeline/cli": 2_082,  # 1,500
+    "pipeline/checkpoints": 2_166,  # 1,700
+    "pipeline/checkpoints/assembly": 1_754,  # 1,200
+    "pipeline/extensions/tasks pipeline/model/labeller.py": 2_123,  # 1,100
     "pipeline/batching": 1_985,  # 1,300
     "pipeline/distributed": 1_782,  # 1,200
-    "pipeline/extensions/analysis": 1_522,  # 1,000
-    "pipeline/stages": 1_444,  # 1,300
+    "pipeline/extensions/analysis": 1_726,  # 1,000
+    "pipeline/stages": 1_426,  # 1,300
     "pipeline": 3_472,  # 2,000: config and single modules
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
     "pipeline/serving": 1_019,  # 950
-    "pipeline data_prep": 67_010,  # 46,000: all of the above
-    "tests": 72_520,  # 49,000: with the next three
+    "pipeline data_prep": 67_160,  # 46,000: all of the above
+    "tests": 72_680,  # 49,000: with the next three
     "tests/bench": 4_337,  # 3,600
     "tests/support": 5_393,  # 3,000
     "tests/whole": 7_348,  # 4,500
     "pages": 6_404,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
-"""Lines of files, docstrings and comments included; a package without the packages listed below
-it."""
+"""Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 324,  # 210: of pipeline and data_prep
+    "modules": 333,  # 210: of pipeline and data_prep
     "settings": 229,  # 155: rows of docs/reference/settings.md that are no tables themselves
-    "commands": 39,  # 36: sections of docs/reference/commands.md
-    "command options": 260,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 615,  # 350: texts given to the errors of pipeline/errors.py
+    "commands": 34,  # 36: sections of docs/reference/commands.md
+    "command options": 265,  # as few as possible: rows of docs/reference/commands.md
+    "error messages": 611,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 117,  # as few as possible
-    "class names in more than one module": 28,  # as few as possible
+    "class names in more than one module": 27,  # as few as possible
 }
 
 IDIOMS = {
-    r"those of|that of": 1.2,  # 0.1
-    r"alone": 0.59,  # 0.1
-    r"what is|what it|what they": 0.52,  # 0.3
-    r"beside": 0.49,  # 0.1
-    r"whose": 1.24,  # 0.6
-    r"one of|ones|the one": 1.53,  # 0.9
-    r"so that": 1.1,  # 0.5
+    r"those of|that of": 1.28,  # 0.1
+    r"alone": 0.63,  # 0.1
+    r"what is|what it|what they": 0.48,  # 0.3
+    r"beside": 0.54,  # 0.1
+    r"whose": 1.26,  # 0.6
+    r"one of|ones|the one": 1.64,  # 0.9
+    r"so that": 1.19,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
 

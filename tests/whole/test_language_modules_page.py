@@ -46,6 +46,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs").mkdir()
     (folder / "run").rename(folder / "runs" / "demo")
     (folder / "few.toml").write_text(FEW, encoding="utf-8")
+    (folder / "grown.toml").write_text(PAGE.split("```toml\n# grown.toml\n")[1].split("```")[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for command in commands():

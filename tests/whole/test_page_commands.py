@@ -19,10 +19,9 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from support.tiny_xlmr import write_entities, write_questions, write_xlmr
 
 from pipeline import cli
-from pipeline.cli.stage_commands import stage_parser
+from pipeline.cli.stage_commands import find_stage, stage_parser
 from pipeline.config.recipe import load_recipe
 from pipeline.jobs.runner import run_plan
-from pipeline.stages.registry import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -252,11 +251,12 @@ def run_small(command: str, folder: Path) -> None:
     if arguments[0] in PARSED_ALONE:
         cli._parser().parse_args(arguments)
         return
+    stage, options = find_stage(arguments)
     from_the_network = any(word.startswith(FROM_THE_NETWORK) for word in arguments)
-    if from_the_network:
-        stage_parser(STAGES[arguments[0]]).parse_args(arguments[1:])
+    if from_the_network and stage is not None:
+        stage_parser(stage).parse_args(options)
         assert load_recipe(arguments[arguments.index("--recipe") + 1].rpartition("+")[0])
-    elif (arguments[0] in STAGES and STAGES[arguments[0]].trains) or "|" in command:
+    elif (stage is not None and stage.trains) or "|" in command:
         # DeepSpeed keeps a process's first process group
         given = shlex.split(command.partition("|")[0])[1] if "|" in command else ""
         done = run_command(arguments, folder=folder, given=given)

@@ -292,7 +292,7 @@ def inputs_of_table_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
             scale_embedding=False,
         )
     given["mrasp2_tokenizer"] = folder / "their_tokenizer"
-    vocabulary = ["checkpoint", "tokenizer", str(given["mrasp2"])]
+    vocabulary = ["checkpoint", "import", str(given["mrasp2"]), "--tokenizer"]
     assert cli.main([*vocabulary, "--out", str(given["mrasp2_tokenizer"])]) == 0
     return given
 

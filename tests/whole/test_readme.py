@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from support.page_commands import PAGES, ROOT, Block, blocks, without_launcher
 
-from pipeline.cli.stage_commands import stage_parser
+from pipeline.cli.stage_commands import find_stage, parser_of
 from pipeline.config.recipe import recipe_names
-from pipeline.stages.registry import STAGES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TAGS = ("run", "demo", "cluster", "needs-data")
@@ -80,7 +79,7 @@ def test_the_readme_leads_to_one_page_for_each_use(goal: str) -> None:
 def has_stage_options(command: str) -> bool:
     """Whether a command is a stage's, other than ``upcycle DECLARATION.toml``."""
     words = without_launcher(command)
-    return bool(words) and words[0] in STAGES and not words[1].endswith(".toml")
+    return find_stage(words)[0] is not None and not words[1].endswith(".toml")
 
 
 STAGE_COMMANDS = [c for c in commands("demo", "cluster", "needs-data") if has_stage_options(c)]
@@ -88,8 +87,9 @@ STAGE_COMMANDS = [c for c in commands("demo", "cluster", "needs-data") if has_st
 
 @pytest.mark.parametrize("command", dict.fromkeys(STAGE_COMMANDS))
 def test_the_options_of_stage_commands_exist(command: str) -> None:
-    name, *arguments = without_launcher(command)
-    options = vars(stage_parser(STAGES[name]).parse_args(arguments))
+    stage, arguments = find_stage(without_launcher(command))
+    assert stage is not None
+    options = vars(parser_of(stage, arguments).parse_args(arguments))
     if options.get("recipe"):
         named = {part for part in options["recipe"].split("+") if not part.endswith(".toml")}
         assert named <= set(recipe_names())

@@ -1,6 +1,6 @@
 """Assemble a model from parts of trained models (upcycling).
 
-``declaration`` reads the file that describes an assembly. ``rules`` plans it, one rule per tensor,
-and computes values; read it first. ``target`` derives the shape of the result, ``vocabulary`` its
-embedding rows. ``making`` writes the checkpoint, and ``receipt`` reports what was done.
+``rules`` plans an assembly, one rule per tensor, and computes values; read it first.
+``declaration`` reads the file that describes one and derives the shape of the result,
+``vocabulary`` its embedding rows. ``making`` writes the checkpoint, ``receipt`` reports on it.
 """

@@ -3,8 +3,8 @@
 The function check compares the logits of a fixed batch. The reference runs each part from its
 source, and both embeddings from the embeddings' source. If all experts are plain copies, the logits
 are equal; otherwise the divergence measures the effect of the masks. Neither model is ever whole in
-memory: the weights of a layer are read before it runs and dropped after it, those of an expert when
-its tokens come.
+memory: the weights of a layer are read before it runs and dropped after it, the weights of an
+expert when its tokens come.
 
 Legend: L predicted tokens, V vocabulary, N tokens, D model width, R rows of experts.
 """
@@ -23,7 +23,6 @@ from pipeline.checkpoints.assembly.rules import (
     Assignment,
     Blueprint,
     Part,
-    expert_parts,
     is_diverse,
     part_of,
 )
@@ -74,19 +73,6 @@ def seed_of(entry: Assignment, blueprint: Blueprint) -> int | None:
     if entry.rule.startswith("expert of") and not is_diverse(blueprint.config):
         return None
     return blueprint.config.seed
-
-
-def receipt_lines(plan: Sequence[Assignment], directories: Mapping[Part, str]) -> list[str]:
-    """Return the plan as lines ``target ← source (rule)``; the experts of a layer share a line."""
-    lines: dict[str, str] = {}
-    for entry in plan:
-        target, source = entry.target, entry.source
-        if dense_name(target) is not None:
-            target = _any_expert(target)
-            source = _any_expert(source) if source and dense_name(source) else source
-        origin = f"{directories[entry.part]}: {source}" if source else "–"
-        lines[target] = f"{target} ← {origin} ({entry.rule})"
-    return list(lines.values())
 
 
 def summary_table(blueprint: Blueprint, names: Mapping[Part, str]) -> str:
@@ -169,11 +155,6 @@ def _worded(entry: Assignment, blueprint: Blueprint) -> str:
     return kind if is_diverse(config) else f"{entry.rule}, a copy"
 
 
-def _any_expert(name: str) -> str:
-    layer, _, tensor = expert_parts(name)
-    return f"{layer}.experts.*.{tensor}"
-
-
 SENTENCES = 8
 """Sentences of the fixed batch."""
 LENGTH = 12
@@ -189,7 +170,7 @@ class Divergence:
         largest: Largest absolute difference of two logits, divided by the largest absolute logit.
         mean_kl: Mean over tokens of the Kullback–Leibler divergence of the reference's
             distribution from the model's, in nats.
-        same_choice: Share of tokens whose most probable id is the same.
+        same_choice: Share of tokens with the same most probable id.
     """
 
     tokens: int

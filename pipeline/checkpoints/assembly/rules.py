@@ -10,7 +10,7 @@ numbers: as easy as 1, 2, 3"), keyed by the seed, the name of the dense tensor a
 the expert. They do not depend on topology, order, or the number of processes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -110,7 +110,7 @@ def part_of(name: str) -> Part:
 
 
 def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Experts | None:
-    """Return how the experts of a source become those of a model; None if it has none.
+    """Return how experts of a source become experts of a model; None if it has none.
 
     Raises:
         CheckpointError: The source lacks an expert, or it has more experts than the model and
@@ -156,173 +156,142 @@ def plan_assembly(
         CheckpointError: A tensor has no source or one of another shape, or a tensor of a source
             would not be used.
     """
-    experts = {
-        part: experts_of(spec, tensors, config)
+    parts = {
+        part: _Source(part, tensors, spec, config, rows)
         for part, tensors in sources.items()
         if tensors is not None
     }
     plan = []
     for target, shape in tensor_shapes(spec).items():
-        part = part_of(target)
-        tensors = sources[part]
-        if tensors is None:
-            plan.append(Assignment(target, part, None, "fresh"))
-            continue
-        names = set(tensors.names())
-        entry = _assign(target, part, names, tensors, config, experts[part], rows)
-        _refuse_shape(entry, tuple(shape), tensors, experts[part], rows)
-        plan.append(entry)
-    _refuse_unused(plan, sources, experts, config)
+        source = parts.get(part_of(target))
+        if source is None:
+            plan.append(Assignment(target, part_of(target), None, "fresh"))
+        else:
+            plan.append(source.assigned(target, tuple(shape)))
+    for source in parts.values():
+        source.refuse_unused({entry.source for entry in plan if entry.part == source.part})
     return plan
 
 
-def _assign(
-    target: str,
-    part: Part,
-    names: set[str],
-    tensors: Tensors,
-    config: UpcyclingConfig,
-    experts: Experts | None,
-    rows: RowPlan | None,
-) -> Assignment:
-    if is_router(target):
-        return _assign_router(target, part, names, tensors, config, experts)
-    dense = dense_name(target)
-    if dense is not None:
-        layer, expert, tensor = expert_parts(target)
-        if experts is not None and not experts.unchanged:
-            origin = f"{layer}.experts.{experts.sources[expert]}.{tensor}"
-            rule: Rule = "copied" if experts.is_copy(expert) else "expert of expert"
-            if origin in names:
-                return Assignment(target, part, origin, rule)
+class _Source:
+    """The source of one part, with what decides the rules of its tensors."""
+
+    def __init__(
+        self,
+        part: Part,
+        tensors: Tensors,
+        spec: ModelSpec,
+        config: UpcyclingConfig,
+        rows: RowPlan | None,
+    ) -> None:
+        self.part, self._tensors, self._rows = part, tensors, rows
+        self._keeps_routers = config.token_routers == "copy"
+        self._grafts = config.graft_group_routers == "copy"
+        self._names = set(tensors.names())
+        self._experts = experts_of(spec, tensors, config)
+
+    def assigned(self, target: str, shape: tuple[int, ...]) -> Assignment:
+        """Return the rule of a tensor; CheckpointError without a source of the shape it needs."""
+        made = self._of_router(target) if is_router(target) else self._of_other(target)
+        if made is None:
+            raise CheckpointError(
+                f"{self._tensors.origin} has nothing for {target}. Name a checkpoint whose "
+                f"{self.part} has that layer, or change [model]."
+            )
+        source, rule = made
+        if source is not None:
+            found = self._tensors.shape(source)
+            wanted = self._wanted(rule, shape, found)
+            if found != wanted:
+                raise CheckpointError(
+                    f"{self._tensors.origin}: {source} has shape {found}, but {target} needs "
+                    f"{wanted}. Name sources of the model's sizes."
+                )
+        return Assignment(target, self.part, source, rule)
+
+    def _of_other(self, target: str) -> tuple[str | None, Rule] | None:
+        names, experts = self._names, self._experts
+        dense = dense_name(target)
+        if dense is not None:
+            layer, expert, tensor = expert_parts(target)
+            if experts is not None and not experts.unchanged:
+                origin = f"{layer}.experts.{experts.sources[expert]}.{tensor}"
+                if origin in names:
+                    return origin, "copied" if experts.is_copy(expert) else "expert of expert"
+            if target not in names and dense in names:
+                return dense, "expert of dense"
+        if target in EMBEDDINGS:  # an untied output embedding can start as the tied one
+            table = next((name for name in (target, "embedding.weight") if name in names), None)
+            if table is not None:
+                return table, "copied" if self._rows is None else "rows by piece"
         if target in names:
-            return Assignment(target, part, target, "copied")
-        if dense in names:
-            return Assignment(target, part, dense, "expert of dense")
-    if target in EMBEDDINGS and (source := _table(target, names)) is not None:
-        return Assignment(target, part, source, "copied" if rows is None else "rows by piece")
-    if target in names:
-        return Assignment(target, part, target, "copied")
-    if target.startswith("front."):
-        return Assignment(target, part, None, "fresh")
-    if (module := added_tensor(target)) is not None:
-        if module.dense in names:
-            return Assignment(target, part, module.dense, "language of dense")
-        if module.dense is None and not any(_is_of(module.stack, name) for name in names):
-            return Assignment(target, part, None, "fresh")
-    raise _nothing_for(target, part, tensors)
+            return target, "copied"
+        if target.startswith("front."):
+            return None, "fresh"
+        if (module := added_tensor(target)) is not None:
+            if module.dense in names:
+                return module.dense, "language of dense"
+            if module.dense is None and not any(n.startswith(f"{module.stack}.") for n in names):
+                return None, "fresh"
+        return None
 
+    def _of_router(self, target: str) -> tuple[str | None, Rule] | None:
+        names, experts = self._names, self._experts
+        shared = target.replace(".group_weight", ".weight")
+        if f"{target.partition('.router.')[0]}.up.weight" in names:
+            return None, "fresh"
+        if target in names:
+            if not self._keeps_routers:
+                return None, "fresh"
+            if experts is None or experts.unchanged:
+                return target, "copied"
+            return target, "rows of more experts" if experts.added else "rows of kept experts"
+        if shared in names:
+            grafted = self._grafts and self._keeps_routers
+            return (shared, "group router of token router") if grafted else (None, "fresh")
+        return None
 
-def _is_of(stack: str, name: str) -> bool:
-    return name.startswith(f"{stack}.")
+    def _wanted(
+        self, rule: Rule, shape: tuple[int, ...], found: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return the shape that a rule needs for a target of a shape."""
+        experts = self._experts
+        match rule:
+            case "group router of token router":
+                return shape[1:] if experts is None else (experts.of_source, *shape[2:])
+            case "rows of kept experts" | "rows of more experts":
+                assert experts is not None
+                return (*shape[:-2], experts.of_source, shape[-1])
+            case "rows by piece":
+                return (found[0], *shape[1:]) if found else shape
+        return shape
 
-
-def _assign_router(
-    target: str,
-    part: Part,
-    names: set[str],
-    tensors: Tensors,
-    config: UpcyclingConfig,
-    experts: Experts | None,
-) -> Assignment:
-    layer = target.partition(".router.")[0]
-    if f"{layer}.up.weight" in names:
-        return Assignment(target, part, None, "fresh")
-    shared = target.replace(".group_weight", ".weight")
-    if target in names:
-        if config.token_routers == "fresh":
-            return Assignment(target, part, None, "fresh")
-        if experts is None or experts.unchanged:
-            return Assignment(target, part, target, "copied")
-        rule: Rule = "rows of more experts" if experts.added else "rows of kept experts"
-        return Assignment(target, part, target, rule)
-    if shared in names and target != shared:
-        if config.graft_group_routers == "copy" and config.token_routers == "copy":
-            return Assignment(target, part, shared, "group router of token router")
-        return Assignment(target, part, None, "fresh")
-    raise _nothing_for(target, part, tensors)
-
-
-def _table(target: str, names: set[str]) -> str | None:
-    """Return the source of an embedding; an untied output embedding can start as the tied one."""
-    return next((name for name in (target, "embedding.weight") if name in names), None)
-
-
-def _nothing_for(target: str, part: Part, tensors: Tensors) -> CheckpointError:
-    return CheckpointError(
-        f"{tensors.origin} has nothing for {target}. Name a checkpoint whose {part} has that "
-        "layer, or change [model]."
-    )
-
-
-def _refuse_shape(
-    entry: Assignment,
-    shape: tuple[int, ...],
-    tensors: Tensors,
-    experts: Experts | None,
-    rows: RowPlan | None,
-) -> None:
-    """Raise CheckpointError if the source of a tensor lacks the shape that its rule needs."""
-    if entry.source is None:
-        return
-    found = tensors.shape(entry.source)
-    match entry.rule:
-        case "group router of token router":
-            wanted = shape[1:]
-            if experts is not None:
-                wanted = (experts.of_source, *wanted[1:])
-        case "rows of kept experts" | "rows of more experts":
-            assert experts is not None
-            wanted = (*shape[:-2], experts.of_source, shape[-1])
-        case "rows by piece":
-            assert rows is not None
-            wanted = (found[0], *shape[1:]) if found else shape
-        case _:
-            wanted = shape
-    if found != wanted:
-        raise CheckpointError(
-            f"{tensors.origin}: {entry.source} has shape {found}, but {entry.target} needs "
-            f"{wanted}. Name sources of the model's sizes."
-        )
-
-
-def _refuse_unused(
-    plan: list[Assignment],
-    sources: Mapping[Part, Tensors | None],
-    experts: Mapping[Part, Experts | None],
-    config: UpcyclingConfig,
-) -> None:
-    for part, tensors in sources.items():
-        if tensors is None:
-            continue
-        used = {entry.source for entry in plan if entry.part == part}
+    def refuse_unused(self, used: Container[str | None]) -> None:
+        """Raise CheckpointError if a tensor of the part would be lost."""
         unused = [
             name
-            for name in tensors.names()
-            if part_of(name) == part
-            and name not in used
-            and not _may_go(name, experts.get(part), config)
+            for name in self._tensors.names()
+            if part_of(name) == self.part and name not in used and not self._may_go(name)
         ]
         if unused:
             raise CheckpointError(
-                f"{counted(len(unused), 'tensor')} of the {part} of {tensors.origin} would be lost "
-                f"({unused[0]}, …). Change [model] so that it has each of them."
+                f"{counted(len(unused), 'tensor')} of the {self.part} of {self._tensors.origin} "
+                f"would be lost ({unused[0]}, …). Change [model] so that it has each of them."
             )
 
-
-def _may_go(name: str, experts: Experts | None, config: UpcyclingConfig) -> bool:
-    """Return whether a source's tensor may remain unused: a pruned expert's or a router's."""
-    if is_router(name):
-        return config.token_routers == "fresh"
-    if experts is None or dense_name(name) is None:
-        return False
-    return expert_parts(name)[1] not in experts.sources
+    def _may_go(self, name: str) -> bool:
+        """Return whether a tensor may remain unused: a pruned expert's or a router's."""
+        if is_router(name):
+            return not self._keeps_routers
+        if self._experts is None or dense_name(name) is None:
+            return False
+        return expert_parts(name)[1] not in self._experts.sources
 
 
 def unused_tensors(
     plan: list[Assignment], sources: Mapping[Part, Tensors | None]
 ) -> dict[str, list[str]]:
-    """Return source → its unused tensors: those of unused parts, and those that may be lost."""
+    """Return source → its unused tensors: all of unused parts, and tensors that may be lost."""
     used: dict[str, set[str | None]] = {}
     present = {str(tensors.origin): tensors for tensors in sources.values() if tensors is not None}
     for entry in plan:
@@ -368,7 +337,7 @@ class Blueprint:
 
     @cached_property
     def experts(self) -> dict[Part, Experts | None]:
-        """Return, per part, how the experts of its source become those of the model."""
+        """Return, per part, how the experts of its source become experts of the model."""
         return {
             part: experts_of(self.spec, tensors, self.config)
             for part, tensors in self.sources.items()
@@ -387,7 +356,7 @@ class Blueprint:
     def value_and_norm(self, entry: Assignment) -> tuple[Tensor, float]:
         """Return one tensor of the result, and the norm of its difference from its source.
 
-        A copy differs by 0. Without a source of the same shape, the norm is that of the tensor.
+        A copy differs by 0. Without a source of the same shape, it is the norm of the tensor.
         """
         is_expert = entry.rule in EXPERT_RULES
         if is_expert and self._is_worth_compiling:
@@ -451,7 +420,7 @@ class Blueprint:
 
 
 def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
-    """Return a tensor of an expert, made from that of a dense feed-forward or another expert.
+    """Return a tensor of an expert, made from a tensor of a dense feed-forward or another expert.
 
     ``elementwise`` zeroes each entry with probability ``mask_ratio``; ``per_neuron`` zeroes whole
     hidden neurons, the same ones in all tensors of the expert; ``noise`` adds Gaussian noise of
@@ -484,7 +453,7 @@ def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
 
 
 def masked_with_norm(dense: Tensor, target: str, config: UpcyclingConfig) -> tuple[Tensor, float]:
-    """Return the ``elementwise`` expert of :func:`diversified`, and the norm of what it lost.
+    """Return the ``elementwise`` expert of :func:`diversified`, and the norm of the loss.
 
     One compiled pass makes both, with the same masks.
     """

@@ -1,4 +1,4 @@
-"""Make the embedding of one vocabulary from that of another, row by row.
+"""Make the embedding of one vocabulary from another embedding, row by row.
 
 A piece, special or language of both vocabularies keeps its row. If source and target have pieces of
 their own, a piece is looked up on its own side first; a piece of a shared vocabulary is looked up
@@ -37,7 +37,7 @@ class RowPlan:
     """The source of each row of a new embedding.
 
     Attributes:
-        sources: New id → old ids whose rows are averaged; fresh if there is none.
+        sources: New id → old ids with the rows to average; fresh if there is none.
         kept: Number of rows of one old id.
         averaged: Number of rows of several old ids.
         fresh: Number of fresh rows of ids that have a meaning.
@@ -64,7 +64,7 @@ class RowPlan:
         return [f"rows of the vocabulary: {shares}; {self.lost:,} old pieces are gone"]
 
     def applied(self, old_VD: Tensor, fresh_VD: Tensor) -> Tensor:
-        """Return the new rows: kept, averaged, or those of ``fresh_VD``.
+        """Return the new rows: kept, averaged, or from ``fresh_VD``.
 
         An output embedding has only the first rows if source and target vocabularies are separate.
         """
@@ -111,7 +111,7 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
     Args:
         old: The tokenizer of the existing embedding.
         new: The tokenizer of the new embedding.
-        resembling: New language → language of the old tokenizer whose row it starts from.
+        resembling: New language → language of the old tokenizer that gives it a row.
 
     Raises:
         ConfigError: The old tokenizer lacks a language of ``resembling``.

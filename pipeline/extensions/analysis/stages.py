@@ -5,6 +5,7 @@ from pipeline.stages.stage import Input, Stage
 STAGES = (
     Stage(
         name="analyze_scales",
+        command="analyze scales",
         module="pipeline.extensions.analysis.analyze_scales",
         makes="analysis",
         help="count the scales that an Ada-MSHA model chooses, by language and direction",
@@ -16,6 +17,7 @@ STAGES = (
     ),
     Stage(
         name="analyze_vectors",
+        command="analyze vectors",
         module="pipeline.extensions.analysis.analyze_vectors",
         makes="analysis",
         help="score an Ada-MSHA model whose router sees the vector of a wrong language",
@@ -29,6 +31,7 @@ STAGES = (
     ),
     Stage(
         name="analyze_languages",
+        command="analyze languages",
         module="pipeline.extensions.analysis.analyze_languages",
         makes="analysis",
         help="compare languages inside a model: experts of directions, encoder states of lines",
@@ -36,15 +39,12 @@ STAGES = (
         inputs={
             "checkpoint": Input("checkpoint", "model"),
             "corpus": Input("corpus", "test sets, best of one text in all languages"),
-            "training": Input(
-                "corpus",
-                "what the model was trained on, where the other corpus has test sets alone",
-                required=False,
-            ),
+            "training": Input("corpus", "training text, if corpus has none", required=False),
         },
     ),
     Stage(
         name="analyze_lengths",
+        command="analyze lengths",
         module="pipeline.extensions.analysis.analyze_lengths",
         makes="analysis",
         help="count the bytes that languages need for the same test lines",

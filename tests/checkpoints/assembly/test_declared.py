@@ -124,17 +124,6 @@ def test_a_dry_run_writes_nothing_and_prints_every_module(
     assert {*Path().iterdir()} == {*before, Path(name)}
 
 
-def test_the_papers_row_12_has_its_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    """3.54 billion: the shapes of the recipes suffice to plan it."""
-    assert main(["upcycle", "row12_opus100", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    assert "Enc(dense_opus100)-Dec(moe_lgr_opus100)" in printed
-    assert "32 experts, top-2, in layers 2, 4, 6, 8, 10, 12" in printed
-    assert "3,541,901,312" in printed
-    assert main(["upcycle", "row12_opus100", "--out", "nothing"]) == 2
-    assert "which has no weights" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------- the same bytes however made
 
 
@@ -146,16 +135,13 @@ def files_of(directory: str) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("at_shelf")
 def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
+    monkeypatch.setattr(making, "FILE_BYTES", 4096)
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "one"]) == 0
     assert main(["upcycle", name, "--out", "four", "--processes", "4"]) == 0
     assert len(files_of("one")) > 4
     assert files_of("one") == files_of("four")
     assert receipt_of("one") == receipt_of("four")
-
-
-KEYWORDS = dict(making.write_assembly.__kwdefaults__ or {})
 
 
 @pytest.mark.usefixtures("at_shelf")
@@ -173,26 +159,26 @@ def test_32_experts_have_32_masks() -> None:
 def test_an_interrupted_assembly_goes_on_behind_its_last_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(making.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
+    monkeypatch.setattr(making, "FILE_BYTES", 4096)
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "whole"]) == 0
     written: list[int] = []
     real = making.write_file
 
-    def counted(blueprint: Any, file: making.WeightFile, work_dir: Path) -> None:
+    def counted(blueprint: Any, file: making.WeightFile) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(file.number)
-        real(blueprint, file, work_dir)
+        real(blueprint, file)
 
     monkeypatch.setattr(making, "write_file", counted)
     assert main(["upcycle", name, "--out", "made"]) == 130
     assert not Path("made").exists()
     assert written == [0, 1]
 
-    def counted_to_the_end(blueprint: Any, file: making.WeightFile, work_dir: Path) -> None:
+    def counted_to_the_end(blueprint: Any, file: making.WeightFile) -> None:
         written.append(file.number)
-        real(blueprint, file, work_dir)
+        real(blueprint, file)
 
     monkeypatch.setattr(making, "write_file", counted_to_the_end)
     assert main(["upcycle", name, "--out", "made"]) == 0
@@ -255,8 +241,8 @@ def test_what_is_made_already_is_not_made_again(
 def test_what_was_kept_of_another_assembly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     real = making.write_file
 
-    def stopped(blueprint: Any, file: making.WeightFile, work_dir: Path) -> None:
-        real(blueprint, file, work_dir)
+    def stopped(blueprint: Any, file: making.WeightFile) -> None:
+        real(blueprint, file)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(making, "write_file", stopped)
@@ -447,7 +433,7 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
                 '[parts]\nembeddings = "dense"\nencoder = "dense"\ndecoder = "fresh"\n[experts]\n'
                 + GROUP_ROUTED,
             ),
-            "name a groups artifact as `groups`",
+            "or `groups` of a declaration",
         ),
         (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint where a groups is wanted"),
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "already knows the language 'de'"),
@@ -476,16 +462,11 @@ def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("at_shelf")
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--recipe", "demo_mmnmt", "--out", "made"], "leave out --recipe"),
-        ([], "--out"),
-    ],
-)
-def test_a_declaration_stands_alone(
-    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_a_declaration_takes_no_recipe_and_needs_an_output(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    assert main(["upcycle", declare(ROW_12)]) == 2
+    assert "Pass --out DIR, or --dry-run" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["upcycle", declare(ROW_12), *options])
-    assert words in capsys.readouterr().err
+        main(["upcycle", declare(ROW_12), "--recipe", "demo_mmnmt", "--out", "made"])
+    assert "there is no option '--recipe'" in capsys.readouterr().err

@@ -12,8 +12,6 @@ from support.tiny_models import random_batch, tiny_model
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
-from pipeline.checkpoints.assembly.declaration import SourceDeclaration
-from pipeline.checkpoints.assembly.target import recipe_source
 from pipeline.checkpoints.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.cli import main
 from pipeline.model.settings import MoEConfig
@@ -204,11 +202,3 @@ def test_a_plain_byte_model_is_no_source_of_a_front_where_its_embeddings_stay(
     Path("assembly.toml").write_text(text, encoding="utf-8")
     assert main(["upcycle", "assembly.toml", "--out", "made"]) == 2
     assert "model.front" in capsys.readouterr().err
-
-
-def test_a_recipe_with_converter_layers_can_stand_for_a_source(tmp_path: Path) -> None:
-    recipe = tmp_path / "lcs.toml"
-    recipe.write_text('parent = "demo_dense"\n[model]\nconverter_layers = 1\n', encoding="utf-8")
-    source = recipe_source(SourceDeclaration(recipe=str(recipe)))
-    assert source.spec.model.converter_layers == 1
-    assert "embedding.weight" in source.tensors.names()

@@ -15,7 +15,6 @@ from torch import Tensor
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.assembly import rules
-from pipeline.checkpoints.assembly.receipt import receipt_lines
 from pipeline.checkpoints.assembly.rules import Assignment, Blueprint, Part, part_of, plan_assembly
 from pipeline.checkpoints.checkpoint import (
     load_model,
@@ -403,10 +402,10 @@ def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
     assert json.loads(json.dumps(document)) == document
     assert "logits of a fixed batch" in check
     printed = capsys.readouterr().out
-    up = "encoder.layers.1.feed_forward.experts.*.up.weight"
-    source = f"{dense.directory.name}: encoder.layers.1.feed_forward.up.weight"
-    assert f"{up} ← {source} (expert of dense)" in printed
-    assert "encoder.layers.1.feed_forward.router.weight ← – (fresh)" in printed
+    rows = [" ".join(line.split()) for line in printed.splitlines()]
+    name = dense.directory.name
+    assert any(row.startswith(f"encoder experts {name} 16 ") for row in rows), rows
+    assert any(row.startswith("encoder routers") and row.endswith("fresh") for row in rows)
 
 
 def test_converter_layers_are_added_to_the_same_weights_and_taken_away_again(
@@ -430,28 +429,6 @@ def test_converter_layers_are_added_to_the_same_weights_and_taken_away_again(
     upcycle.run(upcycle_call(tmp_path / "plain", DENSE.model, dict.fromkeys(PARTS, told)))
     plain = load_model(open_artifact(tmp_path / "plain", kind="checkpoint"))
     assert torch.equal(logits(plain, DENSE), logits(load_model(dense), DENSE))
-
-
-def test_the_printed_receipt_names_the_source_of_every_tensor_once() -> None:
-    plan = [
-        Assignment("embedding.weight", "embeddings", "embedding.weight", "copied"),
-        *[
-            Assignment(
-                f"decoder.layers.1.feed_forward.experts.{index}.up.bias",
-                "decoder",
-                f"decoder.layers.1.feed_forward.experts.{index}.up.bias",
-                "copied",
-            )
-            for index in range(12)
-        ],
-        Assignment("encoder.layers.1.feed_forward.router.weight", "encoder", None, "fresh"),
-    ]
-    assert receipt_lines(plan, {"embeddings": "a", "encoder": "b", "decoder": "c"}) == [
-        "embedding.weight ← a: embedding.weight (copied)",
-        "decoder.layers.1.feed_forward.experts.*.up.bias ← "
-        "c: decoder.layers.1.feed_forward.experts.*.up.bias (copied)",
-        "encoder.layers.1.feed_forward.router.weight ← – (fresh)",
-    ]
 
 
 def test_a_fresh_group_routed_decoder_takes_its_groups_from_the_groups_given(

@@ -1,0 +1,317 @@
+"""Show what models do: compare runs on a page, serve them, translate standard input."""
+
+import argparse
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.manifest import read_manifest
+from pipeline.cli.ending import say, say_once
+from pipeline.cli.parser import (
+    REPEATABLE,
+    SET,
+    Command,
+    chosen_recipe,
+    named_paths,
+    option,
+    whole_number,
+)
+from pipeline.config.documents import write_whole
+from pipeline.config.settings import Route, describe_validation
+from pipeline.decoding.incoming_lines import IncomingLines
+from pipeline.decoding.settings import DecodingConfig
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
+
+DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
+"""Checkpoint that the filter uses if none is named."""
+_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required", "route")
+"""Options of the filter that replace settings of the recipe."""
+_START = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="report">\n'
+"""Beginning of a page, by which it is recognized: a page replaces no other file."""
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pipeline.evaluation.rendering import render_html
+    from pipeline.evaluation.report import imprint
+    from pipeline.evaluation.runs_report import open_runs, runs_report
+    from pipeline.extensions.installed import INSTALLED
+
+    _refuse_to_replace_another(options.out)
+    compared = open_runs(options.runs)
+    analyses = [section for one in INSTALLED for section in one.report_sections(compared.analyses)]
+    report = runs_report(compared, made=imprint(), analyses=analyses)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(options.out, render_html(report))
+    except OSError as error:
+        raise ArtifactError(
+            f"{options.out} cannot be written ({error.strerror}). Name another --out."
+        ) from error
+    systems, runs = report.facts
+    print(f"{options.out}: {runs} of {systems}")
+    return 0
+
+
+def _refuse_to_replace_another(out: Path) -> None:
+    """Refuse to write into an artifact, or over anything but an earlier report.
+
+    Raises:
+        ArtifactError: ``out`` lies within an artifact, or is a folder, a link or another file.
+    """
+    for folder in out.resolve().parents:
+        with suppress(ArtifactError):  # other software has manifests, too
+            if read_manifest(folder) is None:
+                continue
+            raise ConfigError(
+                f"--out {out} lies within the artifact {folder}, which must stay as it is. Choose "
+                "another folder."
+            )
+    if out.is_dir():
+        raise ArtifactError(f"--out {out} is a folder. Name a file, as in report.html.")
+    is_own = False
+    with suppress(OSError), out.open("rb") as stream:
+        is_own = stream.read(len(_START)) == _START
+    if out.is_symlink() or (out.exists() and not is_own):
+        raise ArtifactError(
+            f"--out {out} is there already and no page of report. Name another file, or move "
+            "it away."
+        )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        from pipeline.serving.api import Limits
+        from pipeline.serving.bodies import MAX_FIELD
+        from pipeline.serving.server import listen, serve
+        from pipeline.serving.systems import System
+    except ImportError as error:
+        raise ConfigError(
+            f"A server needs more packages ({error}). Run pip install 'mmnmt[serve]'."
+        ) from error
+
+    recipe = chosen_recipe(options)
+    named = [run if "=" in run else f"{Path(run).resolve().name}={run}" for run in options.runs]
+    checkpoints = {
+        name: open_artifact(path, kind="checkpoint")
+        for name, path in named_paths(named, "RUN").items()
+    }
+    key = None if options.key_file is None else _read_key(options.key_file, most=MAX_FIELD)
+    with listen(options.host, options.port) as listener:  # before models are loaded in vain
+        segmenters = recipe.tokenizer.segmenters
+        systems = [
+            System.load(name, checkpoint, decoding=recipe.decoding, segmenters=segmenters)
+            for name, checkpoint in checkpoints.items()
+        ]
+        limits = Limits(options.max_characters, options.max_requests, options.max_seconds)
+        serve(
+            listener, systems, limits=limits, key=key, say=lambda text: say(f"mmnmt serve: {text}")
+        )
+    return 0
+
+
+def _read_key(path: Path, *, most: int) -> str:
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--key-file {path} cannot be read ({error}). Name a text file."
+        ) from error
+    if len(key.splitlines()) != 1 or len(key) > most:
+        raise ConfigError(
+            f"--key-file {path} does not have one line of at most {most} characters. Write the key "
+            "into it."
+        )
+    return key
+
+
+def _filter(options: argparse.Namespace) -> int:
+    """Translate lines of standard input to standard output."""
+    if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
+        raise ConfigError(
+            f"There is no {DEMO_CHECKPOINT}. Name a model with --checkpoint, or run "
+            "`mmnmt run demo` first."
+        )
+    recipe = chosen_recipe(options) if options.recipe or options.overrides else None
+    decoding = _with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
+    checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
+    from pipeline.decoding.constraints import read_phrases
+    from pipeline.decoding.line_filter import filter_lines
+
+    counts = filter_lines(
+        checkpoint,
+        decoding=decoding,
+        source=options.source,
+        target=options.target,
+        lines=IncomingLines(sys.stdin.fileno()),
+        has_prefixes=options.prefixes,
+        phrases=None if options.must_file is None else read_phrases(options.must_file),
+        segmenters=None if recipe is None else recipe.tokenizer.segmenters,
+        write=_write_line,
+        say=lambda text: say_once(f"mmnmt translate: {text}"),
+    )
+    return EXIT_USER_ERROR if counts.unreadable else 0
+
+
+def _write_line(text: str) -> None:
+    sys.stdout.buffer.write(text.encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
+    """Return the decoding settings with the changes that the options ask for.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
+    asked = {name: value for name, value in asked.items() if value}
+    for name in ("banned", "required"):
+        if name in asked:
+            asked[name] = (*getattr(decoding, name), *asked[name])
+    try:
+        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, DecodingConfig)) from error
+
+
+_DEFAULT = "(default: %(default)s)"
+_LIMITS = {
+    "characters": (5000, 10**5, "most characters of a request"),
+    "requests": (64, 10**5, "most requests that wait or are translated; more get status 429"),
+    "seconds": (60, 86400, "longest time of a request"),
+}
+RESULT_COMMANDS = (
+    Command(
+        "report",
+        "write a page that compares runs: losses, budgets, experts, scores, translations",
+        _report,
+        (
+            option(
+                "runs",
+                "RUN",
+                "DIR, NAME=DIR or, for each of several runs of a system, NAME@SEED=DIR; a "
+                "checkpoint, translations, an evaluation, an analysis, or the folder of a plan",
+                nargs="+",
+            ),
+            option("--out", "FILE", "HTML page to write", type=Path, required=True),
+        ),
+    ),
+    Command(
+        "serve",
+        "serve checkpoints over HTTP, with the API of LibreTranslate and a page",
+        _serve,
+        (
+            option(
+                "runs",
+                "[NAME=]RUN",
+                "checkpoint, and the name that requests choose it by (default: of its directory)",
+                nargs="+",
+            ),
+            option(
+                "--port",
+                "N",
+                f"port to listen on; 0 takes a free one {_DEFAULT}",
+                type=whole_number(65535, least=0),
+                default=8080,
+            ),
+            option(
+                "--host",
+                "ADDRESS",
+                f"address to listen on; 0.0.0.0 lets other machines in {_DEFAULT}",
+                default="127.0.0.1",
+            ),
+            option(
+                "--recipe",
+                "NAME",
+                "recipe with the settings of the search (reads decoding, tokenizer.segmenters)",
+            ),
+            SET,
+            option(
+                "--key-file",
+                "FILE",
+                "file with the key that requests must send as api_key (default: they need none)",
+                type=Path,
+            ),
+            *(
+                option(
+                    f"--max-{name}",
+                    "N",
+                    f"{about} {_DEFAULT}",
+                    type=whole_number(most),
+                    default=default,
+                )
+                for name, (default, most, about) in _LIMITS.items()
+            ),
+        ),
+    ),
+)
+ROUTE = option(
+    "--route",
+    None,
+    "route through a model with language modules and a shared module, instead of the recipe's",
+    choices=get_args(Route),
+    action=None,
+)
+FILTER = Command(
+    "translate",
+    "translate lines of standard input to standard output",
+    _filter,
+    (
+        option(
+            "--checkpoint",
+            "DIR",
+            f"model to translate with (default: {DEMO_CHECKPOINT})",
+            type=Path,
+        ),
+        option("--recipe", "NAME", "recipe with the settings of the search"),
+        SET,
+        ROUTE,
+        option("--from", "CODE", "source language, as en", dest="source", required=True),
+        option("--to", "CODE", "target language, as de", dest="target", required=True),
+        option(
+            "--n-best",
+            "N",
+            "print the N best hypotheses, or N samples, with scores; each line is a JSON object",
+            type=whole_number(1000),
+        ),
+        option(
+            "--word-scores",
+            None,
+            "print the log-probability of every word; each line is a JSON object",
+        ),
+        option(
+            "--alignments",
+            None,
+            "print the source word that each word aligns with; each line is a JSON object",
+        ),
+        option(
+            "--banned",
+            "PHRASE",
+            "phrase that no translation may contain, as the vocabulary spells it (repeatable)",
+            **REPEATABLE,
+        ),
+        option(
+            "--must",
+            "PHRASE",
+            "phrase that every translation must contain, as the vocabulary spells it (repeatable)",
+            dest="required",
+            **REPEATABLE,
+        ),
+        option(
+            "--must-file",
+            "FILE",
+            "file whose line n has the phrases that translation n must contain, tab-separated",
+            type=Path,
+        ),
+        option(
+            "--prefixes", None, "lines contain, after a tab, the beginning of their translation"
+        ),
+    ),
+)
+"""The form of ``mmnmt translate`` with ``--from`` and ``--to``."""
