@@ -294,7 +294,7 @@ class GridKeys:
         self.made += rows
         like = self.pasts[0].key_BHSK
         if is_fused(like):
-            return
+            return  # the kernel reads the conditions themselves
         self.past_mask = attention_mask(self.own_past_BJP[:, None], beside=like)
         self.source_mask = (
             None if self.is_full else attention_mask(self.source_BS[:, None, None], beside=like)
@@ -331,6 +331,7 @@ class _Entries:
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
         if is_fused(key_RD):
+            # The kernel of attention writes them, which saves two launches per layer.
             self.new = self.keys.made, key_RD, value_RD
             return
         new_J = self.keys.new_J

@@ -130,6 +130,7 @@ class FlatGradients:
             objective: sum over the tokens of a pass.
             scale: what :meth:`step` gets; 0 for a pass that does not count.
         """
+        # A stand-in takes part with a gradient of zero, so that all ranks run the same operators.
         factor = scale * self._zero.loss_scale if self._scales_losses else float(scale != 0)
         if self._is_empty:
             for group in self._groups:
