@@ -354,6 +354,47 @@ def test_rows_that_are_no_pair_of_texts_go_to_the_quarantine(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.parametrize(
+    ("rows", "kept", "malformed"),
+    [
+        ('Eins,one\n"Zwei,two\nDrei,three\n', ["Eins", "Drei"], [3]),
+        ('"Eins,one\nZwei,two\n"Drei, 3",three\n', ["Zwei", "Drei, 3"], [2]),
+        ('Eins,"one\nZwei,"two\n"Drei\n(3)",three\n', ["Drei (3)"], [2, 3]),
+        ('"Eins\n(1)",one,more\nZwei,two\n', ["Zwei"], [2, 3]),
+        ('"Eins\n(1)"x,one\nZwei,two\n', ["Zwei"], [2, 3]),
+    ],
+)
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_damaged_record_of_a_csv_file_hides_no_other_lines(
+    tmp_path: Path, rows: str, kept: list[str], malformed: list[int], is_listed: bool
+) -> None:
+    raw = write(tmp_path / "raw", {"de-en/train.csv": f"de,en\n{rows}"})
+    settings: dict[str, object] = {}
+    if is_listed:
+        entry = {"split": "train", "pair": "de-en", "paths": ["de-en/train.csv"]}
+        settings = {"source": "listed", "files": [entry]}
+    corpus = import_columns(tmp_path / "corpus", raw, **settings)
+    assert read_lines(corpus, "train", "de-en", "de") == kept
+    assert quarantined(corpus) == malformed
+
+
+def test_a_csv_file_with_a_quote_in_front_of_many_lines_is_refused(tmp_path: Path) -> None:
+    rows = [f"{chr(34) * (n % 3 == 0)}Zeile {n},line {n}\n" for n in range(300)]
+    raw = write(tmp_path / "raw", {"de-en/train.csv": "".join(["de,en\n", *rows])})
+    with pytest.raises(DataError, match=r"100 of 300 lines are not .* \(malformed\)"):
+        import_columns(tmp_path / "corpus", raw)
+
+
+def test_a_header_with_a_quote_that_is_never_closed_is_told(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"de-en/train.csv": '"de,en\neins,one\n'})
+    with pytest.raises(DataError, match=r"line 1, is not a row of a \.csv file"):
+        import_columns(tmp_path / "corpus", raw)
+
+
+def quarantined(corpus: Artifact) -> list[int]:
+    return [json.loads(line)["line"] for line in corpus.file("quarantine.jsonl").open()]
+
+
 TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)
 
 
