@@ -135,7 +135,7 @@ def pair_up(
         raise DataError(f"No record has text in two languages in {paths}. Name other files.")
     selected = _select({pair for pair, _ in found}, config)
     sections = [
-        _section(file, pair, codes, left_out)
+        _section(file, pair, codes, left_out, asked=config.languages)
         for pair, file in sorted(found, key=lambda entry: entry[0])
         if pair in selected and _is_wanted(pair, file.split, config)
     ]
@@ -169,13 +169,14 @@ def section_of_pair(
             f"{file.file.path} has no record with text in both languages of {pair.name}. Correct "
             "the pair, or take the file out."
         )
-    section = _section(file, (one, other), codes, left_out)
+    section = _section(file, (one, other), codes, left_out, asked=pair.spellings)
     return replace(section, languages=(first, second))
 
 
-def preferred(spellings: Iterable[str]) -> list[str]:
-    """Sort spellings of one language by preference: those without script and region first."""
-    return sorted(spellings, key=lambda spelling: (len(spelling), spelling))
+def preferred(spellings: Collection[str], asked: Iterable[str] = ()) -> list[str]:
+    """Sort spellings of one language: those asked for, then those without script and region."""
+    meant = {find_code(spelling, spellings) for spelling in asked}
+    return sorted(spellings, key=lambda spelling: (spelling not in meant, len(spelling), spelling))
 
 
 def first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
@@ -208,10 +209,15 @@ def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> boo
 
 
 def _section(
-    file: MultiwayFile, pair: tuple[str, str], codes: Mapping[str, str], left_out: Counter[str]
+    file: MultiwayFile,
+    pair: tuple[str, str],
+    codes: Mapping[str, str],
+    left_out: Counter[str],
+    *,
+    asked: Iterable[str],
 ) -> Section:
     first, second = (
-        tuple(preferred(spelling for spelling in file.spellings if codes[spelling] == code))
+        tuple(preferred([name for name in file.spellings if codes[name] == code], asked))
         for code in pair
     )
     return Section(

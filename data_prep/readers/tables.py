@@ -30,6 +30,7 @@ from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import DataError
+from pipeline.languages import find_code
 from pipeline.terminal import listed
 
 MISSING = b"__NULL__"
@@ -108,12 +109,9 @@ def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes
     """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
     first = next(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), b"")
     cells = _header_cells(first)
-    wanted = {spelling.lower() for spelling in pair or ()}
-    named = {
-        column: spelling
-        for column, spelling in enumerate(cells)
-        if (spelling.lower() in wanted if wanted else is_language(spelling))
-    }
+    languages = {cell for cell in cells if is_language(cell)}
+    wanted = {find_code(spelling, languages) for spelling in pair} if pair else languages
+    named = {column: cell for column, cell in enumerate(cells) if cell in wanted}
     if len({spelling.lower() for spelling in named.values()}) > 1:
         return Columns(named, width=len(cells), has_header=True)
     if pair is None:

@@ -212,6 +212,39 @@ def test_languages_asked_for_are_the_columns_read(tmp_path: Path) -> None:
         import_tsv(tmp_path / "again", raw, languages=("en", "fr", "el"))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "texts"),
+    [
+        ("zh_TW", ["繁"]),
+        ("zh-CN", ["简"]),
+        ("pa_PK", ["شاہ"]),
+        ("pan-IN", ["ਗੁਰ"]),
+        ("fr-CA", ["char"]),
+        ("fr", ["voiture"]),
+        ("twi", ["twi"]),
+        ("aka_Latn", ["aka"]),
+    ],
+)
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_language_asked_for_by_region_or_variety_is_the_column_read(
+    tmp_path: Path, wanted: str, texts: list[str], is_listed: bool
+) -> None:
+    table = (
+        "en\tzh-cn\tzh_tw\tpa_IN\tpa_PK\tfr\tfr-ca\taka_Latn\ttwi_Latn\n"
+        "one\t简\t繁\tਗੁਰ\tشاہ\tvoiture\tchar\taka\ttwi\n"
+    )
+    raw = write(tmp_path / "raw", {"train.tsv": table})
+    settings: dict[str, Any] = {"languages": ["en", wanted]}
+    if is_listed:
+        pair = f"en-{wanted.replace('-', '_')}"
+        entry = {"split": "train", "pair": pair, "paths": ["train.tsv"]}
+        settings = {"source": "listed", "files": [entry]}
+    corpus = import_tsv(tmp_path / "corpus", raw, **settings)
+    (pair,) = corpus.statistics["pairs"]
+    (code,) = set(pair.split("-")) - {"en"}
+    assert read_lines(corpus, "train", pair, code) == texts
+
+
 def test_a_column_of_a_region_can_be_asked_for_alone(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"all_talks_train.tsv": TED})
     for spelling in ("pt_BR", "pt-br"):
