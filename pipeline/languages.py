@@ -221,9 +221,10 @@ def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> 
 def find_code(spelling: str, codes: Collection[str]) -> str | None:
     """Return the code of a corpus or model that a spelling means; None if there is none.
 
-    Scripts are read as ``distinct_codes`` does: ``zh_TW`` means ``zh_Hant`` if the codes have it,
-    else ``zh``. Among codes of one script, the same region decides, then the same letters: ``prs_Arab``
-    means ``prs`` if the codes have it, else ``fa``. Needs Babel if the codes have several variants.
+    ``zh_TW`` means ``zh_Hant`` if the codes have it, else ``zh``: scripts are read as
+    ``distinct_codes`` does. Among codes of one script, the same region decides, then the same
+    letters: ``prs_Arab`` means ``prs`` if the codes have it, else ``fa``. Needs Babel if the codes
+    have several variants.
 
     Args:
         spelling: any usual spelling.
@@ -346,9 +347,8 @@ def parts_words_by_spaces(code: str) -> bool:
     The script that the code names decides, else the language's usual script; unknown codes count as
     spaced.
     """
-    try:
-        tag = parse_tag(code)
-    except ConfigError:  # a model of other software may have codes of its own
+    tag = _tag(code)
+    if tag is None:  # a model of other software may have codes of its own
         return True
     if tag.script is not None:
         return tag.script not in UNSPACED_SCRIPTS

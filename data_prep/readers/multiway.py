@@ -2,8 +2,8 @@
 
 Their records hold any number of languages. A file is read once for all of its pairs
 (``data_prep/one_pass.py``). A language with several spellings in a file (``pt``, ``pt-br``) is one
-language, and a record gives the first text in the order of the spellings, unless ``corpus.regions``
-keeps them apart.
+language, and a record gives the text asked for, else the first in the order of the spellings,
+unless ``corpus.regions`` keeps them apart.
 """
 
 import re
@@ -31,7 +31,11 @@ from pipeline.terminal import listed
 
 ONE_SIDED = "records_one_sided"
 
-_SPELLING = re.compile(r"([A-Za-z]{2,3})(?:[-_]([A-Za-z]{4}))?(?:[-_]([A-Za-z]{2}|[0-9]{3}))?")
+_END = "(?![A-Za-z0-9])"
+_SPELLING = re.compile(
+    rf"([A-Za-z]{{2,3}}){_END}(?:[-_]([A-Za-z]{{4}}){_END})?(?:[-_]([A-Za-z]{{2}}|[0-9]{{3}}){_END})?"
+)
+_WITHDRAWN_TAGS = {"zh-chs": "zh-Hans", "zh-cht": "zh-Hant", "no-bok": "nb", "no-nyn": "nn"}
 
 
 class Record(NamedTuple):
@@ -112,10 +116,8 @@ def is_language(spelling: str) -> bool:
 @lru_cache(maxsize=1024)
 def without_variant(spelling: str) -> str | None:
     """Return a BCP 47 tag up to its region (``de-DE`` of ``de-DE-1996``); None if it is none."""
-    match = _SPELLING.match(spelling)
-    if match is None or spelling[match.end() : match.end() + 1] not in ("", "-", "_"):
-        return None
-    return match[0]
+    match = _SPELLING.match(_WITHDRAWN_TAGS.get(spelling.lower().replace("_", "-"), spelling))
+    return match and match[0]
 
 
 def pair_up(

@@ -85,7 +85,7 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
     A row is too long if it is longer than its cells may be together; such a row may be cut.
     """
     longest = max_line_bytes * columns.width + columns.width
-    lines = enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), start=1)
+    lines = _numbered_lines(file, max_line_bytes=longest)
     for number, line in islice(lines, int(columns.has_header), None):
         cells = line.removesuffix(b"\r").split(b"\t")
         if len(cells) != columns.width or len(line) > longest:
@@ -101,13 +101,20 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
             )
 
 
+def _numbered_lines(file: RawFile, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank with their numbers, from 1."""
+    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), 1):
+        if line and not line.isspace():
+            yield number, line
+
+
 def _is_text(cell: bytes) -> bool:
     return bool(cell) and cell != MISSING and not cell.isspace()
 
 
 def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes: int) -> Columns:
     """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
-    first = next(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), b"")
+    _, first = next(_numbered_lines(file, max_line_bytes=max_line_bytes), (1, b""))
     cells = _header_cells(first)
     languages = {cell for cell in cells if is_language(cell)}
     wanted = {find_code(spelling, languages) for spelling in pair} if pair else languages
@@ -249,7 +256,7 @@ def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iter
 
 def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
     longest = _JSON_BYTES * max_line_bytes
-    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), start=1):
+    for number, line in _numbered_lines(file, max_line_bytes=longest):
         yield Row(number, _json_object(line) if len(line) <= longest else None)
 
 
@@ -281,6 +288,10 @@ def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
     header: list[str] | None = None
     number, damaged_until = 1, 0
     while (cells := _next_cells(reader)) is not None:
+        if record[0].isspace():
+            number += 1
+            record.clear()
+            continue
         # A line with an odd quote may be the end of a text, as in '(3)"x,three': it is no row.
         is_end = number <= damaged_until and "".join(record).count('"') % 2 == 1
         if is_row := bool(cells) and not is_end and len(cells) == len(header or cells):

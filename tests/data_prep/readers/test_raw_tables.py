@@ -428,6 +428,42 @@ def quarantined(corpus: Artifact) -> list[int]:
     return [json.loads(line)["line"] for line in corpus.file("quarantine.jsonl").open()]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.jsonl", '{"de": null}\n{"id": 7}\n{"en": "one"}\n{"de": "zwei", "en": "two"}\n'),
+        ("train.jsonl", '{"translation": {}}\n{"translation": {"de": "zwei", "en": "two"}}\n'),
+        ("train.jsonl", '{"translation": null}\n{"translation": {"de": "zwei", "en": "two"}}\n'),
+        ("train.jsonl", '# no row\n{"de": "zwei", "en": "two"}\n'),
+        ("train.csv", "en,de\n,\ntwo,zwei\n"),
+    ],
+)
+def test_a_first_row_without_text_does_not_refuse_the_file(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    raw = write(tmp_path / "raw", {f"de-en/{name}": content})
+    assert sides(import_columns(tmp_path / "corpus", raw)) == [("zwei", "two")]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "rows"),
+    [
+        ("columns", "a.jsonl", ['{"de": "eins", "en": "one"}', '{"de": "zwei", "en": "two"}']),
+        ("columns", "a.csv", ["de,en", "eins,one", "zwei,two"]),
+        ("tsv", "a.tsv", ["de\ten", "eins\tone", "zwei\ttwo"]),
+        ("tsv", "a.tsv", ["eins\tone", "zwei\ttwo"]),
+    ],
+)
+def test_blank_lines_between_rows_are_no_damage(
+    tmp_path: Path, source: str, name: str, rows: list[str]
+) -> None:
+    content = "\n" + "\n\n \r\n".join(rows) + "\n" * 30
+    raw = write(tmp_path / "raw", {f"de-en/{name}": content})
+    corpus = import_columns(tmp_path / "corpus", raw, source=source)
+    assert sides(corpus) == [("eins", "one"), ("zwei", "two")]
+    assert quarantined(corpus) == []
+
+
 TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)
 
 
