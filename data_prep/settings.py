@@ -74,8 +74,8 @@ class CorpusConfig(Settings):
     """Read only pairs of these languages; empty: all pairs found."""
     regions: Regions = "joined"
     """Treatment of regions. ``joined``: ``pt-br`` and ``pt`` are one language, and a record with
-    both gives the text without region; ``apart``: they are two languages, one of them ``pt_BR``. A
-    language that occurs with a single region has its code without it."""
+    both gives the text asked for, else the text without region; ``apart``: they are two languages,
+    ``pt`` and ``pt_BR``. A language that occurs with a single region has its code without it."""
     untested: tuple[str, ...] = ()
     """Languages without test lines: no test lines of their pairs are read."""
     directions: Literal["all", "zero_shot", "pivot"] = "all"

@@ -150,19 +150,26 @@ def parse_tag(code: str) -> LanguageTag:
         ConfigError: the spelling is not a language code. The message suggests the code of a
             language of this English name, or else the nearest codes.
     """
-    spelling = code.strip().lower().replace("-", "_")
-    subtags = _SUBTAGS.fullmatch(spelling)
-    if subtags is None:
-        if named := code_of_name(code):
-            raise ConfigError(
-                f"{code!r} is the name of a language where its code is wanted. Write {named!r}."
-            )
-        near = ", ".join(nearest_codes(spelling, [*_FAMILY_OF, *ALIASES]))
+    if tag := _tag(code):
+        return tag
+    if named := code_of_name(code):
         raise ConfigError(
-            f"{code!r} is no language code. Write two or three letters of ISO 639 and, where it "
-            f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
-            f"{near or 'none'})."
+            f"{code!r} is the name of a language where its code is wanted. Write {named!r}."
         )
+    near = ", ".join(nearest_codes(code.strip(), [*_FAMILY_OF, *ALIASES]))
+    raise ConfigError(
+        f"{code!r} is no language code. Write two or three letters of ISO 639 and, where it "
+        f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
+        f"{near or 'none'})."
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tag(code: str) -> LanguageTag | None:
+    """Parse a spelling; return None if it is not a language code."""
+    subtags = _SUBTAGS.fullmatch(code.strip().lower().replace("-", "_"))
+    if subtags is None:
+        return None
     stem, script, region = subtags["language"], subtags["script"], subtags["region"]
     return LanguageTag(
         language=ALIASES.get(stem, stem),
@@ -214,22 +221,39 @@ def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> 
 def find_code(spelling: str, codes: Collection[str]) -> str | None:
     """Return the code of a corpus or model that a spelling means; None if there is none.
 
-    ``zh_Hant`` means itself if it is among the codes, else ``zh``; likewise ``pt_BR`` and ``pt``.
-    ``prs_Arab`` means ``prs`` if the codes have it, else ``fa``.
+    ``zh_TW`` means ``zh_Hant`` if the codes have it, else ``zh``: scripts are read as
+    ``distinct_codes`` does. Among codes of one script, the same region decides, then the same
+    letters: ``prs_Arab`` means ``prs`` if the codes have it, else ``fa``. Needs Babel if the codes
+    have several variants.
+
+    Args:
+        spelling: any usual spelling.
+        codes: codes, or spellings of one corpus; those that are not language codes are ignored.
 
     Raises:
         ConfigError: the spelling is not a language code.
     """
-    tag = parse_tag(spelling)
-    for regional in (f"{tag.language}_{tag.script}_{tag.region}", f"{tag.language}_{tag.region}"):
-        if regional in codes:
-            return regional
-    if f"{tag.language}_{tag.script}" in codes:
-        return f"{tag.language}_{tag.script}"
-    stem = spelling.strip().lower().replace("-", "_").partition("_")[0]
-    if stem in codes:
-        return stem
-    return tag.language if tag.language in codes else None
+    asked = parse_tag(spelling)
+    tags = {code: tag for code in codes if (tag := _tag(code)) and tag.language == asked.language}
+    if spelling in tags or not tags:
+        return spelling if tags else None
+    if [*tags.values()] == [LanguageTag(asked.language, script=None, region=None)]:
+        return next(iter(tags))
+    script, usual = _script_of_tag(asked), usual_script(asked.language)
+
+    def fits(tag: LanguageTag) -> bool:
+        is_same = _script_of_tag(tag) == script
+        if tag.region not in (None, asked.region):  # zh_TW among the codes also stands for zh_Hant
+            return is_same and script != usual
+        return is_same or tag.script is None
+
+    def distance(code: str) -> tuple[bool | int | str, ...]:
+        tag = tags[code]
+        script_differs, region_differs = _script_of_tag(tag) != script, tag.region != asked.region
+        letters_differ = _letters(code) != _letters(spelling)
+        return script_differs, region_differs, tag.region is not None, letters_differ, code
+
+    return min((code for code in tags if fits(tags[code])), key=distance, default=None)
 
 
 def family(code: str, families: Mapping[str, str] | None = None) -> str:
@@ -323,9 +347,8 @@ def parts_words_by_spaces(code: str) -> bool:
     The script that the code names decides, else the language's usual script; unknown codes count as
     spaced.
     """
-    try:
-        tag = parse_tag(code)
-    except ConfigError:  # a model of other software may have codes of its own
+    tag = _tag(code)
+    if tag is None:  # a model of other software may have codes of its own
         return True
     if tag.script is not None:
         return tag.script not in UNSPACED_SCRIPTS
@@ -363,6 +386,11 @@ def _is_one_edit(one: str, other: str) -> bool:
     if len(long) == len(short):
         return sum(a != b for a, b in zip(short, long, strict=True)) == 1
     return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+
+
+def _letters(code: str) -> str:
+    """Return the first subtag as it is spelled: ``twi`` of ``twi_Latn``, where the code is ak."""
+    return re.split("[-_]", code.strip().lower())[0]
 
 
 def _script_of_tag(tag: LanguageTag) -> str | None:

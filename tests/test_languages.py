@@ -228,7 +228,25 @@ def test_codes_of_a_corpus_mean_the_same_when_they_are_read_again() -> None:
         ("pt", ["pt", "pt_BR"], "pt"),
         ("pt-PT", ["pt", "pt_BR"], "pt"),
         ("pt-br", ["pt"], "pt"),
-        ("zh_Hant", ["zh", "zh_TW"], "zh"),
+        ("zh_Hant", ["zh", "zh_TW"], "zh_TW"),
+        ("zh_TW", ["zh", "zh_Hant"], "zh_Hant"),
+        ("zho-TW", ["zh_Hant", "zh"], "zh_Hant"),
+        ("zh_HK", ["zh", "zh_Hant"], "zh_Hant"),
+        ("zh_HK", ["zh", "zh_TW"], "zh_TW"),
+        ("zh_HK", ["zh"], "zh"),
+        ("zh-CN", ["zh_Hant", "zh"], "zh"),
+        ("pa_PK", ["pa", "pa_Arab"], "pa_Arab"),
+        ("pan-IN", ["pa", "pa_Arab"], "pa"),
+        ("uz_AF", ["uz", "uz_Arab"], "uz_Arab"),
+        ("sr_ME", ["sr", "sr_Latn"], "sr_Latn"),
+        ("zh", ["zho_Hant", "zho_Hans"], "zho_Hans"),
+        ("fr-CA", ["fra", "fra-CA"], "fra-CA"),
+        ("fr-CH", ["fra", "fra-CA"], "fra"),
+        ("twi", ["aka_Latn", "twi_Latn"], "twi_Latn"),
+        ("aka", ["aka_Latn", "twi_Latn"], "aka_Latn"),
+        ("prs", ["pes_Arab", "prs_Arab"], "prs_Arab"),
+        ("zh_Hant", ["x_of_its_own", "zh"], "zh"),
+        ("zh", ["zh_Hant"], None),
         ("sr_Latn_RS", ["sr_RS", "sr_Latn_RS"], "sr_Latn_RS"),
     ],
 )
@@ -236,6 +254,22 @@ def test_a_spelling_is_found_among_the_codes_of_a_model(
     spelling: str, codes: list[str], found: str | None
 ) -> None:
     assert find_code(spelling, codes) == found
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ["zh_CN", "zh_TW"],
+        ["zho-CN", "zho-TW", "zho-HK"],
+        ["pa_IN", "pa_PK"],
+        ["az_AZ", "az_IR"],
+        ["sr_Latn_RS", "sr_RS"],
+    ],
+)
+def test_a_spelling_is_found_under_the_code_that_its_corpus_gives_it(spellings: list[str]) -> None:
+    codes = distinct_codes(spellings)
+    assert len(set(codes.values())) == 2
+    assert {spelling: find_code(spelling, codes.values()) for spelling in spellings} == codes
 
 
 @pytest.mark.parametrize(

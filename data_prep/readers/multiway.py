@@ -2,8 +2,8 @@
 
 Their records hold any number of languages. A file is read once for all of its pairs
 (``data_prep/one_pass.py``). A language with several spellings in a file (``pt``, ``pt-br``) is one
-language, and a record gives the first text in the order of the spellings, unless ``corpus.regions``
-keeps them apart.
+language, and a record gives the text asked for, else the first in the order of the spellings,
+unless ``corpus.regions`` keeps them apart.
 """
 
 import re
@@ -31,7 +31,11 @@ from pipeline.terminal import listed
 
 ONE_SIDED = "records_one_sided"
 
-_SPELLING = re.compile(r"([A-Za-z]{2,3})(?:[-_]([A-Za-z]{4}))?(?:[-_]([A-Za-z]{2}|[0-9]{3}))?")
+_END = "(?![A-Za-z0-9])"
+_SPELLING = re.compile(
+    rf"([A-Za-z]{{2,3}}){_END}(?:[-_]([A-Za-z]{{4}}){_END})?(?:[-_]([A-Za-z]{{2}}|[0-9]{{3}}){_END})?"
+)
+_WITHDRAWN_TAGS = {"zh-chs": "zh-Hans", "zh-cht": "zh-Hant", "no-bok": "nb", "no-nyn": "nn"}
 
 
 class Record(NamedTuple):
@@ -112,10 +116,8 @@ def is_language(spelling: str) -> bool:
 @lru_cache(maxsize=1024)
 def without_variant(spelling: str) -> str | None:
     """Return a BCP 47 tag up to its region (``de-DE`` of ``de-DE-1996``); None if it is none."""
-    match = _SPELLING.match(spelling)
-    if match is None or spelling[match.end() : match.end() + 1] not in ("", "-", "_"):
-        return None
-    return match[0]
+    match = _SPELLING.match(_WITHDRAWN_TAGS.get(spelling.lower().replace("_", "-"), spelling))
+    return match and match[0]
 
 
 def pair_up(
@@ -135,7 +137,7 @@ def pair_up(
         raise DataError(f"No record has text in two languages in {paths}. Name other files.")
     selected = _select({pair for pair, _ in found}, config)
     sections = [
-        _section(file, pair, codes, left_out)
+        _section(file, pair, codes, left_out, asked=config.languages)
         for pair, file in sorted(found, key=lambda entry: entry[0])
         if pair in selected and _is_wanted(pair, file.split, config)
     ]
@@ -169,13 +171,14 @@ def section_of_pair(
             f"{file.file.path} has no record with text in both languages of {pair.name}. Correct "
             "the pair, or take the file out."
         )
-    section = _section(file, (one, other), codes, left_out)
+    section = _section(file, (one, other), codes, left_out, asked=pair.spellings)
     return replace(section, languages=(first, second))
 
 
-def preferred(spellings: Iterable[str]) -> list[str]:
-    """Sort spellings of one language by preference: those without script and region first."""
-    return sorted(spellings, key=lambda spelling: (len(spelling), spelling))
+def preferred(spellings: Collection[str], asked: Iterable[str] = ()) -> list[str]:
+    """Sort spellings of one language: those asked for, then those without script and region."""
+    meant = {find_code(spelling, spellings) for spelling in asked}
+    return sorted(spellings, key=lambda spelling: (spelling not in meant, len(spelling), spelling))
 
 
 def first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
@@ -208,10 +211,15 @@ def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> boo
 
 
 def _section(
-    file: MultiwayFile, pair: tuple[str, str], codes: Mapping[str, str], left_out: Counter[str]
+    file: MultiwayFile,
+    pair: tuple[str, str],
+    codes: Mapping[str, str],
+    left_out: Counter[str],
+    *,
+    asked: Iterable[str],
 ) -> Section:
     first, second = (
-        tuple(preferred(spelling for spelling in file.spellings if codes[spelling] == code))
+        tuple(preferred([name for name in file.spellings if codes[name] == code], asked))
         for code in pair
     )
     return Section(

@@ -227,13 +227,14 @@ def _align_languages(
 def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile:
     """Return the file to read, among several of one language and script in one split.
 
-    It is the one with the wanted spelling, else the source of the translations, else one without
+    It is the variant that is wanted, else the source of the translations, else one without
     region (``fra`` before ``fra-CA``), else the first by name (``pes``, ``prs``).
     """
+    meant = {find_code(asked, [file.spelling for file in files]) for asked in wanted}
 
     def preference(file: TextFile) -> tuple[bool, bool, int, str]:
         spelling = file.spelling
-        return spelling not in wanted, not file.is_source, len(spelling), spelling
+        return spelling not in meant, not file.is_source, len(spelling), spelling
 
     first, *others = sorted(files, key=preference)
     if others and others[0].spelling == first.spelling and not first.is_source:

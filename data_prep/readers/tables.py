@@ -15,6 +15,7 @@ languages, or each has a column with its code as the name.
 import codecs
 import csv
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +29,7 @@ from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_raw_lines, table_rows
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.errors import DataError
+from pipeline.languages import find_code
 from pipeline.terminal import listed
 
 MISSING = b"__NULL__"
@@ -82,7 +84,7 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
     A row is too long if it is longer than its cells may be together; such a row may be cut.
     """
     longest = max_line_bytes * columns.width + columns.width
-    lines = enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), start=1)
+    lines = _numbered_lines(file, max_line_bytes=longest)
     for number, line in islice(lines, int(columns.has_header), None):
         cells = line.removesuffix(b"\r").split(b"\t")
         if len(cells) != columns.width or len(line) > longest:
@@ -98,20 +100,24 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
             )
 
 
+def _numbered_lines(file: RawFile, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank with their numbers, from 1."""
+    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), 1):
+        if line and not line.isspace():
+            yield number, line
+
+
 def _is_text(cell: bytes) -> bool:
     return bool(cell) and cell != MISSING and not cell.isspace()
 
 
 def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes: int) -> Columns:
     """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
-    first = next(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), b"")
+    _, first = next(_numbered_lines(file, max_line_bytes=max_line_bytes), (1, b""))
     cells = _header_cells(first)
-    wanted = {spelling.lower() for spelling in pair or ()}
-    named = {
-        column: spelling
-        for column, spelling in enumerate(cells)
-        if (spelling.lower() in wanted if wanted else is_language(spelling))
-    }
+    languages = {cell for cell in cells if is_language(cell)}
+    wanted = {find_code(spelling, languages) for spelling in pair} if pair else languages
+    named = {column: cell for column, cell in enumerate(cells) if cell in wanted}
     if len({spelling.lower() for spelling in named.values()}) > 1:
         return Columns(named, width=len(cells), has_header=True)
     if pair is None:
@@ -129,8 +135,8 @@ def _header_cells(line: bytes) -> Sequence[str]:
 
 ENDINGS = ("parquet", "jsonl", "json", "csv")
 TRANSLATION = "translation"
-
-"""Rows of a Parquet file held in memory; their row group stays packed."""
+ROWS_WITH_COLUMNS = 1000
+"""First rows of a file, which must have every column: a row may lack a text."""
 _JSON_BYTES = 12
 """Bytes of a JSON row per byte of a side, which may be an escape of six; a row has other
 columns."""
@@ -173,9 +179,8 @@ def open_columns(
             '{ de = "source", en = "target" }, or put the file into a folder named like de-en.'
         )
     columns = {language: config.columns.get(language, language) for language in languages}
-    first = next(_rows(file, columns.values(), max_line_bytes=config.max_line_bytes), None)
-    if first is not None:
-        _require_columns(file, first, columns)
+    rows = _rows(file, columns.values(), max_line_bytes=config.max_line_bytes)
+    _require_columns(file, islice(rows, ROWS_WITH_COLUMNS), columns)
     return MultiwayFile(
         file=file,
         split=split,
@@ -214,19 +219,27 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
     return found
 
 
-def _require_columns(file: RawFile, first: Row, columns: Mapping[str, str]) -> None:
-    if first.cells is None:
+def _require_columns(file: RawFile, rows: Iterable[Row], columns: Mapping[str, str]) -> None:
+    """Refuse a file if a column is in none of these rows, each of which may lack some text."""
+    present: dict[str, None] = {}
+    line = 0
+    for row in rows:
+        line = line or row.line
+        cells = row.cells or {}
+        nested = cells.get(TRANSLATION)
+        present |= dict.fromkeys(nested if isinstance(nested, dict) else cells)
+        if present.keys() >= {*columns.values()}:
+            return
+    if line and not present:
         raise DataError(
-            f"{file.path}, line {first.line}, is not a row of a .{file.ending} file. Rename the "
-            "file to what it is, or correct the line."
+            f"{file.path}, line {line}, is not a row of a .{file.ending} file. Rename the file to "
+            "what it is, or correct the line."
         )
-    nested = first.cells.get(TRANSLATION)
-    present = nested if isinstance(nested, dict) else first.cells
-    missing = [column for column in columns.values() if column not in present]
-    if missing:
+    if line:
+        missing = [column for column in columns.values() if column not in present]
         raise DataError(
-            f"{file.path} has no column {listed(missing)} (it has {listed(present) or 'none'}). "
-            "Set corpus.columns, language = column."
+            f"{file.path} has no column {listed(missing)} (it has {listed(present)}). Set "
+            "corpus.columns, language = column."
         )
 
 
@@ -242,7 +255,7 @@ def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iter
 
 def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
     longest = _JSON_BYTES * max_line_bytes
-    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), start=1):
+    for number, line in _numbered_lines(file, max_line_bytes=longest):
         yield Row(number, _json_object(line) if len(line) <= longest else None)
 
 
@@ -255,18 +268,46 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
-    """Yield the rows below the header; a quoted field may hold line ends."""
+    """Yield the rows below the header; a quoted field may hold line ends.
+
+    Of a damaged record, only the first line is malformed, and the others are read again: a quote
+    that is never closed would otherwise hide every line up to the next quote.
+    """
     raws = iterate_raw_lines(file.path, max_line_bytes=2 * max_line_bytes)
-    reader = csv.reader((f"{_decoded(raw)}\n" for raw in raws), strict=True)
-    cells = _next_cells(reader)
-    if cells is None:
-        return
-    header = [cell.removeprefix("\ufeff").strip() for cell in cells]
-    line = reader.line_num + 1
+    fresh = (f"{_decoded(raw)}\n" for raw in raws)
+    again = deque[str]()
+    record: list[str] = []
+
+    def take() -> Iterator[str]:
+        while (line := again.popleft() if again else next(fresh, None)) is not None:
+            record.append(line)
+            yield line
+
+    reader = csv.reader(take(), strict=True)
+    header: list[str] | None = None
+    number, damaged_until = 1, 0
     while (cells := _next_cells(reader)) is not None:
-        is_row = len(cells) == len(header)
-        yield Row(line, dict(zip(header, cells, strict=True)) if is_row else None)
-        line = reader.line_num + 1
+        if record[0].isspace():
+            number += 1
+            record.clear()
+            continue
+        # A line with an odd quote may be the end of a text, as in '(3)"x,three': it is no row.
+        is_end = number <= damaged_until and "".join(record).count('"') % 2 == 1
+        if is_row := bool(cells) and not is_end and len(cells) == len(header or cells):
+            texts = dict(zip(header or cells, cells, strict=True))
+        else:
+            damaged_until = max(damaged_until, number + len(record) - 1)
+            again.extendleft(reversed(record[1:]))
+            del record[1:]
+            reader = csv.reader(take(), strict=True)
+        if header is None and is_row:
+            header = [cell.removeprefix("\ufeff").strip() for cell in cells]
+        else:
+            yield Row(number, texts if is_row else None)
+            if header is None:
+                return
+        number += len(record)
+        record.clear()
 
 
 def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:

@@ -6,7 +6,8 @@ and once for all pairs of them.
 
 The text of a segment is what a reader sees. The native codes in ``bpt``, ``ept``, ``it``, ``ph``
 and ``ut`` are left out, with the subflows in them (``sub``: a footnote, the title of a link), which
-stand elsewhere on the page; text in ``hi`` and any other element is kept.
+stand elsewhere on the page; text in ``hi`` and any other element is kept. A code that breaks a
+line, column or page becomes a space. A segment with a private tag (``x-none``) is left out.
 
 A file that declares entities is refused: translation memories need none, and an entity can stand
 for more text than any memory holds, or for files of this machine. The document type that many tools
@@ -14,6 +15,7 @@ name, ``tmx14.dtd``, is not fetched.
 """
 
 import codecs
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,13 @@ from pipeline.errors import DataError
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))
 """Elements whose content is not text."""
+
+_BREAKS = frozenset("lb cb pb x-lb x-br br".split())
+"""Types of codes that break a line, column or page."""
+_LINE_BREAK_TAG = re.compile(r"<br\b", re.IGNORECASE)
+_BREAK = b"\v"  # no character of XML
+_NO_LANGUAGE = re.compile(r"[xi]-|\*", re.IGNORECASE)
+"""Beginning of private and grandfathered tags, and of ``*all*``."""
 
 LONGEST_TAG_BYTES = 2**24
 """Longest tag or comment, which the parser holds in memory until it ends."""
@@ -175,6 +184,8 @@ class UnitParser:
             self._segment_depth += 1
             if self._code_depth or name in CODES:
                 self._code_depth += 1
+                if attributes.get("type", "").lower() in _BREAKS:
+                    self._add(_BREAK)
         elif name == "seg":
             self._segment_depth = 1
             self._parts, self._part_bytes = [], 0
@@ -191,13 +202,19 @@ class UnitParser:
             self._code_depth -= bool(self._code_depth)
             if not self._segment_depth:
                 self._parser.CharacterDataHandler = None
-                self._keep(b"".join(self._parts).strip())
+                between_breaks = map(bytes.strip, b"".join(self._parts).split(_BREAK))
+                self._keep(b" ".join(filter(None, between_breaks)))
         elif name == "tu":
             self._units.append(Record(self._unit_line, self._texts))
 
     def _text(self, data: str) -> None:
-        if not self._code_depth and self._part_bytes <= self._max_bytes:
-            part = data.encode()
+        if not self._code_depth:
+            self._add(data.encode())
+        elif _LINE_BREAK_TAG.search(data):
+            self._add(_BREAK)
+
+    def _add(self, part: bytes) -> None:
+        if self._part_bytes <= self._max_bytes:
             self._parts.append(part)
             self._part_bytes += len(part)
 
@@ -208,7 +225,7 @@ class UnitParser:
 
     def _language_of(self, attributes: dict[str, str]) -> str | None:
         tag = attributes.get("xml:lang") or attributes.get("lang")
-        if not tag:
+        if not tag or _NO_LANGUAGE.match(tag):
             return None
         spelling = without_variant(tag)
         if spelling is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.artifacts.vocabularies import SPACE
+from pipeline.languages import parts_words_by_spaces
 
 _BEFORE_SPACE = ".!?…‼⁇⁈⁉‽．։؟۔؝؞׃\u037e᙮᠃᠉꓿჻܀܁܂߹᱾᱿꘎꘏꛳꛷᥄᥅"
 _ANYWHERE = "。｡！？।॥෴။។៕።፧፨།༎꯫꫰꫱᭞᭟꧈꧉꩝꩞꩟꣎꣏"
@@ -34,8 +35,6 @@ _ZERO_WIDTH_JOINER = "\u200d"
 BYTE_SPACE = "<0x20>"
 UNKNOWN = "\N{DOUBLE QUESTION MARK}"
 """Text of a word that has no character of the vocabulary."""
-LANGUAGES_WITHOUT_SPACES = frozenset("ja km lo my shn th yue zh".split())
-"""Languages that write no space between words or sentences."""
 
 
 def split_sentences(text: str) -> list[str]:
@@ -61,8 +60,8 @@ def split_to_fit(text: str, *, fits: Callable[[str], bool]) -> list[str]:
 
 
 def join_sentences(sentences: list[str], *, language: str) -> str:
-    """Join translated parts to one line; ``language`` is the registry's code."""
-    separator = "" if language in LANGUAGES_WITHOUT_SPACES else " "
+    """Join translated parts to one line; ``language`` has any usual spelling."""
+    separator = " " if parts_words_by_spaces(language) else ""
     return separator.join(sentence.strip() for sentence in sentences if sentence.strip())
 
 
@@ -118,11 +117,11 @@ def _is_character_border(text: str, place: int) -> bool:
 def word_spans(tokens: Sequence[int], tokenizer: Tokenizer, *, language: str) -> list[range]:
     """Return the tokens of every word, in order.
 
-    Every token belongs to a word; spaces belong to the word behind them. ``language`` is the
-    registry's code.
+    Every token belongs to a word; spaces belong to the word behind them. ``language`` has any
+    usual spelling.
     """
     pieces = [tokenizer.piece(token) for token in tokens]
-    has_spaces = language not in LANGUAGES_WITHOUT_SPACES
+    has_spaces = parts_words_by_spaces(language)
     starts: list[int] = []
     is_blank = False  # the word so far is nothing but spaces
     for index, piece in enumerate(pieces):

@@ -36,7 +36,7 @@ from pipeline.decoding.sentences import align, join_sentences, split_to_fit, tex
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import can_loop
-from pipeline.languages import canonical, code_of_name, find_code, nearest_codes
+from pipeline.languages import code_of_name, find_code, nearest_codes
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
 from pipeline.model.transformer import Transformer
@@ -431,8 +431,7 @@ class Translator:
         """Join the hypotheses of one rank of all parts; a part with fewer gives its last."""
         chosen = [one.hypothesis(rank) for one in found]
         texts = self._texts(chosen)
-        language = _canonical(job.direction.target)
-        text = texts[0] if len(texts) == 1 else join_sentences(texts, language=language)
+        text = join_sentences(texts, language=job.direction.target) if texts[1:] else texts[0]
         return Alternative(text, round(_mean_score(chosen), 4))
 
     def _texts(self, translations: Sequence[Translation]) -> list[str]:
@@ -461,13 +460,13 @@ class Translator:
         forced, tokens, part = found.forced, found.best.tokens, found.part
         if forced is None:
             return Details()
-        spans = word_spans(tokens, self.tokenizer, language=_canonical(part.direction.target))
+        spans = word_spans(tokens, self.tokenizer, language=part.direction.target)
         texts = texts_of(tokens, spans, self.tokenizer)
         scores = [round(sum(forced.log_p[index] for index in span), 4) for span in spans]
         words = tuple(Word(text, score) for text, score in zip(texts, scores, strict=True))
         if forced.attention_TS is None:
             return Details(words=words)
-        source = word_spans(part.tokens, self.tokenizer, language=_canonical(part.direction.source))
+        source = word_spans(part.tokens, self.tokenizer, language=part.direction.source)
         first = len(self._tags(part.direction).source_prefix)
         attention_TS = forced.attention_TS[:, first : first + len(part.tokens)]
         return Details(
@@ -680,11 +679,3 @@ def _mean_score(translations: Sequence[Translation]) -> float:
     weights = [len(translation.tokens) + 1 for translation in translations]
     scored = zip(translations, weights, strict=True)
     return sum(one.score * weight for one, weight in scored) / sum(weights)
-
-
-def _canonical(spelling: str) -> str:
-    """Return the registry's code, or the spelling itself if the registry has none."""
-    try:
-        return canonical(spelling)
-    except ConfigError:
-        return spelling

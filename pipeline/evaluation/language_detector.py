@@ -24,6 +24,7 @@ from langdetect.utils.lang_profile import LangProfile
 from langdetect.utils.ngram import NGram
 
 from pipeline.errors import ConfigError
+from pipeline.languages import find_code
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -333,12 +334,16 @@ class LanguageDetector:
 
 @lru_cache(maxsize=4)
 def _choice(candidates: frozenset[str] | None) -> tuple[tuple[str, ...], Floats, Floats]:
-    """Return languages, their prior and their n-grams; profiles of a language share its weight."""
+    """Return languages, their prior and their n-grams; profiles of a language share its weight.
+
+    A profile stands for the candidate that its name means: zh-tw for zh_Hant, if it is one.
+    """
     profiles = langdetect_profiles()
-    languages = tuple(PROFILE_LANGUAGES.get(name, name) for name in profiles.names)
     if candidates is None:
+        languages = tuple(PROFILE_LANGUAGES.get(name, name) for name in profiles.names)
         return languages, np.full(len(languages), 1.0 / len(languages)), profiles.probabilities
-    chosen = [place for place, language in enumerate(languages) if language in candidates]
+    languages = tuple(find_code(name, candidates) or "" for name in profiles.names)
+    chosen = [place for place, language in enumerate(languages) if language]
     if not chosen:
         raise ConfigError(
             f"langdetect knows none of the languages {', '.join(sorted(candidates))}. "

@@ -31,7 +31,7 @@ from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.line_filter import written_record
 from pipeline.errors import ConfigError
-from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
+from pipeline.evaluation.language_detector import LanguageDetector
 from pipeline.serving.bodies import Fields, Refused, read_fields
 from pipeline.serving.systems import System, Systems
 from pipeline.serving.worker import Worker
@@ -234,13 +234,15 @@ class Api:
         return await loop.run_in_executor(self._detecting, self._rank, "\n".join(texts))
 
     def _rank(self, text: str) -> list[dict[str, Any]]:
-        codes = self._systems.detectable
         if self._detector is None:
-            if not codes.keys() & detectable_languages():
-                raise Refused(400, "None of the languages can be detected. Name the source.")
-            self._detector = LanguageDetector(codes, seed=1)
+            codes = [language["code"] for language in self._systems.languages]
+            try:
+                self._detector = LanguageDetector(codes, seed=1)
+            except ConfigError as error:
+                problem = "None of the languages can be detected. Name the source."
+                raise Refused(400, problem) from error
         return [
-            {"confidence": round(100 * probability, 1), "language": codes[code]}
+            {"confidence": round(100 * probability, 1), "language": code}
             for code, probability in self._detector.ranked(text)
         ]
 

@@ -11,7 +11,7 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError, hint
-from pipeline.languages import canonical, language, own_name
+from pipeline.languages import language, own_name
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,6 @@ class Systems:
         codes = sorted({code for system in systems for code in system.sources})
         self.languages = [self._describe(code) for code in codes]
         """Languages as LibreTranslate lists them, each also by its own name."""
-        self.detectable: dict[str, str] = {}
-        """Code that a language detector knows → code of the models."""
-        for code in codes:
-            with suppress(ConfigError):  # a model of other software may have codes of its own
-                self.detectable[canonical(code)] = code
 
     def choose(self, name: str | None, source: str, target: str) -> tuple[System, Direction]:
         """Return the named system, or the first that has the direction, and the direction.

@@ -105,6 +105,28 @@ def test_ntrex_becomes_test_lines_and_its_source_is_the_english_side(raw: Path, 
     assert "newstest2019-ref.fra-CA.txt" in " ".join(corpus.manifest.summary)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        ("zho-TW", "zho-TW"),
+        ("zh_HK", "zho-TW"),
+        ("zh-CN", "zho-CN"),
+        ("fr-CA", "fra-CA"),
+        ("fr", "fra"),
+        ("twi", "twi"),
+        ("eng-US", "eng-US"),
+    ],
+)
+def test_a_language_asked_for_by_region_or_variety_is_the_file_read(
+    raw: Path, out: Path, wanted: str, name: str
+) -> None:
+    found = ["eng-US", "deu", "fra", "fra-CA", "zho-CN", "zho-TW", "aka", "twi"]
+    corpus = imported(out, ntrex(raw, found), languages=("de", wanted), pivot="de")
+    (pair,) = line_counts(corpus, "test")
+    (code,) = set(pair.split("-")) - {"de"}
+    assert read_lines(corpus, "test", pair, code) == [f" {i} {name}" for i in range(3)]
+
+
 def test_pairs_of_files_become_their_pairs_and_no_others(raw: Path, out: Path) -> None:
     write(
         raw,

@@ -130,8 +130,9 @@ def test_a_long_run_of_one_mark_is_split_in_linear_time(text: str) -> None:
 
 def test_parts_are_joined_as_their_language_writes() -> None:
     assert join_sentences([" Eins. ", "", "Zwei."], language="de") == "Eins. Zwei."
-    for language in ("zh", "ja", "th", "km", "lo", "my"):
+    for language in ("zh", "ja", "th", "km", "lo", "my", "wuu", "lzh", "gan", "zho_Hant", "shn"):
         assert join_sentences(["一。", " ", "二。"], language=language) == "一。二。"
+    assert join_sentences(["Yī.", "Èr."], language="zh_Latn") == "Yī. Èr."
     assert join_sentences([], language="de") == ""
 
 
@@ -157,6 +158,7 @@ def test_further_spaces_make_no_further_words() -> None:
 
 def test_where_no_spaces_are_written_every_piece_is_a_word_and_no_character_is_divided() -> None:
     assert words("我们 回家", language="zh") == list("我们回家")
+    assert words("我们 回家", language="wuu") == list("我们回家")
 
 
 def test_a_word_of_unknown_pieces_is_marked_and_still_one() -> None:

@@ -86,6 +86,27 @@ def test_lines_without_letters_are_in_no_language() -> None:
     assert LanguageDetector(None, seed=1).detect_all([]) == []
 
 
+SIMPLIFIED = "这个国家的经济发展很快,但是农村的人们还没有过上好日子。"
+TRADITIONAL = "這個國家的經濟發展很快,但是農村的人們還沒有過上好日子。"
+
+
+@pytest.mark.parametrize(
+    ("candidates", "codes"),
+    [
+        ({"de", "ko", "zh", "zh_Hant"}, ["zh", "zh_Hant"]),
+        ({"deu_Latn", "zho_Hans", "zho_Hant"}, ["zho_Hans", "zho_Hant"]),
+        ({"de", "zh", "zh_TW"}, ["zh", "zh_TW"]),
+        ({"de", "zh"}, ["zh", "zh"]),
+    ],
+)
+def test_simplified_and_traditional_text_are_the_languages_that_candidates_tell_apart(
+    candidates: set[str], codes: list[str]
+) -> None:
+    detector = LanguageDetector(candidates, seed=1)
+    assert detector.detect_all([SIMPLIFIED, TRADITIONAL]) == codes
+    assert [detector.ranked(text)[0][0] for text in (SIMPLIFIED, TRADITIONAL)] == codes
+
+
 def test_probable_languages_are_ranked_and_profiles_of_one_language_added() -> None:
     chinese = LanguageDetector(None, seed=1).ranked(
         "这是一个用中文写的句子，這是一個用中文寫的句子"

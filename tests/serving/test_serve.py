@@ -213,6 +213,21 @@ def test_the_source_language_is_detected_on_request(served: Served) -> None:
     assert [one["language"] for one in several["detectedLanguage"]] == ["de", "de"]
 
 
+def test_detection_tells_the_scripts_of_a_model_apart_and_regions_find_them(tmp_path: Path) -> None:
+    codes = ["de", "en", "zh", "zh_Hant"]
+    simplified, traditional = "这个国家的经济发展很快。", "這個國家的經濟發展很快。"
+    found: dict[str, str] = {}
+    with serving(make_model(tmp_path / "model", codes=codes)) as (served, _):
+        for text, code, region in ((simplified, "zh", "zh_CN"), (traditional, "zh_Hant", "zh_HK")):
+            answer = served.post(q=text, source="auto").json()
+            assert answer["detectedLanguage"]["language"] == code
+            found[region], found[code] = (
+                served.post(q="Ja.", target=target).json()["translatedText"]
+                for target in (region, code)
+            )
+    assert found["zh_CN"] == found["zh"] != found["zh_Hant"] == found["zh_HK"]
+
+
 def test_the_first_system_with_the_direction_translates_unless_one_is_named(
     served: Served,
 ) -> None:

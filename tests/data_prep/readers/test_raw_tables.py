@@ -212,6 +212,39 @@ def test_languages_asked_for_are_the_columns_read(tmp_path: Path) -> None:
         import_tsv(tmp_path / "again", raw, languages=("en", "fr", "el"))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "texts"),
+    [
+        ("zh_TW", ["繁"]),
+        ("zh-CN", ["简"]),
+        ("pa_PK", ["شاہ"]),
+        ("pan-IN", ["ਗੁਰ"]),
+        ("fr-CA", ["char"]),
+        ("fr", ["voiture"]),
+        ("twi", ["twi"]),
+        ("aka_Latn", ["aka"]),
+    ],
+)
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_language_asked_for_by_region_or_variety_is_the_column_read(
+    tmp_path: Path, wanted: str, texts: list[str], is_listed: bool
+) -> None:
+    table = (
+        "en\tzh-cn\tzh_tw\tpa_IN\tpa_PK\tfr\tfr-ca\taka_Latn\ttwi_Latn\n"
+        "one\t简\t繁\tਗੁਰ\tشاہ\tvoiture\tchar\taka\ttwi\n"
+    )
+    raw = write(tmp_path / "raw", {"train.tsv": table})
+    settings: dict[str, Any] = {"languages": ["en", wanted]}
+    if is_listed:
+        pair = f"en-{wanted.replace('-', '_')}"
+        entry = {"split": "train", "pair": pair, "paths": ["train.tsv"]}
+        settings = {"source": "listed", "files": [entry]}
+    corpus = import_tsv(tmp_path / "corpus", raw, **settings)
+    (pair,) = corpus.statistics["pairs"]
+    (code,) = set(pair.split("-")) - {"en"}
+    assert read_lines(corpus, "train", pair, code) == texts
+
+
 def test_a_column_of_a_region_can_be_asked_for_alone(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"all_talks_train.tsv": TED})
     for spelling in ("pt_BR", "pt-br"):
@@ -352,6 +385,83 @@ def test_rows_that_are_no_pair_of_texts_go_to_the_quarantine(tmp_path: Path) -> 
         *(("de-en/test.csv", line, "malformed") for line in (3, 4, 6)),
         ("de-en/test.csv", 5, "invalid_utf8"),
     }
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "malformed"),
+    [
+        ('Eins,one\n"Zwei,two\nDrei,three\n', ["Eins", "Drei"], [3]),
+        ('"Eins,one\nZwei,two\n"Drei, 3",three\n', ["Zwei", "Drei, 3"], [2]),
+        ('Eins,"one\nZwei,"two\n"Drei\n(3)",three\n', ["Drei (3)"], [2, 3]),
+        ('"Eins\n(1)",one,more\nZwei,two\n', ["Zwei"], [2, 3]),
+        ('"Eins\n(1)"x,one\nZwei,two\n', ["Zwei"], [2, 3]),
+    ],
+)
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_damaged_record_of_a_csv_file_hides_no_other_lines(
+    tmp_path: Path, rows: str, kept: list[str], malformed: list[int], is_listed: bool
+) -> None:
+    raw = write(tmp_path / "raw", {"de-en/train.csv": f"de,en\n{rows}"})
+    settings: dict[str, object] = {}
+    if is_listed:
+        entry = {"split": "train", "pair": "de-en", "paths": ["de-en/train.csv"]}
+        settings = {"source": "listed", "files": [entry]}
+    corpus = import_columns(tmp_path / "corpus", raw, **settings)
+    assert read_lines(corpus, "train", "de-en", "de") == kept
+    assert quarantined(corpus) == malformed
+
+
+def test_a_csv_file_with_a_quote_in_front_of_many_lines_is_refused(tmp_path: Path) -> None:
+    rows = [f"{chr(34) * (n % 3 == 0)}Zeile {n},line {n}\n" for n in range(300)]
+    raw = write(tmp_path / "raw", {"de-en/train.csv": "".join(["de,en\n", *rows])})
+    with pytest.raises(DataError, match=r"100 of 300 lines are not .* \(malformed\)"):
+        import_columns(tmp_path / "corpus", raw)
+
+
+def test_a_header_with_a_quote_that_is_never_closed_is_told(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"de-en/train.csv": '"de,en\neins,one\n'})
+    with pytest.raises(DataError, match=r"line 1, is not a row of a \.csv file"):
+        import_columns(tmp_path / "corpus", raw)
+
+
+def quarantined(corpus: Artifact) -> list[int]:
+    return [json.loads(line)["line"] for line in corpus.file("quarantine.jsonl").open()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.jsonl", '{"de": null}\n{"id": 7}\n{"en": "one"}\n{"de": "zwei", "en": "two"}\n'),
+        ("train.jsonl", '{"translation": {}}\n{"translation": {"de": "zwei", "en": "two"}}\n'),
+        ("train.jsonl", '{"translation": null}\n{"translation": {"de": "zwei", "en": "two"}}\n'),
+        ("train.jsonl", '# no row\n{"de": "zwei", "en": "two"}\n'),
+        ("train.csv", "en,de\n,\ntwo,zwei\n"),
+    ],
+)
+def test_a_first_row_without_text_does_not_refuse_the_file(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    raw = write(tmp_path / "raw", {f"de-en/{name}": content})
+    assert sides(import_columns(tmp_path / "corpus", raw)) == [("zwei", "two")]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "rows"),
+    [
+        ("columns", "a.jsonl", ['{"de": "eins", "en": "one"}', '{"de": "zwei", "en": "two"}']),
+        ("columns", "a.csv", ["de,en", "eins,one", "zwei,two"]),
+        ("tsv", "a.tsv", ["de\ten", "eins\tone", "zwei\ttwo"]),
+        ("tsv", "a.tsv", ["eins\tone", "zwei\ttwo"]),
+    ],
+)
+def test_blank_lines_between_rows_are_no_damage(
+    tmp_path: Path, source: str, name: str, rows: list[str]
+) -> None:
+    content = "\n" + "\n\n \r\n".join(rows) + "\n" * 30
+    raw = write(tmp_path / "raw", {f"de-en/{name}": content})
+    corpus = import_columns(tmp_path / "corpus", raw, source=source)
+    assert sides(corpus) == [("eins", "one"), ("zwei", "two")]
+    assert quarantined(corpus) == []
 
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)

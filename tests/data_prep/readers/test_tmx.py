@@ -135,6 +135,44 @@ def test_old_memories_name_languages_without_the_prefix_and_variants_are_dropped
     assert [found.texts for found in units_of(tmp_path / "a.tmx", text)] == [{"DE-DE": b"a"}]
 
 
+def test_text_of_tags_that_are_no_languages_is_left_out_and_old_tags_are_understood(
+    tmp_path: Path,
+) -> None:
+    norwegian = tuv("no-nyn", "e") + tuv("en-oxendict", "f")
+    others = tuv("x-none", "a") + tuv("i-klingon", "b") + tuv("*all*", "c")
+    chinese = tuv("zh-CHS", "简") + tuv("ZH-cht", "繁")
+    path = write(
+        tmp_path,
+        {"a.tmx": memory(f"<tu>{others}{tuv('en', 'd')}{chinese}</tu>", f"<tu>{norwegian}</tu>")},
+    )
+    corpus = imported(tmp_path / "corpus", path / "a.tmx")
+    assert read_lines(corpus, "train", "en-zh", "zh") == ["简"]
+    assert read_lines(corpus, "train", "en-zh_Hant", "zh_Hant") == ["繁"]
+    assert read_lines(corpus, "train", "en-nn", "en") == ["f"]
+    assert set(corpus.statistics["pairs"]) == {"en-nn", "en-zh", "en-zh_Hant", "zh-zh_Hant"}
+
+
+@pytest.mark.parametrize(
+    ("segment", "text"),
+    [
+        ('one<ph type="lb"/>two', "one two"),
+        ('one <ph x="1" type="lb"/> <ph type="lb"/>two', "one two"),
+        ("one<ph>&lt;br/&gt;</ph>two", "one two"),
+        ('one<it pos="begin" type="x-BR"/>two', "one two"),
+        ('one<bpt i="1" type="pb"/>two<ept i="1"/>', "one two"),
+        ('o<ph type="image"/>ne<bpt i="1">&lt;brown&gt;</bpt>!', "one!"),
+        ('<ph type="lb"/>one', "one"),
+    ],
+)
+def test_a_native_code_that_breaks_a_line_parts_words(
+    tmp_path: Path, segment: str, text: str
+) -> None:
+    content = memory(f"<tu>{tuv('en', segment)}</tu>")
+    assert [found.texts for found in units_of(tmp_path / "a.tmx", content)] == [
+        {"en": text.encode()}
+    ]
+
+
 @pytest.mark.parametrize(
     ("declared", "encoding"),
     [
