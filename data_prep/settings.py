@@ -229,6 +229,8 @@ class TokenizerConfig(Settings):
     @property
     def ids(self) -> int:
         """Number of ids without language tokens; both vocabularies share the specials."""
+        if self.kind == "bytes":
+            return NUM_SPECIALS + 256
         own = self.target_vocabulary_size - NUM_SPECIALS if self.target_languages else 0
         return self.vocabulary_size + own
 

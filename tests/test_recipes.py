@@ -258,6 +258,21 @@ def test_a_circle_of_parents_is_refused(tmp_path: Path) -> None:
     assert f"{first} → {second} → {first}" in message
 
 
+def test_parents_lie_beside_the_recipe_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "office").mkdir()
+    write(tmp_path, "base", "[training]\nupdates = 7000")
+    write(tmp_path / "office", "middle", 'parent = "../base.toml"')
+    write(tmp_path, "child", 'parent = "office/middle.toml"')
+    for place, name in ((tmp_path, "child"), (tmp_path / "office", "../child")):
+        monkeypatch.chdir(place)
+        assert load_recipe(f"{name}.toml").training.updates == 7000
+    write(tmp_path, "base", 'parent = "child.toml"')
+    message = refusal(lambda: load_recipe("middle.toml"))
+    assert "middle.toml → ../base.toml → ../child.toml → ../office/middle.toml form" in message
+
+
 def test_a_missing_recipe_is_refused_with_those_there_are(tmp_path: Path) -> None:
     message = refusal(lambda: load_recipe("dense_opus200"))
     assert "'dense_opus200'" in message

@@ -194,7 +194,8 @@ class Artifact:
     @property
     def _fix(self) -> str:
         return (
-            f"Restore it from a copy, or remove the folder {self.directory} and run its stage again"
+            f"Restore it from a copy, or move the folder {self.directory} away and run its stage "
+            "again"
         )
 
     def _compare(self, names: Collection[str]) -> None:

@@ -129,8 +129,8 @@ def read_manifest(directory: Path) -> Manifest | None:
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} is not a manifest of this version ({error.error_count()} problems). Remove "
-            f"the folder {directory} and run its stage again."
+            f"{path} is not a manifest of this version ({error.error_count()} problems). Restore "
+            f"it from a copy, or move the folder {directory} away and run its stage again."
         ) from error
     problem = describe_names(manifest.files)
     if problem is not None:

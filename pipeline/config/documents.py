@@ -90,6 +90,11 @@ def toml_path(name: str, *, folder: str, what: str) -> Path:
     raise ConfigError(f"There is no {what} {name!r}{choices}")
 
 
+def beside(name: str, path: Path) -> str:
+    """Return a name, or a path of TOML or JSON as seen from the file that names it."""
+    return str(path.parent / name) if name.endswith((".toml", ".json")) else name
+
+
 def read_json(path: Path, *, error: type[UserError] = ArtifactError, fix: str = RESTORE) -> Any:
     """Parse a JSON file.
 

@@ -7,6 +7,7 @@ recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import ValidationError, create_model, model_validator
@@ -24,7 +25,7 @@ from data_prep.settings import (
 )
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.config.documents import merge, read_toml, shipped, toml_path
+from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.overrides import leaf_settings, override_texts
 from pipeline.config.settings import EXTRA_TOKENS, Settings, describe_validation, shown
 from pipeline.decoding.settings import DecodingConfig, TextConfig
@@ -268,25 +269,42 @@ def _layers(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the documents that a recipe is composed of, in order, each with its origin."""
     if name is not None:
-        base, *overlays = name.split("+")
-        yield from _with_parents(base, origin="recipe", seen=())
+        base, *overlays = recipe_layers(name)
+        yield from _with_parents(base, origin="recipe", seen={})
         for overlay in overlays:
             yield f"overlay {overlay}", read_overlay(overlay, base=base)
     yield "--set", overrides
 
 
+def recipe_layers(name: str) -> list[str]:
+    """Return the recipe and the overlays of ``RECIPE+OVERLAY``; folders may have a + in theirs."""
+    layers: list[str] = []
+    for part in name.split("+"):
+        if layers and "/" in layers[-1] and not layers[-1].endswith(".toml"):
+            layers[-1] += f"+{part}"
+        else:
+            layers.append(part)
+    return layers
+
+
 def _with_parents(
-    name: str, *, origin: str, seen: tuple[str, ...]
+    name: str, *, origin: str, seen: Mapping[Path, str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a recipe's ancestors, the farthest first, and the recipe itself."""
-    if name in seen:
-        raise ConfigError(f"Recipes {' → '.join((*seen, name))} form a circle. Remove one parent.")
+    """Yield a recipe's ancestors, the farthest first, and the recipe itself.
+
+    ``seen`` are the files of its descendants: one file may have several names.
+    """
+    path = toml_path(name, folder="recipes", what="recipe").resolve()
+    if path in seen:
+        circle = " → ".join((*seen.values(), name))
+        raise ConfigError(f"Recipes {circle} form a circle. Remove one parent.")
     document = _read_recipe(name)
     parent = document.pop("parent", None)
     if parent is not None:
         if not isinstance(parent, str):
             raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe. Write one.")
-        yield from _with_parents(parent, origin="parent recipe", seen=(*seen, name))
+        parent = beside(parent, Path(name))
+        yield from _with_parents(parent, origin="parent recipe", seen={**seen, path: name})
     yield f"{origin} {name}", document
 
 

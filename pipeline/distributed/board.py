@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distributed.world import World
-from pipeline.errors import ConfigError, RankLost, UserError
+from pipeline.distributed.world import World, refuse_taken_port
+from pipeline.errors import RankLost, UserError
 from pipeline.terminal import listed
 
 if TYPE_CHECKING:
@@ -170,11 +170,7 @@ def _open(world: World, *, patience: float) -> "TCPStore":
             timeout=timedelta(seconds=patience),
         )
     except (DistNetworkError, RuntimeError) as error:
-        if "EADDRINUSE" in str(error):
-            raise ConfigError(
-                f"Port {world.master_port} is taken by another process. Export MASTER_PORT as "
-                "another one, or submit the job again."
-            ) from error
+        refuse_taken_port(error, world)
         raise RankLost(
             f"Rank 0 cannot be reached at {address} within {patience:.0f} s. Look at what its node "
             "says, and whether the network interface is the right one (GLOO_SOCKET_IFNAME)."

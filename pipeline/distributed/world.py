@@ -130,7 +130,7 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
         local_rank=_integer(environment, "LOCAL_RANK"),
         local_size=_integer(environment, local_names[0]) if local_names else size,
         master_address=environment["MASTER_ADDR"],
-        master_port=_integer(environment, "MASTER_PORT"),
+        master_port=_port(environment),
     )
 
 
@@ -149,7 +149,7 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
         local_rank=_integer(environment, "SLURM_LOCALID"),
         local_size=_slurm_local_size(environment, size=size),
         master_address=environment.get("MASTER_ADDR") or _first_slurm_host(environment, size=size),
-        master_port=_integer(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port,
+        master_port=_port(environment) if "MASTER_PORT" in environment else port,
     )
 
 
@@ -243,6 +243,13 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         ) from error
 
 
+def _port(environment: Mapping[str, str]) -> int:
+    port = _integer(environment, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise ConfigError(f"MASTER_PORT is {port}. Export a port from 1 to 65,535.")
+    return port
+
+
 @contextmanager
 def distributed_world(
     *,
@@ -261,7 +268,7 @@ def distributed_world(
     and writes their stacks there.
 
     Raises:
-        ConfigError: see ``discover`` and ``take_device``.
+        ConfigError: see ``discover``, ``refuse_taken_port`` and ``take_device``.
     """
     import torch
 
@@ -271,12 +278,16 @@ def distributed_world(
     watch = Watch(silence_seconds, stacks_dir) if stacks_dir and world.size > 1 else None
     settings = world.environment() | _settings_of_groups(stacks_dir)
     with _environment(settings), watch.armed() if watch else contextlib.nullcontext():
-        torch.distributed.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        try:
+            torch.distributed.init_process_group(
+                backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        except torch.distributed.DistNetworkError as error:
+            refuse_taken_port(error, world)
+            raise
         try:
             take_device(world.local_rank)
             with heartbeat(world.master_address, watch=watch):
@@ -284,6 +295,15 @@ def distributed_world(
                 wait_for_all()
         finally:
             torch.distributed.destroy_process_group()
+
+
+def refuse_taken_port(error: Exception, world: World) -> None:
+    """Raise ConfigError if a store could not be opened because another process has its port."""
+    if "EADDRINUSE" in str(error):
+        raise ConfigError(
+            f"Port {world.master_port} is taken by another process. Export MASTER_PORT as another "
+            "one, or submit the job again."
+        ) from error
 
 
 FILES_OF_RANK_ZERO = (100, 3)

@@ -67,12 +67,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
+from pipeline.artifacts.manifest import describe_name
 from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config.documents import merge, read_toml, shipped, toml_path
+from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.ds_config import AUTO
 from pipeline.config.overrides import without_stated
-from pipeline.config.recipe import load_recipe, read_overlay
+from pipeline.config.recipe import load_recipe, read_overlay, recipe_layers
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -211,7 +212,14 @@ def load_plan(name_or_path: str) -> Plan:
     except ValidationError as error:
         said = describe_validation(error, Plan, also=("defaults", "matrix"))
         raise ConfigError(f"{where}: {said}") from error
-    for name in plan.stages:
+    if problem := describe_name(plan.name):
+        raise ConfigError(
+            f"{where}: its name {plan.name!r} {problem}, and it names a folder. Write another."
+        )
+    for name, stage in plan.stages.items():
+        recipe = "+".join(beside(layer, path) for layer in recipe_layers(stage.recipe))
+        places = {"recipe": recipe, "ds_config": beside(stage.ds_config, path)}
+        plan.stages[name] = stage.model_copy(update=places)
         _check_stage(plan, name)
     stage_order(plan)
     return plan
@@ -473,7 +481,7 @@ def place_plan(
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
     laid_over: dict[str, Any] = {}
-    for one in overlay.split("+") if overlay else ():
+    for one in recipe_layers(overlay) if overlay else ():
         laid_over = merge(laid_over, read_overlay(one, base=plan.name))
     tasks = []
     for name in stage_order(plan):

@@ -21,6 +21,7 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.manifest import describe_name
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
@@ -42,10 +43,11 @@ class Input:
     """Splits of a corpus that the stage reads and that make its result stale; empty: all."""
 
 
-def problem_of_name(name: str) -> str:
-    """Return why an artifact among several cannot have a name; empty if it can."""
+def problem_of_name(name: str) -> str | None:
+    """Return why an artifact among several cannot have a name; None if it can."""
     if "/" not in name:
-        return ""
+        fault = describe_name(name)
+        return fault and f"the name {name!r} {fault}, and names become directories. Write another."
     return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
 
 

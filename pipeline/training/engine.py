@@ -103,6 +103,7 @@ def merge_ds_config(
         ),
         "gradient_clipping": recipe.optimizer.clip_norm,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # the optimizer is ours, also with offload
         "steps_per_print": 1_000_000_000,
     }
 

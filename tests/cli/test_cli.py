@@ -370,7 +370,7 @@ def test_a_finished_result_that_was_edited_is_not_called_done_and_not_thrown_awa
     assert bench.read() == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert str(path) in said
-    assert f"remove the folder {path.parent}" in said
+    assert f"move the folder {path.parent} away" in said
     assert said.count("\n") == 1
     assert (path.read_text() if path.exists() else None) == edited
     assert len(bench.calls) == 1

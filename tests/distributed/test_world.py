@@ -126,6 +126,25 @@ def test_a_variable_that_is_no_number_is_named() -> None:
         discover(environment)
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "-1"])
+def test_a_port_that_there_cannot_be_is_refused_under_any_launcher(port: str) -> None:
+    for environment in (World(0, 2, 0, 2, "127.0.0.1", 1).environment(), SLURM):
+        with pytest.raises(ConfigError, match=f"MASTER_PORT is {port}"):
+            discover({**environment, "MASTER_ADDR": "head", "MASTER_PORT": port})
+
+
+def test_a_port_that_another_process_has_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for name, value in World(0, 1, 0, 1, "127.0.0.1", port).environment().items():
+            monkeypatch.setenv(name, value)
+        taken = pytest.raises(ConfigError, match=f"Port {port} is taken by another process")
+        with taken, distributed_world():
+            pass
+
+
 def test_a_world_finds_itself_again_in_the_variables_it_sets() -> None:
     world = World(3, 8, 1, 2, "node1", 20001)
     assert discover(world.environment()) == world

@@ -288,6 +288,10 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
         ("[stages.shards]", "[stage.shards]", r"setting 'stage'. Did you mean 'stages'\?"),
         ('corpus = "corpus" }', 'corpus = "corpus", corpse = "x" }', r"Did you mean 'corpus'\?"),
         ("[stages.shards]", '[stages."../shards"]', "it names a folder"),
+        ('"tiny"', '"tiny"\nname = "../../x"', "its name '../../x' leads out of the folder"),
+        ('"tiny"', '"tiny"\nname = "/x"', "its name '/x' is absolute"),
+        ('"tiny"', '"tiny"\nname = ""', "its name '' has an empty part"),
+        ('only = "shards"', '".." = "shards"', "the name '..' leads out of the folder"),
         ("processes = 3", "processes = 3 3", "not valid TOML"),
     ],
 )
@@ -296,6 +300,30 @@ def test_a_plan_that_does_not_fit_together_is_refused_with_the_place(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_plan(_plan_with(setup, old, new))
+
+
+@pytest.mark.parametrize("folder", ["plans", "plans c++/a+b"])
+def test_files_that_a_plan_names_lie_beside_it(
+    setup: Setup, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of the command line in the current folder, where others have their names."""
+    plans, here = setup.folder / folder, setup.folder / "here"
+    for place, limit in ((plans / "recipes", 7), (here / "recipes", 9)):
+        place.mkdir(parents=True)
+        (place / "own.toml").write_text(RECIPE)
+        (place / "over.toml").write_text(f"shards.max_tokens = {limit}")
+        (place / "own.json").write_text('{"zero_optimization": {"stage": 2}}')
+    monkeypatch.chdir(here)
+    text = PLAN.format(recipe="recipes/own.toml+recipes/over.toml")
+    ranks = 'processes = 3\nds_config = "recipes/own.json"'
+    (plans / "plan.toml").write_text(text.replace("processes = 3", ranks))
+    (here / "recipes" / "own.toml").unlink()
+    (here / "recipes" / "own.json").unlink()
+    plan = load_plan(f"../{folder}/plan.toml")
+    placed = [place_plan(plan, overlay=one) for one in ("", "recipes/over.toml")]
+    limits = [one.tasks[1].config["shards"]["max_tokens"] for one in placed]
+    assert limits == [7, 9]
+    assert placed[0].tasks[2].config["ds_config"]["zero_optimization"] == {"stage": 2}
 
 
 def test_a_stage_with_settings_needs_a_recipe(setup: Setup) -> None:
@@ -996,7 +1024,7 @@ def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
     with pytest.raises(ArtifactError) as caught:
         setup.run()
     assert f"{path} is damaged" in str(caught.value)
-    assert f"Restore it from a copy, or remove the folder {path.parent}" in str(caught.value)
+    assert f"Restore it from a copy, or move the folder {path.parent} away" in str(caught.value)
     assert path.read_text() == "xyz"
     assert setup.workshop.started == []
     shutil.rmtree(path.parent)
@@ -1004,11 +1032,24 @@ def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
     assert setup.workshop.started[0] == "corpus"
 
 
+@pytest.mark.parametrize("damaged", ["manifest.json", "text"])
+def test_a_damaged_trained_model_is_kept_and_nothing_advises_to_remove_it(
+    setup: Setup, damaged: str
+) -> None:
+    setup.run()
+    path = setup.out_dir / "model" / damaged
+    path.write_text("{}")
+    with pytest.raises(ArtifactError, match=r"Restore\s*it from a copy, or move") as caught:
+        setup.run(rebuild=["model"])
+    assert "remove" not in str(caught.value)
+    assert path.read_text() == "{}"
+
+
 def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
     setup.run()
     (setup.out_dir / "shards" / "text").unlink()
     assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
-    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* remove the folder"):
+    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* move the folder"):
         setup.run()
 
 

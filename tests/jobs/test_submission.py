@@ -13,6 +13,7 @@ from support.raw_trees import write
 from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
+from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.errors import ArtifactError, ConfigError, SchedulerError
@@ -25,7 +26,7 @@ from pipeline.jobs.attempts import (
     write_verdict,
 )
 from pipeline.jobs.job_status import show_jobs
-from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan
+from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names
 from pipeline.jobs.runner import run_plan, stage_arguments
 from pipeline.jobs.scheduler import Job, Scheduler
 from pipeline.jobs.site import Site
@@ -37,6 +38,7 @@ from pipeline.jobs.submission import (
     show_commands,
     submit_plan,
 )
+from pipeline.stages.registry import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -669,3 +671,28 @@ def test_training_that_does_not_fit_is_refused_before_anything_is_submitted(
     (tmp_path / "site.toml").write_text('node = { cpus = 16, memory = "20M" }', encoding="utf-8")
     assert "2 ranks need" in run(*chosen)[1]
     assert not slurm.jobs
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_every_plan_that_ships_names_all_of_its_stages_and_jobs_and_makes_nothing(
+    name: str, tmp_path: Path, run: Callable[..., tuple[int, str]]
+) -> None:
+    plan = load_plan(name)
+    for stage in plan.stages.values():
+        for key, source in stage.inputs.items():
+            kind = STAGES[stage.run].inputs[key].kind
+            if isinstance(source, str) and source.startswith("$"):
+                (given := tmp_path / "given" / source[1:]).mkdir(parents=True, exist_ok=True)
+                if kind != "raw" and not any(given.iterdir()):
+                    given.rmdir()
+                    with new_artifact(given, kind=kind, stage="", config={}, inputs={}):
+                        pass
+    site = 'node = { cpus = 64, gpus = 8, gpu_memory = "80G", memory = "1T" }'
+    (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+    inputs = [f"--input={key}={tmp_path / 'given' / key}" for key in plan.inputs]
+    code, said = run("run", name, "--dry-run", *inputs)
+    assert (code, said.splitlines()) == (0, [f"{one}: would run (missing)" for one in plan.stages])
+    code, said = run("submit", name, "--dry-run", "--site", "site.toml", *inputs)
+    assert code == 0, said
+    assert said.count("\njob_") + said.startswith("job_") == len(plan.stages)
+    assert not (tmp_path / "runs").exists()

@@ -20,7 +20,6 @@ class SigmoidRouter(nn.Module):
         self.preference = nn.Parameter(torch.empty(len(spec.languages), moe.num_experts))
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
-        """Return the routing of every token by its scores."""
         logits_NE = linear(x_ND.float(), self.weight.float())
         logits_NE = logits_NE + self.preference.float()[tokens.target_language_N]
         score_NE = logits_NE.sigmoid()

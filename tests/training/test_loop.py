@@ -505,6 +505,21 @@ def tokens_of(shards: Artifact) -> Path:
     return next(shards.directory.glob("train/*/*.tokens"))
 
 
+def test_an_optimizer_that_a_ds_config_offloads_learns_the_same(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    weights = []
+    for name, more in (("kept", {}), ("moved", {"offload_optimizer": {"device": "cpu"}})):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"zero_optimization": {"stage": 2, **more}}))
+        out_dir = tmp_path / name
+        done = pool2.run(pretrain, inputs, out_dir, make_recipe(), ds_config=str(path))
+        assert done == ["done"] * 2
+        weights.append(read_weights(out_dir))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=1e-6)
+
+
 def test_tampered_shards_are_not_trained_on(inputs: Inputs, tmp_path: Path) -> None:
     shutil.copytree(inputs.shards.directory, tmp_path / "shards")
     shards = open_artifact(tmp_path / "shards", kind="shards")

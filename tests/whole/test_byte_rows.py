@@ -250,10 +250,9 @@ def test_every_row_of_lobef_has_the_parameters_of_its_paper_or_a_reason(name: st
     expected, papers, reason = LOBEF_SIZES[name]
     recipe = load_recipe(name)
     tokenizer, languages = recipe.tokenizer, len(recipe.corpus.languages)
-    pieces = ByteVocabulary.size if tokenizer.kind == "bytes" else tokenizer.ids
     found = count_parameters(
         recipe.model,
-        vocabulary_size=pieces + languages,
+        vocabulary_size=tokenizer.ids + languages,
         num_groups=0,
         output_size=tokenizer.output_ids,
     )
@@ -481,20 +480,6 @@ def inputs_of(name: str, folder: Path) -> Mapping[str, Path]:
             for key in given:
                 write_tree(given[key], lines={"de": 4}, validated=("de",))
     return given
-
-
-@pytest.mark.parametrize("name", BYTES)
-def test_a_dry_run_names_every_stage_and_makes_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [f"{key}={path}" for key, path in inputs_of(name, tmp_path / "raw").items()]
-    out_dir = tmp_path / "run"
-    options = ["--input", *given] if given else []
-    assert cli.main(["run", name, "--dry-run", "--out", str(out_dir), *options]) == 0
-    printed = capsys.readouterr().out
-    for stage in load_plan(name).stages:
-        assert f"{stage}: would run" in printed
-    assert not out_dir.exists()
 
 
 def validated(run: Path, checkpoint: str) -> set[str]:

@@ -297,18 +297,6 @@ def inputs_of_table_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return given
 
 
-def test_a_dry_run_of_table_3_names_every_stage_and_makes_nothing(
-    inputs_of_table_3: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [f"{name}={path}" for name, path in inputs_of_table_3.items()]
-    out_dir = tmp_path / "run"
-    assert cli.main(["run", "pc32", "--dry-run", "--out", str(out_dir), "--input", *given]) == 0
-    printed = capsys.readouterr().out
-    for name in load_plan("pc32").stages:
-        assert f"{name}:" in printed
-    assert not out_dir.exists()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_rows_of_table_3_are_made_from_the_32_pairs(

@@ -7,11 +7,13 @@ with a model that has them all.
 import json
 import shutil
 import tarfile
+from inspect import getsource
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from support import sigmoid_router
-from support.added_variants import Variant, commands_in, copy_with, run_in, touched_files
+from support.added_variants import ROOT, Variant, commands_in, copy_with, run_in, touched_files
 
 pytestmark = pytest.mark.slow
 
@@ -336,6 +338,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_with(tmp_path_factory.mktemp("copy"), list(VARIANTS.values()))
+
+
+def test_the_router_is_the_one_of_the_page() -> None:
+    page = (ROOT / "docs/how-to/add_a_variant.md").read_text(encoding="utf-8")
+    assert indent(getsource(sigmoid_router.SigmoidRouter), 4 * " ") in page
 
 
 @pytest.mark.parametrize("name", VARIANTS)
