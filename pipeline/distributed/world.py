@@ -299,6 +299,7 @@ def distributed_world(
 
 def refuse_taken_port(error: Exception, world: World) -> None:
     """Raise ConfigError if a store could not be opened because another process has its port."""
+    # torch 2.11 has one type for all errors of a store: only their text tells them apart.
     if "EADDRINUSE" in str(error):
         raise ConfigError(
             f"Port {world.master_port} is taken by another process. Export MASTER_PORT as another "

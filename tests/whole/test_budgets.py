@@ -22,73 +22,94 @@ from pipeline import errors
 ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "pipeline/evaluation": 6_905,  # 3,900
-    "data_prep": 7_449,  # 5,500
-    "pipeline/artifacts": 5_545,  # 3,900
-    "pipeline/jobs": 3_891,  # 3,000
+    "pipeline/evaluation": 5_435,  # 3,900
+    "data_prep": 7_798,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
+    "pipeline/artifacts": 4_953,  # 3,550: 3,900 without settings.py
+    "pipeline/jobs": 3_899,  # 3,000
     "pipeline/kernels": 6_600,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
     "pipeline/training": 3_623,  # 2,800
     "pipeline/checkpoints/foreign": 3_017,  # 2,200
     "pipeline/model": 3_223,  # 2,700
     "pipeline/estimates": 1_787,  # 1,700
-    "pipeline/cli": 2_082,  # 1,500
-    "pipeline/checkpoints": 2_166,  # 1,700
+    "pipeline/cli": 2_080,  # 1,500
+    "pipeline/checkpoints": 2_144,  # 1,700
     "pipeline/checkpoints/assembly": 1_754,  # 1,200
-    "pipeline/extensions/tasks pipeline/model/labeller.py": 2_123,  # 1,100
+    "pipeline/extensions/tasks": 1_816,  # 1,100
     "pipeline/batching": 1_985,  # 1,300
     "pipeline/distributed": 1_782,  # 1,200
-    "pipeline/extensions/analysis": 1_726,  # 1,000
-    "pipeline/stages": 1_426,  # 1,300
+    "pipeline/extensions/analysis": 1_522,  # 1,000
+    "pipeline/stages": 1_419,  # 1,300
     "pipeline": 3_472,  # 2,000: config and single modules
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
-    "pipeline/serving": 1_019,  # 950
-    "pipeline data_prep": 67_160,  # 46,000: all of the above
-    "tests": 72_680,  # 49,000: with the next three
+    "pipeline/serving": 1_016,  # 950
+    "pipeline data_prep": 65_117,  # 46,000: all of the above
+    "tests": 72_609,  # 49,000: with the next three
     "tests/bench": 4_337,  # 3,600
     "tests/support": 5_393,  # 3,000
-    "tests/whole": 7_348,  # 4,500
+    "tests/whole": 7_320,  # 4,500
     "pages": 6_404,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 333,  # 210: of pipeline and data_prep
+    "modules": 312,  # 210: of pipeline and data_prep
     "settings": 229,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
-    "command options": 265,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 611,  # 350: texts given to the errors of pipeline/errors.py
-    "imports inside functions": 117,  # as few as possible
-    "class names in more than one module": 27,  # as few as possible
+    "command options": 256,  # as few as possible: rows of docs/reference/commands.md
+    "error messages": 605,  # 350: texts given to the errors of pipeline/errors.py
+    "imports inside functions": 115,  # as few as possible
+    "class names in more than one module": 26,  # as few as possible
 }
 
 IDIOMS = {
-    r"those of|that of": 1.28,  # 0.1
-    r"alone": 0.63,  # 0.1
-    r"what is|what it|what they": 0.48,  # 0.3
-    r"beside": 0.54,  # 0.1
-    r"whose": 1.26,  # 0.6
-    r"one of|ones|the one": 1.64,  # 0.9
-    r"so that": 1.19,  # 0.5
+    r"those of|that of": 1.01,  # 0.1
+    r"alone": 0.54,  # 0.1
+    r"what is|what it|what they": 0.46,  # 0.3
+    r"beside": 0.47,  # 0.1
+    r"whose": 1.11,  # 0.6
+    r"one of|ones|the one": 1.5,  # 0.9
+    r"so that": 1.07,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
 
-LEAST_EXAMPLES = 0.3  # 1.0
+LEAST_EXAMPLES = 0.32  # 1.0
 """Least occurrences of "for example", "e.g." and "i.e." per 1,000 words of prose."""
 
 LEAST_COMMENTS = {
-    "pipeline/model": 0.93,  # 2: 1.04 with the model of the tasks, which has left it
-    "pipeline/kernels": 1.39,  # 2
-    "pipeline/training": 1.6,  # 2
-    "pipeline/decoding": 0.71,  # 2
+    "pipeline/model": 1.18,  # 2
+    "pipeline/kernels": 1.48,  # 2
+    "pipeline/training": 1.68,  # 2
+    "pipeline/decoding": 0.78,  # 2
     "pipeline/distributed": 1.78,  # 2
     "pipeline/batching/global_step.py": 0.24,  # 2
     "pipeline/artifacts/locks.py": 2.0,  # 2
-    "pipeline data_prep": 0.95,  # 1.3
+    "pipeline data_prep": 1.28,  # 1.3
 }
 """Least comment lines per 100 lines of code."""
 
-GRANTED: tuple[tuple[str, float, str], ...] = ()
+GRANTED: tuple[tuple[str, float, str], ...] = (
+    ("pipeline/kernels", 164, "someone who translates on a GPU: a step of a search took 2.2 ms"),
+    ("pipeline/decoding", 35, "someone who translates on a GPU: a step of a search took 2.2 ms"),
+    (
+        "pipeline/training",
+        12,
+        "someone who trains on a GPU: a factor of the loss took 5 % of an update",
+    ),
+    ("pipeline/model", 24, "someone who translates on a GPU: a step has one product for three"),
+    (
+        "pipeline/estimates",
+        18,
+        "someone who plans for a GPU: searches and experts were forecast wrongly",
+    ),
+    ("pipeline/batching", 4, "someone who trains on a GPU: a batch was copied to where it was"),
+    ("pipeline/distributed", 16, "someone whose port is taken by another process gets a sentence"),
+    ("pipeline", 48, "someone who asks for zh_TW, and someone who has not installed the clone"),
+    ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
+    ("tests/support", 13, "someone who adds a kernel: it is compiled for a GPU without one"),
+    ("pages", 7, "someone with a GPU reads what one measured"),
+    ("data_prep", 69, "someone with an open quote in a CSV lost all rows up to the next one"),
+)
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
 SLACK = {"lines": 30, "counts": 1, "idioms": 0.02}
