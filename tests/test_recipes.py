@@ -431,7 +431,7 @@ def test_languages_get_the_group_of_the_artifact_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("recipe", "groups", "reason"),
     [
-        ("demo_moe_lgr", None, "Name one with --groups"),
+        ("demo_moe_lgr", None, "Name one (--groups, or"),
         ("demo_moe_lgr", {"de": 0, "en": 1}, "no group for ja"),
         ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 0}, "two or more groups"),
         ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 2}, "two or more groups"),

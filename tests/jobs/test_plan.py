@@ -290,7 +290,7 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
         ("[stages.shards]", '[stages."../shards"]', "it names a folder"),
         ('"tiny"', '"tiny"\nname = "../../x"', "its name '../../x' leads out of the folder"),
         ('"tiny"', '"tiny"\nname = "/x"', "its name '/x' is absolute"),
-        ('"tiny"', '"tiny"\nname = ""', "its name '' has an empty part"),
+        ('"tiny"', '"tiny"\nname = ""', "its name '' is absolute, or has an empty part"),
         ('only = "shards"', '".." = "shards"', "the name '..' leads out of the folder"),
         ("processes = 3", "processes = 3 3", "not valid TOML"),
     ],

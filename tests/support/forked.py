@@ -39,7 +39,9 @@ def forking() -> ForkServerContext:
     """Return the context whose processes are forked; its server loads the code at first use."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.loaded"])
-    given = {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    # The root comes first: tests/data_prep would pass for a package of that name.
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    given = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     with mock.patch.dict(os.environ, given):
         forkserver.ensure_running()
     return context
