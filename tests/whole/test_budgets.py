@@ -44,10 +44,10 @@ LINES = {
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
     "pipeline/serving": 1_016,  # 950
     "pipeline data_prep": 65_117,  # 46,000: all of the above
-    "tests": 72_609,  # 49,000: with the next three
+    "tests": 72_619,  # 49,000: with the next three
     "tests/bench": 4_337,  # 3,600
     "tests/support": 5_393,  # 3,000
-    "tests/whole": 7_320,  # 4,500
+    "tests/whole": 7_321,  # 4,500
     "pages": 6_404,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
@@ -106,7 +106,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/distributed", 16, "someone whose port is taken by another process gets a sentence"),
     ("pipeline", 48, "someone who asks for zh_TW, and someone who has not installed the clone"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
-    ("tests/support", 13, "someone who adds a kernel: it is compiled for a GPU without one"),
+    ("tests/support", 15, "someone who adds a kernel: it is compiled for a GPU without one"),
     ("pages", 7, "someone with a GPU reads what one measured"),
     ("data_prep", 69, "someone with an open quote in a CSV lost all rows up to the next one"),
 )
