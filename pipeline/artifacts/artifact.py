@@ -93,6 +93,9 @@ _Intact: TypeAlias = tuple[FileRecord, int, int]
 _INTACT: dict[Path, _Intact] = {}
 """File that this process found intact → its record, modification time and inode."""
 
+RECENT_NANOSECONDS = 50_000_000
+"""Age up to which a changed file is not remembered: another change might leave the same time."""
+
 
 @dataclass(frozen=True)
 class Artifact:
@@ -141,7 +144,7 @@ class Artifact:
         """Return the path of a file after checking it against the manifest.
 
         Raises:
-            ArtifactError: The artifact has no such file, or it is missing or damaged.
+            ArtifactError: The artifact has no such file, or it is missing, damaged or a link.
         """
         self.check([name])
         return self.directory / name
@@ -150,7 +153,7 @@ class Artifact:
         """Return the path of a file of the recorded size without reading it.
 
         Raises:
-            ArtifactError: The artifact has no such file, or it is missing or too short.
+            ArtifactError: The artifact has no such file, or it is missing, a link or too short.
         """
         self._status(name, self._record(name))
         return self.directory / name
@@ -159,7 +162,7 @@ class Artifact:
         """Compare all files, or the named ones, with their digests, once per process.
 
         Raises:
-            ArtifactError: Names the file that is missing or damaged.
+            ArtifactError: Names the file that is missing, damaged or a link.
         """
         unknown = self._unknown(self.manifest.files if names is None else names)
         self._compare(unknown)
@@ -169,7 +172,7 @@ class Artifact:
         """Return the files that this process has not found intact, with entries to remember.
 
         Raises:
-            ArtifactError: One is missing or of another size.
+            ArtifactError: One is missing, a link or of another size.
         """
         unknown: dict[str, _Intact] = {}
         for name in sorted(names):
@@ -181,7 +184,13 @@ class Artifact:
         return unknown
 
     def _status(self, name: str, record: FileRecord) -> os.stat_result:
-        path = self.directory / name
+        path = self.directory
+        for part in name.split("/"):
+            path = path / part
+            if path.is_symlink():
+                raise ArtifactError(
+                    f"{path} is a link, which an artifact never contains. {self._fix}."
+                )
         if not path.is_file():
             raise ArtifactError(f"{path} is missing, although its manifest lists it. {self._fix}.")
         status = path.stat()
@@ -215,7 +224,10 @@ class Artifact:
                 )
 
     def _remember(self, intact: Mapping[str, _Intact]) -> None:
-        _INTACT.update({self.directory / name: entry for name, entry in intact.items()})
+        latest = time.time_ns() - RECENT_NANOSECONDS
+        for name, (record, changed, inode) in intact.items():
+            if changed < latest:
+                _INTACT[self.directory / name] = (record, changed, inode)
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
@@ -359,6 +371,8 @@ def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
         path = directory / name
         if not path.is_file():
             changes[name] = "is missing"
+        elif path.is_symlink():
+            changes[name] = "is a link now"
         elif path.stat().st_size != record.size or path.stat().st_mtime_ns > sealed:
             changes[name] = "changed since it was made"
     return changes

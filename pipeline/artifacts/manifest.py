@@ -123,14 +123,22 @@ def read_manifest(directory: Path) -> Manifest | None:
             be within an artifact.
     """
     path = directory / MANIFEST_NAME
-    if not path.is_file():
-        return None
     try:
+        if path.is_symlink():
+            raise ArtifactError(
+                f"{path} is a link, which an artifact never contains. Copy the file."
+            )
+        if not path.is_file():
+            return None
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
             f"{path} is not a manifest of this version ({error.error_count()} problems). Restore "
             f"it from a copy, or move the folder {directory} away and run its stage again."
+        ) from error
+    except OSError as error:  # of a folder that may not be entered
+        raise ArtifactError(
+            f"{path} cannot be read ({error.strerror or error}). Make it readable."
         ) from error
     problem = describe_names(manifest.files)
     if problem is not None:
@@ -160,8 +168,13 @@ def as_text(path: Path) -> str:
 
 def describe_names(names: Iterable[str]) -> str | None:
     """Return the first name that an artifact cannot hold, with the reason; None if all fit."""
-    problems = ((name, describe_name(name)) for name in names)
-    return next((f"{name!r}, which {problem}" for name, problem in problems if problem), None)
+    seen: dict[str, str] = {}
+    for name in names:
+        if problem := describe_name(name):
+            return f"{name!r}, which {problem}"
+        if (other := seen.setdefault(fold_name(name), name)) != name:
+            return f"{name!r} beside {other!r}, which are one where case is not told apart"
+    return None
 
 
 def describe_name(name: str) -> str | None:
@@ -182,6 +195,8 @@ def describe_name(name: str) -> str | None:
 
 def fold_name(name: str) -> str:
     """Return a key that names share if some file system takes them for one file."""
+    if name.isascii():  # as all names of most artifacts, of which there are tens of thousands
+        return name.lower()
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 

@@ -39,8 +39,12 @@ from pipeline.decoding.hypotheses import (
 )
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
-from pipeline.kernels.launching import is_fused
-from pipeline.kernels.logits import best_tokens, fused_best_tokens, log_normalizer
+from pipeline.kernels.logits import (
+    best_tokens,
+    finds_best_at_once,
+    fused_best_tokens,
+    log_normalizer,
+)
 from pipeline.model.transformer import Transformer
 
 
@@ -218,7 +222,7 @@ class BeamStep:
         batch, rows = beams.score_BJ.shape
         at_limit = [False] * batch if self.is_free or limited_B is None else limited_B.tolist()
         width = min(2 * self.beams, logits_RV.shape[1])
-        if self.is_free and is_fused(logits_RV):
+        if self.is_free and finds_best_at_once(logits_RV, width):
             best_RC, token_RC, normalizer_R = fused_best_tokens(
                 logits_RV, width, excluded=self.pad_id
             )

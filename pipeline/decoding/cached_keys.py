@@ -32,9 +32,9 @@ from pipeline.kernels.attention import (
     attend_entries,
     attend_step,
     attention_mask,
+    can_attend_step,
 )
 from pipeline.kernels.cpu import can_loop
-from pipeline.kernels.launching import is_fused
 from pipeline.model.attention import Attention
 from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
@@ -239,6 +239,8 @@ class GridKeys:
         self.source_BS, self.is_full = packing.mask_BT, packing.is_full
         self.made = torch.zeros((), dtype=torch.int64, device=memory_ND.device)
         """Number of entries, on the device: a step writes behind them."""
+        self.is_fused = False
+        """Whether one kernel serves attention in the present step."""
         self.taken = 0
         """Number of entries for which :meth:`make_room` was called."""
         pasts, sources = [], []
@@ -293,7 +295,8 @@ class GridKeys:
         self.own_past_BJP.index_copy_(2, self.new_J, itself_JJ.expand(batch, -1, -1))
         self.made += rows
         like = self.pasts[0].key_BHSK
-        if is_fused(like):
+        self.is_fused = can_attend_step(like, rows=rows)
+        if self.is_fused:
             return  # the kernel reads the conditions themselves
         self.past_mask = attention_mask(self.own_past_BJP[:, None], beside=like)
         self.source_mask = (
@@ -330,7 +333,7 @@ class _Entries:
         return _Entries(keys, self.attention, key_BHSK, torch.zeros_like(key_BHSK), self.is_past)
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
-        if is_fused(key_RD):
+        if self.keys.is_fused:
             # The kernel of attention writes them, which saves two launches per layer.
             self.new = self.keys.made, key_RD, value_RD
             return
@@ -341,7 +344,7 @@ class _Entries:
     def attend(self, query_RD: Tensor) -> Tensor:
         """Attend with the rows of a sentence as positions of one query."""
         keys = self.keys
-        if is_fused(query_RD):
+        if keys.is_fused:
             is_seen_BJS = keys.own_past_BJP if self.is_past else keys.source_BS[:, None]
             new, self.new = self.new, None
             return attend_step(query_RD, self.key_BHSK, self.value_BHSK, is_seen_BJS, new)

@@ -31,12 +31,11 @@ WIDTH_MULTIPLE = 8
 MAX_HEAD_WIDTH = 128
 """Largest head width of packed attention: every GPU has a backward pass with dropout up to this
 width; beyond 192, some have none."""
-STEP_ENTRIES = 64
-"""Cached entries that a program of :func:`attend_step` reads at a time."""
+STEP_ENTRIES, STEP_ROWS = 64, 16
+"""Cached entries that a program of :func:`attend_step` reads at a time, and most rows of one."""
 FUSED_MEAN_LENGTH = 128
 """Mean number of keys per sentence up to which 16-bit attention without gradients uses the fused
-kernel. On an H100, flash attention took 3.9 times as long for sentences of 11 tokens, 1.8 times for
-32 and 1.1 times for 128."""
+kernel: the longest sentences for which it was compared with flash attention, and faster."""
 
 
 def fused_attention_pays(query_BHTK: Tensor) -> bool:
@@ -177,6 +176,16 @@ def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:
     """Call PyTorch's flash attention without its debugging output."""
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*arguments, False)
     return results
+
+
+def can_attend_step(key_BHSK: Tensor, *, rows: int) -> bool:
+    """Return whether :func:`attend_step` serves so many rows per sentence over these keys.
+
+    Tiles of float32, of wide heads and of many rows may need more memory than a multiprocessor has.
+    """
+    is_small = key_BHSK.dtype in FLASH_TYPES and key_BHSK.shape[3] <= MAX_HEAD_WIDTH
+    fits = rows <= STEP_ROWS and (is_small or key_BHSK.device.type == "cpu")
+    return fits and is_fused(key_BHSK)
 
 
 def attend_step(

@@ -23,8 +23,9 @@ CACHED_ROWS = 16
 """Number of rows whose float32 copies exist at a time on CPU, so that they stay in the cache."""
 DEVICE_CHUNKS = 8
 """Number of chunks on other devices: few, as every operator costs a launch regardless of size."""
-SEARCH_BLOCK = 1024
-"""Columns of a part of a row in :func:`fused_best_tokens`: 32 for each thread of one warp."""
+SEARCH_BLOCK, MOST_BEST = 1024, 32
+"""Columns of a part of a row in :func:`fused_best_tokens`, 32 for each thread of one warp, and most
+tokens that it finds: its code grows with their number."""
 LOSS_BLOCK, LOSS_WARPS = 8192, 16
 """Logits that a program reads at a time, and its warps: every thread reads 2 x 16 bytes."""
 
@@ -217,6 +218,11 @@ class _Divergence(torch.autograd.Function):
             for saved in ctx.saved_tensors
         ]
         return (*found, None, None)
+
+
+def finds_best_at_once(logits_RV: Tensor, width: int) -> bool:
+    """Return whether :func:`fused_best_tokens` serves these logits."""
+    return width <= MOST_BEST and logits_RV.stride(1) == 1 and is_fused(logits_RV)
 
 
 def fused_best_tokens(

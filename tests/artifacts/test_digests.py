@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 from support.process_pool import ProcessPool
 
+from pipeline import cli
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import (
@@ -28,7 +29,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.digests import file_records
 from pipeline.distributed.world import World
-from pipeline.errors import ArtifactError
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
 CONTENTS = {"a.txt": b"one\n", "deep/b.bin": bytes(200), "empty": b""}
 
@@ -103,6 +104,40 @@ def test_a_file_with_its_old_time_but_another_inode_is_looked_at_again(tmp_path:
         made.file("a.txt")
 
 
+@pytest.mark.parametrize("linked", ["a.txt", "deep", "deep/b.bin"])
+def test_a_link_within_an_artifact_is_refused_even_where_the_content_is_right(
+    tmp_path: Path, linked: str
+) -> None:
+    made = make(tmp_path / "corpus")
+    (made.directory / linked).rename(tmp_path / "elsewhere")
+    (made.directory / linked).symlink_to(tmp_path / "elsewhere")
+    name = "a.txt" if linked == "a.txt" else "deep/b.bin"
+    for ask in (made.file, made.unchecked_file, lambda name: made.check([name])):
+        with pytest.raises(ArtifactError, match=rf"{linked} is a link"):
+            ask(name)
+    with pytest.raises(ArtifactError, match="is a link"):
+        made.check()
+
+
+def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with new_artifact(
+        tmp_path / "corpus", kind="corpus", stage="import_corpus", config={}, inputs={}
+    ) as writer:
+        for split in ("train", "valid"):
+            for code in ("de", "en"):
+                writer.path(f"{split}/de-en/{code}.txt").write_text(f"{split} {code}\n")
+        writer.statistics["pairs"] = {"de-en": {"train": 1, "valid": 1}}
+    (tmp_path / "corpus" / "valid/de-en/de.txt").unlink()
+    (tmp_path / "corpus" / "valid/de-en/de.txt").symlink_to("/etc/passwd")
+    (tmp_path / "recipe.toml").write_text("[clean]\n")
+    options = ["--recipe", str(tmp_path / "recipe.toml"), "--corpus", str(tmp_path / "corpus")]
+    assert cli.main(["clean", *options, "--out", str(tmp_path / "out")]) == EXIT_USER_ERROR
+    assert "valid/de-en/de.txt is a link" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
     direction = Direction("de", "en")
     with new_artifact(
@@ -126,6 +161,16 @@ def test_a_file_is_hashed_once_in_a_process(tmp_path: Path, hashing: Hashing) ->
         made.check(made.names())
         open_artifact(made.directory, kind="corpus").file("a.txt")
     assert sorted(hashing.files) == ["a.txt", "b.bin", "empty"]
+
+
+def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: Hashing) -> None:
+    """A second change might leave the same time, by the clock of the file system."""
+    made = make(tmp_path / "corpus")
+    status = (made.directory / "a.txt").stat()
+    with mock.patch("time.time_ns", return_value=status.st_mtime_ns + 1_000_000):
+        made.check(["a.txt"])
+        made.check(["a.txt"])
+    assert hashing.files.count("a.txt") == 3, "by sealing, and by both checks"
 
 
 def test_many_files_are_hashed_by_several_threads_as_by_one(

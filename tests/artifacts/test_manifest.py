@@ -16,6 +16,7 @@ from pipeline.artifacts.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
     describe_name,
+    describe_names,
 )
 from pipeline.checkpoints.inspection import verify
 from pipeline.config.recipe import Recipe
@@ -74,6 +75,14 @@ def test_a_manifest_with_a_name_that_is_not_within_is_refused_when_it_is_read(
     assert repr(name) in str(caught.value)
     with pytest.raises(ArtifactError):
         open_artifact(directory, kind="corpus")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("a/B", "a/b"), ("straße", "STRASSE"), ("e\u0301", "\u00e9")]
+)
+def test_two_names_that_are_one_somewhere_are_refused(first: str, second: str) -> None:
+    assert describe_names([first, "else"]) is None
+    assert describe_names([first, second]) is not None
 
 
 @given(st.text(alphabet="ab./\\\0\n", max_size=8) | st.text(max_size=6))

@@ -12,6 +12,8 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,18 @@ def test_help_lists_every_command_and_version_is_the_packages(
     assert all(f"    {name}" in said for name in [*commands_of_stages(), *OTHER_VERBS])
     assert "translate_text" not in said
     assert said.split("\n")[-2].startswith("mmnmt 0.")
+
+
+def test_commands_of_a_clone_that_is_not_installed_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == "mmnmt (not installed)\n"
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,20 @@ def test_a_product_with_few_outputs_splits_its_inner_dimension() -> None:
     assert long < 8 * short
 
 
+def test_grouped_products_are_faster_with_more_rows_of_a_matrix_in_both_passes() -> None:
+    """As much work for 4 matrices and for 32; the gradient of weights sums over the rows."""
+    device = DEVICES["h100"]
+    for product in ((8192, 4096, 1024), (4096, 1024, 8192)):
+        few, many = (
+            kernel_seconds(
+                Launch("_grouped_mm", "grouped product", 0, torch.bfloat16, product, matrices),
+                device,
+            )
+            for matrices in (4, 32)
+        )
+        assert 1.3 < many / few < 1.7
+
+
 def test_other_kernels_take_their_bytes_over_the_bandwidth_of_the_device() -> None:
     launch = Launch("add", "elementwise", 10**9)
     on = {name: kernel_seconds(launch, device) for name, device in DEVICES.items()}

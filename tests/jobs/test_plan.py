@@ -1053,6 +1053,15 @@ def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
         setup.run()
 
 
+def test_a_link_in_place_of_a_file_is_not_taken_for_it(setup: Setup) -> None:
+    setup.run()
+    path = setup.out_dir / "corpus" / "text"
+    path.rename(setup.folder / "elsewhere")
+    path.symlink_to(setup.folder / "elsewhere")
+    with pytest.raises(ArtifactError, match="text is a link"):
+        setup.run()
+
+
 def test_a_folder_that_is_no_artifact_where_a_stage_would_write_is_named_and_kept(
     setup: Setup,
 ) -> None:

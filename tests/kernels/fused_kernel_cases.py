@@ -23,10 +23,20 @@ from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.kernels import activations, logits, products, residuals
 from pipeline.kernels.activations import activated_linear
-from pipeline.kernels.attention import Spans, attend_packed, attend_step, can_attend_packed
+from pipeline.kernels.attention import (
+    Spans,
+    attend_packed,
+    attend_step,
+    can_attend_packed,
+    can_attend_step,
+)
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.launching import fused_kernels_off, fused_on_cpu, is_fused
-from pipeline.kernels.logits import fused_best_tokens, summed_cross_entropy
+from pipeline.kernels.logits import (
+    finds_best_at_once,
+    fused_best_tokens,
+    summed_cross_entropy,
+)
 from pipeline.kernels.noise import Dropout, Noise, keep
 from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation
@@ -376,6 +386,21 @@ def test_the_best_tokens_of_a_row_and_its_normalizer_equal_those_of_a_sort(
     is_real_RC = best_RC > -torch.inf
     assert torch.equal(token_RC[is_real_RC], order_RV[:, :width][is_real_RC])
     assert 0 <= int(token_RC.min()) <= int(token_RC.max()) < columns
+
+
+def test_wide_searches_take_the_plain_forms() -> None:
+    """Their kernels would be unrolled for each token, and hold a tile of all rows."""
+    logits_RV = torch.randn(2, 5000)
+    assert finds_best_at_once(logits_RV, 32)
+    assert not finds_best_at_once(logits_RV, 33)
+    assert not finds_best_at_once(logits_RV.t(), 4)
+    keys_BHSK = torch.randn(1, 2, 3, 16)
+    assert can_attend_step(keys_BHSK, rows=16)
+    assert not can_attend_step(keys_BHSK, rows=17)
+    on_meta = torch.empty(1, 2, 3, 128, device="meta", dtype=torch.bfloat16)
+    assert can_attend_step(on_meta, rows=5)
+    assert not can_attend_step(on_meta.float(), rows=5)
+    assert not can_attend_step(on_meta.new_empty(1, 2, 3, 136), rows=5)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

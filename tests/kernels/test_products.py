@@ -12,7 +12,9 @@ from pipeline.kernels import products as linear_module
 from pipeline.kernels.cpu import CpuKernels, sparing_loops, using_cpu_kernels
 from pipeline.kernels.products import (
     FEW_ROWS,
+    OUTPUT_MULTIPLE,
     Linear,
+    _product_in_padded_rows,
     batched_product,
     few_rows_product,
     linear,
@@ -188,3 +190,13 @@ def test_a_product_with_padded_outputs_and_its_gradients_are_those_without() -> 
     for ours, theirs in zip(*gradients, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("outputs", [40, 64, 101, 300])
+def test_a_product_into_padded_rows_is_the_product(outputs: int) -> None:
+    """As a search on a GPU has it, without gradients and without a copy of the matrix."""
+    x, weight = tokens(7, 12), tokens(outputs, 12)
+    with torch.no_grad():
+        found = _product_in_padded_rows(x, weight)
+    torch.testing.assert_close(found, F.linear(x, weight))
+    assert found.stride(0) % OUTPUT_MULTIPLE == 0

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "pipeline/evaluation": 5_435,  # 3,900
     "data_prep": 7_798,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_953,  # 3,550: 3,900 without settings.py
+    "pipeline/artifacts": 4_982,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_899,  # 3,000
     "pipeline/kernels": 6_600,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
@@ -43,8 +43,8 @@ LINES = {
     "pipeline": 3_472,  # 2,000: config and single modules
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
     "pipeline/serving": 1_016,  # 950
-    "pipeline data_prep": 65_117,  # 46,000: all of the above
-    "tests": 72_619,  # 49,000: with the next three
+    "pipeline data_prep": 65_168,  # 46,000: all of the above
+    "tests": 72_680,  # 49,000: with the next three
     "tests/bench": 4_337,  # 3,600
     "tests/support": 5_393,  # 3,000
     "tests/whole": 7_321,  # 4,500
@@ -57,7 +57,7 @@ COUNTS = {
     "settings": 229,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 605,  # 350: texts given to the errors of pipeline/errors.py
+    "error messages": 607,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 115,  # as few as possible
     "class names in more than one module": 26,  # as few as possible
 }
@@ -89,12 +89,12 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
-    ("pipeline/kernels", 164, "someone who translates on a GPU: a step of a search took 2.2 ms"),
-    ("pipeline/decoding", 35, "someone who translates on a GPU: a step of a search took 2.2 ms"),
+    ("pipeline/kernels", 179, "someone who translates on a GPU waits for the steps of a search"),
+    ("pipeline/decoding", 42, "someone who translates on a GPU waits for the steps of a search"),
     (
         "pipeline/training",
         12,
-        "someone who trains on a GPU: a factor of the loss took 5 % of an update",
+        "someone who trains on a GPU: a factor of the loss read all logits again",
     ),
     ("pipeline/model", 24, "someone who translates on a GPU: a step has one product for three"),
     (
@@ -105,6 +105,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/batching", 4, "someone who trains on a GPU: a batch was copied to where it was"),
     ("pipeline/distributed", 16, "someone whose port is taken by another process gets a sentence"),
     ("pipeline", 48, "someone who asks for zh_TW, and someone who has not installed the clone"),
+    ("tests", 67, "someone who opens a stranger's artifact, and someone who searches widely"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
     ("tests/support", 15, "someone who adds a kernel: it is compiled for a GPU without one"),
     ("pages", 7, "someone with a GPU reads what one measured"),
