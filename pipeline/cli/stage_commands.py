@@ -83,7 +83,9 @@ def find_stage(arguments: Sequence[str]) -> tuple[Stage | None, list[str]]:
         return kinds[rest[0]], rest[1:] if rest[0][:1] != "-" else rest
     given = {word.partition("=")[0] for word in rest}
     of_option = [stage for kind, stage in kinds.items() if kind[:1] == "-" and kind in given]
-    return of_option[0] if of_option else kinds.get("") if kinds else STAGES.get(name), rest
+    if of_option:
+        return of_option[0], rest
+    return kinds.get("") if kinds else STAGES.get(name), rest
 
 
 def stage_main(name: str, argv: Sequence[str] | None = None) -> int:

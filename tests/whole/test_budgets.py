@@ -32,7 +32,7 @@ LINES = {
     "pipeline/checkpoints/foreign": 3_017,  # 2,200
     "pipeline/model": 3_223,  # 2,700
     "pipeline/estimates": 1_787,  # 1,700
-    "pipeline/cli": 2_080,  # 1,500
+    "pipeline/cli": 2_082,  # 1,500
     "pipeline/checkpoints": 2_144,  # 1,700
     "pipeline/checkpoints/assembly": 1_754,  # 1,200
     "pipeline/extensions/tasks": 1_816,  # 1,100
@@ -43,11 +43,11 @@ LINES = {
     "pipeline": 3_472,  # 2,000: config and single modules
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
     "pipeline/serving": 1_016,  # 950
-    "pipeline data_prep": 65_168,  # 46,000: all of the above
+    "pipeline data_prep": 65_170,  # 46,000: all of the above
     "tests": 72_680,  # 49,000: with the next three
     "tests/bench": 4_337,  # 3,600
     "tests/support": 5_393,  # 3,000
-    "tests/whole": 7_321,  # 4,500
+    "tests/whole": 7_322,  # 4,500
     "pages": 6_404,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
@@ -105,7 +105,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/batching", 4, "someone who trains on a GPU: a batch was copied to where it was"),
     ("pipeline/distributed", 16, "someone whose port is taken by another process gets a sentence"),
     ("pipeline", 48, "someone who asks for zh_TW, and someone who has not installed the clone"),
-    ("tests", 67, "someone who opens a stranger's artifact, and someone who searches widely"),
+    ("tests", 68, "someone who opens a stranger's artifact, and someone who searches widely"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
     ("tests/support", 15, "someone who adds a kernel: it is compiled for a GPU without one"),
     ("pages", 7, "someone with a GPU reads what one measured"),
