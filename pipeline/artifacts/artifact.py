@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from pipeline.artifacts.digests import file_digests, file_records, raw_digest
+from pipeline.artifacts.digests import are_intact, file_records, raw_digest
 from pipeline.artifacts.locks import held_lock, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
@@ -210,14 +210,14 @@ class Artifact:
     def _compare(self, names: Collection[str]) -> None:
         """Hash files; raise ArtifactError for the first that differs."""
         try:
-            digests = file_digests([self.directory / name for name in names])
+            intact = are_intact([(self.directory / name, self._record(name)) for name in names])
         except OSError as error:
             raise ArtifactError(
                 f"{error.filename or self.directory} cannot be read ({error.strerror or error}). "
                 f"{self._fix}."
             ) from error
-        for name, digest in zip(names, digests, strict=True):
-            if digest != self.manifest.files[name].sha256:
+        for name, is_intact in zip(names, intact, strict=True):
+            if not is_intact:
                 raise ArtifactError(
                     f"{self.directory / name} is damaged: its digest differs from the manifest. "
                     f"{self._fix}."

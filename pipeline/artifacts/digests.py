@@ -5,16 +5,21 @@ Several threads hash, because hashing and reading release the interpreter.
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 from pipeline.artifacts.manifest import FileRecord, as_text, is_text, json_digest
 from pipeline.distributed import progress
 from pipeline.errors import ArtifactError
 
+T = TypeVar("T")
+R = TypeVar("R")
 READ_BYTES = 2**20
 """Bytes that a hashing thread holds in memory."""
+CHUNK_BYTES = 2**26
+"""Bytes of a chunk, which has a digest of its own in manifests of earlier versions."""
 SYNC_BYTES = 2**26
 """Bytes between two syncs of a file that is written."""
 MAX_THREADS = 4
@@ -29,19 +34,49 @@ def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
 
 def file_digests(paths: Sequence[Path]) -> list[str]:
     """Return the digests of files, in their order."""
-    threads = min(MAX_THREADS, os.cpu_count() or 1, len(paths))
+    return _by_threads(_file_digest, paths)
+
+
+def are_intact(files: Sequence[tuple[Path, FileRecord]]) -> list[bool]:
+    """Return for each file whether its content has the recorded digest."""
+    return _by_threads(_is_intact, files)
+
+
+def _by_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    threads = min(MAX_THREADS, os.cpu_count() or 1, len(items))
     if threads <= 1:
-        return [_file_digest(path) for path in paths]
+        return [function(item) for item in items]
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
-        return list(pool.map(_file_digest, paths))
+        return list(pool.map(function, items))
+
+
+def _is_intact(file: tuple[Path, FileRecord]) -> bool:
+    path, record = file
+    if record.chunks is None:
+        return _file_digest(path) == record.sha256
+    return _in_chunks(path) == record
+
+
+def _in_chunks(path: Path) -> FileRecord:
+    """Return the record of a file with a digest for each chunk, as earlier versions made it."""
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as stream:
+        chunks = tuple(_digest(stream, CHUNK_BYTES) for _ in range(0, size, CHUNK_BYTES))
+    return FileRecord(size=size, chunks=chunks)
 
 
 def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as stream:
-        while content := stream.read(READ_BYTES):
-            digest.update(content)
-            progress.advance()
+        return _digest(stream, path.stat().st_size)
+
+
+def _digest(stream: BinaryIO, size: int) -> str:
+    """Return the digest of the next ``size`` bytes, or of those that are left."""
+    digest = hashlib.sha256()
+    while content := stream.read(min(size, READ_BYTES)):
+        digest.update(content)
+        size -= len(content)
+        progress.advance()
     return digest.hexdigest()
 
 
@@ -92,10 +127,11 @@ def _raise_error_of(waiting: list[Future[None]]) -> None:
 def raw_digest(path: Path) -> str:
     """Return the digest of a file, or of every file below a folder by name and content.
 
-    Folders that are linked in count as folders, once each.
+    Folders that are linked in count as folders, once each. The digest has the form of earlier
+    versions: the inputs of their runs have not changed.
     """
     if path.is_file():
-        return json_digest(file_records([path])[path].model_dump())
+        return json_digest(_in_chunks(path).model_dump())
     if not path.is_dir():
         raise ArtifactError(f"{path} does not exist. Name an existing file or folder.")
     files = sorted(_files_below(path))
@@ -104,9 +140,9 @@ def raw_digest(path: Path) -> str:
             raise ArtifactError(
                 f"{as_text(entry)} has a name that is not UTF-8. Rename it, or move it away."
             )
-    records = file_records(files)
+    records = zip(files, _by_threads(_in_chunks, files), strict=True)
     return json_digest(
-        {str(entry.relative_to(path)): records[entry].model_dump() for entry in files}
+        {str(entry.relative_to(path)): record.model_dump() for entry, record in records}
     )
 
 

@@ -12,9 +12,16 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from pipeline.config.documents import read_bytes
 from pipeline.errors import ArtifactError
@@ -53,10 +60,23 @@ class _Frozen(BaseModel):
 
 
 class FileRecord(_Frozen):
-    """Size in bytes and SHA-256 of a file."""
+    """Size in bytes and SHA-256 of a file; earlier versions wrote one for each 64 MiB of it."""
 
     size: int
-    sha256: str
+    sha256: str = ""
+    chunks: tuple[str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        if (self.chunks is None) != bool(self.sha256):
+            raise ValueError("Give sha256")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_read(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the form that was read: digests of artifacts stay as they are."""
+        left_out = "chunks" if self.chunks is None else "sha256"
+        return {name: value for name, value in handler(self).items() if name != left_out}
 
 
 class InputRecord(_Frozen):

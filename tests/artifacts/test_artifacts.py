@@ -428,7 +428,7 @@ def test_a_raw_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: 
     ]
     assert len({first, *others}) == 4
     assert raw_digest(tmp_path / "a" / "two") == json_digest(
-        {"size": 1, "sha256": hashlib.sha256(b"2").hexdigest()}
+        {"size": 1, "chunks": [hashlib.sha256(b"2").hexdigest()]}
     )
     with pytest.raises(ArtifactError, match=r"does not exist\. Name an existing file or folder"):
         raw_digest(tmp_path / "nowhere")

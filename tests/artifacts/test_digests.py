@@ -1,8 +1,10 @@
 """What a file of an artifact holds is known to be right before it is used, then remembered."""
 
+import json
 import os
 import threading
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +30,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.digests import file_records
+from pipeline.artifacts.manifest import MANIFEST_NAME
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
@@ -149,6 +152,32 @@ def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
     write_hypotheses(made.directory / hypotheses_name(direction), [Hypothesis("a new one")])
     with pytest.raises(ArtifactError, match=r"de-en\.jsonl is damaged"):
         read_hypotheses(made, direction)
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 200])
+def test_a_file_with_a_digest_per_chunk_is_known_and_its_damage_found(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the manifests of earlier versions have them, for chunks of 64 MiB."""
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 64)
+    made = make(tmp_path / "corpus")
+    path = made.directory / MANIFEST_NAME
+    content = bytes(range(size))
+    (made.directory / "a.txt").write_bytes(content)
+    chunks = [sha256(content[start : start + 64]).hexdigest() for start in range(0, size, 64)]
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["files"]["a.txt"] = {"size": size, "chunks": chunks}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    opened = open_artifact(made.directory, kind="corpus")
+    assert opened.file("a.txt").read_bytes() == content
+    assert opened.manifest.model_dump()["files"]["a.txt"] == {"size": size, "chunks": tuple(chunks)}
+    (made.directory / "a.txt").write_bytes(content[:-1] + b"x")
+    with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
+        open_artifact(made.directory, kind="corpus").file("a.txt")
+    document["files"]["a.txt"] = {"size": size}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="not a manifest"):
+        open_artifact(made.directory, kind="corpus")
 
 
 # ---------------------------------------------------------------- remembering

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.manifest import FileRecord
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
@@ -514,11 +515,11 @@ def test_a_file_is_compared_with_its_digest_once(
         os.utime(saved.directory / name, (0, 0))
     hashed: list[str] = []
 
-    def hash_files(paths: Sequence[Path]) -> list[str]:
-        hashed.extend(path.name for path in paths)
-        return digests.file_digests(paths)
+    def hash_files(files: Sequence[tuple[Path, FileRecord]]) -> list[bool]:
+        hashed.extend(path.name for path, _ in files)
+        return digests.are_intact(files)
 
-    monkeypatch.setattr(artifacts, "file_digests", hash_files)
+    monkeypatch.setattr(artifacts, "are_intact", hash_files)
     for _ in range(2):
         files = TensorFiles(saved, "weights/")
         for name in files.names():

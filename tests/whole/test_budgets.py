@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES = {
     "pipeline/evaluation": 5_435,  # 3,900
     "data_prep": 7_798,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_982,  # 3,550: 3,900 without settings.py
+    "pipeline/artifacts": 5_038,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_899,  # 3,000
     "pipeline/kernels": 6_600,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
@@ -43,7 +43,7 @@ LINES = {
     "pipeline": 3_472,  # 2,000: config and single modules
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
     "pipeline/serving": 1_016,  # 950
-    "pipeline data_prep": 65_170,  # 46,000: all of the above
+    "pipeline data_prep": 65_226,  # 46,000: all of the above
     "tests": 72_680,  # 49,000: with the next three
     "tests/bench": 4_337,  # 3,600
     "tests/support": 5_393,  # 3,000
@@ -105,10 +105,10 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/batching", 4, "someone who trains on a GPU: a batch was copied to where it was"),
     ("pipeline/distributed", 16, "someone whose port is taken by another process gets a sentence"),
     ("pipeline", 48, "someone who asks for zh_TW, and someone who has not installed the clone"),
-    ("tests", 68, "someone who opens a stranger's artifact, and someone who searches widely"),
+    ("tests", 98, "someone who opens a stranger's artifact, and someone who searches widely"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
     ("tests/support", 15, "someone who adds a kernel: it is compiled for a GPU without one"),
-    ("pages", 7, "someone with a GPU reads what one measured"),
+    ("pages", 10, "someone with a GPU reads what one measured"),
     ("data_prep", 69, "someone with an open quote in a CSV lost all rows up to the next one"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
