@@ -171,8 +171,8 @@ def _compare(*, extra: str) -> tuple[list[str], list[str]]:
     wrong, found = [], []
     try:
         requirements = metadata.requires("mmnmt") or ()
-    except metadata.PackageNotFoundError:  # a clone that is not installed
-        return [], []
+    except metadata.PackageNotFoundError:  # a clone
+        return [], [f"mmnmt {installed_version()}, so no versions to compare with"]
     for text in requirements:
         wanted = Requirement(text)
         always = wanted.marker is None or wanted.marker.evaluate({"extra": ""})

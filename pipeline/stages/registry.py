@@ -49,7 +49,7 @@ _CORE = (
         inputs={
             "corpus": Input("corpus", "corpus that gets them"),
             "translations": Input(
-                "translated_text", "NAME=DIR, output of translate_text", many=True
+                "translated_text", "NAME=DIR, output of translate --text", many=True
             ),
             "back": Input(
                 "translated_text",

@@ -105,7 +105,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/batching", 4, "someone who trains on a GPU: a batch was copied to where it was"),
     ("pipeline/distributed", 16, "someone whose port is taken by another process gets a sentence"),
     ("pipeline", 48, "someone who asks for zh_TW, and someone who has not installed the clone"),
-    ("tests", 98, "someone who opens a stranger's artifact, and someone who searches widely"),
+    ("tests", 105, "someone who opens a stranger's artifact, and someone who searches widely"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
     ("tests/support", 15, "someone who adds a kernel: it is compiled for a GPU without one"),
     ("pages", 10, "someone with a GPU reads what one measured"),

@@ -19,7 +19,7 @@ from data_prep import one_pass
 from data_prep.readers import tables
 from data_prep.readers.multiway import Record
 from data_prep.readers.raw_files import RawFile
-from data_prep.readers.tables import open_columns, open_table
+from data_prep.readers.tables import Columns, iterate_rows, open_columns, open_table
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_bytes
 from pipeline.artifacts.artifact import Artifact
@@ -462,6 +462,13 @@ def test_blank_lines_between_rows_are_no_damage(
     corpus = import_columns(tmp_path / "corpus", raw, source=source)
     assert sides(corpus) == [("eins", "one"), ("zwei", "two")]
     assert quarantined(corpus) == []
+
+
+def test_a_row_of_empty_cells_is_counted_and_no_blank_line(tmp_path: Path) -> None:
+    path = write(tmp_path, {"train.tsv": "de\ten\n\neins\tone\n\t\n"}) / "train.tsv"
+    columns = Columns({0: "de", 1: "en"}, width=2, has_header=True)
+    rows = iterate_rows(RawFile(path, "train.tsv"), columns, max_line_bytes=100)
+    assert [(row.line, row.texts) for row in rows] == [(3, {"de": b"eins", "en": b"one"}), (4, {})]
 
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)
