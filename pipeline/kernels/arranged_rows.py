@@ -1,7 +1,7 @@
-"""Rows of a batch arranged by slot, so that the products of all slots are one operator.
+"""Rows of a batch arranged by slot for products with a matrix per slot.
 
-A slot is a matrix of a stacked parameter, such as that of a language. The device knows which slots
-a batch uses, and the host does not. There are three forms:
+A slot is a matrix of a stacked parameter, for example a language's. A GPU knows which slots a batch
+uses, and the host does not. There are three forms:
 
 - :class:`SortedRows`: rows in the order of their slots, for grouped products (bfloat16 on Hopper
   and later GPUs). The host does not wait: operators and shapes depend on the size of a batch alone.
@@ -9,7 +9,8 @@ a batch uses, and the host does not. There are three forms:
   They serve every GPU, dtype and width, and copy a matrix per block for the time of a product.
   Where this is little, the host does not wait either, and takes the most blocks that a batch can
   fill. Else it asks for the rows of each slot, once for all layers (:data:`WORTH_A_WAIT`).
-- :class:`RowsOfOneSlot`: what the host may find when it asks.
+- :class:`RowRuns`: rows in the order of the batch, with a product for each run of one slot. The
+  host has to know the runs: on CPU, or if it has asked and found a single slot.
 
 They have been tested on CPU and counted on the meta device; on an H200 their results have not been
 compared with the CPU's.
@@ -23,13 +24,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels.placement import RowSlices
-from pipeline.kernels.products import GROUPED_MULTIPLE, has_grouped_products
+from pipeline.kernels.products import (
+    GROUPED_MULTIPLE,
+    add_product_,
+    has_grouped_products,
+    times,
+)
 
 BLOCK_ROWS = 64
 """Rows of a block. Larger blocks copy fewer matrices and leave more rows empty."""
@@ -202,11 +209,19 @@ class BlockedRows(ArrangedRows):
         return F.embedding_bag(self._number_P, values_PV, self.bound_S[:-1], mode="sum")
 
 
-@dataclass(frozen=True)
-class RowsOfOneSlot(ArrangedRows):
-    """Rows that all have the same one of ``num_slots`` slots, as they are in the batch."""
+class Run(NamedTuple):
+    """A run of rows, [start, stop), of one slot."""
 
+    start: int
+    stop: int
     slot: int
+
+
+@dataclass(frozen=True)
+class RowRuns(ArrangedRows):
+    """Rows as they are in the batch, in runs of one slot that the host knows; a product per run."""
+
+    runs: tuple[Run, ...]
     num_slots: int
 
     def arrange(self, x_NI: Tensor) -> Tensor:
@@ -218,27 +233,30 @@ class RowsOfOneSlot(ArrangedRows):
         return rows
 
     def linear(self, rows: Tensor, weight_SOI: Tensor, bias_SO: Tensor | None = None) -> Tensor:
-        """Return x Wᵀ + b by one product."""
-        return F.linear(
-            rows, weight_SOI[self.slot], None if bias_SO is None else bias_SO[self.slot]
-        )
+        """Return x Wᵀ + b, run by run."""
+        y_NO = rows.new_empty(len(rows), weight_SOI.shape[1])
+        for start, stop, slot in self.runs:
+            bias_O = None if bias_SO is None else bias_SO[slot]
+            y_NO[start:stop] = times(rows[start:stop], weight_SOI[slot], bias_O)
+        return y_NO
 
     def input_gradient(self, d_rows: Tensor, weight_SOI: Tensor) -> Tensor:
-        """Return dy W by one product."""
-        return d_rows @ weight_SOI[self.slot]
+        """Return dy W, run by run."""
+        return self.linear(d_rows, weight_SOI.mT)
 
     def weight_gradient(self, d_rows: Tensor, rows: Tensor) -> Tensor:
-        """Return dyᵀ x for the slot, and zeros for the others."""
-        return self._alone(d_rows.mT @ rows)
+        """Return dyᵀ x, summed over the runs of a slot."""
+        d_weight_SOI = d_rows.new_zeros(self.num_slots, d_rows.shape[1], rows.shape[1])
+        for start, stop, slot in self.runs:
+            add_product_(d_weight_SOI[slot], d_rows[start:stop].t(), rows[start:stop])
+        return d_weight_SOI
 
     def bias_gradient(self, d_rows: Tensor) -> Tensor:
-        """Return the sum of all rows for the slot, and zeros for the others."""
-        return self._alone(d_rows.sum(0, dtype=torch.float32))
-
-    def _alone(self, gradient: Tensor) -> Tensor:
-        of_slots = gradient.new_zeros(self.num_slots, *gradient.shape)
-        of_slots[self.slot] = gradient
-        return of_slots
+        """Return the sum of every slot's runs."""
+        total_SO = d_rows.new_zeros(self.num_slots, d_rows.shape[1], dtype=torch.float32)
+        for start, stop, slot in self.runs:
+            total_SO[slot] += d_rows[start:stop].sum(0, dtype=torch.float32)
+        return total_SO.to(d_rows.dtype)
 
 
 def most_blocks(rows: SortedRows, *, most_slots: int) -> int:
@@ -247,7 +265,7 @@ def most_blocks(rows: SortedRows, *, most_slots: int) -> int:
     return num_rows // BLOCK_ROWS + min(num_slots, most_slots, num_rows)
 
 
-def counted_rows(rows: SortedRows, *, most_slots: int) -> BlockedRows | RowsOfOneSlot:
+def counted_rows(rows: SortedRows, *, most_slots: int) -> BlockedRows | RowRuns:
     """Return the rows in as few blocks as possible, for which the host waits for the device."""
     rows_S = rows.slices.rows_E
     if rows_S.is_meta:  # it has no values; a counter of operators counts the wait
@@ -257,7 +275,7 @@ def counted_rows(rows: SortedRows, *, most_slots: int) -> BlockedRows | RowsOfOn
     counts = rows_S.tolist()
     used = [slot for slot, count in enumerate(counts) if count]
     if len(used) == 1:
-        return RowsOfOneSlot(used[0], len(counts))
+        return RowRuns((Run(0, len(rows.order_N), used[0]),), len(counts))
     return BlockedRows.of(rows, num_blocks=sum(-(-count // BLOCK_ROWS) for count in counts))
 
 

@@ -8,8 +8,7 @@ Legend: E experts (on this rank), R rows sorted by expert, L rows of the expert 
 tokens, C choices per token, D model width, F hidden width, I and O width of what goes in and out.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.allocator import prefer_large_pages
-from pipeline.kernels.cpu import can_loop, numbers, over_rows, side_by_side
+from pipeline.kernels.cpu import side_by_side
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.placement import Placement, RowSlices, combine, gather
 from pipeline.kernels.products import (
@@ -31,9 +30,6 @@ from pipeline.kernels.products import (
     product,
     product_into,
 )
-
-LOOP_COST = 16
-"""Cost of a multiply-add in a loop, in multiply-adds of a matrix product, as measured."""
 
 
 class ExpertWeights(NamedTuple):
@@ -69,21 +65,14 @@ def serve_tokens(
     activation: Activation,
 ) -> Tensor:
     """Return the weighted sum of every token's experts, (N, D): gather, apply and combine."""
-    if not can_loop(x_ND):
-        x_RD = gather(x_ND, placement)
-        if placement.slices is not None and has_grouped_products(x_RD):
-            y_RD = grouped_products(x_RD, weights, placement.slices, activation)
-        elif x_RD.device.type == "cpu":
-            counts = placement.rows_E.tolist()
-            y_RD = serve_rows(x_RD, counts, weights, activation=activation)
-        else:
-            y_RD = _serve_at_once(x_RD, weights, placement.rows_E, activation)
-        return combine(y_RD, weight_NC, placement)
-    rows_E = tuple(placement.rows_E.tolist())
-    output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
-        x_ND, weight_NC.contiguous(), *weights, rows_E, placement, activation
-    )
-    return output
+    x_RD = gather(x_ND, placement)
+    if x_RD.device.type == "cpu":
+        y_RD = serve_rows(x_RD, placement.rows_E.tolist(), weights, activation=activation)
+    elif placement.slices is not None and has_grouped_products(x_RD):
+        y_RD = grouped_products(x_RD, weights, placement.slices, activation)
+    else:
+        y_RD = _serve_at_once(x_RD, weights, placement.rows_E, activation)
+    return combine(y_RD, weight_NC, placement)
 
 
 def serve_rows(
@@ -108,7 +97,7 @@ def serve_rows(
         assert count_E is not None, "the device needs the rows of each expert"
         return _serve_at_once(x_RD, weights, count_E, activation, longest=max(rows_E))
     output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
-        x_RD, None, *weights, tuple(rows_E), None, activation
+        x_RD, *weights, tuple(rows_E), activation
     )
     return output
 
@@ -261,80 +250,65 @@ class _ExpertByExpert(torch.autograd.Function):
     """Apply experts one by one, and write their gradients into stacked tensors.
 
     Plain autograd over slices of stacked weights would create and add one full-size gradient per
-    expert. The input is rows sorted by expert, or tokens with a placement; in the latter case,
-    every expert gathers its rows when it needs them, and the results are combined. Experts without
-    rows get a gradient of zeros, as DeepSpeed requires a gradient on every rank.
+    expert. Experts without rows get a gradient of zeros, as DeepSpeed requires a gradient on every
+    rank.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weight_NC: Tensor | None,
+        x_RD: Tensor,
         up_EFD: Tensor,
         up_bias_EF: Tensor,
         down_EDF: Tensor,
         down_bias_ED: Tensor,
         rows_E: tuple[int, ...],
-        placement: Placement | None,
         activation: Activation,
     ) -> Tensor:
-        y_RD = x.new_empty(sum(rows_E), x.shape[1])
-        slices = _slices(rows_E)
-        hiddens = [x.new_empty(0, up_EFD.shape[1])] * len(rows_E)
+        y_RD, slices = torch.empty_like(x_RD), _slices(rows_E)
+        hiddens = [x_RD.new_empty(0, up_EFD.shape[1])] * len(rows_E)
 
         def serve(e: int) -> None:
-            x_rows = _rows(x, slices[e], placement)
-            hidden = product(x_rows, up_EFD[e], up_bias_EF[e], relu=activation == "relu")
-            y_RD[slices[e]] = product(
-                _activate_product(hidden, activation), down_EDF[e], down_bias_ED[e]
-            )
-            hiddens[e] = hidden
+            rows, is_relu = slices[e], activation == "relu"
+            hiddens[e] = product(x_RD[rows], up_EFD[e], up_bias_EF[e], relu=is_relu)
+            active = _activate_product(hiddens[e], activation)
+            y_RD[rows] = product(active, down_EDF[e], down_bias_ED[e])
 
         weights = up_EFD[0].numel()
         side_by_side(serve, [rows * weights for rows in rows_E])
-        ctx.slices, ctx.placement, ctx.activation = slices, placement, activation
-        if placement is None or weight_NC is None:
-            ctx.save_for_backward(x, None, None, up_EFD, down_EDF, *hiddens)
-            return y_RD
-        ctx.save_for_backward(x, weight_NC, y_RD, up_EFD, down_EDF, *hiddens)
-        return _combine_by_loop(y_RD, placement.row_NC, weight_NC)
+        ctx.slices, ctx.activation = slices, activation
+        ctx.save_for_backward(x_RD, up_EFD, down_EDF, *hiddens)
+        return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        d_out = gradients[0].contiguous()
-        x, weight_NC, y_RD, up_EFD, down_EDF, *hiddens = ctx.saved_tensors
-        slices, placement, activation = ctx.slices, ctx.placement, ctx.activation
-        dx_RD = x.new_empty(slices[-1].stop, x.shape[1])
+        dy_RD = gradients[0].contiguous()
+        x_RD, up_EFD, down_EDF, *hiddens = ctx.saved_tensors
+        dx_RD = torch.empty_like(x_RD)
         d_up_EFD, d_down_EDF = _empty_like(up_EFD), _empty_like(down_EDF)
         d_up_bias_EF = up_EFD.new_empty(up_EFD.shape[:2])
         d_down_bias_ED = down_EDF.new_empty(down_EDF.shape[:2])
         d_weights = d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED
-        row_gradient: Callable[[slice, Tensor], Tensor] = partial(_sum_rows, d_out)
-        if placement is not None:
-            d_weight_NC = torch.zeros_like(weight_NC)
-            row_gradient = _row_gradients(d_out, y_RD, placement, weight_NC, d_weight_NC)
 
         def serve(e: int) -> None:
-            rows, hidden = slices[e], hiddens[e]
+            rows, hidden = ctx.slices[e], hiddens[e]
             if not len(hidden):
                 for gradient in d_weights:
                     gradient[e].zero_()
                 return
-            dy = row_gradient(rows, d_down_bias_ED[e])
-            product_into(d_down_EDF[e], dy.t(), _activate_product(hidden, activation))
+            dy = dy_RD[rows]
+            torch.sum(dy, 0, out=d_down_bias_ED[e])
+            product_into(d_down_EDF[e], dy.t(), _activate_product(hidden, ctx.activation))
             d_hidden = product(dy, down_EDF[e].t())
-            _activation_backward_(d_hidden, hidden, d_up_bias_EF[e], activation)
-            product_into(d_up_EFD[e], d_hidden.t(), _rows(x, rows, placement))
+            _activation_gradient_(d_hidden, hidden, ctx.activation)
+            torch.sum(d_hidden, 0, out=d_up_bias_EF[e])
+            product_into(d_up_EFD[e], d_hidden.t(), x_RD[rows])
             product_into(dx_RD[rows], d_hidden, up_EFD[e])
 
         weights = up_EFD[0].numel()
         side_by_side(serve, [max(len(hidden), 1) * weights for hidden in hiddens])
-        if placement is None:
-            return dx_RD, None, *d_weights, None, None, None
-        dx_ND = _combine_by_loop(dx_RD, placement.row_NC, None)
-        return dx_ND, d_weight_NC, *d_weights, None, None, None
+        return dx_RD, *d_weights, None, None
 
 
 def _activate_product(product: Tensor, activation: Activation) -> Tensor:
@@ -344,23 +318,6 @@ def _activate_product(product: Tensor, activation: Activation) -> Tensor:
             return product
         case "gelu":
             return F.gelu(product)
-
-
-def _activation_backward_(
-    d_hidden_RF: Tensor, hidden_RF: Tensor, total_F: Tensor, activation: Activation
-) -> None:
-    """Overwrite the gradient of an activation's output by that of its input; fill in its sum.
-
-    ``hidden_RF`` is the argument of :func:`_activate_product`. The compiled loop runs on one
-    thread; on several, operators are faster.
-    """
-    if activation == "relu" and can_loop(hidden_RF) and torch.get_num_threads() == 1:
-        from pipeline.kernels import compiled_loops as loops
-
-        loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
-        return
-    _activation_gradient_(d_hidden_RF, hidden_RF, activation)
-    torch.sum(d_hidden_RF, 0, out=total_F)
 
 
 def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Activation) -> None:
@@ -376,53 +333,6 @@ def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Ac
 def _slices(rows_E: Sequence[int]) -> list[slice]:
     """Return the slice of each expert's rows."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(rows_E, initial=0))]
-
-
-def _rows(x: Tensor, rows: slice, placement: Placement | None) -> Tensor:
-    """Return an expert's rows, gathered from tokens if there is a placement."""
-    return x[rows] if placement is None else x.index_select(0, placement.token_R[rows])
-
-
-def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
-    """Return the sum of the rows of each token's kept routes, weighted or not, (N, D)."""
-    from pipeline.kernels import compiled_loops as loops
-
-    (num_tokens, num_choices), width = row_NC.shape, y_RD.shape[1]
-    sum_ND = y_RD.new_empty(num_tokens, width)
-    arrays = numbers(y_RD), numbers(row_NC), None if weight_NC is None else numbers(weight_NC)
-
-    def sum_part(first: int, last: int) -> None:
-        loops.sum_over_routes(*arrays, first, last, numbers(sum_ND))
-
-    over_rows(sum_part, num_tokens, cost_of_row=num_choices * width * LOOP_COST)
-    return sum_ND
-
-
-def _row_gradients(
-    d_sum_ND: Tensor, y_RD: Tensor, placement: Placement, weight_NC: Tensor, d_weight_NC: Tensor
-) -> Callable[[slice, Tensor], Tensor]:
-    """Return the backward pass of :func:`_combine_by_loop`, which fills in ``d_weight_NC``."""
-    from pipeline.kernels import compiled_loops as loops
-
-    dy_RD = torch.empty_like(y_RD)
-    d_sum, y, dy = numbers(d_sum_ND), numbers(y_RD), numbers(dy_RD)
-    token, route = numbers(placement.token_R), numbers(placement.route_R)
-    weight, d_weight = numbers(weight_NC.view(-1)), numbers(d_weight_NC.view(-1))
-
-    def row_gradient(rows: slice, total_D: Tensor) -> Tensor:
-        first, last, total = rows.start, rows.stop, numbers(total_D)
-        loops.sum_over_routes_backward(
-            d_sum, y, token, route, weight, first, last, dy, d_weight, total
-        )
-        return dy_RD[rows]
-
-    return row_gradient
-
-
-def _sum_rows(dy_RD: Tensor, rows: slice, total_D: Tensor) -> Tensor:
-    """Return the gradients of an expert's rows unchanged, and fill in their sum."""
-    torch.sum(dy_RD[rows], 0, out=total_D)
-    return dy_RD[rows]
 
 
 def _empty_like(weights: Tensor) -> Tensor:

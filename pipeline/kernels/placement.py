@@ -1,9 +1,8 @@
 """Placement of tokens in contiguous rows per expert, and the way back: gather and combine.
 
-A *route* is one (token, choice) pair, numbered token · C + choice. Rows are sorted by expert: by a
-compiled loop on CPU, by fused kernels on GPUs, else by a stable sort. If experts keep a limited
-number of routes, each micro-batch of a pass has limits of its own (:class:`Limits`), and all are
-placed at once.
+A *route* is one (token, choice) pair, numbered token · C + choice. Rows are sorted by expert: by
+fused kernels on GPUs, else by a stable sort. If experts keep a limited number of routes, each
+micro-batch of a pass has limits of its own (:class:`Limits`), and all are placed at once.
 
 On CPU, an expert's rows may end with spare rows, which belong to no route: they limit the number of
 different shapes of products (:func:`slice_length`). A spare row repeats a token, and its result is
@@ -28,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import uses_loops
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
 from pipeline.kernels.routing import MicroBatches, TokenBlocks
@@ -262,51 +260,12 @@ def place_routes(
         spare_rows: whether rows are computed on this rank, so that spare rows may be added, and
             dropped routes may have rows.
     """
-    place = place_by_loop if uses_loops(expert_NC) else place_by_sorting
-    return place(expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
-
-
-def place_by_loop(
-    expert_NC: Tensor, numbers: RouteNumbers, *, top_N: Tensor | None, spare_rows: bool
-) -> Placement:
-    """Place routes one by one, on CPU."""
-    from pipeline.kernels import compiled_loops as loops
-
-    limits = numbers.limits
-    queue = micro_batch = capacity = None
-    if limits is not None:
-        queue, capacity = _queue(expert_NC, top_N).numpy(), limits.capacity_M.numpy()
-        micro_batch = None if limits.micro_batch_N is None else limits.micro_batch_N.numpy()
-    routed_E = expert_NC.new_empty(numbers.num_experts)
-    count_E = torch.empty_like(routed_E)
-    of_routes = expert_NC.numpy(), micro_batch, capacity
-    loops.count_routes(*of_routes, routed_E.numpy(), count_E.numpy())
-    kept = count_E.tolist()
-    rows = [slice_length(count) for count in kept] if spare_rows and any(kept) else kept
-    num_rows, rows_E = sum(rows), torch.tensor(rows)
-    route_R = torch.full((num_rows,), expert_NC.numel())
-    token_R = torch.zeros_like(route_R)
-    row_NC = torch.full_like(expert_NC, num_rows)
-    places = route_R.numpy(), token_R.numpy(), row_NC.numpy()
-    loops.place_routes(queue, *of_routes, rows_E.numpy(), *places)
-    drops = sum(kept) != expert_NC.numel()
-    return Placement(
-        route_R=route_R,
-        token_R=token_R,
-        row_NC=row_NC,
-        is_dropped_NC=row_NC == num_rows if drops else None,
-        lacks_rows=drops,
-        counts=Counts(rows_E, routed_E, count_E),
-    )
-
-
-def _queue(expert_NC: Tensor, top_N: Tensor | None) -> Tensor:
-    """Return all routes in the order in which they claim rows, (Q,)."""
-    num_tokens, num_choices = expert_NC.shape
-    token_N = (
-        torch.arange(num_tokens) if top_N is None else top_N.argsort(descending=True, stable=True)
-    )
-    return (token_N * num_choices + torch.arange(num_choices)[:, None]).flatten()
+    if expert_NC.device.type != "cpu":
+        return place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
+    if expert_NC.numel() and not 0 <= expert_NC.min() <= expert_NC.max() < numbers.num_experts:
+        raise IndexError(f"One of the experts of a router does not exist: {numbers.num_experts = }")
+    placement = place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=False)
+    return on_host(placement, expert_NC, spare_rows=spare_rows)
 
 
 def place_by_sorting(
@@ -411,6 +370,31 @@ def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
         counts=Counts(count_E, placement.routed_E, count_E),
         slices=None,
         numbers=None,
+    )
+
+
+def on_host(placement: Placement, expert_NC: Tensor, *, spare_rows: bool) -> Placement:
+    """Return a placement on CPU without rows for dropped routes, and with spare rows if asked."""
+    kept_E, kept = placement.rows_E, placement.rows_E.tolist()
+    has_spare_rows = spare_rows and any(kept)
+    rows_E = torch.tensor([slice_length(n) for n in kept] if has_spare_rows else kept)
+    num_rows, num_routes = int(rows_E.sum()), expert_NC.numel()
+    shift_E = (rows_E - kept_E).cumsum(0) - (rows_E - kept_E)
+    row_NC = placement.row_NC + shift_E[expert_NC]
+    is_dropped_NC = placement.is_dropped_NC if sum(kept) != num_routes else None
+    if is_dropped_NC is not None:
+        row_NC.masked_fill_(is_dropped_NC, num_rows)
+    # one row in excess takes the dropped routes
+    route_R = torch.full((num_rows + 1,), num_routes)
+    route_R[row_NC.flatten()] = torch.arange(num_routes)
+    route_R = route_R[:-1]
+    return Placement(
+        route_R=route_R,
+        token_R=route_R.remainder(max(num_routes, 1)) // expert_NC.shape[1],
+        row_NC=row_NC,
+        is_dropped_NC=is_dropped_NC,
+        lacks_rows=is_dropped_NC is not None,
+        counts=Counts(rows_E, placement.routed_E, kept_E),
     )
 
 

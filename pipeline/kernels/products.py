@@ -268,11 +268,6 @@ class _PaddedProduct(torch.autograd.Function):
         )
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which products of x are computed, to cast once before many of them."""
-    return torch.float32 if x.device.type == "cpu" and _in_float32(x.dtype) else x.dtype
-
-
 def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
     """Add x · matrix to ``out``, all two-dimensional; in one pass unless that is slower.
 

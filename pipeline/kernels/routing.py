@@ -1,6 +1,6 @@
 """Routing of tokens to experts: router logits, choice of experts, and weights of kept routes.
 
-On CPU, compiled loops do the work, on GPUs fused kernels, and elsewhere a few operators.
+On GPUs, fused kernels do the work, and elsewhere a few operators.
 
 Legend: N tokens, M micro-batches of the pass, D model width, E experts, C choices per token
 (top-k), G groups of tokens, P blocks of tokens, K = 2: probabilities and first choices.
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import uses_loops
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import linear
 
@@ -66,12 +65,7 @@ def choose_experts(
     }
     if is_fused(logits_NE):
         return choose_by_kernels(logits_NE, **options)
-    if not uses_loops(logits_NE):
-        return choose_by_operators(logits_NE, **options)
-    found = _ChooseByLoop.apply(  # type: ignore[no-untyped-call]
-        logits_NE, top_k, is_renormalized, shares
-    )
-    return ExpertChoice(*found)
+    return choose_by_operators(logits_NE, **options)
 
 
 def choose_by_operators(
@@ -255,62 +249,6 @@ def added(losses: Sequence[Tensor]) -> Tensor:
     if first.device.type != "cpu":
         return torch.stack([first, *others]).sum()
     return sum(others, start=first)
-
-
-class _ChooseByLoop(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_NE: Tensor,
-        top_k: int,
-        is_renormalized: bool,
-        shares: MicroBatches | None,
-    ) -> tuple[Tensor, ...]:
-        from pipeline.kernels import compiled_loops as loops
-
-        num_tokens, num_experts = logits_NE.shape
-        rows_M = torch.tensor([num_tokens] if shares is None else shares.rows)
-        weight_M = logits_NE.new_ones(1) if shares is None else shares.weight_M
-        probability_NE = torch.empty_like(logits_NE, memory_format=torch.contiguous_format)
-        expert_NC = logits_NE.new_empty(num_tokens, top_k, dtype=torch.int64)
-        weight_NC = logits_NE.new_empty(num_tokens, top_k)
-        balance_ME, balance_loss = (
-            logits_NE.new_empty(len(rows_M), num_experts),
-            logits_NE.new_empty(1),
-        )
-        outputs = probability_NE, expert_NC, weight_NC, balance_ME, balance_loss
-        loops.choose_experts(
-            logits_NE.contiguous().numpy(),
-            is_renormalized,
-            rows_M.numpy(),
-            weight_M.numpy(),
-            *(output.numpy() for output in outputs),
-        )
-        ctx.save_for_backward(probability_NE, expert_NC, weight_NC, rows_M, balance_ME)
-        ctx.mark_non_differentiable(probability_NE, expert_NC)
-        ctx.is_renormalized = is_renormalized
-        return probability_NE, expert_NC, weight_NC, balance_loss.view(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from pipeline.kernels import compiled_loops as loops
-
-        _, _, d_weight_NC, d_balance_loss = gradients
-        probability_NE, expert_NC, weight_NC, rows_M, balance_ME = ctx.saved_tensors
-        d_logits_NE = torch.empty_like(probability_NE)
-        loops.choose_experts_backward(
-            probability_NE.numpy(),
-            expert_NC.numpy(),
-            weight_NC.numpy(),
-            rows_M.numpy(),
-            balance_ME.numpy(),
-            ctx.is_renormalized,
-            d_weight_NC.contiguous().numpy(),
-            d_balance_loss.item(),
-            d_logits_NE.numpy(),
-        )
-        return d_logits_NE, None, None, None
 
 
 def averaged_logits(x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Linear layers with one matrix per slot, such as a language, of which a batch may mix several.
 
 The rows of a sentence are contiguous and have the same slot. On CPU, adjacent sentences with the
-same slots form one run and one product, so that a batch of one direction is a single product. On
-other devices, rows are arranged by slot (:mod:`~pipeline.kernels.arranged_rows`). In both cases a
-layer is one autograd node, so that gradients arrive in the same order for every batch.
+same slot form one run: a batch of one direction is a single product. On other devices, rows are
+arranged by slot (:mod:`~pipeline.kernels.arranged_rows`). A layer is one autograd node, and its
+gradients arrive in the same order for every batch.
 
 Legend: N rows, B sentences, S slots (matrices), R rank, I inputs, O outputs, D model width, F
 hidden width.
@@ -12,7 +12,7 @@ hidden width.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,37 +22,18 @@ from pipeline.kernels.arranged_rows import (
     WORTH_A_WAIT,
     ArrangedRows,
     BlockedRows,
+    RowRuns,
+    Run,
     SortedRows,
     counted_rows,
     fits_grouped_products,
     most_blocks,
 )
 from pipeline.kernels.expert_products import ExpertWeights
-from pipeline.kernels.products import (
-    Activation,
-    activate,
-    add_product_,
-    is_on_cpu,
-    product_dtype,
-    times,
-)
+from pipeline.kernels.products import Activation, activate, is_on_cpu
 
 Which = Literal["first", "second"]
 """One of the two slots of a sentence."""
-
-
-class Run(NamedTuple):
-    """A run of rows, [start, stop), and the two slots that it uses."""
-
-    start: int
-    stop: int
-    first: int
-    second: int
-
-    @property
-    def rows(self) -> slice:
-        """Return the rows as a slice."""
-        return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -69,27 +50,6 @@ class SentenceSlots:
     first_B: Tensor
     second_B: Tensor
 
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """Return the fewest possible runs, on CPU; one on the meta device, which has no values."""
-        if self.sentence_N.is_meta:
-            return (Run(0, len(self.sentence_N), 0, 0),)
-        pair_B2 = torch.stack([self.first_B, self.second_B], dim=1)
-        pair_N2, count = torch.unique_consecutive(
-            pair_B2[self.sentence_N], dim=0, return_counts=True
-        )
-        stops = count.cumsum(0).tolist()
-        starts = [0, *stops[:-1]]
-        return tuple(
-            Run(start, stop, first, second)
-            for start, stop, (first, second) in zip(starts, stops, pair_N2.tolist(), strict=True)
-        )
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Return the number of rows of each run."""
-        return [run.stop - run.start for run in self.runs]
-
     def once(self, key: object, make: Callable[[], Any]) -> Any:
         """Return ``make()``, cached under ``key`` for all layers that share these slots."""
         if key not in self._made:
@@ -98,13 +58,29 @@ class SentenceSlots:
 
     def sorted_rows(self, which: Which, *, num_slots: int) -> SortedRows:
         """Return the rows in the order of their first or second slots; on any device."""
-        slot_B = self.first_B if which == "first" else self.second_B
-        if slot_B is self.first_B:
-            which = "first"
+        slot_B = self._slots(which)
         found: SortedRows = self.once(
-            ("sorted", which, num_slots),
+            ("sorted", id(slot_B), num_slots),
             lambda: SortedRows.of(slot_B.index_select(0, self.sentence_N), num_slots=num_slots),
         )
+        return found
+
+    def row_runs(self, which: Which, *, num_slots: int) -> RowRuns:
+        """Return the fewest possible runs of rows with one slot, on CPU.
+
+        On the meta device, which has no values, there is one run.
+        """
+        slot_B = self._slots(which)
+
+        def make() -> RowRuns:
+            if slot_B.is_meta:
+                return RowRuns((Run(0, len(self.sentence_N), 0),), num_slots)
+            slot_P, count_P = torch.unique_consecutive(slot_B[self.sentence_N], return_counts=True)
+            stops = count_P.cumsum(0).tolist()
+            runs = map(Run, [0, *stops], stops, slot_P.tolist())
+            return RowRuns(tuple(runs), num_slots)
+
+        found: RowRuns = self.once(("runs", id(slot_B), num_slots), make)
         return found
 
     def blocked_rows(self, which: Which, *, num_slots: int, matrix_bytes: int = 0) -> ArrangedRows:
@@ -126,6 +102,9 @@ class SentenceSlots:
             )
         return found
 
+    def _slots(self, which: Which) -> Tensor:
+        return self.first_B if which == "first" else self.second_B
+
     @cached_property
     def _made(self) -> dict[object, Any]:
         return {}
@@ -140,144 +119,38 @@ def copied_to(device: torch.device, values: Tensor) -> Tensor:
 def add_low_rank(
     y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
 ) -> Tensor:
-    """Return y + V_first (F_second x), row by row; may overwrite ``y_NO`` to save memory."""
-    if not is_on_cpu(x_NI):
-        first, second = _arranged(x_NI, (vertical_SOR, flat_SRI), slots)
-        return add_low_rank_arranged(y_NO, x_NI, vertical_SOR, flat_SRI, first, second)
-    if not torch.is_grad_enabled():
-        return _add_low_rank_(y_NO, x_NI, vertical_SOR, flat_SRI, slots)[0]
-    added: Tensor = _AddLowRank.apply(  # type: ignore[no-untyped-call]
-        y_NO, x_NI, vertical_SOR, flat_SRI, slots
-    )
-    return added
+    """Return y + V_first (F_second x), row by row."""
+    rows = arranged_rows(x_NI, (vertical_SOR, flat_SRI), slots)
+    return add_low_rank_arranged(y_NO, x_NI, vertical_SOR, flat_SRI, *rows)
 
 
 def row_products(x_NI: Tensor, weight_SOI: Tensor, slots: SentenceSlots) -> Tensor:
     """Return x Wᵀ with the matrix of each row's first slot."""
-    if not is_on_cpu(x_NI):
-        return row_products_arranged(x_NI, weight_SOI, _arranged(x_NI, (weight_SOI,), slots)[0])
-    return _products_by_run(x_NI, weight_SOI, None, slots)
+    return row_products_arranged(x_NI, weight_SOI, arranged_rows(x_NI, (weight_SOI,), slots)[0])
 
 
 def row_feed_forward(
     x_ND: Tensor, weights: ExpertWeights, slots: SentenceSlots, *, activation: Activation
 ) -> Tensor:
     """Apply the feed-forward of each row's first slot."""
-    if not is_on_cpu(x_ND):
-        rows, _ = _arranged(x_ND, (weights.up_EFD, weights.down_EDF), slots)
-        return row_feed_forward_arranged(x_ND, weights, rows, activation=activation)
-    up_SFD, up_bias_SF, down_SDF, down_bias_SD = weights
-    hidden_NF = activate(_products_by_run(x_ND, up_SFD, up_bias_SF, slots), activation)
-    return _products_by_run(hidden_NF, down_SDF, down_bias_SD, slots)
+    rows, _ = arranged_rows(x_ND, (weights.up_EFD, weights.down_EDF), slots)
+    return row_feed_forward_arranged(x_ND, weights, rows, activation=activation)
 
 
-def _arranged(
+def arranged_rows(
     x_NI: Tensor, weights: Sequence[Tensor], slots: SentenceSlots
 ) -> tuple[ArrangedRows, ArrangedRows]:
     """Return the rows arranged by first and by second slots, as the device prefers."""
-    arrange: Callable[..., ArrangedRows] = slots.sorted_rows
-    if not fits_grouped_products(x_NI, weights):
+    arrange: Callable[..., ArrangedRows]
+    if is_on_cpu(x_NI):
+        arrange = slots.row_runs
+    elif fits_grouped_products(x_NI, weights):
+        arrange = slots.sorted_rows
+    else:
         largest = max(weight[0].nbytes for weight in weights)
         arrange = partial(slots.blocked_rows, matrix_bytes=largest)
     num_slots = len(weights[0])
     return arrange("first", num_slots=num_slots), arrange("second", num_slots=num_slots)
-
-
-# On CPU, run by run
-
-
-def _add_low_rank_(
-    y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
-) -> tuple[Tensor, list[Tensor]]:
-    """Add to y run by run; return y, and F x of every run in the dtype of products."""
-    dtype, lengths = product_dtype(x_NI), slots.lengths
-    sum_NO, x_NI = y_NO.to(dtype), x_NI.to(dtype)
-    vertical_SRO, lows = vertical_SOR.mT, []
-    for run, y, x in zip(slots.runs, sum_NO.split(lengths), x_NI.split(lengths), strict=True):
-        low = times(x, flat_SRI[run.second].to(dtype))
-        add_product_(y, low, vertical_SRO[run.first].to(dtype))
-        lows.append(low)
-    if sum_NO is not y_NO:
-        y_NO.copy_(sum_NO)
-    return y_NO, lows
-
-
-class _AddLowRank(torch.autograd.Function):
-    """Low-rank addition run by run; gradients of slots without rows are zeros."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y_NO: Tensor,
-        x_NI: Tensor,
-        vertical_SOR: Tensor,
-        flat_SRI: Tensor,
-        slots: SentenceSlots,
-    ) -> Tensor:
-        y_NO, lows = _add_low_rank_(y_NO, x_NI, vertical_SOR, flat_SRI, slots)
-        ctx.mark_dirty(y_NO)
-        ctx.slots = slots
-        ctx.save_for_backward(x_NI, vertical_SOR, flat_SRI, *lows)
-        return y_NO
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dy_NO = gradients[0]
-        x_NI, vertical_SOR, flat_SRI, *lows = ctx.saved_tensors
-        dtype, lengths = product_dtype(x_NI), ctx.slots.lengths
-        wants_dx = ctx.needs_input_grad[1]
-        dx_NI = torch.empty_like(x_NI) if wants_dx else None
-        d_vertical_SOR, d_flat_SRI = torch.zeros_like(vertical_SOR), torch.zeros_like(flat_SRI)
-        parts = dy_NO.to(dtype).split(lengths), x_NI.to(dtype).split(lengths)
-        for run, dy, x, low in zip(ctx.slots.runs, *parts, lows, strict=True):
-            d_low = times(dy, vertical_SOR[run.first].to(dtype).t())
-            add_product_(d_vertical_SOR[run.first], dy.t(), low)
-            add_product_(d_flat_SRI[run.second], d_low.t(), x)
-            if dx_NI is not None:
-                dx_NI[run.rows] = times(d_low, flat_SRI[run.second].to(dtype).t())
-        return dy_NO, dx_NI, d_vertical_SOR, d_flat_SRI, None
-
-
-def _products_by_run(
-    x_NI: Tensor, weight_SOI: Tensor, bias_SO: Tensor | None, slots: SentenceSlots
-) -> Tensor:
-    y_NO: Tensor = _RowProducts.apply(  # type: ignore[no-untyped-call]
-        x_NI, weight_SOI, bias_SO, slots
-    )
-    return y_NO
-
-
-class _RowProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_NI: Tensor, weight_SOI: Tensor, bias_SO: Tensor | None, slots: SentenceSlots
-    ) -> Tensor:
-        y_NO = x_NI.new_empty(len(x_NI), weight_SOI.shape[1])
-        for run in slots.runs:
-            bias_O = None if bias_SO is None else bias_SO[run.first]
-            y_NO[run.rows] = times(x_NI[run.rows], weight_SOI[run.first], bias_O)
-        ctx.runs, ctx.has_bias = slots.runs, bias_SO is not None
-        ctx.save_for_backward(x_NI, weight_SOI)
-        return y_NO
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dy_NO = gradients[0]
-        x_NI, weight_SOI = ctx.saved_tensors
-        dx_NI, d_weight_SOI = torch.empty_like(x_NI), torch.zeros_like(weight_SOI)
-        d_bias_SO = weight_SOI.new_zeros(weight_SOI.shape[:2]) if ctx.has_bias else None
-        for run in ctx.runs:
-            dy = dy_NO[run.rows]
-            dx_NI[run.rows] = times(dy, weight_SOI[run.first].t())
-            add_product_(d_weight_SOI[run.first], dy.t(), x_NI[run.rows])
-            if d_bias_SO is not None:
-                d_bias_SO[run.first] += dy.sum(0)
-        return dx_NI, d_weight_SOI, d_bias_SO, None
-
-
-# On other devices, all slots at once
 
 
 def row_products_arranged(x_NI: Tensor, weight_SOI: Tensor, rows: ArrangedRows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products with a matrix per slot: arranged by slot as on a GPU, against run by run as on CPU."""
+"""Products with a matrix per slot, in every arrangement of rows, against a product per row."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from pipeline.kernels.arranged_rows import (
     BLOCK_ROWS,
     ArrangedRows,
     BlockedRows,
-    RowsOfOneSlot,
+    RowRuns,
+    Run,
     fits_grouped_products,
 )
 from pipeline.kernels.expert_products import ExpertWeights
-from pipeline.kernels.products import Activation
+from pipeline.kernels.products import Activation, activate
 from pipeline.kernels.slot_products import (
     SentenceSlots,
     Which,
     add_low_rank,
     add_low_rank_arranged,
-    row_feed_forward,
+    arranged_rows,
     row_feed_forward_arranged,
-    row_products,
     row_products_arranged,
     sort_rows,
     unsort_rows,
 )
 
 SLOTS, INPUTS, RANK, OUTPUTS = 5, 24, 8, 16
-Run = Callable[..., Tensor]
+Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ def arranged(slots: SentenceSlots, form: str) -> tuple[ArrangedRows, ArrangedRow
     """Rows by first and by second slots; ``counted``: as if matrices were large."""
 
     def arrange(which: Which) -> ArrangedRows:
+        if form == "runs":
+            return slots.row_runs(which, num_slots=SLOTS)
         if form == "sorted":
             return slots.sorted_rows(which, num_slots=SLOTS)
         size = 2**40 if form == "counted" else 0
@@ -74,7 +76,7 @@ def values(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
 
 
-def with_gradients(run: Run, inputs: list[Tensor]) -> list[Tensor]:
+def with_gradients(run: Function, inputs: list[Tensor]) -> list[Tensor]:
     """The result and the gradients of all inputs."""
     given = [value.detach().clone().requires_grad_() for value in inputs]
     y = run(*given)
@@ -82,7 +84,7 @@ def with_gradients(run: Run, inputs: list[Tensor]) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad((y * slope).sum(), given)]
 
 
-def assert_equal(run: Run, expected: Run, inputs: list[Tensor]) -> None:
+def assert_equal(run: Function, expected: Function, inputs: list[Tensor]) -> None:
     """Equal but for rounding, with gradients of zero for slots without rows."""
     is_half = inputs[0].dtype == torch.bfloat16
     expected_values = with_gradients(expected, inputs)
@@ -96,8 +98,13 @@ def assert_equal(run: Run, expected: Run, inputs: list[Tensor]) -> None:
             assert ours[is_idle_S].count_nonzero() == 0
 
 
+def by_row(x_NI: Tensor, weight_SOI: Tensor, slot_N: Tensor) -> Tensor:
+    """x Wᵀ with the matrix of every row's slot, in float32."""
+    return torch.einsum("ni,noi->no", x_NI.float(), weight_SOI.float()[slot_N])
+
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-FORMS = pytest.mark.parametrize("form", ["sorted", "blocked", "counted"])
+FORMS = pytest.mark.parametrize("form", ["runs", "sorted", "blocked", "counted"])
 MIXED = pytest.mark.parametrize("mixture", MIXTURES)
 
 
@@ -105,7 +112,7 @@ MIXED = pytest.mark.parametrize("mixture", MIXTURES)
 @MIXED
 @DTYPES
 @pytest.mark.parametrize("is_pair", [True, False], ids=["pair-wise", "language-wise"])
-def test_low_rank_matrices_of_arranged_rows_are_those_of_runs(
+def test_low_rank_matrices_of_arranged_rows_are_a_product_per_row(
     form: str, mixture: str, dtype: torch.dtype, is_pair: bool
 ) -> None:
     slots = MIXTURES[mixture].slots(is_pair=is_pair)
@@ -118,17 +125,24 @@ def test_low_rank_matrices_of_arranged_rows_are_those_of_runs(
     ]
     first, second = arranged(slots, form)
     assert (first is second) == (not is_pair)
+
+    def expected(y: Tensor, x: Tensor, vertical: Tensor, flat: Tensor) -> Tensor:
+        first_N, second_N = (slot_B[slots.sentence_N] for slot_B in (slots.first_B, slots.second_B))
+        return (y + by_row(by_row(x, flat, second_N), vertical, first_N)).to(dtype)
+
     assert_equal(
         lambda y, x, vertical, flat: add_low_rank_arranged(y, x, vertical, flat, first, second),
-        lambda y, x, vertical, flat: add_low_rank(y.clone(), x, vertical, flat, slots),
+        expected,
         inputs,
     )
+    if form == "runs":
+        assert_equal(lambda *given: add_low_rank(*given, slots), expected, inputs)
 
 
 @FORMS
 @MIXED
 @DTYPES
-def test_products_of_arranged_rows_are_those_of_runs(
+def test_products_of_arranged_rows_are_a_product_per_row(
     form: str, mixture: str, dtype: torch.dtype
 ) -> None:
     slots = MIXTURES[mixture].slots()
@@ -139,7 +153,7 @@ def test_products_of_arranged_rows_are_those_of_runs(
     rows, _ = arranged(slots, form)
     assert_equal(
         lambda x, weight: row_products_arranged(x, weight, rows),
-        lambda x, weight: row_products(x, weight, slots),
+        lambda x, weight: by_row(x, weight, slots.first_B[slots.sentence_N]).to(dtype),
         inputs,
     )
 
@@ -148,7 +162,7 @@ def test_products_of_arranged_rows_are_those_of_runs(
 @MIXED
 @DTYPES
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_feed_forwards_of_arranged_rows_are_those_of_runs(
+def test_feed_forwards_of_arranged_rows_are_a_product_per_row(
     form: str, mixture: str, dtype: torch.dtype, activation: Activation
 ) -> None:
     slots = MIXTURES[mixture].slots()
@@ -166,7 +180,10 @@ def test_feed_forwards_of_arranged_rows_are_those_of_runs(
         return row_feed_forward_arranged(x, given, rows, activation=activation)
 
     def expected(x: Tensor, *weights: Tensor) -> Tensor:
-        return row_feed_forward(x, ExpertWeights(*weights), slots, activation=activation)
+        up, up_bias, down, down_bias = (weight.float() for weight in weights)
+        slot_N = slots.first_B[slots.sentence_N]
+        hidden = activate(by_row(x, up, slot_N) + up_bias[slot_N], activation)
+        return (by_row(hidden, down, slot_N) + down_bias[slot_N]).to(dtype)
 
     assert_equal(serve, expected, inputs)
 
@@ -202,7 +219,12 @@ def test_the_host_takes_the_most_blocks_or_asks_for_the_number_where_matrices_ar
     assert isinstance(counted, BlockedRows)
     assert (len(bound.slot_P), counted.slot_P.tolist()) == (4 + 4, [1, 1, 1, 4, 4, 4])
     alone, _ = arranged(MIXTURES["one direction"].slots(), "counted")
-    assert alone == RowsOfOneSlot(3, SLOTS)
+    assert alone == RowRuns((Run(0, 5, 3),), SLOTS)
+    x = torch.zeros(5, INPUTS)
+    assert (
+        arranged_rows(x, [x.new_zeros(SLOTS, 1, INPUTS)], MIXTURES["one direction"].slots())[0]
+        == alone
+    )
 
 
 def test_a_slot_that_does_not_exist_is_refused() -> None:

@@ -1,0 +1,109 @@
+"""Choice of experts and router logits against plain PyTorch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.kernels.routing import (
+    average_of_logits,
+    kept_softmax,
+    kept_weights,
+    logits_of_average,
+)
+from pipeline.model.moe.routing import choose
+from pipeline.model.settings import CombineWeights
+
+SEEDS = st.integers(0, 2**16)
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6), st.floats(0.1, 30), SEEDS)
+@example(4, 4, 2, 1.0, 1)
+@pytest.mark.parametrize("combine_weights", ["renormalized", "probability"])
+def test_experts_their_weights_and_the_balance_loss_are_those_of_the_formulas(
+    combine_weights: CombineWeights,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    scale: float,
+    seed: int,
+) -> None:
+    top_k = min(top_k, num_experts)
+    slope_NC = random(num_tokens, top_k, seed=5)
+    ours_NE = random(num_tokens, num_experts, seed=seed, scale=scale).requires_grad_()
+    plain_NE = ours_NE.detach().clone().requires_grad_()
+    ours = choose(ours_NE, top_k=top_k, combine_weights=combine_weights)
+    probability_NE = plain_NE.softmax(-1)
+    expert_NC = plain_NE.sort(descending=True, stable=True).indices[:, :top_k]
+    weight_NC = probability_NE.gather(1, expert_NC)
+    if combine_weights == "renormalized":
+        weight_NC = plain_NE.gather(1, expert_NC).softmax(-1)
+    share_E = torch.bincount(expert_NC[:, 0], minlength=num_experts) / num_tokens
+    balance_loss = num_experts * (share_E * probability_NE.mean(0)).sum()
+    assert torch.equal(ours.expert_NC, expert_NC)
+    torch.testing.assert_close(ours.probability_NE, probability_NE)
+    torch.testing.assert_close(ours.weight_NC, weight_NC)
+    torch.testing.assert_close(ours.balance_loss, balance_loss)
+    ((ours.weight_NC * slope_NC).sum() + 3 * ours.balance_loss).backward()
+    ((weight_NC * slope_NC).sum() + 3 * balance_loss).backward()
+    torch.testing.assert_close(ours_NE.grad, plain_NE.grad, rtol=1e-4, atol=5e-6)
+
+
+def test_a_token_that_is_not_a_number_has_two_experts_that_exist() -> None:
+    logits_NE = torch.full((3, 4), math.nan)
+    logits_NE[1] = torch.tensor([1.0, math.nan, 3.0, math.inf])
+    routing = choose(logits_NE, top_k=2)
+    for first, second in routing.expert_NC.tolist():
+        assert 0 <= first < 4
+        assert 0 <= second < 4
+        assert first != second
+    assert routing.weight_NC.isnan().all()
+    assert routing.balance_loss.isnan()
+
+
+@pytest.mark.parametrize("num_experts", [4, 32, 100])
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_of_equal_logits_the_first_is_chosen(num_experts: int, levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    logits_NE = torch.randint(levels, (300, num_experts), generator=generator).float()
+    expected = [
+        sorted(range(num_experts), key=lambda e: (-row[e], e))[:2] for row in logits_NE.tolist()
+    ]
+    assert choose(logits_NE, top_k=2).expert_NC.tolist() == expected
+
+
+def test_a_softmax_over_what_is_kept_is_renormalized_with_its_gradient() -> None:
+    is_dropped_NC = random(30, 3, seed=1) > 0
+    results = []
+    for by_operators in (True, False):
+        logits_NC = random(30, 3, seed=2).requires_grad_()
+        if by_operators:
+            found_NC = kept_softmax(logits_NC, is_dropped_NC)
+        else:
+            found_NC = kept_weights(logits_NC.softmax(-1), is_dropped_NC, renormalize=True)
+        (found_NC * random(30, 3, seed=3)).sum().backward()
+        results.append((found_NC, logits_NC.grad))
+    assert (results[0][0].sum(-1) == 0).any()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_logits_of_averaged_routers_are_the_average_of_their_logits(num_groups: int) -> None:
+    results = []
+    for averaged in (average_of_logits, logits_of_average):
+        tensors = [random(7, 4, seed=1), random(5, 4, seed=2), random(num_groups, 5, 4, seed=3)]
+        x_ND, weight_ED, weight_GED = (tensor.requires_grad_() for tensor in tensors)
+        found_NE = averaged(x_ND, weight_ED, weight_GED, torch.arange(7) % num_groups)
+        (found_NE * random(7, 5, seed=4)).sum().backward()
+        results.append([found_NE, x_ND.grad, weight_ED.grad, weight_GED.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
