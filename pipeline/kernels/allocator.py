@@ -37,14 +37,6 @@ def keep_freed_memory(*, block: int = 0) -> None:
         mallopt(_TRIM_THRESHOLD, _TRIM_AT)
 
 
-def prefer_large_pages(address: int, size: int) -> None:
-    """Use large pages for a block that has its own mapping, if the system supports them."""
-    if size >= OWN_MAPPING and sys.platform == "linux":
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = ctypes.c_size_t(address + size - start)
-        _libc().madvise(ctypes.c_void_p(start), length, mmap.MADV_HUGEPAGE)
-
-
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)

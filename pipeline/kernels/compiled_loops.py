@@ -175,62 +175,6 @@ def normalize(
         normalizer_R[row] = peak + np.log(total) if peak - peak == 0 else np.float32(np.nan)
 
 
-@numba.njit(inline="always")
-def multiply_four(x_NI: Floats, n: int, weight_I: Floats, bias: Any, o: int, y_NO: Floats) -> None:
-    """Fill in one output of four rows from ``n`` on."""
-    first = second = third = fourth = bias
-    for i in range(len(weight_I)):
-        first += weight_I[i] * x_NI[n, i]
-        second += weight_I[i] * x_NI[n + 1, i]
-        third += weight_I[i] * x_NI[n + 2, i]
-        fourth += weight_I[i] * x_NI[n + 3, i]
-    y_NO[n, o], y_NO[n + 1, o], y_NO[n + 2, o], y_NO[n + 3, o] = first, second, third, fourth
-
-
-@numba.njit(inline="always")
-def multiply_two(x_NI: Floats, n: int, weight_I: Floats, bias: Any, o: int, y_NO: Floats) -> None:
-    """Fill in one output of two rows from ``n`` on."""
-    first = second = bias
-    for i in range(len(weight_I)):
-        first += weight_I[i] * x_NI[n, i]
-        second += weight_I[i] * x_NI[n + 1, i]
-    y_NO[n, o], y_NO[n + 1, o] = first, second
-
-
-@numba.njit(inline="always")
-def multiply_one(x_NI: Floats, n: int, weight_I: Floats, bias: Any, o: int, y_NO: Floats) -> None:
-    """Fill in one output of row ``n``."""
-    total = bias
-    for i in range(len(weight_I)):
-        total += weight_I[i] * x_NI[n, i]
-    y_NO[n, o] = total
-
-
-@compiled(fastmath={"reassoc", "contract"})
-def multiply_few(
-    x_NI: Floats,
-    weight_OI: Floats,
-    bias_O: Floats | None,
-    first: int,
-    last: int,
-    y_NO: Floats,
-) -> None:
-    """Fill in outputs ``first`` to ``last`` (exclusive) of x Wᵀ + b; W is read from memory once."""
-    num_rows = len(x_NI)
-    for o in range(first, last):
-        weight_I = weight_OI[o]
-        bias = np.float32(0) if bias_O is None else bias_O[o]
-        n = 0
-        while n + 4 <= num_rows:
-            multiply_four(x_NI, n, weight_I, bias, o, y_NO)
-            n += 4
-        if n + 2 <= num_rows:
-            multiply_two(x_NI, n, weight_I, bias, o, y_NO)
-            n += 2
-        if n < num_rows:
-            multiply_one(x_NI, n, weight_I, bias, o, y_NO)
-
-
 MAGNITUDE, SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
 """All bits of a float32 number but its sign, and those of the smallest normal number."""
 

@@ -9,8 +9,7 @@ all threads: threads need not synchronize after every product, and while one wai
 memory, another computes (:func:`side_by_side`).
 
 Importing the compiled loops imports numba, which takes a third of a second. The model's kernels
-import them where they run, so that commands that only count parameters or operators do not wait.
-Modules that read training data import them at the top, long before the first update.
+import them where they run: commands that only count parameters or operators do not wait for it.
 """
 
 import os
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -32,6 +32,8 @@ kernel."""
 NO_AVX512 = ("DEFAULT", "AVX2")
 """PyTorch's names of x86 capabilities with which MKL's float32 products beat oneDNN's."""
 
+CPU_INFO = Path("/proc/cpuinfo")
+
 
 @dataclass(frozen=True)
 class CpuKernels:
@@ -44,11 +46,14 @@ class CpuKernels:
             instructions for it, float32 with rounding (PyTorch accumulates in float32, too).
         fused_attention_from: product of queries and head width from which fused attention is faster
             in float32 without dropout. With dropout, attention is not fused on CPU.
+        few_rows_products: library of float32 products of 3 to 64 rows with a large matrix, in a
+            search.
     """
 
     float32_products: Literal["onednn", "blas"]
     bfloat16_products: Literal["bfloat16", "float32"]
     fused_attention_from: int
+    few_rows_products: Literal["onednn", "blas"] = "blas"
 
     def fuses_attention(self, dtype: torch.dtype, *, queries: int, width: int) -> bool:
         """Return whether attention without dropout uses the fused kernel."""
@@ -58,12 +63,21 @@ class CpuKernels:
 
 @cache
 def by_processor() -> CpuKernels:
-    """Return the kernels for this processor, which depend on its features alone."""
+    """Return the kernels for this processor, which depend on its vendor and features only.
+
+    On Intel's, MKL's products are the faster ones also with AVX-512, except for few rows.
+    """
     has_onednn = torch.backends.mkldnn.is_available()
     has_avx512 = torch.backends.cpu.get_cpu_capability() not in NO_AVX512
-    is_onednn_faster = has_avx512 or not torch.backends.mkl.is_available()
+    is_intel = CPU_INFO.is_file() and "GenuineIntel" in CPU_INFO.read_text(encoding="utf-8")
+    has_mkl = torch.backends.mkl.is_available()
+
+    def library(*, is_onednn_faster: bool) -> Literal["onednn", "blas"]:
+        return "onednn" if has_onednn and (is_onednn_faster or not has_mkl) else "blas"
+
     return CpuKernels(
-        float32_products="onednn" if has_onednn and is_onednn_faster else "blas",
+        float32_products=library(is_onednn_faster=has_avx512 and not is_intel),
+        few_rows_products=library(is_onednn_faster=has_avx512),
         bfloat16_products="bfloat16" if has_bfloat16_products() else "float32",
         fused_attention_from=1536,
     )
@@ -95,7 +109,7 @@ def use_cpu_kernels(kernels: CpuKernels | None) -> None:
     A build of PyTorch without oneDNN uses its default library instead.
     """
     if kernels is not None and not torch.backends.mkldnn.is_available():
-        kernels = replace(kernels, float32_products="blas")
+        kernels = replace(kernels, float32_products="blas", few_rows_products="blas")
     _InUse.kernels = kernels
 
 

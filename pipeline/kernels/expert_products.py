@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.allocator import prefer_large_pages
 from pipeline.kernels.cpu import side_by_side
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.placement import Placement, RowSlices, combine, gather
@@ -286,7 +285,7 @@ class _ExpertByExpert(torch.autograd.Function):
         dy_RD = gradients[0].contiguous()
         x_RD, up_EFD, down_EDF, *hiddens = ctx.saved_tensors
         dx_RD = torch.empty_like(x_RD)
-        d_up_EFD, d_down_EDF = _empty_like(up_EFD), _empty_like(down_EDF)
+        d_up_EFD, d_down_EDF = torch.empty_like(up_EFD), torch.empty_like(down_EDF)
         d_up_bias_EF = up_EFD.new_empty(up_EFD.shape[:2])
         d_down_bias_ED = down_EDF.new_empty(down_EDF.shape[:2])
         d_weights = d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED
@@ -333,10 +332,3 @@ def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Ac
 def _slices(rows_E: Sequence[int]) -> list[slice]:
     """Return the slice of each expert's rows."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(rows_E, initial=0))]
-
-
-def _empty_like(weights: Tensor) -> Tensor:
-    """Return uninitialized memory for a gradient, in large pages if the system has them."""
-    gradient = torch.empty_like(weights)
-    prefer_large_pages(gradient.data_ptr(), gradient.nbytes)
-    return gradient

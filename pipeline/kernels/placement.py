@@ -72,17 +72,6 @@ class RouteNumbers:
         return torch.arange(num_routes, dtype=torch.int32, device=self.device)
 
     @cached_property
-    def token_Q(self) -> Tensor:
-        """Return the token of each route."""
-        return self.number_Q // self.num_choices
-
-    @cached_property
-    def first_N(self) -> Tensor:
-        """Return the first route of each token."""
-        stop = self.num_tokens * self.num_choices
-        return torch.arange(0, stop, self.num_choices, dtype=torch.int32, device=self.device)
-
-    @cached_property
     def expert_bound_E(self) -> Tensor:
         """Return the bounds of experts among their sorted numbers, (E + 1,)."""
         return torch.arange(self.num_experts + 1, dtype=torch.int32, device=self.device)
@@ -477,9 +466,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, weight_NC: Tensor, placement: Placement) -> Tensor:
-        ctx.placement, ctx.weight_dtype = placement, weight_NC.dtype
-        if not _combines_at_once(y_RD, placement):
-            weight_NC = weight_NC.to(y_RD.dtype)
+        ctx.placement = placement
         ctx.save_for_backward(y_RD, weight_NC)
         return _sum_over_routes(y_RD, placement, weight_NC=weight_NC)
 
@@ -487,83 +474,41 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         y_RD, weight_NC = ctx.saved_tensors
-        backward = _combine_backward if ctx.placement.numbers is None else _combine_backward_all
-        d_rows_RD, d_weight_NC = backward(
-            gradients[0], y_RD, weight_NC, ctx.placement, weight_dtype=ctx.weight_dtype
-        )
+        placement: Placement = ctx.placement
+        if not _combines_at_once(y_RD, placement):
+            return *_combine_backward(gradients[0], y_RD, weight_NC, placement), None
+        d_rows_RD, d_weight_NC = torch.empty_like(y_RD), torch.empty_like(weight_NC)
+        given = gradients[0].contiguous(), y_RD, weight_NC.contiguous(), placement.row_NC
+        _launch_by_token("combine_rows_backward", placement, *given, d_rows_RD, d_weight_NC)
         return d_rows_RD, d_weight_NC, None
 
 
 def _combine_backward(
-    d_y_ND: Tensor,
-    y_RD: Tensor,
-    weight_NC: Tensor,
-    placement: Placement,
-    *,
-    weight_dtype: torch.dtype,
+    d_y_ND: Tensor, y_RD: Tensor, weight_NC: Tensor, placement: Placement
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and of weights."""
-    route_R = placement.route_R
-    d_rows_RD = d_y_ND.index_select(0, placement.token_R)
-    d_weight_R = (d_rows_RD * y_RD).sum(-1, dtype=weight_dtype)
-    if len(route_R) == weight_NC.numel() and not placement.lacks_rows:
-        weight_R = weight_NC.flatten()[route_R]
-        d_weight_NC = d_weight_R[placement.row_NC]
-    else:  # one extra entry receives the gradients of all spare rows
-        weight_R = F.pad(weight_NC.flatten(), (0, 1))[route_R]
-        d_weight_Q = d_weight_R.new_zeros(weight_NC.numel() + 1)
-        d_weight_Q[route_R] = d_weight_R
-        d_weight_NC = d_weight_Q[:-1].view_as(weight_NC)
+    """Return the gradients of rows and of weights, computed in the dtype of the weights."""
+    # one extra entry receives the gradients of all spare rows
+    weight_R = F.pad(weight_NC.flatten(), (0, 1))[placement.route_R]
+    d_rows_RD = d_y_ND.index_select(0, placement.token_R).to(weight_NC.dtype)
+    d_weight_Q = d_rows_RD.new_zeros(weight_NC.numel() + 1)
+    d_weight_Q[placement.route_R] = (d_rows_RD * y_RD).sum(-1)
     d_rows_RD *= weight_R[:, None]
-    return d_rows_RD, d_weight_NC
-
-
-def _combine_backward_all(
-    d_y_ND: Tensor,
-    y_RD: Tensor,
-    weight_NC: Tensor,
-    placement: Placement,
-    *,
-    weight_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return the result of :func:`_combine_backward` in few operators; all routes have a row."""
-    if _combines_at_once(y_RD, placement):
-        d_rows_RD = torch.empty_like(y_RD)
-        d_weight_NC = torch.empty(weight_NC.shape, dtype=weight_dtype, device=y_RD.device)
-        given = d_y_ND.contiguous(), y_RD, weight_NC.contiguous(), placement.row_NC
-        _launch_by_token("combine_rows_backward", placement, *given, d_rows_RD, d_weight_NC)
-        return d_rows_RD, d_weight_NC
-    numbers, weight_R = placement.numbers, weight_NC.view(-1).index_select(0, placement.route_R)
-    assert numbers is not None, "of a placement by sorting"
-    d_rows_RD = F.embedding_bag(  # one row each
-        placement.token_R, d_y_ND, numbers.number_Q, mode="sum", per_sample_weights=weight_R
-    )
-    # The gradient of a weight is the dot product of its token's gradient and its row.
-    row_Q, shape = placement.row_NC.view(-1), placement.row_NC.shape
-    if d_y_ND.dtype == torch.bfloat16 and d_y_ND.device.type != "cpu":
-        # PyTorch 2.11 has the operator below in bfloat16 for CPU only.
-        products_NCD = y_RD.index_select(0, row_Q).view(*shape, -1).mul_(d_y_ND[:, None])
-        return d_rows_RD, products_NCD.sum(-1, dtype=weight_dtype)
-    d_weight_Q: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        d_y_ND, y_RD, row_Q, numbers.first_N, numbers.token_Q, 0
-    )
-    return d_rows_RD, d_weight_Q.view(shape).to(weight_dtype)
+    return d_rows_RD.to(y_RD.dtype), d_weight_Q[:-1].view_as(weight_NC)
 
 
 def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:
     """Return the rows of each token's kept routes, weighted and summed in one pass, (N, D)."""
-    row_NC, first_N = placement.row_NC, None
+    row_NC = placement.row_NC
     if _combines_at_once(y_RD, placement):
         sum_ND = y_RD.new_empty(len(row_NC), y_RD.shape[1])
         weight_NC = None if weight_NC is None else weight_NC.contiguous()
         _launch_by_token("combine_rows", placement, y_RD, weight_NC, row_NC, sum_ND)
         return sum_ND
-    if placement.numbers is not None:  # bounds that layers share
-        row_NC, first_N = row_NC.view(-1), placement.numbers.first_N
-        weight_NC = None if weight_NC is None else weight_NC.view(-1)
+    states_RD = y_RD if weight_NC is None else y_RD.to(weight_NC.dtype)
     if placement.lacks_rows:
-        y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
-    return F.embedding_bag(row_NC, y_RD, first_N, mode="sum", per_sample_weights=weight_NC)
+        states_RD = torch.cat([states_RD, states_RD.new_zeros(1, states_RD.shape[1])])
+    sum_ND = F.embedding_bag(row_NC, states_RD, mode="sum", per_sample_weights=weight_NC)
+    return sum_ND.to(y_RD.dtype)
 
 
 def _combines_at_once(y_RD: Tensor, placement: Placement) -> bool:

@@ -1,10 +1,10 @@
 """Linear layers and other matrix products by PyTorch's fastest kernel.
 
-On CPU, ``F.linear`` uses MKL for float32. On processors that are not Intel's, MKL is up to half as
-fast as oneDNN with AVX-512, and a little faster without. oneDNN is called by the operator that
-torch.compile emits. bfloat16 uses oneDNN if the processor has instructions for it; otherwise
-PyTorch's product is a plain loop, and a float32 product takes a tenth of its time.
-:mod:`pipeline.kernels.cpu` chooses. On CUDA, nothing differs from ``nn.Linear``.
+On CPU, ``F.linear`` uses MKL for float32. On processors that have AVX-512 and are not Intel's, MKL
+is up to half as fast as oneDNN, which is called by the operator that torch.compile emits. bfloat16
+uses oneDNN if the processor has instructions for it; otherwise PyTorch's product is a plain loop,
+and a float32 product takes a tenth of its time. :mod:`pipeline.kernels.cpu` chooses. On CUDA,
+nothing differs from ``nn.Linear``.
 
 Legend: N rows, I inputs, O outputs.
 """
@@ -20,24 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import (
-    LOOP_COST,
-    cpu_kernels,
-    has_bfloat16_products,
-    over_rows,
-    uses_loops,
-)
+from pipeline.kernels.cpu import cpu_kernels, has_bfloat16_products
 
 WORTH_A_KERNEL = 2**22
 """Number of multiply-adds from which oneDNN is faster; below, generating code for a shape costs
 more than it saves."""
 
-FEW_ROWS = 8
-"""Rows up to which a product takes as long as reading its weights."""
-
-LARGE, SHARED = 2**18, 2**22
-"""Numbers of weights from which the loop of :func:`few_rows_product` is faster: on one thread, and
-on several."""
+FEW_ROWS, LARGE = range(3, 65), 2**18
+"""Numbers of rows, and of weights, with which a product by MKL reads the weights more slowly."""
 
 WIDE_BLOCK = 2000
 """Number of outputs of a very wide matrix that BLAS computes at a time."""
@@ -76,11 +66,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     micro-batches. That choice is made inside one autograd node, so that a layer's gradients come in
     the same order on all of them (:mod:`pipeline.training.optim`).
     """
+    if x.device.type == "cpu" and not torch.is_grad_enabled():
+        return _faster_product(x, weight)(x, weight, bias)
     if x.device.type != "cpu" or not (_is_float32_by_onednn(x.dtype) or _in_float32(x.dtype)):
         return F.linear(x, weight, bias)
-    if not torch.is_grad_enabled():
-        multiply = _faster_by_rows(x, weight) or _faster_product(x, weight)
-        return multiply(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
@@ -141,55 +130,16 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
         float32_bias = None if bias is None else bias.float()
         return product(x.float(), weight.float(), float32_bias, relu=relu).to(x.dtype)
     if _is_float32_by_onednn(x.dtype) or (bias is not None and _is_bfloat16_by_onednn(x.dtype)):
-        function = "relu" if relu else "none"
-        y: Tensor = _linear_pointwise()(x, weight, bias, function, [], "")
-        return y
+        return _product_by_onednn(x, weight, bias, relu=relu)
     y = F.linear(x, weight, bias)
     return y.relu_() if relu else y
 
 
-def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b for few rows by a loop that reads W once, in float32, without autograd.
-
-    A step of a search for one sentence takes as long as reading the weights, which oneDNN and MKL
-    read more slowly for a few rows than this loop does.
-    """
-    outputs, inputs = weight.shape
-    y = x.new_empty(*x.shape[:-1], outputs)
-    x_NI, y_NO = x.detach().numpy().reshape(-1, inputs), y.numpy().reshape(-1, outputs)
-    weight_OI = weight.detach().numpy()
-    bias_O = None if bias is None else bias.detach().numpy()
-    multiply_few = _multiply_few()
-
-    def multiply(first: int, last: int) -> None:
-        multiply_few(x_NI, weight_OI, bias_O, first, last, y_NO)
-
-    over_rows(multiply, outputs, cost_of_row=len(x_NI) * inputs * LOOP_COST)
+def _product_by_onednn(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False
+) -> Tensor:
+    y: Tensor = _linear_pointwise()(x, weight, bias, "relu" if relu else "none", [], "")
     return y
-
-
-@cache
-def _multiply_few() -> Callable[..., None]:
-    """Return the loop; cached, as the import statement is slow in every call."""
-    from pipeline.kernels.compiled_loops import multiply_few
-
-    return multiply_few
-
-
-def _faster_by_rows(x: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
-    """Return the fastest product of few rows with a large matrix, as measured with AVX-512.
-
-    None: the number of rows does not decide.
-    """
-    weights = weight.numel()
-    if weights < LARGE or not _is_float32_by_onednn(x.dtype) or weight.dtype != torch.float32:
-        return None
-    rows = x.numel() // x.shape[-1]
-    if not 1 <= rows <= FEW_ROWS:
-        return None
-    is_faster = torch.get_num_threads() == 1 or (rows > 1 and weights >= SHARED)
-    has_loop = weight.is_contiguous() and uses_loops(x)
-    return few_rows_product if is_faster and has_loop else product
 
 
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -207,7 +157,8 @@ def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     is_float32 = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
     if torch.is_grad_enabled() or not is_float32:
         return linear(x_NI, weight_OI)
-    if _is_float32_by_onednn(x_NI.dtype) or outputs < 2 * WIDE_BLOCK:
+    is_by_onednn = _is_float32_by_onednn(x_NI.dtype) or _few_rows_by_onednn(x_NI, weight_OI)
+    if is_by_onednn or outputs < 2 * WIDE_BLOCK:
         return linear(x_NI, weight_OI)
     y_NO = x_NI.new_empty(len(x_NI), outputs)
     for first in range(0, outputs, WIDE_BLOCK):
@@ -292,7 +243,16 @@ def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 def _faster_product(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
     """Return :func:`product`, or PyTorch's own function for products too small for oneDNN."""
     is_worth_it = x.numel() * weight.shape[0] >= WORTH_A_KERNEL
-    return product if is_worth_it or _in_float32(x.dtype) else F.linear
+    if is_worth_it or _in_float32(x.dtype):
+        return _product_by_onednn if _few_rows_by_onednn(x, weight) else product
+    return F.linear
+
+
+def _few_rows_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a product without gradients takes oneDNN for its few rows."""
+    if x.dtype != torch.float32 or weight.numel() < LARGE or torch.is_grad_enabled():
+        return False
+    return x.numel() // x.shape[-1] in FEW_ROWS and cpu_kernels().few_rows_products == "onednn"
 
 
 @cache

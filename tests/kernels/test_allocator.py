@@ -1,16 +1,13 @@
 """Tests of the allocator, in processes of their own: malloc is set for a whole process."""
 
-import ctypes
-import mmap
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from pipeline.kernels.allocator import LARGEST_KEPT, OWN_MAPPING, prefer_large_pages
+from pipeline.kernels.allocator import LARGEST_KEPT, OWN_MAPPING
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="what is tested here is asked of glibc"
@@ -72,32 +69,3 @@ def test_malloc_stays_as_the_environment_has_it() -> None:
     environment = {"MALLOC_TRIM_THRESHOLD_": "131072"}
     share = share_taken_again(2**24, settings=AS_AN_ENTRY_POINT, environment=environment)
     assert share > 0.9
-
-
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages in this kernel"
-)
-@pytest.mark.parametrize(("size", "wanted"), [(OWN_MAPPING, True), (OWN_MAPPING // 2, False)])
-def test_large_pages_are_asked_for_where_a_block_has_a_mapping_of_its_own(
-    size: int, wanted: bool
-) -> None:
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
-        view = ctypes.c_char.from_buffer(block)
-        address = ctypes.addressof(view)
-        prefer_large_pages(address, size)
-        flags = flags_of_mapping(address)
-        del view
-    assert ("hg" in flags) == wanted
-
-
-def flags_of_mapping(address: int) -> list[str]:
-    """Return the kernel's flags of the mapping that an address lies in."""
-    is_there = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if "-" in first and not first.endswith(":"):
-            start, stop = (int(end, 16) for end in first.split("-"))
-            is_there = start <= address < stop
-        elif is_there and first == "VmFlags:":
-            return rest
-    raise AssertionError(f"nothing is mapped at {address:x}")

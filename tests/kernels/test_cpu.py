@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from threading import Barrier, current_thread, main_thread
 
 import pytest
@@ -32,25 +33,34 @@ def test_a_process_takes_what_it_is_told_and_else_its_processors_kernels() -> No
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_bfloat16", "expected"),
+    ("capability", "vendor", "has_bfloat16", "expected"),
     [
-        ("AVX2", False, ("blas", "float32")),
-        ("AVX512", False, ("onednn", "float32")),
-        ("AVX512", True, ("onednn", "bfloat16")),
+        ("AVX2", "AuthenticAMD", False, ("blas", "blas", "float32")),
+        ("AVX512", "AuthenticAMD", False, ("onednn", "onednn", "float32")),
+        ("AVX512", "AuthenticAMD", True, ("onednn", "onednn", "bfloat16")),
+        ("AVX2", "GenuineIntel", False, ("blas", "blas", "float32")),
+        ("AVX512", "GenuineIntel", True, ("blas", "onednn", "bfloat16")),
+        ("AVX512", None, True, ("onednn", "onednn", "bfloat16")),
     ],
 )
-def test_the_table_goes_by_the_instructions_that_a_processor_has(
+def test_the_table_goes_by_the_vendor_and_the_instructions_of_a_processor(
     capability: str,
+    vendor: str | None,
     has_bfloat16: bool,
-    expected: tuple[str, str],
+    expected: tuple[str, str, str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(cpu, "CPU_INFO", tmp_path / "cpuinfo")
+    if vendor is not None:  # as on Linux
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(cpu, "has_bfloat16_products", lambda: has_bfloat16)
     for library in ("mkl", "mkldnn"):
         monkeypatch.setattr(getattr(torch.backends, library), "is_available", lambda: True)
     found = by_processor.__wrapped__()
-    assert (found.float32_products, found.bfloat16_products) == expected
+    libraries = found.float32_products, found.few_rows_products
+    assert (*libraries, found.bfloat16_products) == expected
 
 
 def test_a_build_without_onednn_has_a_substitute_for_what_others_told_it(

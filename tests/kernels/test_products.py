@@ -1,6 +1,7 @@
 """Linear layers and other products against PyTorch's, on all kernels a process may choose."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.kernels import products as linear_module
-from pipeline.kernels.cpu import CpuKernels, sparing_loops, using_cpu_kernels
+from pipeline.kernels.cpu import CpuKernels, using_cpu_kernels
 from pipeline.kernels.products import (
-    FEW_ROWS,
     OUTPUT_MULTIPLE,
     Linear,
     _product_in_padded_rows,
     batched_product,
-    few_rows_product,
     linear,
     padded_product,
     product,
@@ -24,7 +23,7 @@ from pipeline.kernels.products import (
     wide_product,
 )
 
-ONEDNN = CpuKernels("onednn", "bfloat16", fused_attention_from=1)
+ONEDNN = CpuKernels("onednn", "bfloat16", 1, few_rows_products="onednn")
 OTHERS = CpuKernels("blas", "float32", fused_attention_from=1)
 
 
@@ -135,49 +134,27 @@ def test_a_product_by_blocks_of_outputs_is_the_whole_one(
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", range(FEW_ROWS + 2))
-def test_few_rows_are_multiplied_as_many_are(
-    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, rows: int, threads: int
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 64, 65])
+def test_few_rows_of_a_search_are_multiplied_by_onednn_as_many_are(
+    kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     monkeypatch.setattr(linear_module, "LARGE", 20 * 12)
-    monkeypatch.setattr(linear_module, "SHARED", 20 * 12)
+    kernels = replace(kernels, float32_products="blas")
     layer, _ = pair()
-    x_NI, before = tokens(rows, 12), torch.get_num_threads()
-    weight, bias = layer.weight, layer.bias
-    expected = x_NI.double() @ weight.double().t() + bias.double()
-    torch.set_num_threads(threads)
-    try:
-        with (
-            torch.no_grad(),
-            mock.patch.object(linear_module, "few_rows_product", wraps=few_rows_product) as loop,
-        ):
+    x_NI = tokens(rows, 12)
+    expected = x_NI.double() @ layer.weight.double().t() + layer.bias.double()
+    by_onednn = mock.patch.object(
+        linear_module, "_product_by_onednn", wraps=linear_module._product_by_onednn
+    )
+    with using_cpu_kernels(kernels), by_onednn as calls:
+        assert not layer(x_NI).detach().sub(expected).abs().gt(1e-5).any()
+        assert calls.call_count == 0
+        with torch.no_grad():
             torch.testing.assert_close(layer(x_NI).double(), expected, rtol=0, atol=1e-5)
-            without = linear(x_NI.view(rows, 1, 12), weight).view(rows, 20)
-            torch.testing.assert_close((without + bias).double(), expected, rtol=0, atol=1e-5)
-            strided = linear(x_NI.t().contiguous().t(), weight, bias)
+            strided = linear(x_NI.t().contiguous().t(), layer.weight, layer.bias)
             torch.testing.assert_close(strided.double(), expected, rtol=0, atol=1e-5)
-            used = loop.call_count
-            linear(x_NI, weight.t().contiguous().t(), bias)
-            with sparing_loops():
-                layer(x_NI)
-            assert loop.call_count == used
-    finally:
-        torch.set_num_threads(before)
-    least = 1 if threads == 1 else 2
-    is_expected = kernels == ONEDNN and least <= rows <= FEW_ROWS
-    assert used == (3 if is_expected else 0)
-
-
-def test_a_matrix_that_is_not_large_is_multiplied_by_libraries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(linear_module, "LARGE", 20 * 12 + 1)
-    layer, theirs = pair()
-    x_NI = tokens(2, 12)
-    with torch.no_grad(), mock.patch.object(linear_module, "few_rows_product") as loop:
-        torch.testing.assert_close(layer(x_NI), theirs(x_NI))
-    loop.assert_not_called()
+    is_expected = kernels.few_rows_products == "onednn" and 3 <= rows <= 64
+    assert calls.call_count == (2 if is_expected else 0)
 
 
 def test_a_product_with_padded_outputs_and_its_gradients_are_those_without() -> None:

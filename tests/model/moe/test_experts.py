@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeline.kernels import cpu
-from pipeline.kernels.allocator import OWN_MAPPING
 from pipeline.kernels.expert_products import (
     ExpertWeights,
     grouped_feed_forward,
@@ -208,25 +207,6 @@ def test_experts_served_by_several_threads_give_what_they_give_on_one(
         results.append([y_RD, x_RD.grad, *(parameter.grad for parameter in experts.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_weights_whose_gradients_have_a_mapping_of_their_own_get_the_same_ones() -> None:
-    experts = Experts(
-        num_experts=1, first_expert=0, width=4096, hidden_width=4096, activation="relu"
-    )
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
-    assert experts.up.weight.nbytes >= OWN_MAPPING
-    x_RD = torch.randn(8, 4096, generator=torch.Generator().manual_seed(2))
-    experts(x_RD, [8]).square().sum().backward()
-    found = [parameter.grad for parameter in experts.parameters()]
-    experts.zero_grad(set_to_none=True)
-    hidden_RF = F.linear(x_RD, experts.up.weight[0], experts.up.bias[0]).relu()
-    F.linear(hidden_RF, experts.down.weight[0], experts.down.bias[0]).square().sum().backward()
-    for gradient, parameter in zip(found, experts.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-3)
 
 
 @given(st.integers(0, 10**6))
