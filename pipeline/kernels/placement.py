@@ -486,14 +486,14 @@ class _Combine(torch.autograd.Function):
 def _combine_backward(
     d_y_ND: Tensor, y_RD: Tensor, weight_NC: Tensor, placement: Placement
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows and of weights, computed in the dtype of the weights."""
+    """Return the gradients of rows and of weights."""
+    d_rows_RD = d_y_ND.index_select(0, placement.token_R)
     # one extra entry receives the gradients of all spare rows
+    d_weight_Q = weight_NC.new_zeros(weight_NC.numel() + 1)
+    d_weight_Q[placement.route_R] = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
     weight_R = F.pad(weight_NC.flatten(), (0, 1))[placement.route_R]
-    d_rows_RD = d_y_ND.index_select(0, placement.token_R).to(weight_NC.dtype)
-    d_weight_Q = d_rows_RD.new_zeros(weight_NC.numel() + 1)
-    d_weight_Q[placement.route_R] = (d_rows_RD * y_RD).sum(-1)
-    d_rows_RD *= weight_R[:, None]
-    return d_rows_RD.to(y_RD.dtype), d_weight_Q[:-1].view_as(weight_NC)
+    d_rows_RD *= weight_R[:, None].to(y_RD.dtype)
+    return d_rows_RD, d_weight_Q[:-1].view_as(weight_NC)
 
 
 def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:
@@ -504,11 +504,10 @@ def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | 
         weight_NC = None if weight_NC is None else weight_NC.contiguous()
         _launch_by_token("combine_rows", placement, y_RD, weight_NC, row_NC, sum_ND)
         return sum_ND
-    states_RD = y_RD if weight_NC is None else y_RD.to(weight_NC.dtype)
     if placement.lacks_rows:
-        states_RD = torch.cat([states_RD, states_RD.new_zeros(1, states_RD.shape[1])])
-    sum_ND = F.embedding_bag(row_NC, states_RD, mode="sum", per_sample_weights=weight_NC)
-    return sum_ND.to(y_RD.dtype)
+        y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
+    weight_NC = None if weight_NC is None else weight_NC.to(y_RD.dtype)
+    return F.embedding_bag(row_NC, y_RD, mode="sum", per_sample_weights=weight_NC)
 
 
 def _combines_at_once(y_RD: Tensor, placement: Placement) -> bool:

@@ -4,6 +4,7 @@
 Triton reads when it is loaded.
 """
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast
