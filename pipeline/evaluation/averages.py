@@ -57,6 +57,17 @@ def average_scores(
     }
 
 
+def system_scores(
+    name: str,
+    directions: Mapping[str, DirectionScores],
+    *,
+    profiles: Sequence[DirectionProfile],
+) -> SystemScores:
+    """Return the scores of a system with one run, with their averages."""
+    scores = {direction: one.scores for direction, one in directions.items()}
+    return SystemScores(name, directions, average_scores(scores, profiles=profiles))
+
+
 # Runs of a system
 
 RUN_MARK = "@"
@@ -97,22 +108,26 @@ def merge_runs(
 
 
 def _merge(
-    system: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
+    name: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
 ) -> SystemScores:
-    names = runs[0].directions
-    directions = {name: _merge_direction([run.directions[name] for run in runs]) for name in names}
-    scores = {name: one.scores for name, one in directions.items()}
-    averages = average_scores(scores, profiles=profiles)
+    merged = system_scores(
+        name,
+        {
+            way: _merge_direction([run.directions[way] for run in runs])
+            for way in runs[0].directions
+        },
+        profiles=profiles,
+    )
     spread: Averages = {
         family: {
             group: {
-                name: stdev(run.averages[family][group][name] for run in runs) for name in means
+                score: stdev(run.averages[family][group][score] for run in runs) for score in means
             }
             for group, means in groups.items()
         }
-        for family, groups in averages.items()
+        for family, groups in merged.averages.items()
     }
-    return SystemScores(system, directions, averages, runs=tuple(runs), spread=spread)
+    return SystemScores(name, merged.directions, merged.averages, runs=tuple(runs), spread=spread)
 
 
 def _merge_direction(runs: Sequence[DirectionScores]) -> DirectionScores:
@@ -158,15 +173,16 @@ def average_by_set(
         for profile in profiles:
             if code_of(profile) in codes:
                 members.setdefault((profile.family, name), []).append(str(profile.direction))
-
-    def means(directions: Sequence[str]) -> dict[str, Scores]:
-        return {
-            one.name: mean_scores([one.directions[name].scores for name in directions])
-            for one in systems
-        }
-
     return [
-        SetAverage(name, family, len(directions), means(directions))
+        SetAverage(
+            name,
+            family,
+            len(directions),
+            {
+                one.name: mean_scores([one.directions[way].scores for way in directions])
+                for one in systems
+            },
+        )
         for (family, name), directions in sorted(members.items())
     ]
 
@@ -230,17 +246,17 @@ def win_ratios(
     A tie is no win (Zhang et al. 2020). Scores without a better end are left out.
     """
     (base,) = [one for one in systems if one.name == verdicts.baseline]
-    ranked = [one for one in columns if one.larger_is_better is not None]
-    signs = {one.name: 1.0 if one.larger_is_better else -1.0 for one in ranked}
-    names = [str(one.direction) for one in profiles]
+    signs = {one.name: -1.0 if one.larger_is_better is False else 1.0 for one in columns}
+    ranked = [one.name for one in columns if one.larger_is_better is not None]
+    decided = [*filter(verdicts.decides, verdicts.directions)]
     shares: dict[str, Averages] = {}
     for system in (one for one in systems if one is not base):
         won: dict[str, Scores] = {}
-        for name in filter(verdicts.decides, names):
+        for name in decided:
             ours, theirs = system.directions[name].scores, base.directions[name].scores
             won[name] = {
-                column: 100.0 * (sign * ours[column] > sign * theirs[column])
-                for column, sign in signs.items()
+                column: 100.0 * (signs[column] * (ours[column] - theirs[column]) > 0)
+                for column in ranked
                 if column in ours and column in theirs
             }
         shares[system.name] = average_scores(won, profiles=profiles)

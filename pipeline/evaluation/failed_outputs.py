@@ -1,8 +1,8 @@
 """Length ratio and failed outputs: defects that are visible without knowing the language."""
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -12,20 +12,10 @@ from pipeline.evaluation.score_slot import (
     LineCount,
     LineStatistics,
     Score,
-    Section,
     ShareOfLines,
     TranslatedLines,
 )
 
-OUTPUTS = Section(
-    title="Lengths and failed outputs",
-    lead="Length ratio of translations to references in characters, and the shares of translations "
-    "that copy the source, are empty, contained invalid UTF-8, or repeat an n-gram in a loop.",
-    note="Length ratios count characters. A copy is a translation equal to its source except for "
-    "case and white space. A loop is an n-gram of up to four words (or of up to sixteen "
-    "characters within a word longer than thirty) at least four times in a row, unless the "
-    "reference has one too. Bytes that are not valid UTF-8 are dropped before scoring.",
-)
 LOOP_REPEATS = 4  # repetitions in a row that make a loop
 LOOP_WORDS, LOOP_CHARACTERS = 4, 16  # longest n-grams, in words and in characters of a long word
 LONG_WORD = 30  # longer words are searched for loops: some languages are written without spaces
@@ -36,82 +26,90 @@ class LengthRatio(Score):
     """Characters of translations divided by characters of references; neither end is better."""
 
     column = Column(
-        "length_ratio", "Length ratio", larger_is_better=None, decimals=2, section=OUTPUTS
+        "length_ratio",
+        "Length ratio",
+        larger_is_better=None,
+        decimals=2,
+        is_main=False,
+        note="Length ratios count characters of translations and references.",
     )
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return characters of hypothesis and reference without outer white space, (lines, 2)."""
         sides = (lines.hypotheses, lines.references)
-        counted = [[len(text.strip()) for text in side] for side in sides]
-        return LineStatistics(np.array(counted, dtype=np.int32).T)
+        lengths = [[len(text.strip()) for text in side] for side in sides]
+        return LineStatistics(np.array(lengths, dtype=np.int32).T)
 
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:  # noqa: ARG002 (one signature)
         """Return ratios of characters, (draws, 2) → (draws,)."""
-        found: Floats = sums[:, 0] / np.maximum(sums[:, 1], 1.0)
-        return found
+        ratios: Floats = sums[:, 0] / np.maximum(sums[:, 1], 1.0)
+        return ratios
 
 
+def copies(lines: TranslatedLines) -> list[bool]:
+    """Return which translations equal their source; an empty translation is no copy."""
+    sides = (lines.hypotheses, lines.sources)
+    folded = [[" ".join(text.casefold().split()) for text in side] for side in sides]
+    return [bool(text) and text == source for text, source in zip(*folded, strict=True)]
+
+
+def empty(lines: TranslatedLines) -> list[bool]:
+    """Return which translations hold nothing but white space."""
+    return [not text.strip() for text in lines.hypotheses]
+
+
+def invalid(lines: TranslatedLines) -> list[bool]:
+    """Return which translations lost bytes that are no valid UTF-8."""
+    return [count > 0 for count in lines.invalid or [0] * len(lines.hypotheses)]
+
+
+def loops(lines: TranslatedLines) -> list[bool]:
+    """Return which translations have a loop that their reference does not have."""
+    pairs = zip(lines.hypotheses, lines.references, strict=True)
+    return [has_loop(text) and not has_loop(reference) for text, reference in pairs]
+
+
+DEFECTS: dict[str, tuple[Callable[[TranslatedLines], list[bool]], str, str]] = {
+    "copies": (
+        copies,
+        "Copies of the source, %",
+        "A copy is a translation equal to its source except for case and white space.",
+    ),
+    "empty": (empty, "Empty translations, %", ""),
+    "invalid": (
+        invalid,
+        "Invalid UTF-8, %",
+        "Bytes that are not valid UTF-8 are dropped before scoring.",
+    ),
+    "loops": (
+        loops,
+        "Loops of an n-gram, %",
+        f"A loop is an n-gram of up to {LOOP_WORDS} words (or of up to {LOOP_CHARACTERS} "
+        f"characters within a word longer than {LONG_WORD}) at least {LOOP_REPEATS} times in a "
+        "row, unless the reference has a loop too.",
+    ),
+}
+"""Name of a score → its test of every line, title, and definition."""
+
+
+@dataclass(frozen=True)
 class FailedOutputs(ShareOfLines):
-    """Percentage of translations with one defect."""
+    """Percentage of translations with a defect of ``DEFECTS``."""
 
-    @abstractmethod
-    def flags(self, lines: TranslatedLines) -> list[bool]:
-        """Return for every line whether it has the defect."""
+    column: Column
+
+    @classmethod
+    def with_defect(cls, name: str) -> Self:
+        """Return the score of this name."""
+        _, title, note = DEFECTS[name]
+        return cls(
+            Column(name, title, larger_is_better=False, decimals=2, is_main=False, note=note)
+        )
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """Return the flags as (lines,) booleans."""
-        return LineStatistics(np.array(self.flags(lines), dtype=np.bool_))
-
-
-def _column(name: str, title: str) -> Column:
-    return Column(name, title, larger_is_better=False, section=OUTPUTS, decimals=2)
-
-
-@dataclass(frozen=True)
-class Copies(FailedOutputs):
-    """Translations that equal their source except for case and white space."""
-
-    column = _column("copies", "Copies of the source, %")
-
-    def flags(self, lines: TranslatedLines) -> list[bool]:
-        """Return which lines are copies; an empty translation is none."""
-        sides = (lines.hypotheses, lines.sources)
-        folded = [[" ".join(text.casefold().split()) for text in side] for side in sides]
-        return [bool(one) and one == other for one, other in zip(*folded, strict=True)]
-
-
-@dataclass(frozen=True)
-class EmptyOutputs(FailedOutputs):
-    """Translations without text."""
-
-    column = _column("empty", "Empty translations, %")
-
-    def flags(self, lines: TranslatedLines) -> list[bool]:
-        """Return which lines hold nothing but white space."""
-        return [not one.strip() for one in lines.hypotheses]
-
-
-@dataclass(frozen=True)
-class InvalidOutputs(FailedOutputs):
-    """Translations from which invalid UTF-8 was dropped."""
-
-    column = _column("invalid", "Invalid UTF-8, %")
-
-    def flags(self, lines: TranslatedLines) -> list[bool]:
-        """Return which lines lost bytes; references never do."""
-        return [count > 0 for count in lines.invalid or [0] * len(lines.hypotheses)]
-
-
-@dataclass(frozen=True)
-class Loops(FailedOutputs):
-    """Translations that repeat an n-gram in a loop, unless their references do too."""
-
-    column = _column("loops", "Loops of an n-gram, %")
-
-    def flags(self, lines: TranslatedLines) -> list[bool]:
-        """Return which lines have a loop that their reference has not."""
-        pairs = zip(lines.hypotheses, lines.references, strict=True)
-        return [has_loop(one) and not has_loop(other) for one, other in pairs]
+        """Return whether every line has the defect, (lines,) booleans."""
+        has_defect, *_ = DEFECTS[self.column.name]
+        return LineStatistics(np.array(has_defect(lines), dtype=np.bool_))
 
 
 def has_loop(text: str) -> bool:
@@ -123,11 +121,11 @@ def has_loop(text: str) -> bool:
 
 
 def _repeats(tokens: Sequence[str], *, longest: int) -> bool:
-    # A run of tokens that equal those n positions later is one n-gram repeated.
+    # A run of tokens that equal the tokens n positions later is one n-gram repeated.
     for n in range(1, min(longest, len(tokens) // LOOP_REPEATS) + 1):
         run, needed = 0, n * (LOOP_REPEATS - 1)
-        for one, other in zip(tokens, tokens[n:], strict=False):
-            run = run + 1 if one == other else 0
+        for token, later in zip(tokens, tokens[n:], strict=False):
+            run = run + 1 if token == later else 0
             if run == needed:
                 return True
     return False

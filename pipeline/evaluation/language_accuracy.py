@@ -16,25 +16,20 @@ from pipeline.evaluation.language_detector import LanguageDetector, detectable_l
 from pipeline.evaluation.score_slot import (
     Column,
     LineStatistics,
-    Section,
     ShareOfLines,
     TranslatedLines,
 )
 from pipeline.languages import without_region
 
-LANGUAGE_ACCURACY = Section(
-    title="Language accuracy",
-    lead="Share of translations in the target language, over the directions whose target language "
-    "langdetect knows. The value of the references is what a perfect system would reach, since "
-    "langdetect errs on the other lines.",
-    note="Language accuracy is the share of lines that langdetect assigns to the target "
-    "language, as it is and with its prior restricted to the languages at hand.",
+NOTE = (
+    "Language accuracy is the share of lines that langdetect assigns to the target language, as it "
+    "is or with its prior restricted to the languages at hand. It is computed where langdetect "
+    "knows the target language; langdetect errs on some lines of every language."
 )
 
 
 def _column(name: str, how: str) -> Column:
-    title = f"langdetect {how}, %"
-    return Column(name, title, out_of_100=True, section=LANGUAGE_ACCURACY, ceiling=True)
+    return Column(name, f"langdetect {how}, %", out_of_100=True, is_main=False, note=NOTE)
 
 
 NO_LANGUAGE = "none"  # outcome of lines without a letter

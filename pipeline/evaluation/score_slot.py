@@ -25,15 +25,6 @@ LineCount = int | Floats
 
 
 @dataclass(frozen=True)
-class Section:
-    """A section of the reports, for scores that stand apart from the others."""
-
-    title: str
-    lead: str  # introduction of the section, one paragraph
-    note: str  # definition of the scores
-
-
-@dataclass(frozen=True)
 class Column:
     """Name, format and order of a score."""
 
@@ -43,9 +34,8 @@ class Column:
     """None: neither end of the scale is better, and no system is the best one."""
     decimals: int = 1  # number of printed decimals
     out_of_100: bool = False  # whether the score lies in 0–100 and can be drawn as a bar
-    section: Section | None = None
-    """Section of the report; None: the main scores, which are in all tables."""
-    ceiling: bool = False  # whether the references are scored too, as an upper bound for systems
+    is_main: bool = True  # whether the score is in all tables; else its averages have a section
+    note: str = ""  # definition of the score, for the notes of the report
 
     @property
     def heading(self) -> str:
@@ -61,30 +51,21 @@ class TranslatedLines:
     hypotheses: Sequence[str]
     references: Sequence[str]
     read_sources: Callable[[], Sequence[str]]
-    system: str = ""  # name of the system; empty: the references themselves are scored
+    system: str = ""
     invalid: Sequence[int] = ()
     """Number of invalid UTF-8 sequences dropped from each line; empty: none from any."""
     truncated: int = 0
     """Number of translations of a source that was cut to the maximum length of the model."""
 
     @classmethod
-    def read(
-        cls, system: str, corpus: Artifact, translations: Artifact | None, direction: Direction
-    ) -> Self:
-        """Read the translations of a direction and their references; None: only the references."""
-        sides = (direction.source, direction.target)
-        read_sources, read = (
-            partial(read_lines, corpus, "test", direction.pair, code) for code in sides
-        )
-        references = read()
-        if translations is None:
-            return cls(direction, references, references, read_sources)
-        hypotheses = read_hypotheses(translations, direction)
+    def read(cls, system: str, corpus: Artifact, translations: Artifact, way: Direction) -> Self:
+        """Read the translations of a direction and their references."""
+        hypotheses = read_hypotheses(translations, way)
         return cls(
-            direction,
+            way,
             [one.text for one in hypotheses],
-            references,
-            read_sources,
+            read_lines(corpus, "test", way.pair, way.target),
+            partial(read_lines, corpus, "test", way.pair, way.source),
             system=system,
             invalid=[one.invalid for one in hypotheses],
             truncated=sum(one.truncated for one in hypotheses),
@@ -142,5 +123,5 @@ class ShareOfLines(Score):
 
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
         """Return percentages from numbers of lines of the kind, (draws, 1) → (draws,)."""
-        found: Floats = 100.0 * sums[:, 0] / lines
-        return found
+        shares: Floats = 100.0 * sums[:, 0] / lines
+        return shares

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
-from pipeline.evaluation.score_slot import Column, Section
+from pipeline.evaluation.score_slot import Column
 
 Scores = Mapping[str, float]
 """Name of a column → score, without scores that do not cover the direction."""
@@ -70,13 +70,14 @@ class Verdicts:
 
     def decides(self, direction: str) -> bool:
         """Return whether the baseline translates a direction (``de-en``), or is by itself."""
-        found = self.directions[direction]
-        return len(found) == 1 or found[self.baseline].translates
+        return self._decides(self.directions[direction])
 
     def decides_average(self, family: Family, group: Group) -> bool:
         """Return whether the baseline translates on average over a group, or is by itself."""
-        found = self.averages[family][group]
-        return len(found) == 1 or found[self.baseline].translates
+        return self._decides(self.averages[family][group])
+
+    def _decides(self, systems: Mapping[str, Quality]) -> bool:
+        return len(systems) == 1 or systems[self.baseline].translates
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,6 @@ class Evaluation:
     language_names: Mapping[str, str]  # code → English name of every language of the corpus
     tokenizers: Mapping[str, str]  # target language → BLEU tokenizer
     systems: tuple[SystemScores, ...]
-    references: Averages | None
-    """Scores of the references themselves, as a perfect system would get them."""
     undetectable: tuple[str, ...]
     """Target languages that langdetect does not know, which have no language accuracy."""
     warnings: tuple[str, ...]
@@ -195,16 +194,7 @@ class Evaluation:
     @property
     def main_columns(self) -> tuple[Column, ...]:
         """Return the columns of the main scores, which are in all tables."""
-        return tuple(column for column in self.columns if column.section is None)
-
-    @property
-    def sections(self) -> dict[Section, tuple[Column, ...]]:
-        """Return the columns of the other scores, by the section of the report that shows them."""
-        found = dict.fromkeys(one.section for one in self.columns if one.section is not None)
-        return {
-            section: tuple(one for one in self.columns if one.section == section)
-            for section in found
-        }
+        return tuple(column for column in self.columns if column.is_main)
 
     def is_measured(self, column: Column, direction: str) -> bool:
         """Return whether every system has the score in a direction (``de-en``)."""

@@ -103,4 +103,4 @@ def test_pieces_and_unknown_ones_are_counted_word_by_word(tmp_path: Path) -> Non
     }
     assert "unknown pieces: az 40.00%" in made.manifest.summary
     [section] = analysis_sections({"lengths": made})
-    assert section.tables[-1].rows[0].texts == ("az", "3", "1.67", "40.00%")
+    assert section.tables[-1].rows[0].texts == ("az", "3", "1.67", "40.00")

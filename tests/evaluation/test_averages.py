@@ -30,17 +30,16 @@ from pipeline.evaluation.checks import undecided
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.failed_outputs import LengthRatio
-from pipeline.evaluation.rendering import render_html, render_markdown
-from pipeline.evaluation.report import evaluation_report
-from pipeline.evaluation.score_sections import (
+from pipeline.evaluation.report import (
     baseline_section,
+    evaluation_report,
     output_languages_section,
     sets_section,
 )
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import Evaluation, Scores, SystemScores
 from pipeline.evaluation.scoring import baseline_of
-from pipeline.evaluation.tables import Table
+from pipeline.evaluation.tables import Table, render_html, render_markdown
 
 FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "none": 1}}
 

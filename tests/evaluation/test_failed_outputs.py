@@ -11,14 +11,11 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.failed_outputs import (
     LOOP_REPEATS,
     LOOP_WORDS,
-    Copies,
-    EmptyOutputs,
-    InvalidOutputs,
+    FailedOutputs,
     LengthRatio,
-    Loops,
     has_loop,
 )
-from pipeline.evaluation.score_slot import Score, TranslatedLines
+from pipeline.evaluation.score_slot import TranslatedLines
 
 SOURCES = ["Guten  Tag", "Haus", "la la la la", "x"]
 HYPOTHESES = ["guten tag", " ", "la la la la", "no no no no no"]
@@ -29,24 +26,20 @@ LINES = TranslatedLines(
 
 
 @pytest.mark.parametrize(
-    ("score", "expected"),
+    ("name", "expected"),
     [
-        (Copies(), [True, False, True, False]),
-        (EmptyOutputs(), [False, True, False, False]),
-        (InvalidOutputs(), [False, True, False, True]),
-        (Loops(), [False, False, False, True]),
+        ("copies", [True, False, True, False]),
+        ("empty", [False, True, False, False]),
+        ("invalid", [False, True, False, True]),
+        ("loops", [False, False, False, True]),
     ],
 )
-def test_lines_of_each_kind_are_counted(score: Score, expected: list[bool]) -> None:
+def test_lines_of_each_kind_are_counted(name: str, expected: list[bool]) -> None:
+    score = FailedOutputs.with_defect(name)
     rows = score.line_statistics(LINES).rows
     assert rows.tolist() == expected
     assert score.of_corpus(rows) == 100 * np.mean(expected)
     assert score.of_sums(np.array([[3.0]]), lines=4).tolist() == [75.0]
-
-
-def test_references_have_no_invalid_bytes() -> None:
-    lines = TranslatedLines(Direction("de", "en"), REFERENCES, REFERENCES, lambda: SOURCES)
-    assert not InvalidOutputs().line_statistics(lines).rows.any()
 
 
 def test_the_length_ratio_is_of_all_characters_together() -> None:

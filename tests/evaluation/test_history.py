@@ -132,12 +132,12 @@ def assembled(tmp_path: Path) -> Artifact:
 def test_an_assembled_model_has_spent_what_all_its_parts_have_each_once(
     assembled: Artifact,
 ) -> None:
-    training, last, before, _ = trace_training("mmnmt", assembled)
-    assert last is not None
-    assert last.directory.name == "tuned"
+    training, curve, _ = trace_training("mmnmt", assembled)
+    assert curve is not None
+    assert [point.losses["all"] for point in curve.training] == [1.0] * 2, "of tuned"
     assert {*training.runs[:2]} == {"dense", "routed"}
     assert training.runs[2:] == ("tuned",)
-    assert before == 3 + 4
+    assert curve.before == 3 + 4
     assert training.complete
     total = training.total
     assert total.updates == 9
@@ -320,18 +320,17 @@ def test_runs_that_did_not_count_source_tokens_have_no_estimate(tmp_path: Path) 
 def test_a_mean_of_checkpoints_of_one_run_has_spent_what_the_run_has(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", [3.0] * 5)
     mean = artifact(tmp_path / "mean", "checkpoint", "average", {"checkpoints/0": run})
-    training, last, before, _ = trace_training("mean", translated(tmp_path / "t", mean))
+    training, curve, _ = trace_training("mean", translated(tmp_path / "t", mean))
     assert training.total.updates == 5
-    assert before == 0
-    assert last is not None
-    assert last.directory == run.directory
+    assert curve is not None
+    assert (curve.before, len(curve.training)) == (0, 5)
 
 
 def test_a_mean_of_two_runs_has_spent_both_and_has_no_last_run(tmp_path: Path) -> None:
     runs = {f"checkpoints/{i}": training_run(tmp_path / f"run{i}", [3.0] * 5) for i in range(2)}
     mean = artifact(tmp_path / "mean", "checkpoint", "average", runs)
-    training, last, *_ = trace_training("mean", translated(tmp_path / "t", mean))
-    assert last is None
+    training, curve, _ = trace_training("mean", translated(tmp_path / "t", mean))
+    assert curve is None
     assert training.total.updates == 10
 
 

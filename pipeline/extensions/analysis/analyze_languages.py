@@ -51,8 +51,8 @@ SEED = derive_seed("analyze_languages", "t-SNE") % 2**32
 
 SHARES = (0.5, 0.9)
 """Shares of the density of a language's points that outlines hold."""
-PLACES = 32
-"""Places of the grid of an outline in each dimension."""
+PLACES = 48
+"""Cells of the grid of an outline in each dimension."""
 MARGIN = 3.0
 """Margin of that grid around the points, in standard deviations of a kernel."""
 
@@ -169,7 +169,7 @@ def encode(model: Transformer, batch: Batch) -> Tensor:
     return x_ND
 
 
-# ---------------------------------------------------------------- experts
+# Experts
 
 
 def count_routes(
@@ -220,7 +220,7 @@ def _fits(translator: Translator, *lengths: int) -> bool:
     return all(0 < length <= translator.max_tokens for length in lengths)
 
 
-# ---------------------------------------------------------------- encoder states
+# Encoder states
 
 
 def encode_parallel_lines(
@@ -374,14 +374,14 @@ def languages_document(
     }
 
 
-# ---------------------------------------------------------------- outlines
+# Outlines
 
 
 def outlines(points: Sequence[Sequence[float]]) -> list[list[Segment]]:
     """Return an outline per share; none of points (x, y) that are too few or lie on a line.
 
-    An outline bounds the region of highest density that holds a share of it. It consists of the
-    segments in which it crosses the triangles of a grid, in no order.
+    An outline bounds the cells of a grid with the highest density that hold the share of it. It
+    consists of the edges between a cell inside and a cell outside, in no order.
     """
     from scipy.stats import gaussian_kde  # scikit-learn brings it
 
@@ -391,45 +391,27 @@ def outlines(points: Sequence[Sequence[float]]) -> list[list[Segment]]:
         return []
     density = gaussian_kde(xy_2N)
     margin_2 = MARGIN * np.sqrt(density.covariance.diagonal())
-    x_X, y_Y = np.linspace(xy_2N.min(axis=1) - margin_2, xy_2N.max(axis=1) + margin_2, PLACES).T
-    grid_2XY = np.stack(np.meshgrid(x_X, y_Y, indexing="ij"))
+    low_2, high_2 = xy_2N.min(axis=1) - margin_2, xy_2N.max(axis=1) + margin_2
+    step_2 = (high_2 - low_2) / PLACES
+    middles = (np.arange(PLACES) + 0.5) * step_2[:, None] + low_2[:, None]
+    grid_2XY = np.stack(np.meshgrid(*middles, indexing="ij"))
     density_XY = density(grid_2XY.reshape(2, -1)).reshape(PLACES, PLACES)
     falling = np.sort(density_XY, axis=None)[::-1]
     held = np.cumsum(falling) / falling.sum()
-    levels = (falling[np.searchsorted(held, share)] for share in SHARES)
-    return [list(crossings(x_X, y_Y, density_XY - level)) for level in levels]
-
-
-def crossings(x_X: Floats, y_Y: Floats, height_XY: Floats) -> Iterator[Segment]:
-    """Yield where the sign of heights changes: a segment in each triangle that has both signs.
-
-    Each cell of the grid is two triangles, in which heights are linear.
-    """
-    for i in range(len(x_X) - 1):
-        for j in range(len(y_Y) - 1):
-            for third in ((i + 1, j), (i, j + 1)):
-                corners = ((i, j), third, (i + 1, j + 1))
-                above = [bool(height_XY[corner] > 0) for corner in corners]
-                if all(above) or not any(above):
-                    continue
-                single = corners[above.index(sum(above) == 1)]
-                start, end = (
-                    _crossing(x_X, y_Y, height_XY, single, corner)
-                    for corner in corners
-                    if corner != single
-                )
-                yield start, end
-
-
-def _crossing(
-    x_X: Floats, y_Y: Floats, height_XY: Floats, one: tuple[int, int], other: tuple[int, int]
-) -> tuple[float, float]:
-    """Return where heights are zero between two places of opposite signs."""
-    one, other = sorted((one, other))  # neighboring triangles find the same place
-    share = height_XY[one] / (height_XY[one] - height_XY[other])
-    start, end = (np.array([x_X[place[0]], y_Y[place[1]]]) for place in (one, other))
-    x, y = np.round(start + share * (end - start), 3).tolist()
-    return x, y
+    found = []
+    for share in SHARES:
+        is_inside_XY = np.pad(density_XY >= falling[np.searchsorted(held, share)], 1)
+        segments: list[Segment] = []
+        for axis in (0, 1):
+            # An edge between two cells along one axis runs along the other axis.
+            along_2 = np.array([axis == 1, axis == 0])
+            corner_E2 = np.argwhere(np.diff(is_inside_XY, axis=axis)) - 1 + ~along_2
+            for corner_2 in corner_E2:
+                ends = (low_2 + step_2 * place_2 for place_2 in (corner_2, corner_2 + along_2))
+                (x1, y1), (x2, y2) = (end_2.round(3).tolist() for end_2 in ends)
+                segments.append(((x1, y1), (x2, y2)))
+        found.append(segments)
+    return found
 
 
 if __name__ == "__main__":
