@@ -730,7 +730,7 @@ UNUSABLE = "cannot be the name of a directory. Choose another name"
     ("names", "finding"),
     [
         *(([name], UNUSABLE) for name in ("..", "", "a/b", "a\\b", "a\0b", "a\nb", "ü" * 101)),
-        (["MoE", "moe"], "'MoE' and 'moe' differ in case alone"),
+        (["MoE", "moe"], "'MoE' and 'moe' differ only in case"),
         ([], "Name at least one, as NAME=DIR"),
     ],
 )

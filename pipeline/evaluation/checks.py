@@ -67,10 +67,9 @@ def shared_directions(
     unknown: set[str] = set()
     for name, translations in systems.items():
         skipped = listed_names(translations, "skipped_directions")
-        lacking = (one for one in profiles if not translations.has(hypotheses_name(one.direction)))
-        if missing := [
-            name for name in (str(one.direction) for one in lacking) if name not in skipped
-        ]:
+        lacking = [one for one in profiles if not translations.has(hypotheses_name(one.direction))]
+        missing = [way for way in (str(one.direction) for one in lacking) if way not in skipped]
+        if missing:
             raise ArtifactError(
                 f"System {name!r} ({translations.directory}) has no translations for "
                 f"{', '.join(missing)}. Translate the whole corpus with it."
@@ -85,10 +84,10 @@ def shared_directions(
     for name, translations in systems.items():
         for profile in shared:
             path = translations.file(hypotheses_name(profile.direction))
-            found = sum(1 for _ in iterate_lines(path))
-            if found != profile.test_lines:
+            lines = sum(1 for _ in iterate_lines(path))
+            if lines != profile.test_lines:
                 raise ArtifactError(
-                    f"System {name!r} has {counted(found, 'translation')} in {path} where the "
+                    f"System {name!r} has {counted(lines, 'translation')} in {path} where the "
                     f"corpus has {counted(profile.test_lines, 'test line')}. Translate this "
                     "corpus with it again."
                 )
@@ -106,7 +105,7 @@ def _check_names(names: Sequence[str]) -> None:
             )
         if name.casefold() in taken:
             raise ConfigError(
-                f"System names {taken[name.casefold()]!r} and {name!r} differ in case alone, which "
+                f"System names {taken[name.casefold()]!r} and {name!r} differ only in case, which "
                 "some file systems ignore. Choose another name."
             )
         taken[name.casefold()] = name

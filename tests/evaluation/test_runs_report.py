@@ -22,8 +22,8 @@ from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.evaluation.history import trace_history
-from pipeline.evaluation.runs_report import DEAD, OVERLOADED
 from pipeline.evaluation.report import averages_section
+from pipeline.evaluation.runs_report import DEAD, OVERLOADED
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 

@@ -32,6 +32,7 @@ from pipeline.evaluation.word_accuracy import (
     SEEN,
     UNKNOWN,
     Aligner,
+    Matches,
     Trait,
     WordInputs,
     by_kind,
@@ -146,8 +147,10 @@ EVERY_KIND = {
 def test_kinds_are_named_by_their_values_and_meet_at_the_cutoffs(trait: Trait) -> None:
     assert trait.kinds == EVERY_KIND[trait]
     for place, cutoff in enumerate(trait.cutoffs):
-        assert trait.kind(cutoff - 1) == trait.kinds[place]
-        assert trait.kind(cutoff) == trait.kinds[place + 1]
+        for value, kind in ((cutoff - 1, trait.kinds[place]), (cutoff, trait.kinds[place + 1])):
+            matches = Matches(Counter(["w"]), Counter(), Counter())
+            counts = by_kind({"x": matches}, {trait: lambda _, value=value: value})[trait.name]  # type: ignore[misc]
+            assert [name for name, systems in counts.items() if systems["x"].shared] == [kind]
 
 
 def position_by_position(
@@ -174,7 +177,7 @@ def test_words_are_shared_as_they_are_when_matched_one_by_one(pairs: list[tuple[
             expected, position_by_position(*map(str.split, pair)), strict=True
         ):
             total.update(counts)
-    found = count_words([one for one, _ in pairs], [two for _, two in pairs], split=str.split)
+    found = count_words([one.split() for one, _ in pairs], [two.split() for _, two in pairs])
     assert [found.shared, found.reference, found.hypothesis] == expected
 
 
@@ -187,7 +190,7 @@ def test_the_f_measure_is_of_precision_and_recall() -> None:
 
 
 def test_every_kind_has_the_words_with_its_values() -> None:
-    matches = count_words(["a bb ccc ccc"], ["a bb bb dddd"], split=str.split)
+    matches = count_words(["a bb ccc ccc".split()], ["a bb bb dddd".split()])
     found = by_kind({"x": matches}, {LENGTH: len})
     assert found["length"]["1–3"] == {"x": WordCounts(2, 3, 4)}
     assert found["length"]["4–7"] == {"x": WordCounts(0, 1, 0)}
@@ -310,7 +313,7 @@ def test_word_counts_of_runs_are_summed(tmp_path: Path) -> None:
     profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 1, len(REFERENCES))
     tasks = word_tasks(
         WordInputs(
-            given, paths, training=None, tokenizer=None, tokenizers={"en": "13a"}, max_lines=1
+            given, paths, training=given, tokenizer=None, tokenizers={"en": "13a"}, max_lines=1
         ),
         [profile],
     )
