@@ -243,11 +243,10 @@ def win_ratios(
 ) -> dict[str, Averages]:
     """Return the share of decided directions in which each system beats the baseline.
 
-    A tie is no win (Zhang et al. 2020). Scores without a better end are left out.
+    A tie is no win (Zhang et al. 2020).
     """
     (base,) = [one for one in systems if one.name == verdicts.baseline]
-    signs = {one.name: -1.0 if one.larger_is_better is False else 1.0 for one in columns}
-    ranked = [one.name for one in columns if one.larger_is_better is not None]
+    signs = {one.name: 1.0 if one.larger_is_better else -1.0 for one in columns}
     decided = [*filter(verdicts.decides, verdicts.directions)]
     shares: dict[str, Averages] = {}
     for system in (one for one in systems if one is not base):
@@ -256,7 +255,7 @@ def win_ratios(
             ours, theirs = system.directions[name].scores, base.directions[name].scores
             won[name] = {
                 column: 100.0 * (signs[column] * (ours[column] - theirs[column]) > 0)
-                for column in ranked
+                for column in signs
                 if column in ours and column in theirs
             }
         shares[system.name] = average_scores(won, profiles=profiles)

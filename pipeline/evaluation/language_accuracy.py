@@ -15,8 +15,11 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
 from pipeline.evaluation.score_slot import (
     Column,
+    Floats,
+    LineCount,
     LineStatistics,
-    ShareOfLines,
+    Rows,
+    Score,
     TranslatedLines,
 )
 from pipeline.languages import without_region
@@ -38,7 +41,7 @@ RESTRICTED = _column("language_restricted", "restricted to the languages at hand
 
 
 @dataclass(frozen=True)
-class LanguageAccuracy(ShareOfLines):
+class LanguageAccuracy(Score):
     """Percentage of lines in the target language."""
 
     column: Column
@@ -68,3 +71,12 @@ class LanguageAccuracy(ShareOfLines):
         hits = np.array([code == target for code in found], dtype=np.bool_)
         outcomes = Counter(code or NO_LANGUAGE for code in found)
         return LineStatistics(hits, outcomes=dict(sorted(outcomes.items())))
+
+    def of_corpus(self, rows: Rows) -> float:
+        """Return the mean, rounded as a mean is."""
+        return 100.0 * float(rows.mean())
+
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
+        """Return percentages from numbers of hits, (draws, 1) → (draws,)."""
+        shares: Floats = 100.0 * sums[:, 0] / lines
+        return shares

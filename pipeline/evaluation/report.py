@@ -78,7 +78,7 @@ def evaluation_report(
         word_accuracy_section(evaluation),
         *analyses,
         curves_section(history.curves, runs),
-        samples_section("Sample translations", samples),
+        _samples_section(samples),
         directions_section(evaluation),
         section_of_notes("Notes", _notes(evaluation, missing=history.missing)),
         ReportSection("Signatures", items=tuple(_signatures(evaluation))),
@@ -254,12 +254,12 @@ def averages_section(evaluation: Evaluation, history: History) -> ReportSection:
 
 
 def further_section(evaluation: Evaluation, history: History) -> ReportSection:
-    """Return the averages of the scores that are not in all tables."""
+    """Return the averages of language accuracies, which are not in all tables."""
     columns = [one for one in evaluation.columns if not one.is_main]
     return ReportSection(
-        "Languages and defects of the outputs",
-        "Arithmetic means over the directions in which a score is measured. The notes define the "
-        "scores.",
+        "Language accuracy",
+        "Share of translations in the target language, over the directions with a target language "
+        "that langdetect knows.",
         tables=mean_tables(evaluation, history, columns),
     )
 
@@ -291,7 +291,7 @@ def baseline_section(evaluation: Evaluation) -> ReportSection:
         name = f"{column.title}: difference to {verdicts.baseline}"
         rows = (row(name, *(mean.difference(name) for mean in drawn)) for name in wins)
         differences += _table_of_means(name, drawn, rows)
-        if not column.is_main or column.larger_is_better is None:
+        if not column.is_main:
             continue
         name = f"{column.title}: win ratio, %"
         rows = (
@@ -320,7 +320,7 @@ def _win_ratio(share: float | None) -> Cell:
 def _counts(evaluation: Evaluation, column: Column, system: str) -> tuple[int, int, int, int]:
     """Count directions that are significantly better and worse, not significant, not decided."""
     assert evaluation.significance is not None
-    sign, name = -1.0 if column.larger_is_better is False else 1.0, column.name
+    sign, name = 1.0 if column.larger_is_better else -1.0, column.name
     every = evaluation.significance.directions.values()
     found = [one[name].differences[system] for one in every if name in one]
     tested = [(sign * one.value, one.p_value_holm) for one in found if one.p_value_holm is not None]
@@ -496,10 +496,9 @@ def choose_samples(
     return tables
 
 
-def samples_section(title: str, samples: Sequence[Table]) -> ReportSection:
-    """Return the section of the samples."""
+def _samples_section(samples: Sequence[Table]) -> ReportSection:
     lead = "Test lines drawn at random. Systems with several runs are shown by their first run."
-    return ReportSection(title, lead, tables=tuple(samples))
+    return ReportSection("Sample translations", lead, tables=tuple(samples))
 
 
 # Notes

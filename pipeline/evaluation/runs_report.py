@@ -1,4 +1,4 @@
-"""The page of ``mmnmt report``: scores, losses, budgets, experts, analyses and translations.
+"""The page of ``mmnmt report``: scores, losses, budgets, experts and analyses.
 
 An argument is a checkpoint, translations, an evaluation, an analysis, or a folder of such
 artifacts, for example the folder of a plan. A run has the name that the argument or the evaluation
@@ -11,13 +11,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.artifacts.artifact import Artifact, InputRecord, open_artifact, open_recorded
-from pipeline.artifacts.corpus import hypotheses_name
+from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded
 from pipeline.artifacts.manifest import MANIFEST_NAME, read_manifest
 from pipeline.errors import ArtifactError, ConfigError, UserError
 from pipeline.evaluation.averages import RUN_MARK, group_runs
 from pipeline.evaluation.curves import curves_section, losses_section
-from pipeline.evaluation.directions import describe_directions, pivot_of
 from pipeline.evaluation.history import (
     TRAINING_STAGES,
     History,
@@ -25,14 +23,8 @@ from pipeline.evaluation.history import (
     checkpoint_of,
     trace_history,
 )
-from pipeline.evaluation.report import (
-    averages_section,
-    baseline_section,
-    choose_samples,
-    samples_section,
-)
+from pipeline.evaluation.report import averages_section, baseline_section
 from pipeline.evaluation.scores import Evaluation
-from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.evaluation.tables import (
     Cell,
     Report,
@@ -45,7 +37,6 @@ from pipeline.evaluation.tables import (
 )
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
 from pipeline.terminal import counted, with_article
-from pipeline.training.settings import TrainingConfig
 
 DEAD, OVERLOADED = 0.1, 2.0
 """Load of an expert, relative to an even one, below which it is dead and above it overloaded."""
@@ -54,23 +45,12 @@ SYSTEMS = "systems/"
 
 
 @dataclass
-class _Translated:
-    """A corpus and the translations of its test lines."""
-
-    corpus: InputRecord
-    training: InputRecord | None  # corpus of the systems, if an evaluation names another
-    runs: dict[str, Artifact] = field(default_factory=dict)  # run → translations
-
-
-@dataclass
 class ComparedRuns:
-    """Runs, evaluations, analyses and translations that a report shows."""
+    """Runs, evaluations and analyses that a report shows."""
 
     runs: dict[str, Artifact] = field(default_factory=dict)  # run → checkpoint or translations
     evaluations: dict[str, Artifact] = field(default_factory=dict)
     analyses: dict[str, Artifact] = field(default_factory=dict)
-    translated: dict[str, _Translated] = field(default_factory=dict)
-    """Digest of a corpus → its translations."""
     left_out: list[str] = field(default_factory=list)
     """Parts that cannot be shown, each with the reason."""
 
@@ -93,14 +73,7 @@ class ComparedRuns:
                 "checkpoint, translations, an evaluation, an analysis or the folder of a plan."
             )
 
-    def _add_run(
-        self,
-        name: str,
-        artifact: Artifact,
-        *,
-        otherwise: str = "",
-        training: InputRecord | None = None,
-    ) -> None:
+    def _add_run(self, name: str, artifact: Artifact, *, otherwise: str = "") -> None:
         """Add a run, by the other name if another run has the first."""
         origin, (system, mark, _) = _origin(artifact), name.partition(RUN_MARK)
         others = {run.partition(RUN_MARK)[:2] for run in self.runs}
@@ -114,10 +87,6 @@ class ComparedRuns:
                 f"Two runs are named {name!r}: {other.directory} and {artifact.directory}. Give "
                 f"each its own name, for example {name}-2={artifact.directory}."
             )
-        record = artifact.manifest.inputs.get("corpus")
-        if artifact.manifest.kind == "translations" and record is not None:
-            found = self.translated.setdefault(record.digest, _Translated(record, training))
-            found.runs.setdefault(name, artifact)
 
     def _add_evaluation(self, name: str, path: Path) -> None:
         evaluation, prefix = open_artifact(path, kind="evaluation"), f"{name}/" if name else ""
@@ -130,9 +99,7 @@ class ComparedRuns:
             if translations is None:
                 self.left_out.append(f"{prefix}{run} (its translations have moved or changed)")
                 continue
-            other = f"{title}/{run}"
-            training = inputs.get("training")
-            self._add_run(f"{prefix}{run}", translations, otherwise=other, training=training)
+            self._add_run(f"{prefix}{run}", translations, otherwise=f"{title}/{run}")
 
     def _add_folder(self, name: str, path: Path) -> None:
         """Add evaluations, analyses and the checkpoints that no evaluation has shown."""
@@ -208,7 +175,6 @@ def runs_report(
         budgets_section(history),
         _loads_section(compared.runs, compared.left_out),
         *analyses,
-        *(_samples_section(one, systems) for one in compared.translated.values()),
         section_of_notes("Notes", _notes(compared, history)),
     )
     facts = (counted(len(systems), "system"), counted(len(compared.runs), "run"))
@@ -262,30 +228,6 @@ def _loads_section(runs: Mapping[str, Artifact], left_out: list[str]) -> ReportS
         "capacity of an expert; entropy is the entropy of the router's probabilities, in nats.",
         tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),) if rows else (),
     )
-
-
-def _samples_section(
-    translated: _Translated, systems: Mapping[str, Sequence[str]]
-) -> ReportSection:
-    """Return some test lines of the directions that all systems translated, by their first run."""
-    corpus = open_recorded(translated.corpus)
-    training = None if translated.training is None else open_recorded(translated.training)
-    if corpus is None:
-        return ReportSection("")
-    translations = {
-        system: known[0]
-        for system, runs in systems.items()
-        if (known := [translated.runs[run] for run in runs if run in translated.runs])
-    }
-    thresholds = TrainingConfig().resource_thresholds
-    profiles = [
-        profile
-        for profile in describe_directions(corpus, thresholds=thresholds, training=training)
-        if all(run.has(hypotheses_name(profile.direction)) for run in translations.values())
-    ]
-    pivot, seed = pivot_of(training or corpus), EvaluationConfig().seed
-    samples = choose_samples(corpus, translations, profiles=profiles, seed=seed, pivot=pivot)
-    return samples_section(f"Translations of {corpus.directory.name}", samples)
 
 
 def _notes(compared: ComparedRuns, history: History) -> Iterator[str]:

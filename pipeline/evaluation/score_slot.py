@@ -30,8 +30,7 @@ class Column:
 
     name: str  # key in line statistics, comparisons and ``scores.json``
     title: str
-    larger_is_better: bool | None = True
-    """None: neither end of the scale is better, and no system is the best one."""
+    larger_is_better: bool = True
     decimals: int = 1  # number of printed decimals
     out_of_100: bool = False  # whether the score lies in 0–100 and can be drawn as a bar
     is_main: bool = True  # whether the score is in all tables; else its averages have a section
@@ -40,7 +39,7 @@ class Column:
     @property
     def heading(self) -> str:
         """Return the title, with a remark if smaller values are better."""
-        return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
+        return self.title if self.larger_is_better else f"{self.title} (less is better)"
 
 
 @dataclass(frozen=True)
@@ -112,16 +111,3 @@ class Score(ABC):
     def caveats(self) -> list[str]:
         """Return warnings for the report."""
         return []
-
-
-class ShareOfLines(Score):
-    """A score that is the percentage of lines of one kind; its statistics are booleans."""
-
-    def of_corpus(self, rows: Rows) -> float:
-        """Return the mean, rounded as a mean is."""
-        return 100.0 * float(rows.mean())
-
-    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
-        """Return percentages from numbers of lines of the kind, (draws, 1) → (draws,)."""
-        shares: Floats = 100.0 * sums[:, 0] / lines
-        return shares

@@ -19,7 +19,6 @@ from pipeline.evaluation.checks import caveats, undecided
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
-from pipeline.evaluation.failed_outputs import FailedOutputs, LengthRatio
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.line_sets import LineSet, Sentences, find_line_sets
 from pipeline.evaluation.score_slot import Rows, Score, TranslatedLines
@@ -178,10 +177,6 @@ class _Scoring:
                 return LanguageAccuracy.among(
                     self.languages, seed=settings.seed, restricted=restricted
                 )
-            case "length_ratio":
-                return LengthRatio()
-            case "copies" | "empty" | "invalid" | "loops":
-                return FailedOutputs.with_defect(name)
 
     def evaluation(self, *, left_out: int) -> Evaluation:
         """Return all scores and comparisons."""

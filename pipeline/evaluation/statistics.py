@@ -252,12 +252,11 @@ def compare(
     def against(name: str, other: str) -> Estimate:
         return difference(systems[name], systems[other], lines=lines)
 
-    sign = -1.0 if column.larger_is_better is False else 1.0
+    sign = 1.0 if column.larger_is_better else -1.0
     leader = max(systems, key=lambda name: sign * float(systems[name].measured_R.mean()))
     leads = [against(leader, name) for name in systems if name != leader]
     is_best = (
         bool(leads)
-        and column.larger_is_better is not None
         and (translating[leader] and translating[baseline])
         and all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
     )

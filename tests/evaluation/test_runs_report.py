@@ -257,9 +257,6 @@ def test_damaged_routing_statistics_cost_the_experts_alone(tmp_path: Path) -> No
     assert "the routing statistics of moe (damaged" in " ".join(section(page, "Notes").itertext())
 
 
-# Translations
-
-
 def translated(
     path: Path,
     corpus: Artifact,
@@ -274,20 +271,6 @@ def translated(
             name = hypotheses_name(Direction(source, target))
             write_hypotheses(writer.path(name), [Hypothesis(line) for line in lines])
     return open_artifact(path, kind="translations")
-
-
-def test_translations_stand_side_by_side_as_text(tmp_path: Path) -> None:
-    text = {"de": ["Das alte Haus"], "en": ["The old house"]}
-    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": text}, "test": {"de-en": text}})
-    systems = {"good": "The old house", "bad": "The new house !", "worse": HOSTILE, "none": ""}
-    for name, line in systems.items():
-        translated(tmp_path / name, corpus, {"de-en": [line], "en-de": ["Haus"]})
-    page = report(tmp_path, *(f"{name}={tmp_path / name}" for name in systems))
-    shown = [line[1:] for line in rows(section(page, "Translations of corpus"))[:6]]
-    texts = {"source": text["de"][0], "reference": text["en"][0], **systems, "none": "(empty)"}
-    assert shown == [[*one] for one in texts.items()]
-    assert "<script>alert" not in page
-    assert "Any → En" in " ".join(body(page).itertext())
 
 
 # Evaluations
