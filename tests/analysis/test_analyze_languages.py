@@ -144,14 +144,14 @@ def test_likeness_is_that_of_a_loop_over_lines() -> None:
         for j in range(5)
     }
     found = compare(one, other)
-    assert found.same == pytest.approx(sum(cosines[i, i] for i in range(5)) / 5)
+    assert found["same"] == pytest.approx(sum(cosines[i, i] for i in range(5)) / 5)
     different = [cosine for (i, j), cosine in cosines.items() if i != j]
-    assert found.different == pytest.approx(sum(different) / 20)
+    assert found["different"] == pytest.approx(sum(different) / 20)
     forth = sum(max(range(5), key=lambda j: cosines[i, j]) == i for i in range(5))
     back = sum(max(range(5), key=lambda i: cosines[i, j]) == j for j in range(5))
     assert 0 < forth + back < 10
-    assert found.retrieved == pytest.approx((forth + back) / 10)
-    assert compare(one, 3 * one).retrieved == 1
+    assert found["retrieved"] == pytest.approx((forth + back) / 10)
+    assert compare(one, 3 * one)["retrieved"] == 1
 
 
 def test_no_more_lines_are_encoded_than_the_limit(dense: Artifact, tmp_path: Path) -> None:

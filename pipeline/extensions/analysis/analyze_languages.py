@@ -14,7 +14,7 @@ Y places of a grid.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -40,21 +40,13 @@ from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import counted, track
 
-MAX_LINES = 200
-"""Most lines of a direction, and most parallel lines."""
-MAX_POINTS = 1000
-"""Most lines of all languages together that t-SNE places."""
-MIN_POINTS = 10
-"""Fewest lines of all languages together that t-SNE can place."""
-SEED = derive_seed("analyze_languages", "t-SNE") % 2**32
-"""Seed of t-SNE, which takes 32 bits."""
+MAX_LINES = 200  # of a direction, and of parallel lines
+MIN_POINTS, MAX_POINTS = 10, 1000  # lines of all languages together that t-SNE places
+SEED = derive_seed("analyze_languages", "t-SNE") % 2**32  # t-SNE takes 32 bits
 
-SHARES = (0.5, 0.9)
-"""Shares of the density of a language's points that outlines hold."""
-PLACES = 48
-"""Cells of the grid of an outline in each dimension."""
-MARGIN = 3.0
-"""Margin of that grid around the points, in standard deviations of a kernel."""
+SHARES = (0.5, 0.9)  # of the density of a language's points, held by outlines
+PLACES = 48  # cells of the grid of an outline in each dimension
+MARGIN = 3.0  # of that grid around the points, in standard deviations of a kernel
 
 Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -121,14 +113,10 @@ class Routes:
 class States:
     """Encoder states of lines that several languages have."""
 
-    pivot: str
-    """The language whose lines are looked up in all its pairs."""
-    lines: tuple[str, ...]
-    """The lines in the pivot."""
-    directions: Mapping[str, Direction]
-    """Language → direction whose tags its lines have."""
-    state_PD: Mapping[str, Floats]
-    """Language → states of its translations of the lines."""
+    pivot: str  # language of most pairs
+    lines: tuple[str, ...]  # its lines that are in all of its pairs
+    directions: Mapping[str, Direction]  # language → direction that gives its lines their tags
+    state_PD: Mapping[str, Floats]  # language → states of its translations of the lines
 
 
 def batch_of(
@@ -282,34 +270,26 @@ def _mean_states(translator: Translator, direction: Direction, texts: Sequence[s
     return mean_PD
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """Cosines between the states of lines in two languages."""
+def compare(one_PD: Floats, other_PD: Floats) -> dict[str, float | None]:
+    """Compare the states of the same lines in two languages.
 
-    same: float
-    """Mean cosine of a line and its translation."""
-    different: float | None
-    """Mean cosine of two different lines; None of a single line."""
-    retrieved: float
-    """Share of lines whose translation is the nearest line of the other language, averaged over
-    both directions of retrieval."""
-
-
-def compare(one_PD: Floats, other_PD: Floats) -> Likeness:
-    """Compare the states of the same lines in two languages."""
+    Returns:
+        ``same``, the mean cosine of a line and its translation; ``different``, of two different
+        lines, None of a single line; and ``retrieved``, the share of lines with a translation that
+        is the nearest line of the other language, averaged over both directions of retrieval.
+    """
     unit_PD, other_unit_PD = (
         state_PD / np.linalg.norm(state_PD, axis=1, keepdims=True)
         for state_PD in (one_PD, other_PD)
     )
     cosine_PP = unit_PD @ other_unit_PD.T
     number, own_P = len(cosine_PP), np.arange(len(cosine_PP))
-    same = float(np.trace(cosine_PP))
-    others = number * (number - 1)
-    return Likeness(
-        same=same / number,
-        different=(float(cosine_PP.sum()) - same) / others if others else None,
-        retrieved=float(np.mean([cosine_PP.argmax(axis) == own_P for axis in (0, 1)])),
-    )
+    same, others = float(np.trace(cosine_PP)), number * (number - 1)
+    return {
+        "same": same / number,
+        "different": (float(cosine_PP.sum()) - same) / others if others else None,
+        "retrieved": float(np.mean([cosine_PP.argmax(axis) == own_P for axis in (0, 1)])),
+    }
 
 
 def installed_tsne() -> Any:
@@ -365,7 +345,7 @@ def languages_document(
         "parallel_lines": len(states.lines),
         "encoded": {code: str(direction) for code, direction in states.directions.items()},
         "pairs": {
-            f"{one}-{other}": asdict(compare(states.state_PD[one], states.state_PD[other]))
+            f"{one}-{other}": compare(states.state_PD[one], states.state_PD[other])
             for one, other in combinations(states.state_PD, 2)
             if states.lines
         },

@@ -7,8 +7,7 @@ include the scores of a model without language vectors if one is given.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
@@ -31,16 +30,6 @@ SUMMARY_LINES = 5
 """Most directions that the summary describes, in a line each."""
 
 
-@dataclass(frozen=True)
-class VectorScores:
-    """Scores of the translations of a direction with one vector."""
-
-    bleu: float
-    chrf: float
-    changed: int
-    """Lines that are translated otherwise than with the right vector."""
-
-
 def run(call: StageCall) -> None:
     """Translate every chosen direction once per language; score and write the analysis."""
     recipe = call.recipe
@@ -57,8 +46,7 @@ def run(call: StageCall) -> None:
     without = Translator(plain, recipe.decoding, segmenters=segmenters) if plain else None
     every = recipe.section_of(AnalysisConfig).router_languages or translator.tokenizer.languages
     codes = list(dict.fromkeys(map(translator.code_of, every)))
-    found: dict[Direction, dict[str, VectorScores]] = {}
-    beside: dict[Direction, VectorScores] = {}
+    found: dict[str, dict[str, Any]] = {}
     corpus, settings = call.artifacts["corpus"], recipe.evaluation
     for direction in track(chosen, label="vectors"):
         shown = [code for code in codes if code != direction.source]
@@ -67,23 +55,22 @@ def run(call: StageCall) -> None:
                 f"analysis.router_languages names only {direction.source}, the source of "
                 f"{direction}. Name another language."
             )
-        found[direction] = score_vectors(
-            translator, corpus, direction, shown=shown, settings=settings
-        )
+        scores = score_vectors(translator, corpus, direction, shown=shown, settings=settings)
+        right, plain_scores = scores.pop(RIGHT), None
         if without is not None:
-            beside[direction] = score_vectors(
-                without, corpus, direction, shown=[], settings=settings
-            )[RIGHT]
+            every = score_vectors(without, corpus, direction, shown=[], settings=settings)
+            plain_scores = every[RIGHT]
+        found[str(direction)] = {"right": right, "wrong": scores, "without": plain_scores}
     with call.new_artifact() as writer:
-        write_analysis(writer, vectors_document(found, beside))
-        for direction, scores in found.items():
-            worst, loss = largest_loss(scores)
+        write_analysis(writer, {"analysis": "vectors", "directions": found})
+        for direction, scores in [*zip(chosen, found.values(), strict=True)][:SUMMARY_LINES]:
+            chrf = {code: one["chrf"] for code, one in scores["wrong"].items()}
+            right, worst = scores["right"]["chrf"], min(chrf, key=chrf.__getitem__)
             writer.summary.append(
-                f"{direction}: chrF++ {scores[RIGHT].chrf:.1f} with the vector of "
-                f"{direction.source}, {loss:.2f} less with that of {worst}, the worst of "
-                f"{len(scores) - 1}"
+                f"{direction}: chrF++ {right:.1f} with the vector of {direction.source}, "
+                f"{right - chrf[worst]:.2f} less with the vector of {worst}, the worst of "
+                f"{len(chrf)}"
             )
-        del writer.summary[SUMMARY_LINES:]
         writer.statistics["directions"] = len(found)
 
 
@@ -113,18 +100,19 @@ def score_vectors(
     *,
     shown: Sequence[str],
     settings: EvaluationConfig,
-) -> dict[str, VectorScores]:
+) -> dict[str, dict[str, float]]:
     """Translate and score a direction with the right vector and the vectors of other languages.
 
     Args:
         translator: the model.
         corpus: test lines.
         direction: direction to translate.
-        shown: languages whose vectors the router sees in turn.
+        shown: languages with vectors that the router sees in turn.
         settings: settings of the scores.
 
     Returns:
-        Language shown → scores, ``RIGHT`` first.
+        Language shown → BLEU, chrF++ and the number of lines translated otherwise than with the
+        right vector; ``RIGHT`` first.
 
     Raises:
         ConfigError: the model's router sees no language, or the model does not know one.
@@ -140,13 +128,13 @@ def score_vectors(
     if shown:
         translator.show_router(None)
 
-    def scored(texts: list[str]) -> VectorScores:
+    def scored(texts: list[str]) -> dict[str, float]:
         lines = TranslatedLines(direction, texts, references, lambda: sources)
-        return VectorScores(
-            bleu=bleu.of_corpus(bleu.line_statistics(lines).rows),
-            chrf=Chrf().of_corpus(Chrf().line_statistics(lines).rows),
-            changed=sum(one != other for one, other in zip(texts, right, strict=True)),
-        )
+        return {
+            "bleu": bleu.of_corpus(bleu.line_statistics(lines).rows),
+            "chrf": Chrf().of_corpus(Chrf().line_statistics(lines).rows),
+            "changed": sum(one != other for one, other in zip(texts, right, strict=True)),
+        }
 
     return {language: scored(texts) for language, texts in found.items()}
 
@@ -161,35 +149,6 @@ def translate_lines(
         for job, hypothesis in zip(batch, translator.translate(batch), strict=True):
             found[job.line] = hypothesis.text
     return [found[line] for line in range(len(sources))]
-
-
-def largest_loss(scores: Mapping[str, VectorScores]) -> tuple[str, float]:
-    """Return the language whose vector costs most chrF++, and its cost."""
-    wrong = [language for language in scores if language != RIGHT]
-    worst = min(wrong, key=lambda language: scores[language].chrf)
-    return worst, scores[RIGHT].chrf - scores[worst].chrf
-
-
-def vectors_document(
-    found: Mapping[Direction, Mapping[str, VectorScores]], beside: Mapping[Direction, VectorScores]
-) -> dict[str, Any]:
-    """Return the content of ``vectors.json``.
-
-    Args:
-        found: direction → language shown → scores.
-        beside: direction → scores of the model without vectors; empty if there is none.
-    """
-    return {
-        "analysis": "vectors",
-        "directions": {
-            str(direction): {
-                "right": asdict(scores[RIGHT]),
-                "wrong": {code: asdict(one) for code, one in scores.items() if code != RIGHT},
-                "without": asdict(beside[direction]) if direction in beside else None,
-            }
-            for direction, scores in found.items()
-        },
-    }
 
 
 if __name__ == "__main__":
