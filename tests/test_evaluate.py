@@ -283,7 +283,7 @@ def test_language_accuracy_can_be_left_out(tmp_path: Path, corpus: Artifact) -> 
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITHOUT_LANGUAGES))
     scores = made.read_json("scores.json")
     assert scores.keys() >= {
-        *("pivot", "thresholds", "directions", "language_names", "tokenizers"),
+        *("pivot", "thresholds", "directions", "language_names"),
         *("systems", "undetectable", "warnings"),
     }
     assert "langdetect" not in made.file("report.md").read_text(encoding="utf-8")

@@ -32,13 +32,6 @@ from pipeline.kernels.sentence_loops import (
 )
 
 
-def shared_characters(
-    hypotheses: Sequence[str], references: Sequence[str], *, orders: int
-) -> npt.NDArray[np.int32]:
-    """Count n-grams of characters of hypothesis, of reference and of both, (lines, orders, 3)."""
-    return _shared(_characters(hypotheses), _characters(references), orders=orders)
-
-
 def shared_words(
     hypotheses: Iterable[Sequence[str]], references: Iterable[Sequence[str]], *, orders: int
 ) -> npt.NDArray[np.int32]:
@@ -115,7 +108,7 @@ def line_chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
 def _shared_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> npt.NDArray[np.int32]:
     sides = hypotheses, references
     without_spaces = (["".join(text.split()) for text in side] for side in sides)
-    characters = shared_characters(*without_spaces, orders=CHARACTER_ORDERS)
+    characters = _shared(*map(_characters, without_spaces), orders=CHARACTER_ORDERS)
     of_words = shared_words(*(map(words, side) for side in sides), orders=WORD_ORDERS)
     counts = np.concatenate([characters, of_words], axis=1)
     # Orders without any n-gram in the reference do not count against the hypothesis.

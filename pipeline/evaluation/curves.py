@@ -37,10 +37,9 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of the last training run of a system; points count from the start of this run."""
+    """Validation losses of the last training run of a system, counted from its start."""
 
     system: str
-    training: tuple[CurvePoint, ...]
     validation: tuple[CurvePoint, ...]
     before: int | None = 0
     """Updates of the earlier runs; None if some of them can no longer be found."""
@@ -70,17 +69,17 @@ def is_count(value: object) -> TypeGuard[int]:
 def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curve:
     """Return the losses of a run; a loss that was not finite leaves a gap."""
     pivot, tiers = read_tiers(checkpoint)
-    points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
+    points = []
     for entry in read_metrics(checkpoint):
-        if entry.get("kind") not in points or not is_number(entry.get("loss")):
+        if entry.get("kind") != "validation" or not is_number(entry.get("loss")):
             continue
         resources, directions = entry.get("resources"), entry.get("directions")
         losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
         if isinstance(directions, dict):
             losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
         losses = {key: loss for key, loss in losses.items() if is_number(loss)}
-        points[entry["kind"]].append(CurvePoint(entry["update"], losses))
-    return Curve(system, tuple(points["train"]), tuple(points["validation"]), before, pivot)
+        points.append(CurvePoint(entry["update"], losses))
+    return Curve(system, tuple(points), before, pivot)
 
 
 def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
@@ -176,7 +175,6 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
         for side in PIVOT_SIDES:
             titles[f"{tier}/{side}"] = f"{titles[tier]}, {title_of_family(side, pivot=pivot)}"
     found = [_figure(title, curves, places, key) for key, title in titles.items()]
-    found.append(_figure("Training", curves, places, "all", training=True))
     return ReportSection(
         "Loss curves",
         "Losses of the last training of each system, which begins where the trainings before it "
@@ -187,18 +185,13 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
 
 
 def _figure(
-    title: str,
-    curves: Sequence[Curve],
-    places: Mapping[str, int],
-    key: str,
-    *,
-    training: bool = False,
+    title: str, curves: Sequence[Curve], places: Mapping[str, int], key: str
 ) -> Figure | None:
     series, left_out = [], []
     for system, runs in _by_system(curves).items():
         losses = [
-            {one.update: one.losses[key] for one in points if key in one.losses}
-            for points in (run.training if training else run.validation for run in runs)
+            {one.update: one.losses[key] for one in run.validation if key in one.losses}
+            for run in runs
         ]
         shared = [at for at in losses[0] if all(at in one for one in losses)]
         before = [run.before for run in runs if run.before is not None]

@@ -178,7 +178,6 @@ class Evaluation:
     thresholds: tuple[int, ...]
     directions: tuple[DirectionProfile, ...]
     language_names: Mapping[str, str]  # code → English name of every language of the corpus
-    tokenizers: Mapping[str, str]  # target language → BLEU tokenizer
     systems: tuple[SystemScores, ...]
     undetectable: tuple[str, ...]
     """Target languages that langdetect does not know, which have no language accuracy."""

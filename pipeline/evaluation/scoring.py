@@ -38,9 +38,6 @@ from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import track
 
-WORD_LINES = 100_000
-"""Maximum number of training lines of a pair that word accuracy reads, from the first on."""
-
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -196,7 +193,6 @@ class _Scoring:
             thresholds=call.recipe.training.resource_thresholds,
             directions=tuple(profiles),
             language_names={code: language(code).name for code in self.languages},
-            tokenizers=next((one.tokenizers for one in scores if isinstance(one, Bleu)), {}),
             systems=tuple(systems),
             undetectable=tuple(
                 code for code in self.targets if any(not one.detects(code) for one in detecting)
@@ -227,7 +223,6 @@ class _Scoring:
             training=self.training,
             tokenizer=self.call.artifacts.get("tokenizer"),
             tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
-            max_lines=WORD_LINES,
             side=settings.word_side,
         )
         tasks = word_accuracy.word_tasks(given, self.profiles)

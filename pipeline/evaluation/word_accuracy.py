@@ -223,8 +223,8 @@ class WordInputs:
     training: Artifact  # without training lines, the frequency of words is not known
     tokenizer: Artifact | None  # None: words have no fertility
     tokenizers: Mapping[str, str]  # language → sacreBLEU's tokenizer, of all sides that are read
-    max_lines: int  # maximum number of training lines of a pair that are read
     side: Side = "target"
+    max_lines: int = 100_000  # of the training lines of a pair that are read, from the first on
 
     @property
     def training_pairs(self) -> dict[str, int]:

@@ -134,7 +134,7 @@ def test_an_assembled_model_has_spent_what_all_its_parts_have_each_once(
 ) -> None:
     training, curve, _ = trace_training("mmnmt", assembled)
     assert curve is not None
-    assert [point.losses["all"] for point in curve.training] == [1.0] * 2, "of tuned"
+    assert [point.losses["all"] for point in curve.validation] == [1.0] * 2, "of tuned"
     assert {*training.runs[:2]} == {"dense", "routed"}
     assert training.runs[2:] == ("tuned",)
     assert curve.before == 3 + 4
@@ -323,7 +323,7 @@ def test_a_mean_of_checkpoints_of_one_run_has_spent_what_the_run_has(tmp_path: P
     training, curve, _ = trace_training("mean", translated(tmp_path / "t", mean))
     assert training.total.updates == 5
     assert curve is not None
-    assert (curve.before, len(curve.training)) == (0, 5)
+    assert (curve.before, len(curve.validation)) == (0, 5)
 
 
 def test_a_mean_of_two_runs_has_spent_both_and_has_no_last_run(tmp_path: Path) -> None:

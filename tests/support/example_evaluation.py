@@ -128,7 +128,6 @@ def evaluation(*, second: str = "experts") -> Evaluation:
         thresholds=(100, 500),
         directions=PROFILES,
         language_names=NAMES,
-        tokenizers=dict.fromkeys(NAMES, "13a"),
         systems=tuple(systems),
         undetectable=("mg",),
         warnings=(f"{second}: 3 translations are empty.",),
@@ -151,8 +150,8 @@ def history(system_name: str) -> History:
     )
     return History(
         curves=(
-            Curve(system_name, points, points, before=16),
-            Curve("dense", points[:1], ()),
+            Curve(system_name, points, before=16),
+            Curve("dense", points[:1]),
         ),
         missing=("shards",),
         trainings=(DENSE, assembled, SystemTraining("baseline")),
