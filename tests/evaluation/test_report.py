@@ -236,17 +236,9 @@ def test_the_summary_shows_means_per_family_and_what_they_are_over() -> None:
         *("dense", "8 updates (1.0 ×)", "30.0 (29.5–30.5)", "15.5 (15.0–16.0)"),
         "3.0 (2.5–3.5)",
     ]
+    assert [cells[1] for cells in bleu[3:5]] == ["24 updates (3.0 ×)", "no training"]
     assert [cell.startswith("**") for cell in bleu[3][2:]] == [True, False, False]
     assert not [cell for row in (bleu[2], bleu[4]) for cell in row if "**" in cell]
-
-
-def test_how_long_a_system_was_trained_stands_beside_its_score() -> None:
-    rows = table_rows(summary())
-    assert {row[0]: row[1] for row in rows[2:5]} == {
-        "dense": "8 updates (1.0 ×)",
-        "experts": "24 updates (3.0 ×)",
-        "baseline": "no training",
-    }
 
 
 @pytest.mark.parametrize("name", ["a|b", HOSTILE, "``` **x** [y](z)", "# head", "1. list", "x\ny"])
@@ -380,13 +372,6 @@ def test_the_overview_has_bars_with_intervals_of_every_main_score_and_type() -> 
             *("fill s0", "fill s1", "fill s2")
         ]
         assert styles.count("whisker") == 3
-
-
-def test_the_page_says_when_it_was_made_by_which_version_and_of_which_models() -> None:
-    text = " ".join(body(page()).itertext())
-    assert "2024-02-29 12:30 UTC, mmnmt 1.2.3" in text
-    assert "40 k" in text
-    assert "experts rests on dense, routed, tuned." in text
 
 
 def test_names_of_systems_are_never_cut() -> None:

@@ -5,6 +5,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -247,26 +248,27 @@ def translations(path: Path, lines: Sequence[str]) -> Artifact:
     return open_artifact(path, kind="translations")
 
 
+def counted(
+    given: Artifact,
+    systems: Mapping[str, Artifact],
+    *,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    side: Literal["source", "target"] = "target",
+    max_lines: int = 100,
+) -> WordAccuracy:
+    """The words of one direction, in tokens of 13a."""
+    tokenizers = {"en": "13a", "de": "13a"}
+    inputs = WordInputs(given, systems, given, None, tokenizers, side=side, max_lines=max_lines)
+    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 1, 4)
+    tasks = word_tasks(inputs, [profile])
+    results = [words_of_language(one) for one in tasks]
+    groups = groups or {name: (name,) for name in systems}
+    return join_words(results, tasks, profiles=[profile], groups=groups)
+
+
 def scored(tmp_path: Path, *, training: Sequence[str], max_lines: int = 100) -> WordAccuracy:
     systems = {name: translations(tmp_path / name, lines) for name, lines in SYSTEMS.items()}
-    given = corpus(tmp_path / "corpus", training=training)
-    profile = DirectionProfile(
-        Direction("de", "en"), "into_pivot", "low", len(training), len(REFERENCES)
-    )
-    tasks = word_tasks(
-        WordInputs(
-            given,
-            systems,
-            training=given,
-            tokenizer=None,
-            tokenizers={"en": "13a"},
-            max_lines=max_lines,
-        ),
-        [profile],
-    )
-    groups = {name: (name,) for name in systems}
-    found = [words_of_language(one) for one in tasks]
-    return join_words(found, tasks, profiles=[profile], groups=groups)
+    return counted(corpus(tmp_path / "corpus", training=training), systems, max_lines=max_lines)
 
 
 def by_brute_force(name: str, *, low: int, high: int, training: Sequence[str]) -> WordCounts:
@@ -310,17 +312,9 @@ def test_word_counts_of_runs_are_summed(tmp_path: Path) -> None:
     systems = {f"x@{seed}": one for seed, one in enumerate(SYSTEMS.values())}
     paths = {name: translations(tmp_path / name, lines) for name, lines in systems.items()}
     given = corpus(tmp_path / "corpus", training=TRAINING)
-    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 1, len(REFERENCES))
-    tasks = word_tasks(
-        WordInputs(
-            given, paths, training=given, tokenizer=None, tokenizers={"en": "13a"}, max_lines=1
-        ),
-        [profile],
-    )
-    found = [words_of_language(one) for one in tasks]
     merged, apart = (
-        join_words(found, tasks, profiles=[profile], groups=groups).directions["de-en"]["length"]
-        for groups in ({"x": tuple(systems)}, {name: (name,) for name in systems})
+        counted(given, paths, groups=groups).directions["de-en"]["length"]
+        for groups in ({"x": tuple(systems)}, None)
     )
     for kind, counts in merged.items():
         assert counts["x"] == sum(apart[kind].values(), start=WordCounts(0, 0, 0))
@@ -398,21 +392,7 @@ def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path
         writer.statistics["pairs"] = {"de-en": {"train": 30, "test": 2}}
     given_corpus = open_artifact(path, kind="corpus")
     systems = {"ours": translations(tmp_path / "ours", ["a house", "house"])}
-    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 30, 2)
-    tasks = word_tasks(
-        WordInputs(
-            given_corpus,
-            systems,
-            training=given_corpus,
-            tokenizer=None,
-            tokenizers={"en": "13a", "de": "13a"},
-            max_lines=100,
-            side="source",
-        ),
-        [profile],
-    )
-    of_tasks = [words_of_language(one) for one in tasks]
-    found = join_words(of_tasks, tasks, profiles=[profile], groups={"ours": ("ours",)})
+    found = counted(given_corpus, systems, side="source")
     assert found.side == "source"
     assert found.training_lines == {"de": 30}
     lengths = found.directions["de-en"]["length"]
@@ -440,13 +420,6 @@ def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
         writer.statistics["pairs"] = {"de-en": {"test": 4}, "de-fr": {"train": 1}}
     given = open_artifact(path, kind="corpus")
     systems = {"ours": translations(tmp_path / "ours", SYSTEMS["ours"])}
-    profile = DirectionProfile(Direction("de", "en"), "zero_shot", None, 0, 4)
-    (task,) = word_tasks(
-        WordInputs(
-            given, systems, training=given, tokenizer=None, tokenizers={"en": "13a"}, max_lines=9
-        ),
-        [profile],
-    )
-    found, lines = words_of_language(task)
-    assert lines == 0
-    assert found["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)
+    found = counted(given, systems)
+    assert found.training_lines == {"en": 0}
+    assert found.directions["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)
