@@ -99,9 +99,9 @@ def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
 ) -> tuple[SystemTraining, Curve | None, set[str]]:
     """Return the training of a system, the losses of its last run, and missing directories."""
-    lines, seconds = system.statistics.get("lines"), system.manifest.run.wall_seconds
-    is_timed = system.manifest.kind == "translations" and is_count(lines) and lines and seconds > 0
-    speed = lines / seconds if is_timed else None
+    lines = system.statistics.get("lines")
+    seconds = system.manifest.run.wall_seconds if system.manifest.kind == "translations" else 0.0
+    speed = lines / seconds if is_count(lines) and lines and seconds > 0 else None
     checkpoint = checkpoint_of(system)
     if checkpoint is None:
         record = system.manifest.inputs.get("checkpoint")

@@ -24,8 +24,6 @@ from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track
 
-RIGHT = ""
-"""Key of the scores with the source's own vector."""
 SUMMARY_LINES = 5
 """Most directions that the summary describes, in a line each."""
 
@@ -36,7 +34,7 @@ def run(call: StageCall) -> None:
     if recipe.decoding.router_language:
         raise ConfigError(
             "decoding.router_language shows one language to the router always, and this stage "
-            "shows those of analysis.router_languages in turn. Leave it out."
+            "shows analysis.router_languages in turn. Leave it out."
         )
     chosen = chosen_directions(call)
     translator = Translator(call.artifacts["checkpoint"], recipe.decoding)
@@ -46,8 +44,8 @@ def run(call: StageCall) -> None:
     without = Translator(plain, recipe.decoding, segmenters=segmenters) if plain else None
     every = recipe.section_of(AnalysisConfig).router_languages or translator.tokenizer.languages
     codes = list(dict.fromkeys(map(translator.code_of, every)))
-    found: dict[str, dict[str, Any]] = {}
     corpus, settings = call.artifacts["corpus"], recipe.evaluation
+    document: dict[str, dict[str, Any]] = {}
     for direction in track(chosen, label="vectors"):
         shown = [code for code in codes if code != direction.source]
         if not shown:
@@ -56,22 +54,22 @@ def run(call: StageCall) -> None:
                 f"{direction}. Name another language."
             )
         scores = score_vectors(translator, corpus, direction, shown=shown, settings=settings)
-        right, plain_scores = scores.pop(RIGHT), None
+        document[str(direction)] = {**scores, "without": None}
         if without is not None:
-            every = score_vectors(without, corpus, direction, shown=[], settings=settings)
-            plain_scores = every[RIGHT]
-        found[str(direction)] = {"right": right, "wrong": scores, "without": plain_scores}
+            plain_scores = score_vectors(without, corpus, direction, shown=[], settings=settings)
+            document[str(direction)]["without"] = plain_scores["right"]
     with call.new_artifact() as writer:
-        write_analysis(writer, {"analysis": "vectors", "directions": found})
-        for direction, scores in [*zip(chosen, found.values(), strict=True)][:SUMMARY_LINES]:
-            chrf = {code: one["chrf"] for code, one in scores["wrong"].items()}
-            right, worst = scores["right"]["chrf"], min(chrf, key=chrf.__getitem__)
+        write_analysis(writer, {"analysis": "vectors", "directions": document})
+        for name in [*document][:SUMMARY_LINES]:
+            right = document[name]["right"]["chrf"]
+            wrong = {code: one["chrf"] for code, one in document[name]["wrong"].items()}
+            worst = min(wrong, key=wrong.__getitem__)
             writer.summary.append(
-                f"{direction}: chrF++ {right:.1f} with the vector of {direction.source}, "
-                f"{right - chrf[worst]:.2f} less with the vector of {worst}, the worst of "
-                f"{len(chrf)}"
+                f"{name}: chrF++ {right:.1f} with the vector of {name.split('-')[0]}, "
+                f"{right - wrong[worst]:.2f} less with the vector of {worst}, the worst of "
+                f"{len(wrong)}"
             )
-        writer.statistics["directions"] = len(found)
+        writer.statistics["directions"] = len(document)
 
 
 def chosen_directions(call: StageCall) -> list[Direction]:
@@ -100,7 +98,7 @@ def score_vectors(
     *,
     shown: Sequence[str],
     settings: EvaluationConfig,
-) -> dict[str, dict[str, float]]:
+) -> dict[str, Any]:
     """Translate and score a direction with the right vector and the vectors of other languages.
 
     Args:
@@ -111,8 +109,8 @@ def score_vectors(
         settings: settings of the scores.
 
     Returns:
-        Language shown → BLEU, chrF++ and the number of lines translated otherwise than with the
-        right vector; ``RIGHT`` first.
+        BLEU, chrF++ and the number of lines that are translated otherwise than with the right
+        vector: with the right one in ``right``, by language shown in ``wrong``.
 
     Raises:
         ConfigError: the model's router sees no language, or the model does not know one.
@@ -121,10 +119,10 @@ def score_vectors(
     references = read_lines(corpus, "test", direction.pair, direction.target)
     bleu = Bleu.into([direction.target], option=settings.bleu_tokenizer)
     right = translate_lines(translator, direction, sources)
-    found = {RIGHT: right}
+    wrong = {}
     for language in shown:
         translator.show_router(language)
-        found[language] = translate_lines(translator, direction, sources)
+        wrong[language] = translate_lines(translator, direction, sources)
     if shown:
         translator.show_router(None)
 
@@ -136,7 +134,10 @@ def score_vectors(
             "changed": sum(one != other for one, other in zip(texts, right, strict=True)),
         }
 
-    return {language: scored(texts) for language, texts in found.items()}
+    return {
+        "right": scored(right),
+        "wrong": {language: scored(texts) for language, texts in wrong.items()},
+    }
 
 
 def translate_lines(
