@@ -652,7 +652,7 @@ def test_translations_of_another_corpus_are_pointed_out(tmp_path: Path, corpus: 
     stale = translations(tmp_path / "b", corpus, perfect, {"corpus": other})
     evaluation = evaluated(stage_call(tmp_path / "out", corpus, {"a": made, "b": stale}))
     assert evaluation.read_json("scores.json")["warnings"] == [
-        "b: translated from other, whose contents differ from this corpus."
+        "b: translated from other, which differs from this corpus."
     ]
 
 

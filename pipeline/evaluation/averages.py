@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
-from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
     Averages,
+    Column,
     Confusion,
     DirectionScores,
     Quality,

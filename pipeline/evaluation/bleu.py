@@ -14,7 +14,7 @@ from sacrebleu.metrics.bleu import BLEU
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.chrf import shared_words
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,

@@ -8,8 +8,7 @@ from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, listed_nam
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.score_slot import Score
-from pipeline.evaluation.scores import SystemScores, Verdicts
+from pipeline.evaluation.scores import Score, SystemScores, Verdicts
 from pipeline.languages import parse_tag
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted
@@ -51,7 +50,7 @@ def check_inputs(call: StageCall) -> None:
 def shared_directions(
     systems: Mapping[str, Artifact], *, corpus: Artifact, profiles: Sequence[DirectionProfile]
 ) -> list[DirectionProfile]:
-    """Return the directions to score: those whose languages the models of all systems know.
+    """Return the directions with languages that the models of all systems know.
 
     Raises:
         ArtifactError: a system did not translate every line, or the corpus has no test lines.
@@ -152,8 +151,7 @@ def caveats(
         record = translations.manifest.inputs.get("corpus")
         if record is not None and record.digest != call.artifacts["corpus"].digest:
             found.append(
-                f"{name}: translated from {Path(record.path).name}, whose contents differ from "
-                "this corpus."
+                f"{name}: translated from {Path(record.path).name}, which differs from this corpus."
             )
     return [*found, *(warning for score in scores for warning in score.caveats())]
 

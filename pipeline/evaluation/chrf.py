@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from sacrebleu.metrics.chrf import CHRF
 
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,
@@ -119,7 +119,7 @@ def _shared_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> npt.
 def pairwise_chrf(texts: Sequence[str]) -> Floats:
     """Return chrF++ of every text (rows) with every text as its reference (columns), (T, T).
 
-    The n-grams of each text are counted once, for all pairs. The scores are those of sacreBLEU's
+    The n-grams of each text are counted once, for all pairs. The scores equal sacreBLEU's
     ``sentence_score``.
     """
     precision_TT, orders_TT = np.zeros((2, len(texts), len(texts)))
@@ -142,7 +142,7 @@ def _shared_by_pairs(items: _Items, *, orders: int) -> Iterator[Integers]:
     for order in range(orders):
         fits_N = place_N + order < starts[1:][text_N[place_N]]
         place_N, ngram_N = place_N[fits_N], ngram_N[fits_N]
-        # An n-gram is the one of an item less, and one more item.
+        # A longer n-gram is a shorter one and one more item.
         longer_N = ngram_N << ITEM_BITS | item_N[place_N + order]
         _, ngram_N = np.unique(longer_N, return_inverse=True)
         pair_K, count_K = np.unique(ngram_N * texts + text_N[place_N], return_counts=True)

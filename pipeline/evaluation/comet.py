@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,
@@ -97,7 +97,7 @@ def load_model(model_dir: Path) -> Any:
     """Load a COMET model, ready to predict, on a GPU if there is one.
 
     Raises:
-        ConfigError: COMET is not installed, or the directory does not hold one of its models.
+        ConfigError: COMET is not installed, or the directory holds no model of COMET.
     """
     os.environ |= OFFLINE  # before Hugging Face's packages read it
     try:
@@ -113,7 +113,7 @@ def load_model(model_dir: Path) -> Any:
     if identifier not in str2model:
         raise ConfigError(
             f"{model_dir / 'hparams.yaml'} names no known class of COMET models "
-            f"({identifier!r}). Name a directory with one of {', '.join(str2model)}."
+            f"({identifier!r}). Name a directory with a model of {', '.join(str2model)}."
         )
     checkpoint = _read_part(model_dir / "checkpoints" / "model.ckpt")
     settings |= checkpoint.get("hyper_parameters", {})
@@ -123,7 +123,7 @@ def load_model(model_dir: Path) -> Any:
     if missing:
         raise ConfigError(
             f"{model_dir} lacks {len(missing)} of the weights that its hparams.yaml asks for, "
-            f"{missing[0]} among them. Name a directory whose checkpoint is of this model."
+            f"{missing[0]} among them. Name a directory with a checkpoint of this model."
         )
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 

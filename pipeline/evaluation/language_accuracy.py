@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,

@@ -23,8 +23,7 @@ from pipeline.evaluation.directions import (
     title_of_family,
 )
 from pipeline.evaluation.history import History, budgets_section, trained_for
-from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.scores import Averages, Comparison, Evaluation, SystemScores
+from pipeline.evaluation.scores import Averages, Column, Comparison, Evaluation, SystemScores
 from pipeline.evaluation.statistics import LEVEL, MIN_LINES
 from pipeline.evaluation.tables import (
     Cell,

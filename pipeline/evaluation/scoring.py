@@ -21,14 +21,16 @@ from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.line_sets import LineSet, Sentences, find_line_sets
-from pipeline.evaluation.score_slot import Rows, Score, TranslatedLines
 from pipeline.evaluation.scores import (
     Comparison,
     DirectionScores,
     Evaluation,
     Quality,
+    Rows,
+    Score,
     Significance,
     SystemScores,
+    TranslatedLines,
     Verdicts,
     WordAccuracy,
 )
@@ -66,7 +68,7 @@ def baseline_of(names: Sequence[str], baseline: str) -> str:
     if baseline and baseline not in names:
         raise ConfigError(
             f"evaluation.baseline names {baseline!r}, which is none of the systems "
-            f"{', '.join(names)}. Name one of them, or leave it empty to use the first."
+            f"{', '.join(names)}. Name one, or leave it empty to use the first."
         )
     return baseline or names[0]
 

@@ -5,7 +5,7 @@ variance has its degrees of freedom; the half-widths that Student's t distributi
 in squares (Cochran and Cox 1957). A p-value is the level of the interval that ends at zero.
 
 - **Lines.** Lines are drawn with replacement, the same for all systems (paired bootstrap, Koehn
-  2004). Directions whose lines are the same sentences (``line_sets``) share their draws, others are
+  2004). Directions with the same sentences (``line_sets``) share their draws, others are
   drawn independently. The draws of an average are the means of its directions' draws. The
   variance of the draws, times n / (n - 1) for n lines, is the variance over lines.
 - **Seeds.** The score of a system with several runs is the mean over its runs, and the variance of
@@ -28,8 +28,7 @@ from typing import Self
 import numpy as np
 
 from pipeline.evaluation.line_sets import Sentences
-from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import Comparison, Difference, Interval
+from pipeline.evaluation.scores import Column, Comparison, Difference, Floats, Interval, Score
 
 LEVEL = 0.05
 """Largest corrected p-value that is significant; 1 - LEVEL is the level of the intervals."""

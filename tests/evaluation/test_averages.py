@@ -35,8 +35,7 @@ from pipeline.evaluation.report import (
     output_languages_section,
     sets_section,
 )
-from pipeline.evaluation.score_slot import Column
-from pipeline.evaluation.scores import Evaluation, Scores, SystemScores
+from pipeline.evaluation.scores import Column, Evaluation, Scores, SystemScores
 from pipeline.evaluation.scoring import baseline_of
 from pipeline.evaluation.tables import Table, render_html, render_markdown
 

@@ -25,7 +25,7 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.errors import ConfigError
 from pipeline.evaluation.comet import Comet, ask_comet, load_model, scores_of
-from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.scores import TranslatedLines
 
 needs_comet = pytest.mark.skipif(
     importlib.util.find_spec("comet") is None, reason="unbabel-comet is not installed"

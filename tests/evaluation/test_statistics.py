@@ -20,8 +20,7 @@ from pipeline.evaluation import statistics
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.language_accuracy import PLAIN, LanguageAccuracy
 from pipeline.evaluation.line_sets import Sentences
-from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import Comparison, Difference
+from pipeline.evaluation.scores import Column, Comparison, Difference, Floats, Score
 from pipeline.evaluation.statistics import (
     ResampleTask,
     Runs,

@@ -16,7 +16,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.scores import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis.report import write_analysis
 from pipeline.extensions.analysis.settings import AnalysisConfig
