@@ -11,10 +11,9 @@ from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.scores import Score, SystemScores, Verdicts
 from pipeline.languages import parse_tag
 from pipeline.stages.stage import StageCall
-from pipeline.terminal import counted
+from pipeline.terminal import counted, listed
 
 MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory
-NAMED_DIRECTIONS = 8  # directions that a warning lists by name
 
 
 # Refusals
@@ -128,7 +127,7 @@ def caveats(
         named = sorted(set().union(*skipped))
         found.append(
             f"{left_out} of {left_out + len(profiles)} directions are left out, because not every "
-            f"system translates them: {_listed(named)}."
+            f"system translates them: {listed(named)}."
         )
     if any(profile.family == "unknown" for profile in profiles):
         found.append(
@@ -159,14 +158,8 @@ def caveats(
 def undecided(verdicts: Verdicts) -> list[str]:
     """Return a warning if the baseline of several systems does not translate somewhere."""
     names = [name for name in verdicts.directions if not verdicts.decides(name)]
-    if not names:
-        return []
-    return [
+    warning = (
         f"Not decided in {len(names)} of {len(verdicts.directions)} directions, since the baseline "
-        f"{verdicts.baseline} does not translate there: {_listed(names)}. {RULE}"
-    ]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NAMED_DIRECTIONS
-    return ", ".join(names[:NAMED_DIRECTIONS]) + (f" and {more} more" if more > 0 else "")
+        f"{verdicts.baseline} does not translate there: {listed(names)}. {RULE}"
+    )
+    return [warning] if names else []

@@ -292,6 +292,8 @@ def _costs(training: SystemTraining, spent: Spent) -> Iterator[str]:
 
 
 def _notes(history: History) -> Iterator[str]:
+    if history.missing:
+        yield f"Runs that have moved, changed or lost metrics: {', '.join(history.missing)}."
     for one in history.trainings:
         if len(one.runs) > 1:
             yield f"{one.system} rests on {', '.join(one.runs)}."

@@ -79,7 +79,7 @@ def evaluation_report(
         curves_section(history.curves, runs),
         _samples_section(samples),
         directions_section(evaluation),
-        section_of_notes("Notes", _notes(evaluation, missing=history.missing)),
+        section_of_notes("Notes", _notes(evaluation)),
         ReportSection("Signatures", items=tuple(_signatures(evaluation))),
     )
     title = f"Translation quality of {counted(len(evaluation.systems), 'system')}"
@@ -294,7 +294,7 @@ def baseline_section(evaluation: Evaluation) -> ReportSection:
             continue
         name = f"{column.title}: win ratio, %"
         rows = (
-            row(name, *(_win_ratio(mean.value(shares)) for mean in means))
+            row(name, *(score_cell(mean.value(shares), decimals=1) for mean in means))
             for name, shares in wins.items()
         )
         ratios += _table_of_means(name, means, rows)
@@ -310,10 +310,6 @@ def _table_of_means(title: str, means: Sequence[_Mean], rows: Iterator[Row]) -> 
     if means:
         columns = (*headings("System"), *(one.heading for one in means))
         yield Table(title, columns, tuple(rows))
-
-
-def _win_ratio(share: float | None) -> Cell:
-    return Cell(NOT_DECIDED) if share is None else score_cell(share, decimals=1)
 
 
 def _counts(evaluation: Evaluation, column: Column, system: str) -> tuple[int, int, int, int]:
@@ -503,8 +499,8 @@ def _samples_section(samples: Sequence[Table]) -> ReportSection:
 # Notes
 
 
-def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
-    """Yield definitions, and the directories behind the systems that are missing."""
+def _notes(evaluation: Evaluation) -> Iterator[str]:
+    """Yield the definitions behind the figures."""
     *lowest, low, high = evaluation.thresholds
     below = "".join(f"extremely low up to {bound:,}, " for bound in lowest)
     yield (
@@ -545,11 +541,6 @@ def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
         yield (
             "langdetect does not know these target languages, which language accuracy leaves out: "
             f"{', '.join(evaluation.undetectable)}."
-        )
-    if missing:
-        yield (
-            "Wall times and budgets leave out runs that have moved or changed: "
-            f"{', '.join(missing)}."
         )
 
 

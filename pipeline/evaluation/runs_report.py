@@ -236,5 +236,3 @@ def _notes(compared: ComparedRuns, history: History) -> Iterator[str]:
         yield f"No losses are recorded for {', '.join(bare)}."
     if compared.left_out:
         yield f"Left out: {', '.join(compared.left_out)}."
-    if history.missing:
-        yield f"Budgets leave out runs that have moved or changed: {', '.join(history.missing)}."
