@@ -48,7 +48,6 @@ SHARES = (0.5, 0.9)  # of the density of a language's points, held by outlines
 PLACES = 48  # cells of the grid of an outline in each dimension
 MARGIN = 3.0  # of that grid around the points, in standard deviations of a kernel
 
-Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Segment = tuple[tuple[float, float], tuple[float, float]]
 
@@ -69,7 +68,7 @@ def run(call: StageCall) -> None:
     selection = select_directions(corpus, checkpoint=checkpoint)
     translator = Translator(checkpoint, DecodingConfig())
     translator.model.eval()
-    layers = moe_layer_names(translator.model.spec)
+    layers = list(moe_layer_names(translator.model.spec))
     states = encode_parallel_lines(translator, corpus, selection.taken)
     routes = count_routes(translator, corpus, selection.taken)
     if not states.lines and not routes:
@@ -78,8 +77,23 @@ def run(call: StageCall) -> None:
             "token of its lines goes to an expert of the model: there is nothing to compare. Name "
             "a corpus of one text in several languages, or a model with experts."
         )
-    families = {profile.direction: profile.family for profile in profiles}
-    document = languages_document(routes, states, families=families, layers=layers)
+    families = {str(profile.direction): profile.family for profile in profiles}
+    points = place_points(states.state_PD)
+    document = {
+        "analysis": "languages",
+        "pivot": states.pivot,
+        "layers": layers,
+        "directions": {name: {"family": families[name], **routes[name]} for name in routes},
+        "parallel_lines": len(states.lines),
+        "encoded": {code: str(direction) for code, direction in states.directions.items()},
+        "pairs": {
+            f"{one}-{other}": compare(states.state_PD[one], states.state_PD[other])
+            for one, other in combinations(states.state_PD, 2)
+            if states.lines
+        },
+        "points": points,
+        "outlines": {code: outlines(of_language) for code, of_language in points.items()},
+    }
     with call.new_artifact() as writer:
         write_analysis(writer, document)
         writer.statistics.update(
@@ -99,14 +113,6 @@ def run(call: StageCall) -> None:
             if states.lines
             else f"no line of {states.pivot} is in all of its pairs: no encoder states are compared"
         )
-
-
-@dataclass(frozen=True)
-class Routes:
-    """Routes of the lines of a direction to the experts, before the capacity limit."""
-
-    lines: int
-    routed_LE: Counts
 
 
 @dataclass(frozen=True)
@@ -160,41 +166,37 @@ def encode(model: Transformer, batch: Batch) -> Tensor:
 # Experts
 
 
+@torch.inference_mode()
 def count_routes(
     translator: Translator, corpus: Artifact, directions: Sequence[Direction]
-) -> dict[Direction, Routes]:
-    """Count the routes of every direction that has lines; empty for a model without experts."""
-    if not moe_layer_names(translator.model.spec):
-        return {}
-    found = {
-        direction: _count_direction(translator, corpus, direction)
-        for direction in track(directions, label="experts")
-    }
-    return {direction: one for direction, one in found.items() if one.lines}
+) -> dict[str, dict[str, Any]]:
+    """Count the routes to the experts of every direction that has lines.
 
-
-@torch.inference_mode()
-def _count_direction(translator: Translator, corpus: Artifact, direction: Direction) -> Routes:
-    sources, targets = (
-        read_lines(corpus, "test", direction.pair, code)
-        for code in (direction.source, direction.target)
-    )
-    tokens: dict[int, list[int]] = {}
-    jobs = []
-    for job in _drawn([Job(direction, line, text) for line, text in enumerate(sources)]):
-        ids = translator.tokenizer.encode(targets[job.line].strip(), language=direction.target)
-        if _fits(translator, len(ids), *translator.lengths([job])):
-            tokens[job.line] = ids
-            jobs.append(job)
-    spec = translator.model.spec
-    experts = spec.model.moe.num_experts if spec.model.moe else 0
-    routed_LE = np.zeros((len(moe_layer_names(spec)), experts), dtype=np.int64)
-    for cut in translator.cut(jobs):
-        behind = [tokens[job.line] for job in cut]
-        batch = batch_of(translator.model, translator.sources(cut), behind)
-        for counts_E, record in zip(routed_LE, translator.model(batch).routing, strict=True):
-            counts_E += record.routed_E.cpu().numpy()
-    return Routes(len(jobs), routed_LE)
+    Returns:
+        Direction → its number of ``lines``, and their routes before the capacity limit, ``routed``
+        (L, E); empty for a model without experts.
+    """
+    spec, found = translator.model.spec, {}
+    for direction in track(directions if spec.model.moe else (), label="experts"):
+        codes = (direction.source, direction.target)
+        sources, targets = (read_lines(corpus, "test", direction.pair, code) for code in codes)
+        tokens: dict[int, list[int]] = {}
+        jobs = []
+        for job in _drawn([Job(direction, line, text) for line, text in enumerate(sources)]):
+            ids = translator.tokenizer.encode(targets[job.line].strip(), language=direction.target)
+            if _fits(translator, len(ids), *translator.lengths([job])):
+                tokens[job.line] = ids
+                jobs.append(job)
+        experts = spec.model.moe.num_experts if spec.model.moe else 0
+        routed_LE = np.zeros((len(moe_layer_names(spec)), experts), dtype=np.int64)
+        for cut in translator.cut(jobs):
+            behind = [tokens[job.line] for job in cut]
+            batch = batch_of(translator.model, translator.sources(cut), behind)
+            for counts_E, record in zip(routed_LE, translator.model(batch).routing, strict=True):
+                counts_E += record.routed_E.cpu().numpy()
+        if jobs:
+            found[str(direction)] = {"lines": len(jobs), "routed": routed_LE.tolist()}
+    return found
 
 
 def _drawn(items: Sequence[Any]) -> list[Any]:
@@ -318,39 +320,6 @@ def place_points(state_PD: Mapping[str, Floats]) -> dict[str, list[list[float]]]
     return {
         code: xy_P2.astype(np.float64).round(3).tolist()
         for code, xy_P2 in zip(state_PD, np.split(xy_N2, ends), strict=True)
-    }
-
-
-def languages_document(
-    found: Mapping[Direction, Routes],
-    states: States,
-    *,
-    families: Mapping[Direction, str],
-    layers: Sequence[str],
-) -> dict[str, Any]:
-    """Return the content of ``languages.json``."""
-    points = place_points(states.state_PD)
-    return {
-        "analysis": "languages",
-        "pivot": states.pivot,
-        "layers": list(layers),
-        "directions": {
-            str(direction): {
-                "family": families[direction],
-                "lines": one.lines,
-                "routed": one.routed_LE.tolist(),
-            }
-            for direction, one in found.items()
-        },
-        "parallel_lines": len(states.lines),
-        "encoded": {code: str(direction) for code, direction in states.directions.items()},
-        "pairs": {
-            f"{one}-{other}": compare(states.state_PD[one], states.state_PD[other])
-            for one, other in combinations(states.state_PD, 2)
-            if states.lines
-        },
-        "points": points,
-        "outlines": {code: outlines(of_language) for code, of_language in points.items()},
     }
 
 
