@@ -165,17 +165,6 @@ def test_both_reports_say_not_decided_where_the_baseline_does_not_translate() ->
     assert "does not translate there: de-mg." in warning
 
 
-def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> None:
-    found = judged(dense=10.0)
-    wins = win_ratios(
-        found.systems, columns=found.columns, profiles=PROFILES, verdicts=found.verdicts
-    )
-    section = baseline_section(replace(found, wins=wins))
-    assert section.tables == ()
-    (said,) = section.items
-    assert said.text == "Not decided: dense does not translate in any direction."
-
-
 def test_of_one_system_nothing_is_called_undecided() -> None:
     """There is no baseline that could have decided anything."""
     found = evaluation()

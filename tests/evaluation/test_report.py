@@ -285,14 +285,6 @@ def test_the_report_states_warnings_signatures_and_when_it_was_made() -> None:
     assert "2024-02-29 12:30 UTC, mmnmt 1.2.3" in text
 
 
-def test_language_accuracy_is_averaged_and_counted_where_it_was_measured() -> None:
-    """Two directions are zero-shot, and the language of one of them can be detected."""
-    text = markdown()
-    tables = table_rows(text[text.index("### langdetect as it is") : text.index("## Sample")])
-    assert tables[0][-1] == "Zero-shot (1 direction, not decided)"
-    assert tables[2] == ["dense", "8 updates (1.0 ×)", *["90.0"] * 3]
-
-
 def test_budgets_stand_with_what_they_are_made_of() -> None:
     text = markdown()
     (row,) = [row for row in table_rows(text) if row[0] == "experts" and "40 k" in row]

@@ -75,10 +75,6 @@ def validations(run: Artifact) -> dict[int, float]:
     return {one["update"]: one["loss"] for one in entries if one["kind"] == "validation"}
 
 
-def seeded(path: Path, losses: Sequence[float | None], seed: int) -> Artifact:
-    return training_run(path, losses, config={"training": {"seed": seed}})
-
-
 # Losses
 
 
