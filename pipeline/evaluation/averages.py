@@ -208,7 +208,7 @@ def distinct_share(outputs: Sequence[str], sources: Sequence[str]) -> float:
     return 100.0 * found / max(asked, 1)
 
 
-def judge(
+def assess(
     systems: Sequence[SystemScores], *, baseline: str, profiles: Sequence[DirectionProfile]
 ) -> Verdicts:
     """Judge every system in every direction and by its means over every group of directions."""

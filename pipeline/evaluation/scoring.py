@@ -184,7 +184,7 @@ class _Scoring:
         baseline = baseline_of([*groups], call.recipe.evaluation.baseline)
         runs = self._score_runs()
         systems = averages.merge_runs(runs, groups, profiles=profiles)
-        verdicts = averages.judge(systems, baseline=baseline, profiles=profiles)
+        verdicts = averages.assess(systems, baseline=baseline, profiles=profiles)
         pivot = pivot_of(self.training)
         warnings = caveats(runs, scores=scores, profiles=profiles, left_out=left_out, call=call)
         detecting = [one for one in scores if isinstance(one, LanguageAccuracy)]

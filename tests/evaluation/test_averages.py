@@ -14,12 +14,12 @@ from support.example_evaluation import BLEU, MADE, PROFILES, evaluation, history
 from pipeline.artifacts.corpus import Direction, Resource
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import (
+    assess,
     average_by_set,
     average_scores,
     confuse_languages,
     distinct_share,
     group_runs,
-    judge,
     mean_scores,
     merge_runs,
     quality,
@@ -135,7 +135,7 @@ def judged(**distinct: float) -> Evaluation:
         )
         for one in found.systems
     ]
-    verdicts = judge(systems, baseline="dense", profiles=PROFILES)
+    verdicts = assess(systems, baseline="dense", profiles=PROFILES)
     return replace(
         found, systems=tuple(systems), verdicts=verdicts, warnings=(*undecided(verdicts),)
     )
@@ -171,7 +171,7 @@ def test_of_one_system_nothing_is_called_undecided() -> None:
     alone = replace(
         found,
         systems=found.systems[:1],
-        verdicts=judge(found.systems[:1], baseline="dense", profiles=PROFILES),
+        verdicts=assess(found.systems[:1], baseline="dense", profiles=PROFILES),
         significance=None,
         warnings=(),
     )
@@ -330,7 +330,7 @@ def test_the_baseline_is_the_first_system_or_the_one_that_is_named() -> None:
 # Output languages
 
 
-def told(found: dict[str, dict[str, int]]) -> Evaluation:
+def with_outcomes(found: dict[str, dict[str, int]]) -> Evaluation:
     """Every system has these outcomes, in the directions that are named."""
     example = evaluation()
     systems = tuple(
@@ -351,7 +351,7 @@ def told(found: dict[str, dict[str, int]]) -> Evaluation:
 def test_counts_of_a_familys_directions_into_a_language_are_summed() -> None:
     names = [str(one.direction) for one in PROFILES]
     found = {name: {"en": place + 1, "none": 2} for place, name in enumerate(names)}
-    confusion = told(found).confusion
+    confusion = with_outcomes(found).confusion
     assert confusion.keys() == {"language"}
     for families in confusion["language"].values():
         for family, targets in families.items():
@@ -424,7 +424,7 @@ def repeated() -> Evaluation:
         found,
         systems=systems,
         significance=None,
-        verdicts=judge(systems, baseline="moe", profiles=PROFILES),
+        verdicts=assess(systems, baseline="moe", profiles=PROFILES),
     )
 
 

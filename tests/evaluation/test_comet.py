@@ -173,8 +173,8 @@ def test_scores_are_comets_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_encoder_known_by_name_is_looked_for_in_the_models_folder(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     expected = scores_of(load_model(folder), SAMPLES)
-    told = {**settings("stranger/encoder"), "layer_transformation": "sparsemax"}
-    (folder / "hparams.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    changed = {**settings("stranger/encoder"), "layer_transformation": "sparsemax"}
+    (folder / "hparams.yaml").write_text(yaml.safe_dump(changed), encoding="utf-8")
     contents = torch.load(folder / "checkpoints" / "model.ckpt", weights_only=True)
     contents["hyper_parameters"]["pretrained_model"] = "stranger/encoder"
     write_checkpoint(folder, contents)

@@ -7,7 +7,7 @@ trained on; ``baseline`` is not trained.
 from collections.abc import Mapping
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.evaluation.averages import by_group, judge, quality, system_scores
+from pipeline.evaluation.averages import assess, by_group, quality, system_scores
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.curves import Curve, CurvePoint
@@ -131,7 +131,7 @@ def evaluation(*, second: str = "experts") -> Evaluation:
         systems=tuple(systems),
         undetectable=("mg",),
         warnings=(f"{second}: 3 translations are empty.",),
-        verdicts=judge(systems, baseline="dense", profiles=PROFILES),
+        verdicts=assess(systems, baseline="dense", profiles=PROFILES),
         significance=significance(names),
     )
 
