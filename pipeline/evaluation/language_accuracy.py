@@ -32,7 +32,7 @@ NOTE = (
 
 
 def _column(name: str, how: str) -> Column:
-    return Column(name, f"langdetect {how}, %", out_of_100=True, is_main=False, note=NOTE)
+    return Column(name, f"langdetect {how}, %", out_of_100=True, note=NOTE)
 
 
 NO_LANGUAGE = "none"  # outcome of lines without a letter

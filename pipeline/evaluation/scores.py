@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
+from pipeline.evaluation.settings import LANGUAGE_ACCURACIES
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[Any]
@@ -31,16 +32,20 @@ class Column:
 
     name: str  # key in line statistics, comparisons and ``scores.json``
     title: str
-    larger_is_better: bool = True
+    larger_is_better: bool | None = True  # None: neither, in evaluations of earlier versions
     decimals: int = 1  # number of printed decimals
     out_of_100: bool = False  # whether the score lies in 0–100 and can be drawn as a bar
-    is_main: bool = True  # whether the score is in all tables; else its averages have a section
     note: str = ""  # definition of the score, for the notes of the report
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether the score is in all tables; language accuracies have their section."""
+        return self.name not in LANGUAGE_ACCURACIES
 
     @property
     def heading(self) -> str:
         """Return the title, with a remark if smaller values are better."""
-        return self.title if self.larger_is_better else f"{self.title} (less is better)"
+        return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
 
 
 @dataclass(frozen=True)

@@ -311,6 +311,20 @@ def test_damaged_scores_cost_the_scores_alone(tmp_path: Path, text: str) -> None
     assert "the scores of scores" in " ".join(section(page, "Notes").itertext())
 
 
+def test_scores_of_an_earlier_version_are_shown(tmp_path: Path) -> None:
+    document = asdict(evaluation()) | {"references": {}, "tokenizers": {"en": "13a"}}
+    for column in document["columns"]:
+        column |= {"section": {"title": "Old", "lead": "", "note": ""}, "ceiling": True}
+    document["columns"][0]["larger_is_better"] = None
+    made = evaluation_of(tmp_path / "scores", {}, json.dumps(document))
+    shown = section(report(tmp_path, str(made.directory)), "Scores of scores")
+    assert [one.text for one in shown.iter("h3")][:3] == [
+        "BLEU",
+        "chrF++",
+        "BLEU, En → Any, by resource tier",
+    ]
+
+
 # Analyses
 
 
