@@ -30,8 +30,8 @@ Value = TypeVar("Value")
 
 def mean_scores(scores: Sequence[Scores]) -> Scores:
     """Return arithmetic means; each score over the directions or runs that have it."""
-    names = dict.fromkeys(name for one in scores for name in one)
-    return {name: fmean(one[name] for one in scores if name in one) for name in names}
+    names = dict.fromkeys(name for score in scores for name in score)
+    return {name: fmean(score[name] for score in scores if name in score) for name in names}
 
 
 def by_group(
@@ -99,7 +99,7 @@ def merge_runs(
     profiles: Sequence[DirectionProfile],
 ) -> list[SystemScores]:
     """Return the scores of systems (system → its runs) from the scores of all runs."""
-    by_name = {one.name: one for one in scored}
+    by_name = {system.name: system for system in scored}
     found = {system: [by_name[name] for name in names] for system, names in groups.items()}
     return [
         runs[0] if len(runs) == 1 else _merge(system, runs, profiles)
@@ -179,8 +179,8 @@ def average_by_set(
             family,
             len(directions),
             {
-                one.name: mean_scores([one.directions[way].scores for way in directions])
-                for one in systems
+                system.name: mean_scores([system.directions[way].scores for way in directions])
+                for system in systems
             },
         )
         for (family, name), directions in sorted(members.items())
@@ -213,12 +213,14 @@ def assess(
 ) -> Verdicts:
     """Judge every system in every direction and by its means over every group of directions."""
     directions: dict[str, dict[str, Quality]] = {
-        name: {one.name: one.directions[name].quality for one in systems}
+        name: {system.name: system.directions[name].quality for system in systems}
         for name in (str(profile.direction) for profile in profiles)
     }
     averages: dict[Family, dict[Group, Mapping[str, Quality]]] = {
         family: {
-            group: {name: _mean_quality([one[name] for one in members]) for name in members[0]}
+            group: {
+                name: _mean_quality([member[name] for member in members]) for name in members[0]
+            }
             for group, members in groups.items()
         }
         for family, groups in by_group(directions, profiles=profiles).items()
@@ -227,7 +229,10 @@ def assess(
 
 
 def _mean_quality(members: Sequence[Quality]) -> Quality:
-    bleu, distinct = fmean(one.bleu for one in members), fmean(one.distinct for one in members)
+    bleu, distinct = (
+        fmean(member.bleu for member in members),
+        fmean(member.distinct for member in members),
+    )
     return quality(bleu=bleu, distinct=distinct)
 
 
@@ -245,11 +250,13 @@ def win_ratios(
 
     A tie is no win (Zhang et al. 2020).
     """
-    (base,) = [one for one in systems if one.name == verdicts.baseline]
-    signs = {one.name: 1.0 if one.larger_is_better else -1.0 for one in columns}
+    (base,) = [system for system in systems if system.name == verdicts.baseline]
+    signs = {column.name: 1.0 if column.larger_is_better else -1.0 for column in columns}
     decided = [*filter(verdicts.decides, verdicts.directions)]
     shares: dict[str, Averages] = {}
-    for system in (one for one in systems if one is not base):
+    for system in systems:
+        if system is base:
+            continue
         won: dict[str, Scores] = {}
         for name in decided:
             ours, theirs = system.directions[name].scores, base.directions[name].scores

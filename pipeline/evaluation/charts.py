@@ -40,8 +40,8 @@ class Bar:
 
 def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
     """Return a line chart; at least one series has points."""
-    ys = [y for one in series for _, y in (*one.points, *one.low, *one.high)]
-    x_ticks = nice_ticks(0.0, max(x for one in series for x, _ in one.points), about=4)
+    ys = [y for line in series for _, y in (*line.points, *line.low, *line.high)]
+    x_ticks = nice_ticks(0.0, max(x for line in series for x, _ in line.points), about=4)
     y_ticks = nice_ticks(min(ys), max(ys))
     x, y = _scale(0.0, x_ticks[-1], LEFT, RIGHT), _scale(y_ticks[0], y_ticks[-1], FLOOR, TOP)
     parts = [_text("label", y_label, LEFT, TOP - 2, "start")]
@@ -64,8 +64,8 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
 
 def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     """Return the points and outlines of series, at least one point, on axes of one unit."""
-    ends = [end for one in series for segment in one.outline for end in segment]
-    drawn = [*ends, *(at for one in series for at in one.points)]
+    ends = [end for line in series for segment in line.outline for end in segment]
+    drawn = [*ends, *(at for line in series for at in line.points)]
     (x_low, y_low), (x_high, y_high) = (tuple(map(f, zip(*drawn, strict=True))) for f in (min, max))
     # One unit is as long on both axes, since distances are what the chart shows.
     unit = max((x_high - x_low) / (RIGHT - LEFT), (y_high - y_low) / (FLOOR - TOP)) or 1.0
@@ -73,7 +73,7 @@ def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     x_middle, y_middle = (x_low + x_high) / 2, (y_low + y_high) / 2
     x = _scale(x_middle - x_half, x_middle + x_half, LEFT, RIGHT)
     y = _scale(y_middle - y_half, y_middle + y_half, FLOOR, TOP)
-    parts = [_dot(one, x(a), y(b)) for one in series for a, b in one.points]
+    parts = [_dot(line, x(a), y(b)) for line in series for a, b in line.points]
     for one in (one for one in series if one.outline):
         path = (f"M{x(a):.1f} {y(b):.1f}L{x(c):.1f} {y(d):.1f}" for (a, b), (c, d) in one.outline)
         parts.append(f'<path class="outline {_color(one)}" d="{"".join(path)}"/>')

@@ -65,7 +65,11 @@ def shared_directions(
     unknown: set[str] = set()
     for name, translations in systems.items():
         skipped = listed_names(translations, "skipped_directions")
-        lacking = [one for one in profiles if not translations.has(hypotheses_name(one.direction))]
+        lacking = [
+            profile
+            for profile in profiles
+            if not translations.has(hypotheses_name(profile.direction))
+        ]
         missing = [way for way in (str(one.direction) for one in lacking) if way not in skipped]
         if missing:
             raise ArtifactError(
@@ -73,7 +77,7 @@ def shared_directions(
                 f"{', '.join(missing)}. Translate the whole corpus with it."
             )
         unknown |= skipped
-    shared = [one for one in profiles if str(one.direction) not in unknown]
+    shared = [profile for profile in profiles if str(profile.direction) not in unknown]
     if not shared:
         raise ConfigError(
             f"No direction of {corpus.directory} was translated by all of the systems "
@@ -135,16 +139,16 @@ def caveats(
             "Name the training corpus of the systems as the input 'training'."
         )
     for system in systems:
-        scored = system.directions.values()
+        ways = system.directions.values()
         defects = {
-            "a source cut to the model's maximum length": sum(one.truncated for one in scored),
-            "no text": sum(one.empty for one in scored),
-            "lost bytes that are not valid UTF-8": sum(one.invalid for one in scored),
+            "a source cut to the model's maximum length": sum(way.truncated for way in ways),
+            "no text": sum(way.empty for way in ways),
+            "lost bytes that are not valid UTF-8": sum(way.invalid for way in ways),
         }
         counts = ((defect, count) for defect, count in defects.items() if count)
         parts = [f"{count:,} {'has' if count == 1 else 'have'} {what}" for what, count in counts]
         if parts:
-            lines = sum(one.lines for one in scored)
+            lines = sum(way.lines for way in ways)
             found.append(f"{system.name}: of {lines:,} translations, {' and '.join(parts)}.")
     for name, translations in translated.items():
         record = translations.manifest.inputs.get("corpus")

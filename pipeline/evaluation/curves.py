@@ -109,7 +109,9 @@ def mean_losses(
         tier = tiers.get(pair_name(source, target))
         if tier is not None and pivot in (source, target):
             found.setdefault(f"{tier}/{PIVOT_SIDES[target != pivot]}", []).append(loss)
-    numbers = {key: [one for one in members if is_number(one)] for key, members in found.items()}
+    numbers = {
+        key: [member for member in members if is_number(member)] for key, members in found.items()
+    }
     return {key: fmean(known) for key, known in numbers.items() if len(known) == len(found[key])}
 
 
@@ -125,7 +127,7 @@ def _title(tier: str) -> str:
 def losses_section(curves: Sequence[Curve]) -> ReportSection:
     """Return the lowest and last validation loss of every system, and the tiers at the lowest."""
     every = _by_system(curves)
-    known = {key for one in curves for point in one.validation for key in point.losses}
+    known = {key for curve in curves for point in curve.validation for key in point.losses}
     tiers = [tier for tier in get_args(Resource) if tier in known]
     rows, without = list[Row](), list[str]()
     for name, runs in every.items():
@@ -190,7 +192,7 @@ def _figure(
     series, left_out = [], []
     for system, runs in _by_system(curves).items():
         losses = [
-            {one.update: one.losses[key] for one in run.validation if key in one.losses}
+            {point.update: point.losses[key] for point in run.validation if key in point.losses}
             for run in runs
         ]
         shared = [at for at in losses[0] if all(at in one for one in losses)]

@@ -91,7 +91,7 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
         curves=tuple(curve for _, curve, _ in traced if curve is not None),
         missing=tuple(sorted({name for *_, missing in traced for name in missing})),
         trainings=tuple(training for training, *_ in traced),
-        given=tuple(one.directory.name for one in given),
+        given=tuple(checkpoint.directory.name for checkpoint in given),
     )
 
 
@@ -198,7 +198,7 @@ def spent_by(members: Sequence[Artifact]) -> Spent:
     metrics = read_metrics(shown)
     source, target = (_sum_tokens(metrics, side) for side in ("source", "target"))
     states: list[Any] = [
-        one.statistics.get("updates") or one.statistics.get("update") for one in members
+        member.statistics.get("updates") or member.statistics.get("update") for member in members
     ]
     updates = max(one if isinstance(one, int) else 0 for one in states)
     operations, spec, loss = None, _readable_spec(shown), shown.manifest.config.get("loss")
@@ -218,7 +218,7 @@ def spent_by(members: Sequence[Artifact]) -> Spent:
 
 def _sum_tokens(metrics: Iterable[Mapping[str, Any]], side: str) -> int | None:
     """Return the tokens of a side in all updates; None if some update lacks its count."""
-    counts = [one.get(f"{side}_tokens") for one in metrics if one.get("kind") == "train"]
+    counts = [entry.get(f"{side}_tokens") for entry in metrics if entry.get("kind") == "train"]
     known = [count for count in counts if is_count(count)]
     return sum(known) if counts and len(known) == len(counts) else None
 
@@ -239,7 +239,7 @@ def trained_for(history: History, system: str) -> str:
 
     The factor is relative to the least trained system; it is left out if there is no other system.
     """
-    training = next((one for one in history.trainings if one.system == system), None)
+    training = next((training for training in history.trainings if training.system == system), None)
     if training is None:
         return NO_VALUE
     if not training.runs:
@@ -248,7 +248,11 @@ def trained_for(history: History, system: str) -> str:
     new = "" if training.new is None else f", {training.new.updates:,} new"
     if not training.complete:
         return f"at least {text}{new}"
-    known = [one.total.updates for one in history.trainings if one.runs and one.complete]
+    known = [
+        training.total.updates
+        for training in history.trainings
+        if training.runs and training.complete
+    ]
     is_compared = len(known) > 1 and min(known)
     return f"{text}{f' ({training.total.updates / min(known):.1f} ×)' if is_compared else ''}{new}"
 
@@ -258,16 +262,19 @@ def budgets_section(history: History) -> ReportSection:
     costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
     rows = (
         row(
-            *(one.system, *map(format_large, one.parameters or (None, None))),
-            *_costs(one, one.total),
-            Cell(one.lines_per_second, ",.1f"),
+            *(training.system, *map(format_large, training.parameters or (None, None))),
+            *_costs(training, training.total),
+            Cell(training.lines_per_second, ",.1f"),
         )
-        for one in history.trainings
+        for training in history.trainings
     )
     titles = headings("System", "Parameters", "Active", *costs, "Translated lines per second")
     tables = [Table("All trainings", titles, tuple(rows))] if history.trainings else []
     if history.given:
-        rows = (row(one.system, *_costs(one, one.new or Spent())) for one in history.trainings)
+        rows = (
+            row(training.system, *_costs(training, training.new or Spent()))
+            for training in history.trainings
+        )
         title = f"New cost, where {', '.join(history.given)} existed already"
         tables.append(Table(title, headings("System", *costs), tuple(rows)))
     return ReportSection(

@@ -94,7 +94,9 @@ def _family_title(evaluation: Evaluation, family: Family) -> str:
 def _by_family(evaluation: Evaluation) -> dict[Family, list[DirectionProfile]]:
     """Return the families that have directions, in their fixed order."""
     profiles = evaluation.directions
-    members = {family: [one for one in profiles if one.family == family] for family in FAMILIES}
+    members = {
+        family: [profile for profile in profiles if profile.family == family] for family in FAMILIES
+    }
     return {family: found for family, found in members.items() if found}
 
 
@@ -106,8 +108,10 @@ def direction_facts(evaluation: Evaluation) -> tuple[str, ...]:
     )
     return (
         f"{counted(len(evaluation.directions), 'direction')} ({kinds})",
-        counted(len({one.direction.target for one in evaluation.directions}), "target language"),
-        counted(sum(one.test_lines for one in evaluation.directions), "test line"),
+        counted(
+            len({profile.direction.target for profile in evaluation.directions}), "target language"
+        ),
+        counted(sum(profile.test_lines for profile in evaluation.directions), "test line"),
     )
 
 
@@ -209,8 +213,10 @@ def mean_tables(
 ) -> tuple[Table, ...]:
     """Return one table per score that was measured anywhere, over all directions of each type."""
     trainings = {
-        one.name: " / ".join(dict.fromkeys(trained_for(history, run) for run in one.run_names))
-        for one in evaluation.systems
+        system.name: " / ".join(
+            dict.fromkeys(trained_for(history, run) for run in system.run_names)
+        )
+        for system in evaluation.systems
     }
     first = (*headings("System"), Heading("Trained for", is_number=False))
     return tuple(
@@ -218,8 +224,8 @@ def mean_tables(
             column.heading,
             (*first, *(mean.heading for mean in means)),
             tuple(
-                row(_name(one), trainings[one.name], *(mean.cell(one) for mean in means))
-                for one in evaluation.systems
+                row(_name(system), trainings[system.name], *(mean.cell(system) for mean in means))
+                for system in evaluation.systems
             ),
         )
         for column in columns
@@ -237,7 +243,10 @@ def averages_section(evaluation: Evaluation, history: History) -> ReportSection:
         Table(
             f"{column.heading}, {_family_title(evaluation, family)}, by resource tier",
             (*headings("System"), *(tier.heading for tier in tiers)),
-            tuple(row(_name(one), *(t.cell(one) for t in tiers)) for one in evaluation.systems),
+            tuple(
+                row(_name(system), *(t.cell(system) for t in tiers))
+                for system in evaluation.systems
+            ),
         )
         for column in evaluation.main_columns
         for family in _by_family(evaluation)
@@ -254,7 +263,7 @@ def averages_section(evaluation: Evaluation, history: History) -> ReportSection:
 
 def further_section(evaluation: Evaluation, history: History) -> ReportSection:
     """Return the averages of language accuracies, which are not in all tables."""
-    columns = [one for one in evaluation.columns if not one.is_main]
+    columns = [column for column in evaluation.columns if not column.is_main]
     return ReportSection(
         "Language accuracy",
         "Share of translations in the target language, over the directions with a target language "
@@ -270,7 +279,9 @@ def baseline_section(evaluation: Evaluation) -> ReportSection:
     """Return differences, win ratios and significant differences against the baseline."""
     wins, verdicts, significance = evaluation.wins, evaluation.verdicts, evaluation.significance
     title = f"Comparison with the baseline {verdicts.baseline}"
-    if wins and not any(verdicts.decides(str(one.direction)) for one in evaluation.directions):
+    if wins and not any(
+        verdicts.decides(str(profile.direction)) for profile in evaluation.directions
+    ):
         text = f"Not decided: {verdicts.baseline} does not translate in any direction."
         return section_of_notes(title, [text])
     lead = (
@@ -308,7 +319,7 @@ def baseline_section(evaluation: Evaluation) -> ReportSection:
 
 def _table_of_means(title: str, means: Sequence[_Mean], rows: Iterator[Row]) -> Iterator[Table]:
     if means:
-        columns = (*headings("System"), *(one.heading for one in means))
+        columns = (*headings("System"), *(mean.heading for mean in means))
         yield Table(title, columns, tuple(rows))
 
 
@@ -349,7 +360,7 @@ def sets_section(evaluation: Evaluation) -> ReportSection:
 
 def output_languages_section(evaluation: Evaluation) -> ReportSection:
     """Return the wrong languages of outputs by the first score that identifies languages."""
-    names = [one.name for one in evaluation.columns if one.name in evaluation.confusion]
+    names = [column.name for column in evaluation.columns if column.name in evaluation.confusion]
     confusion = evaluation.confusion[names[0]] if names else {}
     mistakes = [
         (lines / sum(counts.values()), system, _family_title(evaluation, family), target, code)
@@ -391,7 +402,7 @@ WORDS_OF = {
 
 def word_accuracy_section(evaluation: Evaluation) -> ReportSection:
     """Return the accuracy of words by frequency, fertility and length, if it was measured."""
-    words, names, tables = evaluation.words, [one.name for one in evaluation.systems], []
+    words, names, tables = evaluation.words, [system.name for system in evaluation.systems], []
     if words is None:
         return ReportSection("")
     for trait, title in WORD_TITLES.items():
@@ -421,8 +432,8 @@ def word_accuracy_section(evaluation: Evaluation) -> ReportSection:
 
 def directions_section(evaluation: Evaluation) -> ReportSection:
     """Return the main scores of every system in every direction, unless these are too many."""
-    profiles = [one for members in _by_family(evaluation).values() for one in members]
-    synthetic = ["Synthetic lines"] if any(one.synthetic_lines for one in profiles) else []
+    profiles = [member for members in _by_family(evaluation).values() for member in members]
+    synthetic = ["Synthetic lines"] if any(profile.synthetic_lines for profile in profiles) else []
     significance, tables = evaluation.significance, []
     titles = headings(
         *("Direction", "Direction type", "Training lines", *synthetic),
@@ -527,7 +538,9 @@ def _notes(evaluation: Evaluation) -> Iterator[str]:
             else "The two directions of a pair are resampled together, and pairs independently of "
             "each other: no two pairs have half of their test lines in common."
         )
-    repeated = [f"{one.name} of {len(one.runs)}" for one in evaluation.systems if one.runs]
+    repeated = [
+        f"{system.name} of {len(system.runs)}" for system in evaluation.systems if system.runs
+    ]
     if repeated:
         yield (
             f"Scores of systems with several runs ({', '.join(repeated)}) are means over the runs; "
@@ -547,13 +560,13 @@ def _notes(evaluation: Evaluation) -> Iterator[str]:
 def _signatures(evaluation: Evaluation) -> Iterator[Cell]:
     """Yield the signatures of the scores with the target languages that each applies to."""
     targets: dict[str, set[str]] = {}
-    titles = {one.name: one.title for one in evaluation.columns}
+    titles = {column.name: column.title for column in evaluation.columns}
     for system in evaluation.systems:
         for direction, scored in system.directions.items():
             for name, signature in scored.signatures.items():
                 target = direction.split("-")[1]
                 targets.setdefault(f"{titles[name]}|{signature}", set()).add(target)
-    everything = {one.direction.target for one in evaluation.directions}
+    everything = {profile.direction.target for profile in evaluation.directions}
     for signature, codes in sorted(targets.items()):
         note = "all targets" if codes == everything else f"into {', '.join(sorted(codes))}"
         yield Cell(signature, note=note, code=True)

@@ -68,12 +68,12 @@ class TranslatedLines:
         hypotheses = read_hypotheses(translations, way)
         return cls(
             way,
-            [one.text for one in hypotheses],
+            [hypothesis.text for hypothesis in hypotheses],
             read_lines(corpus, "test", way.pair, way.target),
             partial(read_lines, corpus, "test", way.pair, way.source),
             system=system,
-            invalid=[one.invalid for one in hypotheses],
-            truncated=sum(one.truncated for one in hypotheses),
+            invalid=[hypothesis.invalid for hypothesis in hypotheses],
+            truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
         )
 
     @cached_property
@@ -171,7 +171,7 @@ class SystemScores:
     @property
     def run_names(self) -> tuple[str, ...]:
         """Return the names of its runs. A system with one run has the name of its run."""
-        return tuple(one.name for one in self.runs) or (self.name,)
+        return tuple(run.name for run in self.runs) or (self.name,)
 
 
 @dataclass(frozen=True)
@@ -311,4 +311,4 @@ class Evaluation:
 
     def is_measured(self, column: Column, direction: str) -> bool:
         """Return whether every system has the score in a direction (``de-en``)."""
-        return all(column.name in one.directions[direction].scores for one in self.systems)
+        return all(column.name in system.directions[direction].scores for system in self.systems)

@@ -93,7 +93,7 @@ def score_direction(task: ScoringTask) -> tuple[DirectionScores, Mapping[str, Ro
     """Return the scores of one direction, and name of a column → statistics of every line."""
     lines = TranslatedLines.read(task.system, task.corpus, task.translations, task.direction)
     assert len(lines.hypotheses) == len(lines.references) > 0
-    covering = [one for one in task.scores if one.covers(task.direction)]
+    covering = [score for score in task.scores if score.covers(task.direction)]
     measured = {one.column.name: one.line_statistics(lines) for one in covering}
     values = {one.column.name: one.of_corpus(measured[one.column.name].rows) for one in covering}
     is_scored = task.bleu in covering
@@ -180,14 +180,14 @@ class _Scoring:
     def evaluation(self, *, left_out: int) -> Evaluation:
         """Return all scores and comparisons."""
         call, profiles, scores = self.call, self.profiles, self.scores
-        groups, columns = averages.group_runs(self.runs), tuple(one.column for one in scores)
+        groups, columns = averages.group_runs(self.runs), tuple(score.column for score in scores)
         baseline = baseline_of([*groups], call.recipe.evaluation.baseline)
         runs = self._score_runs()
         systems = averages.merge_runs(runs, groups, profiles=profiles)
         verdicts = averages.assess(systems, baseline=baseline, profiles=profiles)
         pivot = pivot_of(self.training)
         warnings = caveats(runs, scores=scores, profiles=profiles, left_out=left_out, call=call)
-        detecting = [one for one in scores if isinstance(one, LanguageAccuracy)]
+        detecting = [score for score in scores if isinstance(score, LanguageAccuracy)]
         sets = call.recipe.evaluation.language_sets
         return Evaluation(
             columns=columns,
@@ -232,7 +232,7 @@ class _Scoring:
         return word_accuracy.join_words(results, tasks, profiles=self.profiles, groups=groups)
 
     def _score_runs(self) -> list[SystemScores]:
-        bleu = next((one for one in self.scores if isinstance(one, Bleu)), None)
+        bleu = next((score for score in self.scores if isinstance(score, Bleu)), None)
         bleu = bleu or Bleu.into(self.targets, option="per-language")
         tasks = [
             ScoringTask(name, self.corpus, translations, profile.direction, self.scores, bleu)
@@ -252,15 +252,16 @@ class _Scoring:
     def _significance(self, systems: Sequence[SystemScores], verdicts: Verdicts) -> Significance:
         """Compare the systems in every direction and average with enough lines."""
         lines = {
-            str(one.direction): one.test_lines
-            for one in self.profiles
-            if one.test_lines >= statistics.MIN_LINES
+            str(profile.direction): profile.test_lines
+            for profile in self.profiles
+            if profile.test_lines >= statistics.MIN_LINES
         }
-        large = [one.direction for one in self.profiles if str(one.direction) in lines]
+        large = [profile.direction for profile in self.profiles if str(profile.direction) in lines]
         line_sets = find_line_sets(self.corpus, [*dict.fromkeys(one.pair for one in large)])
         # Runs are sorted by seed: systems with the same seeds are paired.
         runs_of = {
-            one.name: sorted(one.runs or (one,), key=lambda run: run.name) for one in systems
+            system.name: sorted(system.runs or (system,), key=lambda run: run.name)
+            for system in systems
         }
         runs = [run.name for members in runs_of.values() for run in members]
         tasks = [self._resample_task(runs, direction, line_sets) for direction in large]
@@ -286,22 +287,22 @@ class _Scoring:
             found = {}
             for column in (score.column for score in self.scores):
                 name = column.name
-                measured = [one for one in directions if name in systems[0].directions[one].scores]
-                if measured and all(name in samples.get(one, {}) for one in measured):
-                    parts = [samples[one][name] for one in measured]
+                measured = [way for way in directions if name in systems[0].directions[way].scores]
+                if measured and all(name in samples.get(way, {}) for way in measured):
+                    parts = [samples[way][name] for way in measured]
                     found[name] = statistics.compare(
                         {
-                            key: statistics.Runs.mean([one[key] for one in parts])
+                            key: statistics.Runs.mean([part[key] for part in parts])
                             for key in parts[0]
                         },
-                        lines=min(lines[one] for one in measured),
+                        lines=min(lines[way] for way in measured),
                         column=column,
                         baseline=verdicts.baseline,
                         translating={key: one.translates for key, one in qualities.items()},
                     )
             return found
 
-        names = {name: name for name in (str(one.direction) for one in self.profiles)}
+        names = {name: name for name in (str(profile.direction) for profile in self.profiles)}
         tests = (len(systems) - 1) * len(large)
         return Significance(
             resamples=self.call.recipe.evaluation.resamples,
@@ -318,7 +319,7 @@ class _Scoring:
                 for family, groups in averages.by_group(names, profiles=self.profiles).items()
             },
             tests=tests,
-            shared_lines={", ".join(one.pairs): one.sentences for one in line_sets},
+            shared_lines={", ".join(line_set.pairs): line_set.sentences for line_set in line_sets},
         )
 
     def _resample_task(

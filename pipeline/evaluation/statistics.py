@@ -61,10 +61,12 @@ def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> 
 
     ``statistics`` has name of a column → (lines, statistics), for every run.
     """
-    measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
+    measured = [
+        score for score in task.scores if all(score.column.name in found for found in statistics)
+    ]
     if not measured:
         return {}
-    blocks = [found[one.column.name] for one in measured for found in statistics]
+    blocks = [found[score.column.name] for score in measured for found in statistics]
     columns = np.concatenate(blocks, axis=1)
     sentences = task.sentences or Sentences(np.arange(len(columns)), len(columns))
     sums_of_blocks, drawn_of_blocks = [], []
@@ -77,10 +79,10 @@ def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> 
     ends = np.cumsum([block.shape[1] for block in blocks])
     parts = iter(np.split(np.concatenate(sums_of_blocks), ends, axis=1))
     return {
-        one.column.name: np.stack(
-            [one.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
+        score.column.name: np.stack(
+            [score.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
         )
-        for one in measured
+        for score in measured
     }
 
 
@@ -101,7 +103,7 @@ def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
 
 def read_statistics(path: Path, scores: Sequence[Score]) -> dict[str, Floats]:
     """Return the statistics of every score that a file has, (lines, statistics)."""
-    names = [one.column.name for one in scores]
+    names = [score.column.name for score in scores]
     with np.load(path, allow_pickle=False) as arrays:
         found = {name: arrays[name] for name in names if name in arrays}
     return {name: rows.astype(np.float64).reshape(len(rows), -1) for name, rows in found.items()}
@@ -156,8 +158,8 @@ class Runs:
     @classmethod
     def mean(cls, parts: Sequence[Self]) -> Self:
         """Return the average over directions."""
-        measured_R = np.mean([one.measured_R for one in parts], axis=0)
-        return cls(parts[0].seeds, measured_R, np.mean([one.draws_RB for one in parts], axis=0))
+        measured_R = np.mean([part.measured_R for part in parts], axis=0)
+        return cls(parts[0].seeds, measured_R, np.mean([part.draws_RB for part in parts], axis=0))
 
 
 def estimate(*parts: Runs, lines: int) -> Estimate:

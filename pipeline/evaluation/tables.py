@@ -94,7 +94,7 @@ class Table:
         for number in range(count):
             columns = slice(1 + number * size, 1 + (number + 1) * size)
             shown = (self.headings[0], *self.headings[columns])
-            rows = (Row((one.cells[0], *one.cells[columns])) for one in self.rows)
+            rows = (Row((line.cells[0], *line.cells[columns])) for line in self.rows)
             title = f"{self.title} ({number + 1} of {count})".strip()
             found.append(Table(title, shown, tuple(rows)))
         return found
@@ -208,7 +208,9 @@ def _page() -> Environment:
 
 def render_html(report: Report) -> str:
     """Return a report as one HTML page."""
-    sections = [one for one in report.sections if one.figures or one.tables or one.items]
+    sections = [
+        section for section in report.sections if section.figures or section.tables or section.items
+    ]
     template = _page().get_template("report.html.j2")
     return template.render(report=report, sections=sections, style=style_sheet())
 
@@ -230,7 +232,9 @@ def render_markdown(report: Report) -> str:
     """Return a report as Markdown, which shows tables and lists but no figures."""
     facts = (report.imprint, " · ".join(report.facts))
     blocks = [f"# {escape_markdown(report.title)}", *map(escape_markdown, facts)]
-    for section in (one for one in report.sections if one.tables or one.items):
+    for section in report.sections:
+        if not section.tables and not section.items:
+            continue
         blocks.append(f"## {escape_markdown(section.title)}")
         blocks += [escape_markdown(section.lead)] if section.lead else []
         blocks += [render_tables(section.tables)] if section.tables else []
@@ -240,16 +244,16 @@ def render_markdown(report: Report) -> str:
 
 def render_tables(tables: Iterable[Table]) -> str:
     """Return tables as Markdown."""
-    return "\n\n".join(block for one in tables for part in one.parts for block in _table(part))
+    return "\n\n".join(block for table in tables for part in table.parts for block in _table(part))
 
 
 def _table(table: Table) -> Iterator[str]:
     if table.title:
         yield f"### {escape_markdown(table.title)}"
     rows = (
-        [_markdown(Cell(one.title, note=one.note)) for one in table.headings],
-        ["---:" if one.is_number else "---" for one in table.headings],
-        *([*map(_markdown, one.cells)] for one in table.rows),
+        [_markdown(Cell(heading.title, note=heading.note)) for heading in table.headings],
+        ["---:" if heading.is_number else "---" for heading in table.headings],
+        *([*map(_markdown, line.cells)] for line in table.rows),
     )
     yield "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 

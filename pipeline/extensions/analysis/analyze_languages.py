@@ -135,14 +135,14 @@ def batch_of(
     inputs = [(*one.prompt, *ids) for one, ids in zip(sources, behind, strict=True)]
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = Batch(
-        source_N=torch.tensor([token for one in sources for token in one.tokens]),
-        source=Packing.from_lengths([len(one.tokens) for one in sources]),
+        source_N=torch.tensor([token for source in sources for token in source.tokens]),
+        source=Packing.from_lengths([len(source.tokens) for source in sources]),
         target_N=torch.tensor([token for ids in inputs for token in ids]),
         target=Packing.from_lengths([len(ids) for ids in inputs]),
         label_rows_L=nothing,
         labels_L=nothing,
-        source_language_B=torch.tensor([one.source_language for one in sources]),
-        target_language_B=torch.tensor([one.target_language for one in sources]),
+        source_language_B=torch.tensor([source.source_language for source in sources]),
+        target_language_B=torch.tensor([source.target_language for source in sources]),
         pair_B=nothing,
         line_B=nothing,
         source_begins_N=source_begins(sources, torch.device("cpu")),
@@ -221,7 +221,7 @@ def encode_parallel_lines(
     A language is encoded with the tags of its direction into that language where there is one. A
     language without lines is left out.
     """
-    pivot = most_paired([one.pair for one in directions])
+    pivot = most_paired([direction.pair for direction in directions])
     chosen: dict[str, Direction] = {}
     for one in sorted(directions, key=lambda one: (one.source, one.target != pivot, one.target)):
         if pivot in (one.source, one.target):
