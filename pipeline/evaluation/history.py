@@ -20,7 +20,6 @@ from pipeline.evaluation.tables import (
     Cell,
     ReportSection,
     Table,
-    format_duration,
     format_large,
     headings,
     row,
@@ -31,7 +30,7 @@ from pipeline.model.parameters import (
     count_parameters_of,
 )
 from pipeline.model.spec import ModelSpec
-from pipeline.terminal import counted
+from pipeline.terminal import clock_text, counted
 from pipeline.training.settings import passes_of
 
 TRAINING_STAGES = ("pretrain", "finetune")
@@ -259,7 +258,7 @@ def trained_for(history: History, system: str) -> str:
 
 def budgets_section(history: History) -> ReportSection:
     """Return parameters and training cost of every system, baselines without training included."""
-    costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
+    costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time, h:min:s")
     rows = (
         row(
             *(training.system, *map(format_large, training.parameters or (None, None))),
@@ -293,7 +292,7 @@ def _costs(training: SystemTraining, spent: Spent) -> Iterator[str]:
     """Yield costs, as lower bounds if some runs are missing."""
     least = "" if training.complete else "≥ "
     counts = (spent.source_tokens, spent.target_tokens, spent.operations)
-    seconds = NO_VALUE if spent.seconds is None else format_duration(spent.seconds)
+    seconds = NO_VALUE if spent.seconds is None else clock_text(spent.seconds)
     for text in (f"{spent.updates:,}", *map(format_large, counts), seconds):
         yield f"{least}{text}" if training.runs and text != NO_VALUE else NO_VALUE
 

@@ -144,19 +144,6 @@ def score_cell(value: float | None, *, decimals: int, note: str = "", bold: bool
     return Cell(value, f".{decimals}f", note=note, bold=bold)
 
 
-def format_duration(seconds: float) -> str:
-    """Return a duration in at most two units: ``2 h 5 min``, ``3 min 20 s``, ``4.2 s``."""
-    if seconds < 0.05:
-        return "< 0.1 s" if seconds > 0 else "0 s"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    if seconds < 3599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours:,} h {minutes} min"
-
-
 def format_large(value: float | None) -> str:
     """Return a number as three digits and a unit: ``940``, ``18.4 M``, ``2.35 P``."""
     if value is None:

@@ -151,7 +151,7 @@ def test_new_cost_leaves_out_what_led_to_the_given_checkpoint(
         assert training.total.updates == 9
         assert trained_for(history, "mmnmt") == "9 updates, 6 new"
         table = budget_tables(history)[f"New cost, where {given.directory.name} existed already"]
-        assert (table.rows[0].texts[1], table.rows[0].texts[-1]) == ("6", "1 min 10 s")
+        assert (table.rows[0].texts[1], table.rows[0].texts[-1]) == ("6", "1:10")
     other = training_run(tmp_path / "other", [3.0] * 7)
     (training,) = trace_history({"mmnmt": assembled}, given=[other]).trainings
     assert training.new == training.total, "the given checkpoint led to none of it"
