@@ -194,6 +194,9 @@ def test_references_score_100_and_every_score_is_sacrebleus(
         "shuffled": translations(tmp_path / "b", corpus, shuffled),
     }
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    assert made.manifest.summary == (
+        "2 systems scored on 12 test lines in 6 directions (2 Any → En, 2 En → Any, 2 Zero-shot)",
+    )
     averages = system_scores(made, "perfect")["averages"]
     assert averages["into_pivot"]["all"]["bleu"] == pytest.approx(100.0)
     assert averages["zero_shot"]["all"]["chrf"] == pytest.approx(100.0)
@@ -204,45 +207,12 @@ def test_references_score_100_and_every_score_is_sacrebleus(
         assert found["scores"]["bleu"] == sacrebleu.corpus_bleu(texts, [references]).score
         chrf = sacrebleu.corpus_chrf(texts, [references], word_order=2)
         assert found["scores"]["chrf"] == chrf.score
+    tests = made.read_json("scores.json")["significance"]["directions"]
+    assert [*tests.values()] == [{}] * 6, "three lines have no intervals"
+    assert "**" not in made.file("report.md").read_text(encoding="utf-8")
 
 
-def test_averages_are_kept_by_family_and_resource_group(tmp_path: Path, corpus: Artifact) -> None:
-    systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
-    scores = system_scores(made, "shuffled")
-    chrf = {name: one["scores"]["chrf"] for name, one in scores["directions"].items()}
-    averages = {
-        family: {group: one["chrf"] for group, one in groups.items()}
-        for family, groups in scores["averages"].items()
-    }
-    assert averages == {
-        "into_pivot": {
-            "all": pytest.approx((chrf["de-en"] + chrf["fr-en"]) / 2),
-            "high": chrf["de-en"],
-            "low": chrf["fr-en"],
-        },
-        "out_of_pivot": {
-            "all": pytest.approx((chrf["en-de"] + chrf["en-fr"]) / 2),
-            "high": chrf["en-de"],
-            "low": chrf["en-fr"],
-        },
-        "zero_shot": {"all": pytest.approx((chrf["de-fr"] + chrf["fr-de"]) / 2)},
-    }
-
-
-def test_line_statistics_reproduce_the_scores(tmp_path: Path, corpus: Artifact) -> None:
-    systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
-    for name, found in system_scores(made, "shuffled")["directions"].items():
-        with np.load(made.file(f"sentences/shuffled/{name}.npz"), allow_pickle=False) as arrays:
-            assert len(arrays["bleu"]) == len(arrays["language"]) == found["lines"]
-            assert Bleu("13a", {}).of_corpus(arrays["bleu"]) == found["scores"]["bleu"]
-            assert Chrf().of_corpus(arrays["chrf"]) == found["scores"]["chrf"]
-            for name in ("language", "language_restricted"):
-                assert 100 * arrays[name].mean() == found["scores"][name]
-
-
-def test_copied_sources_are_in_the_wrong_language_and_references_in_the_right_one(
+def test_copied_sources_are_in_the_wrong_language_as_the_statistics_of_their_lines_say(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     systems = {
@@ -252,14 +222,18 @@ def test_copied_sources_are_in_the_wrong_language_and_references_in_the_right_on
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
     copies = system_scores(made, "copied")["averages"]
     assert copies["zero_shot"]["all"]["language_restricted"] == 0.0
-    ceiling = made.read_json("scores.json")["references"]
-    for family, groups in system_scores(made, "perfect")["averages"].items():
-        for group, scores in groups.items():
-            assert scores["language"] == ceiling[family][group]["language"]
-    assert ceiling["into_pivot"]["all"]["language_restricted"] == 100.0
+    perfects = system_scores(made, "perfect")["averages"]
+    assert perfects["into_pivot"]["all"]["language_restricted"] == 100.0
     confusion = made.read_json("scores.json")["confusion"]["language_restricted"]
     assert confusion["copied"]["zero_shot"] == {"de": {"fr": 1}, "fr": {"de": 1}}
     assert confusion["perfect"]["into_pivot"] == {"en": {"en": 5}}
+    for name, found in system_scores(made, "copied")["directions"].items():
+        with np.load(made.file(f"sentences/copied/{name}.npz"), allow_pickle=False) as arrays:
+            assert len(arrays["bleu"]) == len(arrays["language"]) == found["lines"]
+            assert Bleu("13a", {}).of_corpus(arrays["bleu"]) == found["scores"]["bleu"]
+            assert Chrf().of_corpus(arrays["chrf"]) == found["scores"]["chrf"]
+            for name in ("language", "language_restricted"):
+                assert 100 * arrays[name].mean() == found["scores"][name]
 
 
 @pytest.mark.slow
@@ -281,21 +255,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     assert names == ["second", "first"]
 
 
-def test_language_accuracy_can_be_left_out(tmp_path: Path, corpus: Artifact) -> None:
-    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITHOUT_LANGUAGES))
-    scores = made.read_json("scores.json")
-    assert scores.keys() >= {
-        *("pivot", "thresholds", "directions", "language_names", "tokenizers"),
-        *("systems", "references", "undetectable", "warnings"),
-    }
-    assert scores["references"] is None
-    assert "Language accuracy" not in made.file("report.md").read_text(encoding="utf-8")
-    with np.load(made.file("sentences/perfect/de-en.npz"), allow_pickle=False) as arrays:
-        assert sorted(arrays) == ["bleu", "chrf"]
-
-
-@pytest.mark.parametrize("names", [["chrf"], ["language", "bleu"], ["language_restricted"]])
+@pytest.mark.parametrize("names", [["bleu", "chrf"], ["language", "bleu"], ["language_restricted"]])
 def test_the_recipe_chooses_the_scores(tmp_path: Path, corpus: Artifact, names: list[str]) -> None:
     systems = {"copied": translations(tmp_path / "a", corpus, copied)}
     settings = EvaluationConfig.model_validate({"scores": names})
@@ -310,9 +270,7 @@ def test_the_recipe_chooses_the_scores(tmp_path: Path, corpus: Artifact, names: 
         assert (f"\n### {title}" in text) == (f"<h3>{title}" in page) == (name in names)
 
 
-def test_outputs_are_scored_and_every_system_is_compared_with_the_named_baseline(
-    tmp_path: Path,
-) -> None:
+def test_every_system_is_compared_with_the_named_baseline(tmp_path: Path) -> None:
     corpus = artifact(
         tmp_path / "corpus", "corpus", "clean", lambda writer: write_test_lines(writer, times=20)
     )
@@ -320,22 +278,15 @@ def test_outputs_are_scored_and_every_system_is_compared_with_the_named_baseline
         "copied": translations(tmp_path / "a", corpus, copied),
         "perfect": translations(tmp_path / "b", corpus, perfect),
     }
-    settings = EvaluationConfig.model_validate(
-        {"scores": ["bleu", "length_ratio", "copies", "empty", "loops"], "baseline": "perfect"}
-    )
+    settings = EvaluationConfig(scores=("bleu",), baseline="perfect")
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
-    found = system_scores(made, "copied")["directions"]["de-en"]["scores"]
-    german, english = ("".join(TEST_LINES["de-en"][code]) for code in ("de", "en"))
-    assert found["length_ratio"] == pytest.approx(len(german) / len(english))
-    assert (found["copies"], found["empty"], found["loops"]) == (100.0, 0.0, 0.0)
     document = made.read_json("scores.json")
     assert document["verdicts"]["baseline"] == "perfect"
-    assert document["wins"]["copied"]["zero_shot"]["all"]["copies"] == 0.0
-    compared = document["significance"]["directions"]["de-en"]
-    assert compared["bleu"]["differences"].keys() == {"copied"}
-    assert compared["copies"]["differences"]["copied"]["value"] == 100.0
-    assert compared["copies"]["differences"]["copied"]["p_value_holm"] < 0.05
-    assert compared["length_ratio"]["best"] is None
+    assert document["wins"]["copied"]["zero_shot"]["all"]["bleu"] == 0.0
+    differences = document["significance"]["directions"]["de-en"]["bleu"]["differences"]
+    assert differences.keys() == {"copied"}
+    assert differences["copied"]["value"] < -90
+    assert differences["copied"]["p_value_holm"] < 0.05
     assert "## Comparison with the baseline perfect" in made.file("report.md").read_text("utf-8")
 
 
@@ -359,7 +310,7 @@ def with_gaps(_: Direction, __: list[str], references: list[str]) -> list[Hypoth
 
 def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> None:
     """The directions agree on every line, so that their average is as uncertain as each of them."""
-    settings = EvaluationConfig.model_validate({"scores": ["bleu", "empty"]})
+    settings = EvaluationConfig(scores=("chrf",))
     widths, reports = {}, {}
     for name, shared in (("shared", True), ("apart", False)):
         corpus = artifact(
@@ -368,15 +319,15 @@ def test_lines_of_parallel_test_sets_are_resampled_together(tmp_path: Path) -> N
         systems = {"gaps": translations(tmp_path / f"{name}-gaps", corpus, with_gaps)}
         made = evaluated(stage_call(tmp_path / f"{name}-out", corpus, systems, settings=settings))
         found = made.read_json("scores.json")["significance"]
-        of_average = found["averages"]["into_pivot"]["all"]["empty"]["intervals"]["gaps"]
-        of_direction = found["directions"]["de-en"]["empty"]["intervals"]["gaps"]
+        of_average = found["averages"]["into_pivot"]["all"]["chrf"]["intervals"]["gaps"]
+        of_direction = found["directions"]["de-en"]["chrf"]["intervals"]["gaps"]
         widths[name] = [one["high"] - one["low"] for one in (of_average, of_direction)]
         reports[name] = made.file("report.md").read_text(encoding="utf-8"), found["shared_lines"]
     assert widths["shared"][0] == pytest.approx(widths["shared"][1])
     assert widths["apart"][0] < 0.85 * widths["apart"][1]
     assert reports["shared"][1] == {"de-en, de-fr, en-fr": 30}
     assert reports["apart"][1] == {}
-    said = "6 of 6 directions have parallel test sets"
+    said = "directions of pairs with parallel test sets"
     assert said in reports["shared"][0]
     assert "3 pairs with 30 sentences" in reports["shared"][0]
     assert said not in reports["apart"][0]
@@ -394,6 +345,8 @@ def test_the_nearest_neighbor_is_a_system_where_the_recipe_asks_for_it(tmp_path:
     assert [one["name"] for one in made.read_json("scores.json")["systems"]] == [
         *("copied", "nearest neighbor")
     ]
+    families = {one["family"] for one in made.read_json("scores.json")["directions"]}
+    assert families == {"into_pivot", "out_of_pivot", "zero_shot"}, "of the training corpus"
     assert made.has("sentences/nearest neighbor/de-en.npz")
     assert "| nearest neighbor | no training |" in made.file("report.md").read_text("utf-8")
     answers = ["Die Kinder spielen im Garten.", "Where is the", "Where is the"]
@@ -671,21 +624,23 @@ def test_the_summary_is_printed_and_both_reports_are_written(
 # Findings and refusals
 
 
-def test_truncated_and_empty_translations_are_counted_in_the_report(
+def test_defects_of_translations_are_counted_by_direction_and_warned_of(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     def flawed(direction: Direction, _: list[str], references: list[str]) -> list[Hypothesis]:
         if str(direction) == "de-en":
             return [Hypothesis("", truncated=True), Hypothesis(" "), Hypothesis("x")]
-        return [Hypothesis(text) for text in references]
+        return [Hypothesis(text, invalid=2 * (direction.target == "de")) for text in references]
 
     systems = {"flawed": translations(tmp_path / "a", corpus, flawed)}
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))
-    found = system_scores(made, "flawed")["directions"]["de-en"]
-    assert (found["truncated"], found["empty"], found["lines"]) == (1, 2, 3)
+    found = system_scores(made, "flawed")["directions"]
+    numbers = ("truncated", "empty", "lines", "invalid", "invalid_sequences")
+    assert [found["de-en"][name] for name in numbers] == [1, 2, 3, 0, 0]
+    assert [found["en-de"][name] for name in numbers] == [0, 0, 3, 3, 6]
     expected = (
         "flawed: of 12 translations, 1 has a source cut to the model's maximum length and "
-        "2 have no text."
+        "2 have no text and 4 have lost bytes that are not valid UTF-8."
     )
     assert expected in made.file("report.md").read_text(encoding="utf-8")
 
@@ -699,32 +654,37 @@ def test_translations_of_another_corpus_are_pointed_out(tmp_path: Path, corpus: 
     stale = translations(tmp_path / "b", corpus, perfect, {"corpus": other})
     evaluation = evaluated(stage_call(tmp_path / "out", corpus, {"a": made, "b": stale}))
     assert evaluation.read_json("scores.json")["warnings"] == [
-        "b: translated from other, whose contents differ from this corpus."
+        "b: translated from other, which differs from this corpus."
     ]
 
 
-def test_a_system_with_some_directions_missing_is_refused_by_their_names(
-    tmp_path: Path, corpus: Artifact
-) -> None:
-    def partial(direction: Direction, _: list[str], references: list[str]) -> list[Hypothesis]:
-        wanted = direction.target == "en"
-        return [Hypothesis(text) for text in references] if wanted else []
+def into_english(direction: Direction, _: list[str], references: list[str]) -> list[Hypothesis]:
+    return [Hypothesis(text) for text in references] if direction.target == "en" else []
 
-    systems = {"partial": translations(tmp_path / "a", corpus, partial)}
-    with pytest.raises(ArtifactError, match=r"'partial'.* de-fr, en-de, en-fr, fr-de\. "):
+
+def shortened(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
+    return [Hypothesis(text) for text in (references[1:] or references)]
+
+
+EVERY_DIRECTION = ["de-en", "de-fr", "en-de", "en-fr", "fr-de", "fr-en"]
+
+
+@pytest.mark.parametrize(
+    ("translate", "skipped", "finding"),
+    [
+        (into_english, [], r"'given' .* has no translations for de-fr, en-de, en-fr, fr-de\. "),
+        (shortened, [], r"'given' has 2 .* 3 test lines"),
+        (lambda *_: [], EVERY_DIRECTION, r"No direction of .* by all of the systems given"),
+    ],
+)
+def test_translations_of_another_text_are_refused(
+    tmp_path: Path, corpus: Artifact, translate: Translate, skipped: list[str], finding: str
+) -> None:
+    statistics = {"skipped_directions": skipped}
+    systems = {"given": translations(tmp_path / "a", corpus, translate, statistics=statistics)}
+    with pytest.raises((ArtifactError, ConfigError), match=finding):
         evaluate.run(stage_call(tmp_path / "out", corpus, systems))
     assert not (tmp_path / "out").exists()
-
-
-def test_another_number_of_lines_than_the_corpus_is_refused(
-    tmp_path: Path, corpus: Artifact
-) -> None:
-    def short(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
-        return [Hypothesis(text) for text in (references[1:] or references)]
-
-    systems = {"short": translations(tmp_path / "a", corpus, short)}
-    with pytest.raises(ArtifactError, match=r"'short' has 2 .* 3 test lines"):
-        evaluate.run(stage_call(tmp_path / "out", corpus, systems))
 
 
 UNUSABLE = "cannot be the name of a directory. Choose another name"
@@ -734,7 +694,7 @@ UNUSABLE = "cannot be the name of a directory. Choose another name"
     ("names", "finding"),
     [
         *(([name], UNUSABLE) for name in ("..", "", "a/b", "a\\b", "a\0b", "a\nb", "ü" * 101)),
-        (["MoE", "moe"], "'MoE' and 'moe' differ in case alone"),
+        (["MoE", "moe"], "'MoE' and 'moe' differ only in case"),
         ([], "Name at least one, as NAME=DIR"),
     ],
 )
@@ -747,25 +707,6 @@ def test_unusable_names_of_systems_are_refused(
 
 
 # A corpus with test lines alone, and models that know some of its languages
-
-
-@pytest.mark.slow
-def test_families_and_resources_come_from_the_corpus_that_was_trained_on(
-    tmp_path: Path, corpus: Artifact
-) -> None:
-    """Trained directions of an outside test set stood under "Zero-shot"."""
-    outside = corpus_of_tests(tmp_path / "outside")
-    systems = {"perfect": translations(tmp_path / "a", outside, perfect)}
-    made = evaluated(stage_call(tmp_path / "out", outside, systems, training=corpus))
-    expected = evaluated(
-        stage_call(
-            tmp_path / "expected",
-            corpus,
-            {"perfect": translations(tmp_path / "b", corpus, perfect)},
-        )
-    )
-    assert made.read_json("scores.json") == expected.read_json("scores.json")
-    assert made.read_json("scores.json")["pivot"] == "en"
 
 
 def test_without_it_nothing_is_called_zero_shot_and_a_warning_says_what_to_name(
@@ -813,17 +754,6 @@ def test_directions_that_a_model_does_not_know_are_left_out_for_all_systems(
     ]
 
 
-def test_systems_without_a_direction_in_common_are_refused(
-    tmp_path: Path, corpus: Artifact
-) -> None:
-    every = [str(direction) for direction in directions(corpus, "test")]
-    none = translations(
-        tmp_path / "a", corpus, lambda *_: [], statistics={"skipped_directions": every}
-    )
-    with pytest.raises(ConfigError, match=r"No direction of .* by all of the systems none"):
-        evaluate.run(stage_call(tmp_path / "out", corpus, {"none": none}))
-
-
 # Intervals
 
 
@@ -865,29 +795,6 @@ def write_many_lines(writer: ArtifactWriter) -> None:
         lines = [f"line {number} {code} is number {number * 7 % 31}\n" for number in range(40)]
         writer.path(text_name("test", "de-en", code)).write_text("".join(lines), encoding="utf-8")
     writer.statistics["pairs"] = {"de-en": {"train": 50, "test": 40}}
-
-
-@pytest.mark.slow
-def test_three_lines_make_no_interval_and_no_best_system(tmp_path: Path, corpus: Artifact) -> None:
-    systems = {
-        "better": translations(tmp_path / "a", corpus, perfect),
-        "worse": translations(tmp_path / "b", corpus, copied),
-    }
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
-    assert set(map(str, made.read_json("scores.json")["significance"]["directions"].values())) == {
-        "{}"
-    }
-    assert "**" not in made.file("report.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_the_stage_says_what_it_scored(tmp_path: Path, corpus: Artifact) -> None:
-    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
-    assert made.manifest.summary == (
-        "1 system scored on 12 test lines in 6 directions (2 Any → En, 2 En → Any, 2 Zero-shot)",
-        "language accuracy measured in 6 of 6 directions",
-    )
 
 
 @pytest.mark.slow
@@ -957,21 +864,15 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
     sets = {"Both": ("deu", "fr"), "French": ("fr_CA",), "Nobody": ("my",)}
     settings = EvaluationConfig(language_sets=sets, language_accuracy=False)
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
-    document = made.read_json("scores.json")
-    found = {(one["name"], one["family"]): one for one in document["set_averages"]}
-    scores = document["systems"][0]["directions"]
-    means = {
-        ("Both", "into_pivot"): ["de-en", "fr-en"],
-        ("Both", "out_of_pivot"): ["en-de", "en-fr"],
-        ("Both", "zero_shot"): ["de-fr", "fr-de"],
-        ("French", "into_pivot"): ["fr-en"],
-        ("French", "out_of_pivot"): ["en-fr"],
-        ("French", "zero_shot"): ["de-fr"],
+    counts = {
+        (one["name"], one["family"]): one["directions"]
+        for one in made.read_json("scores.json")["set_averages"]
     }
-    assert found.keys() == means.keys()
-    for key, directions_of_set in means.items():
-        every = [scores[name]["scores"]["chrf"] for name in directions_of_set]
-        assert found[key]["systems"]["shuffled"]["chrf"] == pytest.approx(np.mean(every))
+    families = ("into_pivot", "out_of_pivot", "zero_shot")
+    assert counts == {
+        **{("Both", family): 2 for family in families},
+        **{("French", family): 1 for family in families},
+    }
     assert "BLEU by set" in made.file("report.md").read_text("utf-8")
 
 
@@ -980,21 +881,3 @@ def test_a_set_that_names_no_language_is_refused(tmp_path: Path, corpus: Artifac
     settings = EvaluationConfig(language_sets={"Long": ("myanmar",)})
     with pytest.raises(ConfigError, match="'myanmar' is no language code"):
         evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
-
-
-def test_translations_without_broken_bytes_are_counted_by_direction_and_warned_of(
-    tmp_path: Path, corpus: Artifact
-) -> None:
-    def broken(direction: Direction, sources: list[str], _: list[str]) -> list[Hypothesis]:
-        into_german = direction.target == "de"
-        return [Hypothesis(text, invalid=2 * into_german) for text in sources]
-
-    systems = {"bytes": translations(tmp_path / "a", corpus, broken)}
-    settings = EvaluationConfig(scores=("chrf", "invalid"))
-    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
-    found = system_scores(made, "bytes")["directions"]
-    assert (found["en-de"]["invalid"], found["en-de"]["invalid_sequences"]) == (3, 6)
-    assert (found["de-en"]["invalid"], found["de-en"]["invalid_sequences"]) == (0, 0)
-    assert found["en-de"]["scores"]["invalid"] == 100.0
-    assert found["en-fr"]["scores"]["invalid"] == 0.0
-    assert "4 have lost bytes that are not valid UTF-8" in made.file("report.md").read_text("utf-8")

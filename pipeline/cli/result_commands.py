@@ -35,9 +35,9 @@ _START = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" con
 
 
 def _report(options: argparse.Namespace) -> int:
-    from pipeline.evaluation.rendering import render_html
     from pipeline.evaluation.report import imprint
     from pipeline.evaluation.runs_report import open_runs, runs_report
+    from pipeline.evaluation.tables import render_html
     from pipeline.extensions.installed import INSTALLED
 
     _refuse_to_replace_another(options.out)

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
-from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import (
     Averages,
+    Column,
     Confusion,
     DirectionScores,
     Quality,
@@ -30,8 +30,8 @@ Value = TypeVar("Value")
 
 def mean_scores(scores: Sequence[Scores]) -> Scores:
     """Return arithmetic means; each score over the directions or runs that have it."""
-    names = dict.fromkeys(name for one in scores for name in one)
-    return {name: fmean(one[name] for one in scores if name in one) for name in names}
+    names = dict.fromkeys(name for score in scores for name in score)
+    return {name: fmean(score[name] for score in scores if name in score) for name in names}
 
 
 def by_group(
@@ -55,6 +55,17 @@ def average_scores(
         family: {group: mean_scores(values) for group, values in groups.items()}
         for family, groups in by_group(scores, profiles=profiles).items()
     }
+
+
+def system_scores(
+    name: str,
+    directions: Mapping[str, DirectionScores],
+    *,
+    profiles: Sequence[DirectionProfile],
+) -> SystemScores:
+    """Return the scores of a system with one run, with their averages."""
+    scores = {direction: one.scores for direction, one in directions.items()}
+    return SystemScores(name, directions, average_scores(scores, profiles=profiles))
 
 
 # Runs of a system
@@ -88,7 +99,7 @@ def merge_runs(
     profiles: Sequence[DirectionProfile],
 ) -> list[SystemScores]:
     """Return the scores of systems (system → its runs) from the scores of all runs."""
-    by_name = {one.name: one for one in scored}
+    by_name = {system.name: system for system in scored}
     found = {system: [by_name[name] for name in names] for system, names in groups.items()}
     return [
         runs[0] if len(runs) == 1 else _merge(system, runs, profiles)
@@ -97,22 +108,26 @@ def merge_runs(
 
 
 def _merge(
-    system: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
+    name: str, runs: Sequence[SystemScores], profiles: Sequence[DirectionProfile]
 ) -> SystemScores:
-    names = runs[0].directions
-    directions = {name: _merge_direction([run.directions[name] for run in runs]) for name in names}
-    scores = {name: one.scores for name, one in directions.items()}
-    averages = average_scores(scores, profiles=profiles)
+    merged = system_scores(
+        name,
+        {
+            way: _merge_direction([run.directions[way] for run in runs])
+            for way in runs[0].directions
+        },
+        profiles=profiles,
+    )
     spread: Averages = {
         family: {
             group: {
-                name: stdev(run.averages[family][group][name] for run in runs) for name in means
+                score: stdev(run.averages[family][group][score] for run in runs) for score in means
             }
             for group, means in groups.items()
         }
-        for family, groups in averages.items()
+        for family, groups in merged.averages.items()
     }
-    return SystemScores(system, directions, averages, runs=tuple(runs), spread=spread)
+    return SystemScores(name, merged.directions, merged.averages, runs=tuple(runs), spread=spread)
 
 
 def _merge_direction(runs: Sequence[DirectionScores]) -> DirectionScores:
@@ -158,15 +173,16 @@ def average_by_set(
         for profile in profiles:
             if code_of(profile) in codes:
                 members.setdefault((profile.family, name), []).append(str(profile.direction))
-
-    def means(directions: Sequence[str]) -> dict[str, Scores]:
-        return {
-            one.name: mean_scores([one.directions[name].scores for name in directions])
-            for one in systems
-        }
-
     return [
-        SetAverage(name, family, len(directions), means(directions))
+        SetAverage(
+            name,
+            family,
+            len(directions),
+            {
+                system.name: mean_scores([system.directions[way].scores for way in directions])
+                for system in systems
+            },
+        )
         for (family, name), directions in sorted(members.items())
     ]
 
@@ -192,17 +208,19 @@ def distinct_share(outputs: Sequence[str], sources: Sequence[str]) -> float:
     return 100.0 * found / max(asked, 1)
 
 
-def judge(
+def assess(
     systems: Sequence[SystemScores], *, baseline: str, profiles: Sequence[DirectionProfile]
 ) -> Verdicts:
     """Judge every system in every direction and by its means over every group of directions."""
     directions: dict[str, dict[str, Quality]] = {
-        name: {one.name: one.directions[name].quality for one in systems}
+        name: {system.name: system.directions[name].quality for system in systems}
         for name in (str(profile.direction) for profile in profiles)
     }
     averages: dict[Family, dict[Group, Mapping[str, Quality]]] = {
         family: {
-            group: {name: _mean_quality([one[name] for one in members]) for name in members[0]}
+            group: {
+                name: _mean_quality([member[name] for member in members]) for name in members[0]
+            }
             for group, members in groups.items()
         }
         for family, groups in by_group(directions, profiles=profiles).items()
@@ -211,7 +229,10 @@ def judge(
 
 
 def _mean_quality(members: Sequence[Quality]) -> Quality:
-    bleu, distinct = fmean(one.bleu for one in members), fmean(one.distinct for one in members)
+    bleu, distinct = (
+        fmean(member.bleu for member in members),
+        fmean(member.distinct for member in members),
+    )
     return quality(bleu=bleu, distinct=distinct)
 
 
@@ -227,20 +248,21 @@ def win_ratios(
 ) -> dict[str, Averages]:
     """Return the share of decided directions in which each system beats the baseline.
 
-    A tie is no win (Zhang et al. 2020). Scores without a better end are left out.
+    A tie is no win (Zhang et al. 2020).
     """
-    (base,) = [one for one in systems if one.name == verdicts.baseline]
-    ranked = [one for one in columns if one.larger_is_better is not None]
-    signs = {one.name: 1.0 if one.larger_is_better else -1.0 for one in ranked}
-    names = [str(one.direction) for one in profiles]
+    (base,) = [system for system in systems if system.name == verdicts.baseline]
+    signs = {column.name: 1.0 if column.larger_is_better else -1.0 for column in columns}
+    decided = [*filter(verdicts.decides, verdicts.directions)]
     shares: dict[str, Averages] = {}
-    for system in (one for one in systems if one is not base):
+    for system in systems:
+        if system is base:
+            continue
         won: dict[str, Scores] = {}
-        for name in filter(verdicts.decides, names):
+        for name in decided:
             ours, theirs = system.directions[name].scores, base.directions[name].scores
             won[name] = {
-                column: 100.0 * (sign * ours[column] > sign * theirs[column])
-                for column, sign in signs.items()
+                column: 100.0 * (signs[column] * (ours[column] - theirs[column]) > 0)
+                for column in signs
                 if column in ours and column in theirs
             }
         shares[system.name] = average_scores(won, profiles=profiles)

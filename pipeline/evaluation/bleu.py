@@ -14,7 +14,7 @@ from sacrebleu.metrics.bleu import BLEU
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.chrf import shared_words
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,
@@ -26,7 +26,7 @@ from pipeline.evaluation.score_slot import (
 
 BleuTokenizerOption = Literal["per-language", "13a", "flores101", "flores200"]
 
-LANGUAGE_TOKENIZERS = {"zh": ("zh",), "ja": ("ja-mecab", "char"), "ko": ("ko-mecab", "char")}
+LANGUAGE_TOKENIZERS = {"zh": ("zh",), "ja": ("ja-mecab",), "ko": ("ko-mecab", "char")}
 """Target language, in any script → sacreBLEU tokenizers, of which the first that loads is used. All
 other languages use 13a."""
 

@@ -1,19 +1,17 @@
 """Charts as inline SVG, or as SVG files; ``report.css`` has their colors and dashes."""
 
 import math
-import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 
-from pipeline.evaluation.tables import format_large
+from pipeline.evaluation.tables import escape_html, format_large, style_sheet
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, FLOOR = 360, 260, 60.0, 336.0, 18.0, 212.0
+WIDTH, LEFT, RIGHT, TOP, FLOOR = 360, 60.0, 336.0, 18.0, 212.0
 ROW, BAR_ROW = 17.0, 34.0  # heights of a row of a heat map, and of a bar with its name above
 CHARACTER = 8.4  # width of a digit in the widest font of the page
+KEY, NAME_CHARACTERS = 42.0, 32  # width of a line of the legend, and most characters behind it
 SERIES_COLORS = 8
-_NOT_IN_HTML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 Point = tuple[float, float]
 
 
@@ -41,9 +39,9 @@ class Bar:
 
 
 def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
-    """Return a line chart; at least one series has points, and :func:`legend` is separate."""
-    ys = [y for one in series for _, y in (*one.points, *one.low, *one.high)]
-    x_ticks = nice_ticks(0.0, max(x for one in series for x, _ in one.points), about=4)
+    """Return a line chart; at least one series has points."""
+    ys = [y for line in series for _, y in (*line.points, *line.low, *line.high)]
+    x_ticks = nice_ticks(0.0, max(x for line in series for x, _ in line.points), about=4)
     y_ticks = nice_ticks(min(ys), max(ys))
     x, y = _scale(0.0, x_ticks[-1], LEFT, RIGHT), _scale(y_ticks[0], y_ticks[-1], FLOOR, TOP)
     parts = [_text("label", y_label, LEFT, TOP - 2, "start")]
@@ -51,25 +49,23 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
         parts.append(_rule("grid", LEFT, y(at), RIGHT, y(at)))
         parts.append(_text("tick", _tick(at), LEFT - 6, y(at) + 4, "end"))
     parts += [_text("tick", _tick(at), x(at), FLOOR + 18) for at in x_ticks]
-    parts.append(_text("label", x_label, (LEFT + RIGHT) / 2, HEIGHT - 8))
+    parts.append(_text("label", x_label, (LEFT + RIGHT) / 2, FLOOR + 40))
     for one in (one for one in series if one.points):
         edges = ((*one.low, *reversed(one.high)), one.points)
         band, line = (" ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in edge) for edge in edges)
-        if band:
-            parts.append(f'<polygon class="band {_color(one)}" points="{band}"/>')
+        parts += [f'<polygon class="band {_color(one)}" points="{band}"/>'] if band else []
         if one.upright is not None:
             at = x(one.upright)
             parts.append(_rule(f"upright {_color(one)}", at, TOP, at, FLOOR))
         parts.append(f'<polyline class="line {_color(one)}" points="{line}"/>')
         parts += [_dot(one, x(a), y(b)) for a, b in one.points if len(one.points) == 1]
-    return _svg(title, HEIGHT, parts)
+    return _svg(title, FLOOR + 48, parts, legend=series)
 
 
 def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     """Return the points and outlines of series, at least one point, on axes of one unit."""
-    drawn = [
-        at for one in series for at in (*one.points, *(end for two in one.outline for end in two))
-    ]
+    ends = [end for line in series for segment in line.outline for end in segment]
+    drawn = [*ends, *(at for line in series for at in line.points)]
     (x_low, y_low), (x_high, y_high) = (tuple(map(f, zip(*drawn, strict=True))) for f in (min, max))
     # One unit is as long on both axes, since distances are what the chart shows.
     unit = max((x_high - x_low) / (RIGHT - LEFT), (y_high - y_low) / (FLOOR - TOP)) or 1.0
@@ -77,11 +73,11 @@ def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     x_middle, y_middle = (x_low + x_high) / 2, (y_low + y_high) / 2
     x = _scale(x_middle - x_half, x_middle + x_half, LEFT, RIGHT)
     y = _scale(y_middle - y_half, y_middle + y_half, FLOOR, TOP)
-    parts = [_dot(one, x(a), y(b)) for one in series for a, b in one.points]
+    parts = [_dot(line, x(a), y(b)) for line in series for a, b in line.points]
     for one in (one for one in series if one.outline):
-        ends = (f"M{x(a):.1f} {y(b):.1f}L{x(c):.1f} {y(d):.1f}" for (a, b), (c, d) in one.outline)
-        parts.append(f'<path class="outline {_color(one)}" d="{"".join(ends)}"/>')
-    return _svg(title, FLOOR + TOP, parts)
+        path = (f"M{x(a):.1f} {y(b):.1f}L{x(c):.1f} {y(d):.1f}" for (a, b), (c, d) in one.outline)
+        parts.append(f'<path class="outline {_color(one)}" d="{"".join(path)}"/>')
+    return _svg(title, FLOOR + TOP, parts, legend=series)
 
 
 def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0) -> str:
@@ -106,57 +102,34 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
     return _svg(title, floor + 42, parts)
 
 
-def heat_map(
-    rows: Mapping[str, Sequence[float]],
-    columns: Sequence[str],
-    *,
-    title: str,
-    x_label: str,
-    low: float,
-    high: float,
-) -> str:
-    """Return a heat map; cells show their values when pointed at, and names print as they fit."""
+def heat_map(rows: Mapping[str, Sequence[float]], *, title: str, x_label: str, high: float) -> str:
+    """Return a heat map of values from 0 to ``high``; columns are numbered from 0.
+
+    Cells show their values when pointed at, and numbers of columns print as they fit.
+    """
     left = max(LEFT, CHARACTER * max(map(len, rows)) + 7.0)
-    width, floor, parts = (RIGHT - left) / len(columns), TOP + ROW * len(rows), list[str]()
+    columns = max(map(len, rows.values()))
+    width, floor, parts = (RIGHT - left) / columns, TOP + ROW * len(rows), list[str]()
     for number, (name, values) in enumerate(rows.items()):
         y = TOP + ROW * number
         parts.append(_text("tick", name, left - 5, y + 13, "end"))
-        for place, (column, value) in enumerate(zip(columns, values, strict=True)):
-            share = min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 1.0
-            said = f"<title>{escape_html(f'{name}, {column}')}: {value:.3g}</title>"
-            parts.append(_rect("cell", left + width * place, y, width, ROW, share, said))
-    step = math.ceil(CHARACTER * (max(map(len, columns)) + 0.5) / width)
-    for place in range(0, len(columns), step):
-        parts.append(_text("tick", columns[place], left + width * (place + 0.5), floor + 16))
+        for place, value in enumerate(values):
+            tip = f"<title>{escape_html(f'{name}, {place}')}: {value:.3g}</title>"
+            shade = min(max(value / high, 0.0), 1.0) if high > 0 else 1.0
+            parts.append(_rect("cell", left + width * place, y, width, ROW, shade, tip))
+    for place in range(0, columns, math.ceil(CHARACTER * (len(str(columns - 1)) + 0.5) / width)):
+        parts.append(_text("tick", str(place), left + width * (place + 0.5), floor + 16))
     parts.append(_text("label", x_label, (left + RIGHT) / 2, floor + 34))
     return _svg(title, floor + 42, parts)
 
 
-def legend(series: Sequence[Series]) -> str:
-    """Return the legend of the series that have points, as an HTML list."""
-    keys = (
-        '<li><svg class="key" viewBox="0 0 36 12" aria-hidden="true"><path class="line '
-        f'{_color(one)}" d="M1 6H35"/></svg><span>{escape_html(one.name)}</span></li>'
-        for one in series
-        if one.points
-    )
-    return f'<ul class="legend">{"".join(keys)}</ul>'
-
-
-def picture(chart: str, series: Sequence[Series] = ()) -> str:
-    """Return a chart as an SVG document with its style and the names of its series below."""
-    size, _, rest = chart.removeprefix('<svg viewBox="0 0 ').partition('"')
-    drawn, height = rest.removesuffix("</svg>"), float(size.split()[1])
-    for one in (one for one in series if one.points):
-        drawn += f'<path class="line {_color(one)}" d="M46 {height + 8}H80"/>'
-        drawn += _text("label", one.name, 88, height + 12, "start")
-        height += 20
-    attributes, _, drawn = drawn.partition(">")
+def picture(chart: str) -> str:
+    """Return a chart as an SVG document with its style."""
+    start, _, drawn = chart.partition(">")
+    attributes = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13"'
     return (
-        '<?xml version="1.0" encoding="utf-8"?>\n<svg xmlns="http://www.w3.org/2000/svg" '
-        f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="sans-serif" font-size="13" '
-        f'style="background:var(--paper)"{attributes}><style>{escape_html(style_sheet())}</style>'
-        f"{drawn}</svg>\n"
+        f'<?xml version="1.0" encoding="utf-8"?>\n{start} {attributes} '
+        f'style="background:var(--paper)"><style>{escape_html(style_sheet())}</style>{drawn}\n'
     )
 
 
@@ -186,16 +159,10 @@ def _rule(style: str, x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def _rect(
-    style: str,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    opacity: float = 1.0,
-    text: str = "",
+    style: str, x: float, y: float, width: float, height: float, shade: float = 1.0, tip: str = ""
 ) -> str:
     at = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="{style}" {at} fill-opacity="{opacity:.3f}">{text}</rect>'
+    return f'<rect class="{style}" {at} fill-opacity="{shade:.3f}">{tip}</rect>'
 
 
 def _text(style: str, text: str, x: float, y: float, anchor: str = "middle") -> str:
@@ -207,21 +174,13 @@ def _dot(one: Series, x: float, y: float) -> str:
     return f'<circle class="marker {_color(one)}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
 
 
-def _svg(title: str, height: float, parts: Iterable[str]) -> str:
+def _svg(title: str, height: float, parts: Iterable[str], *, legend: Sequence[Series] = ()) -> str:
+    """Return an SVG element; the legend below the chart names the series that have points."""
+    drawn = "".join(parts)
+    for one in (one for one in legend if one.points):
+        drawn += f'<path class="line {_color(one)}" d="M4 {height + 8:.1f}h34"/>'
+        for part in textwrap.wrap(one.name, NAME_CHARACTERS) or [one.name]:
+            height += 20
+            drawn += _text("name", part, KEY, height - 8, "start")
     label = f'role="img" aria-label="{escape_html(title)}"'
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" {label}>{"".join(parts)}</svg>'
-
-
-def replace_forbidden(text: str) -> str:
-    """Replace characters that HTML cannot hold by a replacement character."""
-    return _NOT_IN_HTML.sub("\ufffd", text)
-
-
-def escape_html(text: str) -> str:
-    """Return a text as HTML that shows it as it stands."""
-    return escape(replace_forbidden(text))
-
-
-def style_sheet() -> str:
-    """Return the style sheet of pages and pictures."""
-    return resources.files("pipeline.evaluation").joinpath("report.css").read_text("utf-8")
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" {label}>{drawn}</svg>'

@@ -8,14 +8,12 @@ from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, listed_nam
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.score_slot import Score
-from pipeline.evaluation.scores import SystemScores, Verdicts
+from pipeline.evaluation.scores import Score, SystemScores, Verdicts
 from pipeline.languages import parse_tag
 from pipeline.stages.stage import StageCall
-from pipeline.terminal import counted
+from pipeline.terminal import counted, listed
 
 MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory
-NAMED_DIRECTIONS = 8  # directions that a warning lists by name
 
 
 # Refusals
@@ -51,7 +49,7 @@ def check_inputs(call: StageCall) -> None:
 def shared_directions(
     systems: Mapping[str, Artifact], *, corpus: Artifact, profiles: Sequence[DirectionProfile]
 ) -> list[DirectionProfile]:
-    """Return the directions to score: those whose languages the models of all systems know.
+    """Return the directions with languages that the models of all systems know.
 
     Raises:
         ArtifactError: a system did not translate every line, or the corpus has no test lines.
@@ -67,16 +65,19 @@ def shared_directions(
     unknown: set[str] = set()
     for name, translations in systems.items():
         skipped = listed_names(translations, "skipped_directions")
-        lacking = (one for one in profiles if not translations.has(hypotheses_name(one.direction)))
-        if missing := [
-            name for name in (str(one.direction) for one in lacking) if name not in skipped
-        ]:
+        lacking = [
+            profile
+            for profile in profiles
+            if not translations.has(hypotheses_name(profile.direction))
+        ]
+        missing = [way for way in (str(one.direction) for one in lacking) if way not in skipped]
+        if missing:
             raise ArtifactError(
                 f"System {name!r} ({translations.directory}) has no translations for "
                 f"{', '.join(missing)}. Translate the whole corpus with it."
             )
         unknown |= skipped
-    shared = [one for one in profiles if str(one.direction) not in unknown]
+    shared = [profile for profile in profiles if str(profile.direction) not in unknown]
     if not shared:
         raise ConfigError(
             f"No direction of {corpus.directory} was translated by all of the systems "
@@ -85,10 +86,10 @@ def shared_directions(
     for name, translations in systems.items():
         for profile in shared:
             path = translations.file(hypotheses_name(profile.direction))
-            found = sum(1 for _ in iterate_lines(path))
-            if found != profile.test_lines:
+            lines = sum(1 for _ in iterate_lines(path))
+            if lines != profile.test_lines:
                 raise ArtifactError(
-                    f"System {name!r} has {counted(found, 'translation')} in {path} where the "
+                    f"System {name!r} has {counted(lines, 'translation')} in {path} where the "
                     f"corpus has {counted(profile.test_lines, 'test line')}. Translate this "
                     "corpus with it again."
                 )
@@ -106,7 +107,7 @@ def _check_names(names: Sequence[str]) -> None:
             )
         if name.casefold() in taken:
             raise ConfigError(
-                f"System names {taken[name.casefold()]!r} and {name!r} differ in case alone, which "
+                f"System names {taken[name.casefold()]!r} and {name!r} differ only in case, which "
                 "some file systems ignore. Choose another name."
             )
         taken[name.casefold()] = name
@@ -130,7 +131,7 @@ def caveats(
         named = sorted(set().union(*skipped))
         found.append(
             f"{left_out} of {left_out + len(profiles)} directions are left out, because not every "
-            f"system translates them: {_listed(named)}."
+            f"system translates them: {listed(named)}."
         )
     if any(profile.family == "unknown" for profile in profiles):
         found.append(
@@ -138,23 +139,22 @@ def caveats(
             "Name the training corpus of the systems as the input 'training'."
         )
     for system in systems:
-        scored = system.directions.values()
+        ways = system.directions.values()
         defects = {
-            "a source cut to the model's maximum length": sum(one.truncated for one in scored),
-            "no text": sum(one.empty for one in scored),
-            "lost bytes that are not valid UTF-8": sum(one.invalid for one in scored),
+            "a source cut to the model's maximum length": sum(way.truncated for way in ways),
+            "no text": sum(way.empty for way in ways),
+            "lost bytes that are not valid UTF-8": sum(way.invalid for way in ways),
         }
         counts = ((defect, count) for defect, count in defects.items() if count)
         parts = [f"{count:,} {'has' if count == 1 else 'have'} {what}" for what, count in counts]
         if parts:
-            lines = sum(one.lines for one in scored)
+            lines = sum(way.lines for way in ways)
             found.append(f"{system.name}: of {lines:,} translations, {' and '.join(parts)}.")
     for name, translations in translated.items():
         record = translations.manifest.inputs.get("corpus")
         if record is not None and record.digest != call.artifacts["corpus"].digest:
             found.append(
-                f"{name}: translated from {Path(record.path).name}, whose contents differ from "
-                "this corpus."
+                f"{name}: translated from {Path(record.path).name}, which differs from this corpus."
             )
     return [*found, *(warning for score in scores for warning in score.caveats())]
 
@@ -162,14 +162,8 @@ def caveats(
 def undecided(verdicts: Verdicts) -> list[str]:
     """Return a warning if the baseline of several systems does not translate somewhere."""
     names = [name for name in verdicts.directions if not verdicts.decides(name)]
-    if not names:
-        return []
-    return [
+    warning = (
         f"Not decided in {len(names)} of {len(verdicts.directions)} directions, since the baseline "
-        f"{verdicts.baseline} does not translate there: {_listed(names)}. {RULE}"
-    ]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NAMED_DIRECTIONS
-    return ", ".join(names[:NAMED_DIRECTIONS]) + (f" and {more} more" if more > 0 else "")
+        f"{verdicts.baseline} does not translate there: {listed(names)}. {RULE}"
+    )
+    return [warning] if names else []

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from sacrebleu.metrics.chrf import CHRF
 
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,
@@ -30,13 +30,6 @@ from pipeline.kernels.sentence_loops import (
     add_shared_by_pairs,
     count_shared_ngrams,
 )
-
-
-def shared_characters(
-    hypotheses: Sequence[str], references: Sequence[str], *, orders: int
-) -> npt.NDArray[np.int32]:
-    """Count n-grams of characters of hypothesis, of reference and of both, (lines, orders, 3)."""
-    return _shared(_characters(hypotheses), _characters(references), orders=orders)
 
 
 def shared_words(
@@ -115,7 +108,7 @@ def line_chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
 def _shared_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> npt.NDArray[np.int32]:
     sides = hypotheses, references
     without_spaces = (["".join(text.split()) for text in side] for side in sides)
-    characters = shared_characters(*without_spaces, orders=CHARACTER_ORDERS)
+    characters = _shared(*map(_characters, without_spaces), orders=CHARACTER_ORDERS)
     of_words = shared_words(*(map(words, side) for side in sides), orders=WORD_ORDERS)
     counts = np.concatenate([characters, of_words], axis=1)
     # Orders without any n-gram in the reference do not count against the hypothesis.
@@ -126,7 +119,7 @@ def _shared_ngrams(hypotheses: Sequence[str], references: Sequence[str]) -> npt.
 def pairwise_chrf(texts: Sequence[str]) -> Floats:
     """Return chrF++ of every text (rows) with every text as its reference (columns), (T, T).
 
-    The n-grams of each text are counted once, for all pairs. The scores are those of sacreBLEU's
+    The n-grams of each text are counted once, for all pairs. The scores equal sacreBLEU's
     ``sentence_score``.
     """
     precision_TT, orders_TT = np.zeros((2, len(texts), len(texts)))
@@ -149,7 +142,7 @@ def _shared_by_pairs(items: _Items, *, orders: int) -> Iterator[Integers]:
     for order in range(orders):
         fits_N = place_N + order < starts[1:][text_N[place_N]]
         place_N, ngram_N = place_N[fits_N], ngram_N[fits_N]
-        # An n-gram is the one of an item less, and one more item.
+        # A longer n-gram is a shorter one and one more item.
         longer_N = ngram_N << ITEM_BITS | item_N[place_N + order]
         _, ngram_N = np.unique(longer_N, return_inverse=True)
         pair_K, count_K = np.unique(ngram_N * texts + text_N[place_N], return_counts=True)

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,
@@ -97,9 +97,8 @@ def load_model(model_dir: Path) -> Any:
     """Load a COMET model, ready to predict, on a GPU if there is one.
 
     Raises:
-        ConfigError: COMET is not installed, or the directory does not hold one of its models.
+        ConfigError: COMET is not installed, or the directory holds no model of COMET.
     """
-    settings = _settings_file(model_dir)
     os.environ |= OFFLINE  # before Hugging Face's packages read it
     try:
         import torch
@@ -109,57 +108,47 @@ def load_model(model_dir: Path) -> Any:
             f"COMET cannot be imported ({error}). Run pip install 'mmnmt[comet]', or leave comet "
             "out of evaluation.scores and of [decoding]."
         ) from error
+    settings = _read_part(model_dir / "hparams.yaml")
     identifier = settings.get("class_identifier")
     if identifier not in str2model:
         raise ConfigError(
             f"{model_dir / 'hparams.yaml'} names no known class of COMET models "
-            f"({identifier!r}). Name a directory with one of {', '.join(str2model)}."
+            f"({identifier!r}). Name a directory with a model of {', '.join(str2model)}."
         )
-    checkpoint = _checkpoint(model_dir)
+    checkpoint = _read_part(model_dir / "checkpoints" / "model.ckpt")
     settings |= checkpoint.get("hyper_parameters", {})
     model = _without_weights(str2model[identifier], settings, model_dir)
-    missing = model.load_state_dict(checkpoint["state_dict"], strict=False).missing_keys
+    weights = checkpoint.get("state_dict") or {}
+    missing = model.load_state_dict(weights, strict=False).missing_keys
     if missing:
         raise ConfigError(
             f"{model_dir} lacks {len(missing)} of the weights that its hparams.yaml asks for, "
-            f"{missing[0]} among them. Name a directory whose checkpoint is of this model."
+            f"{missing[0]} among them. Name a directory with a checkpoint of this model."
         )
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _settings_file(model_dir: Path) -> dict[str, Any]:
+def _read_part(path: Path) -> dict[str, Any]:
+    """Read settings, or weights with settings; objects that could run code are refused."""
+    import torch
     import yaml
 
-    path = model_dir / "hparams.yaml"
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as a COMET model's settings ({_first_line(error)}). Name the "
-            "directory that holds hparams.yaml and checkpoints/model.ckpt."
-        ) from error
-    return found if isinstance(found, dict) else {}
-
-
-def _checkpoint(model_dir: Path) -> Mapping[str, Any]:
-    """Return weights and settings; objects that could run code are refused."""
-    import torch
-
-    path = model_dir / "checkpoints" / "model.ckpt"
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix == ".yaml":
+            content = yaml.safe_load(path.read_text("utf-8"))
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise ConfigError(
             f"{path} holds more than weights, which could run any code, and is not loaded. If "
-            "you trust it, save it again with its state_dict and hyper_parameters alone."
+            "you trust it, save it again with only its state_dict and hyper_parameters."
         ) from error
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"{path} cannot be read as a checkpoint ({_first_line(error)}). Download it again."
+            f"{path} cannot be read as a part of a COMET model ({_first_line(error)}). Name a "
+            "directory with intact hparams.yaml and checkpoints/model.ckpt."
         ) from error
-    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
-        raise ConfigError(f"{path} has no state_dict. Name a checkpoint that COMET saved.")
-    return found
+    return content if isinstance(content, dict) else {}
 
 
 def _without_weights(kind: Any, settings: Mapping[str, Any], model_dir: Path) -> Any:

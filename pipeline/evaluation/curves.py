@@ -17,9 +17,9 @@ from pipeline.artifacts.corpus import Resource, imported_lines, pair_name, resou
 from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError
 from pipeline.evaluation.averages import group_runs
-from pipeline.evaluation.charts import Series, legend, line_chart
+from pipeline.evaluation.charts import Series, line_chart
 from pipeline.evaluation.directions import Family, pivot_of, title_of_family
-from pipeline.evaluation.tables import Cell, Figure, ReportSection, Table, bullets, headings, row
+from pipeline.evaluation.tables import Cell, Figure, ReportSection, Row, Table, headings, row
 from pipeline.terminal import counted
 
 MAX_POINTS = 300
@@ -37,10 +37,9 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of the last training run of a system; points count from the start of this run."""
+    """Validation losses of the last training run of a system, counted from its start."""
 
     system: str
-    training: tuple[CurvePoint, ...]
     validation: tuple[CurvePoint, ...]
     before: int | None = 0
     """Updates of the earlier runs; None if some of them can no longer be found."""
@@ -70,17 +69,17 @@ def is_count(value: object) -> TypeGuard[int]:
 def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curve:
     """Return the losses of a run; a loss that was not finite leaves a gap."""
     pivot, tiers = read_tiers(checkpoint)
-    points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
+    points = []
     for entry in read_metrics(checkpoint):
-        if entry.get("kind") not in points or not is_number(entry.get("loss")):
+        if entry.get("kind") != "validation" or not is_number(entry.get("loss")):
             continue
         resources, directions = entry.get("resources"), entry.get("directions")
         losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
         if isinstance(directions, dict):
             losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
         losses = {key: loss for key, loss in losses.items() if is_number(loss)}
-        points[entry["kind"]].append(CurvePoint(entry["update"], losses))
-    return Curve(system, tuple(points["train"]), tuple(points["validation"]), before, pivot)
+        points.append(CurvePoint(entry["update"], losses))
+    return Curve(system, tuple(points), before, pivot)
 
 
 def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:
@@ -110,26 +109,31 @@ def mean_losses(
         tier = tiers.get(pair_name(source, target))
         if tier is not None and pivot in (source, target):
             found.setdefault(f"{tier}/{PIVOT_SIDES[target != pivot]}", []).append(loss)
-    numbers = {key: [one for one in members if is_number(one)] for key, members in found.items()}
+    numbers = {
+        key: [member for member in members if is_number(member)] for key, members in found.items()
+    }
     return {key: fmean(known) for key, known in numbers.items() if len(known) == len(found[key])}
 
 
-# Sections
+def _by_system(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
+    by_run = {curve.system: curve for curve in curves}
+    return {system: [by_run[run] for run in runs] for system, runs in group_runs(by_run).items()}
+
+
+def _title(tier: str) -> str:
+    return f"{tier.replace('_', ' ')} resource"
 
 
 def losses_section(curves: Sequence[Curve]) -> ReportSection:
     """Return the lowest and last validation loss of every system, and the tiers at the lowest."""
     every = _by_system(curves)
-    systems = {name: runs for name, runs in every.items() if all(run.validation for run in runs)}
-    known = {
-        key
-        for runs in systems.values()
-        for run in runs
-        for at in run.validation
-        for key in at.losses
-    }
-    rows, tiers = [], [tier for tier in get_args(Resource) if tier in known]
-    for name, runs in systems.items():
+    known = {key for curve in curves for point in curve.validation for key in point.losses}
+    tiers = [tier for tier in get_args(Resource) if tier in known]
+    rows, without = list[Row](), list[str]()
+    for name, runs in every.items():
+        if not all(run.validation for run in runs):
+            without.append(name)
+            continue
         best = [min(run.validation, key=lambda one: one.losses["all"]) for run in runs]
         last = [run.validation[-1] for run in runs]
         cells: list[Cell | str] = [
@@ -138,21 +142,15 @@ def losses_section(curves: Sequence[Curve]) -> ReportSection:
         ]
         rows.append(row(name, len(runs), *cells))
     titles = ("System", "Runs", "Lowest", "At update", "Last", "At update")
-    tier_titles = (f"{tier.replace('_', ' ').capitalize()} resource" for tier in tiers)
-    without = ", ".join(name for name in every if name not in systems)
-    note = f"Left out, since a run of them has no validation loss: {without}."
+    tier_titles = (_title(tier).capitalize() for tier in tiers)
+    note = f"Left out, since a run of them has no validation loss: {', '.join(without)}."
     return ReportSection(
         "Validation losses",
         "Nats per token in the last training of each system; its updates count from its start. "
         "Means over the runs, with their range; the tiers at the lowest loss.",
         tables=(Table("", headings(*titles, *tier_titles), tuple(rows)),) if rows else (),
-        items=bullets([note] if rows and without else []),
+        items=(Cell(note),) if rows and without else (),
     )
-
-
-def _by_system(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
-    by_run = {curve.system: curve for curve in curves}
-    return {system: [by_run[run] for run in runs] for system, runs in group_runs(by_run).items()}
 
 
 def _mean_cell(points: Sequence[CurvePoint], key: str) -> Cell:
@@ -175,11 +173,10 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
     pivot = pivots.pop() if len(pivots) == 1 else None
     titles = {"all": "Validation"}
     for tier in get_args(Resource):
-        titles[tier] = f"Validation, {tier.replace('_', ' ')} resource"
+        titles[tier] = f"Validation, {_title(tier)}"
         for side in PIVOT_SIDES:
             titles[f"{tier}/{side}"] = f"{titles[tier]}, {title_of_family(side, pivot=pivot)}"
     found = [_figure(title, curves, places, key) for key, title in titles.items()]
-    found.append(_figure("Training", curves, places, "all", training=True))
     return ReportSection(
         "Loss curves",
         "Losses of the last training of each system, which begins where the trainings before it "
@@ -190,33 +187,27 @@ def curves_section(curves: Sequence[Curve], places: Mapping[str, int]) -> Report
 
 
 def _figure(
-    title: str,
-    curves: Sequence[Curve],
-    places: Mapping[str, int],
-    key: str,
-    *,
-    training: bool = False,
+    title: str, curves: Sequence[Curve], places: Mapping[str, int], key: str
 ) -> Figure | None:
     series, left_out = [], []
     for system, runs in _by_system(curves).items():
-        found = [
-            {one.update: one.losses[key] for one in points if key in one.losses}
+        losses = [
+            {point.update: point.losses[key] for point in run.validation if key in point.losses}
             for run in runs
-            for points in [run.training if training else run.validation]
         ]
-        shared = [at for at in found[0] if all(at in one for one in found)]
+        shared = [at for at in losses[0] if all(at in one for one in losses)]
         before = [run.before for run in runs if run.before is not None]
-        if len(before) < len(runs) or (all(found) and not shared):
+        if len(before) < len(runs) or (all(losses) and not shared):
             left_out.append(system)
         elif shared:
-            place = places[runs[0].system]
-            series.append(_mean_series(system, found, shared, begin=fmean(before), place=place))
+            place, begin = places[runs[0].system], fmean(before)
+            series.append(_mean_series(system, losses, shared, begin=begin, place=place))
     if not series:
         return None
     title = f"{title} by updates"
     chart = line_chart(series, title=title, x_label="updates", y_label="nats per token")
     note = f"Left out, since the beginning or common points are not known: {', '.join(left_out)}."
-    return Figure(chart + legend(series), title=title, note=note if left_out else "")
+    return Figure(chart, title=title, note=note if left_out else "")
 
 
 def _mean_series(

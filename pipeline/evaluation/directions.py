@@ -2,7 +2,7 @@
 
 The family of a direction states how it was trained: into the pivot, out of the pivot, without it,
 or not at all. It follows from the corpus that the systems were trained on, which may differ from
-the corpus whose test lines are scored.
+the corpus with the scored test lines.
 """
 
 from collections import Counter
@@ -51,9 +51,9 @@ class DirectionProfile:
 
 
 def find_pivot(training_pairs: Iterable[str]) -> str | None:
-    """Return the one language that is in every training pair, or None.
+    """Return the language that is in every training pair, or None.
 
-    A single pair has two such languages; the pivot is English if it is one of them, else None.
+    A single pair has two such languages; the pivot is English if the pair has it, else None.
     """
     pairs = set(training_pairs)
     membership = Counter(code for pair in pairs for code in pair.split("-"))

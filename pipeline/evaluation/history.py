@@ -9,7 +9,7 @@ None, and so is every sum with it.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
 from pipeline.checkpoints.checkpoint import stated_spec
@@ -20,28 +20,20 @@ from pipeline.evaluation.tables import (
     Cell,
     ReportSection,
     Table,
-    bullets,
-    format_duration,
     format_large,
     headings,
-    joined,
     row,
 )
 from pipeline.model.parameters import (
     OPERATIONS_PER_PARAMETER,
-    PerToken,
     count_multiplied,
     count_parameters_of,
 )
 from pipeline.model.spec import ModelSpec
-from pipeline.terminal import counted
+from pipeline.terminal import clock_text, counted
 from pipeline.training.settings import passes_of
 
 TRAINING_STAGES = ("pretrain", "finetune")
-
-
-TokenSide = Literal["source", "target"]
-SIDES: tuple[TokenSide, ...] = ("source", "target")
 
 
 @dataclass(frozen=True)
@@ -93,63 +85,65 @@ def trace_history(systems: Mapping[str, Artifact], *, given: Sequence[Artifact] 
 
     ``given`` are checkpoints that existed already, if new costs are asked for.
     """
-    curves, trainings, missing = [], [], set[str]()
-    for name, system in systems.items():
-        training, last, before, gone = trace_training(name, system, given=given)
-        trainings.append(training)
-        missing |= gone
-        if last is not None and not read_metrics(last):
-            missing.add(last.directory.name)
-        elif last is not None:
-            curves.append(read_curve(name, last, before=before if training.complete else None))
-    names = tuple(one.directory.name for one in given)
-    return History(tuple(curves), tuple(sorted(missing)), tuple(trainings), names)
+    traced = [trace_training(name, system, given=given) for name, system in systems.items()]
+    return History(
+        curves=tuple(curve for _, curve, _ in traced if curve is not None),
+        missing=tuple(sorted({name for *_, missing in traced for name in missing})),
+        trainings=tuple(training for training, *_ in traced),
+        given=tuple(checkpoint.directory.name for checkpoint in given),
+    )
 
 
 def trace_training(
     name: str, system: Artifact, *, given: Sequence[Artifact] = ()
-) -> tuple[SystemTraining, Artifact | None, int, set[str]]:
-    """Return the training of a system, its last run, the updates before it, and missing runs."""
-    checkpoint, lines = checkpoint_of(system), system.statistics.get("lines")
+) -> tuple[SystemTraining, Curve | None, set[str]]:
+    """Return the training of a system, the losses of its last run, and missing directories."""
+    lines = system.statistics.get("lines")
     seconds = system.manifest.run.wall_seconds if system.manifest.kind == "translations" else 0.0
     speed = lines / seconds if is_count(lines) and lines and seconds > 0 else None
+    checkpoint = checkpoint_of(system)
     if checkpoint is None:
         record = system.manifest.inputs.get("checkpoint")
-        gone = set() if record is None else {Path(record.path).name}
-        nothing = SystemTraining(name, complete=record is None, lines_per_second=speed)
-        return nothing, None, 0, gone
-    lineage, runs = _trace_runs([checkpoint])
+        missing = set() if record is None else {Path(record.path).name}
+        return SystemTraining(name, complete=not missing, lines_per_second=speed), None, missing
+    runs, missing = _runs_behind([checkpoint])
+    existing, _ = _runs_behind(given)
     spent = {identity: spent_by(members) for identity, members in runs.items()}
-    _, already = _trace_runs(given)
     new = (
-        beyond(one, spent_by(already[identity])) if identity in already else one
+        beyond(one, spent_by(existing[identity])) if identity in existing else one
         for identity, one in spent.items()
     )
-    spec, last = readable_spec(checkpoint), _last_run(checkpoint)
+    spec, last = _readable_spec(checkpoint), _last_run(checkpoint)
     counts = None if spec is None else count_parameters_of(spec)
     training = SystemTraining(
         system=name,
         total=add_up(spent.values()),
-        runs=tuple(published(members).directory.name for members in runs.values()),
-        complete=not lineage.missing,
+        runs=tuple(_published(members).directory.name for members in runs.values()),
+        complete=not missing,
         new=add_up(new) if given else None,
         parameters=None if counts is None else (counts["total"], counts["active"]),
         lines_per_second=speed,
     )
-    before = sum(one.updates for identity, one in spent.items() if identity != last)
-    return training, published(runs[last]) if last in runs else None, before, lineage.missing
+    if last not in runs:
+        return training, None, missing
+    shown = _published(runs[last])
+    if not read_metrics(shown):
+        return training, None, missing | {shown.directory.name}
+    before = training.total.updates - spent[last].updates
+    curve = read_curve(name, shown, before=before if training.complete else None)
+    return training, curve, missing
 
 
-def _trace_runs(checkpoints: Sequence[Artifact]) -> tuple[Lineage, dict[str, list[Artifact]]]:
-    """Return the lineage of the weights of checkpoints, and the artifacts of every run in it."""
-    lineage = Lineage()
+def _runs_behind(checkpoints: Sequence[Artifact]) -> tuple[dict[str, list[Artifact]], set[str]]:
+    """Return the artifacts of every run behind checkpoints, earliest first, and missing inputs."""
+    lineage, runs = Lineage(), dict[str, list[Artifact]]()
     for checkpoint in checkpoints:
         lineage.add(checkpoint, follow=_gives_weights)
-    runs: dict[str, list[Artifact]] = {}
     for artifact in lineage.found.values():
         if artifact.manifest.stage in TRAINING_STAGES:
             runs.setdefault(_run_identity(artifact), []).append(artifact)
-    return lineage, dict(sorted(runs.items(), key=lambda item: item[1][0].manifest.run.started))
+    ordered = sorted(runs.items(), key=lambda item: item[1][0].manifest.run.started)
+    return dict(ordered), lineage.missing
 
 
 def _gives_weights(record: InputRecord) -> bool:
@@ -163,14 +157,19 @@ def _run_identity(artifact: Artifact) -> str:
     return json_digest([manifest.stage, manifest.config, inputs])
 
 
-def _last_run(checkpoint: Artifact) -> str | None:
-    """Return the run that a checkpoint comes from; None if it comes from several runs."""
+def _last_run(checkpoint: Artifact) -> str:
+    """Return the run that a checkpoint comes from; empty if it comes from several runs."""
     if checkpoint.manifest.stage in TRAINING_STAGES:
         return _run_identity(checkpoint)
     records = filter(_gives_weights, checkpoint.manifest.inputs.values())
     parents = [open_recorded(record) for record in records]
-    found = {None if parent is None else _last_run(parent) for parent in parents}
-    return found.pop() if len(found) == 1 else None
+    found = {"" if parent is None else _last_run(parent) for parent in parents}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _published(members: Sequence[Artifact]) -> Artifact:
+    """Return the checkpoint of a run; if it is gone, an artifact with metrics or any other."""
+    return max(members, key=lambda one: ("updates" in one.statistics, one.has("metrics.jsonl")))
 
 
 # Cost of runs
@@ -194,60 +193,36 @@ def beyond(spent: Spent, given: Spent) -> Spent:
 
 def spent_by(members: Sequence[Artifact]) -> Spent:
     """Return the cost of a training run, read from its remaining checkpoints and states."""
-    shown = published(members)
+    shown = _published(members)
     metrics = read_metrics(shown)
-    by_side = [[*tokens_by_update(metrics, side=side).values()] for side in SIDES]
-    source, target = (found[-1] if found else None for found in by_side)
+    source, target = (_sum_tokens(metrics, side) for side in ("source", "target"))
     states: list[Any] = [
-        one.statistics.get("updates") or one.statistics.get("update") for one in members
+        member.statistics.get("updates") or member.statistics.get("update") for member in members
     ]
     updates = max(one if isinstance(one, int) else 0 for one in states)
+    operations, spec, loss = None, _readable_spec(shown), shown.manifest.config.get("loss")
+    if spec is not None and source is not None and target is not None:
+        passes = passes_of(loss.get("objective") if isinstance(loss, dict) else None)
+        per_token = count_multiplied(spec)
+        multiplied = per_token.source * source + per_token.target * target
+        operations = float(OPERATIONS_PER_PARAMETER * passes * multiplied)
     return Spent(
         updates or max((entry["update"] for entry in metrics), default=0),
         source,
         target,
-        operations_of(read_per_token(shown), source=source, target=target),
+        operations,
         shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
     )
 
 
-def published(members: Sequence[Artifact]) -> Artifact:
-    """Return the checkpoint of a run; if it is gone, an artifact with metrics or any other."""
-    return max(members, key=lambda one: ("updates" in one.statistics, one.has("metrics.jsonl")))
+def _sum_tokens(metrics: Iterable[Mapping[str, Any]], side: str) -> int | None:
+    """Return the tokens of a side in all updates; None if some update lacks its count."""
+    counts = [entry.get(f"{side}_tokens") for entry in metrics if entry.get("kind") == "train"]
+    known = [count for count in counts if is_count(count)]
+    return sum(known) if counts and len(known) == len(counts) else None
 
 
-def tokens_by_update(metrics: Iterable[Mapping[str, Any]], *, side: TokenSide) -> dict[int, int]:
-    """Return update → tokens of a side up to it; empty if some update lacks its count."""
-    found: dict[int, int] = {}
-    tokens = 0
-    for entry in (one for one in metrics if one.get("kind") == "train"):
-        count = entry.get(f"{side}_tokens")
-        if not is_count(count):
-            return {}
-        found[entry["update"]] = tokens = tokens + count
-    return found
-
-
-def operations_of(
-    per_token: PerToken | None, *, source: float | None, target: float | None
-) -> float | None:
-    """Return the operations of training on so many tokens; None if anything is not known."""
-    if source is None or target is None or per_token is None:
-        return None
-    return float(per_token.source * source + per_token.target * target)
-
-
-def read_per_token(run: Artifact) -> PerToken | None:
-    """Return the operations of training per token of each side; None if the model is unreadable."""
-    spec, loss = readable_spec(run), run.manifest.config.get("loss")
-    if spec is None:
-        return None
-    passes = passes_of(loss.get("objective") if isinstance(loss, dict) else None)
-    of_pass, factor = count_multiplied(spec), OPERATIONS_PER_PARAMETER * passes
-    return PerToken(source=factor * of_pass.source, target=factor * of_pass.target)
-
-
-def readable_spec(checkpoint: Artifact) -> ModelSpec | None:
+def _readable_spec(checkpoint: Artifact) -> ModelSpec | None:
     """Return the model that a checkpoint states; None if it is unreadable."""
     try:
         return stated_spec(checkpoint)
@@ -263,7 +238,7 @@ def trained_for(history: History, system: str) -> str:
 
     The factor is relative to the least trained system; it is left out if there is no other system.
     """
-    training = next((one for one in history.trainings if one.system == system), None)
+    training = next((training for training in history.trainings if training.system == system), None)
     if training is None:
         return NO_VALUE
     if not training.runs:
@@ -272,27 +247,34 @@ def trained_for(history: History, system: str) -> str:
     new = "" if training.new is None else f", {training.new.updates:,} new"
     if not training.complete:
         return f"at least {text}{new}"
-    known = [one.total.updates for one in history.trainings if one.runs and one.complete]
+    known = [
+        training.total.updates
+        for training in history.trainings
+        if training.runs and training.complete
+    ]
     is_compared = len(known) > 1 and min(known)
     return f"{text}{f' ({training.total.updates / min(known):.1f} ×)' if is_compared else ''}{new}"
 
 
 def budgets_section(history: History) -> ReportSection:
     """Return parameters and training cost of every system, baselines without training included."""
-    costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
+    costs = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time, h:min:s")
     rows = (
         row(
-            *(one.system, *map(format_large, one.parameters or (None, None))),
-            *_costs(one, one.total),
-            Cell(one.lines_per_second, ",.1f"),
+            *(training.system, *map(format_large, training.parameters or (None, None))),
+            *_costs(training, training.total),
+            Cell(training.lines_per_second, ",.1f"),
         )
-        for one in history.trainings
+        for training in history.trainings
     )
     titles = headings("System", "Parameters", "Active", *costs, "Translated lines per second")
     tables = [Table("All trainings", titles, tuple(rows))] if history.trainings else []
     if history.given:
-        rows = (row(one.system, *_costs(one, one.new or Spent())) for one in history.trainings)
-        title = f"New cost, where {joined(history.given)} existed already"
+        rows = (
+            row(training.system, *_costs(training, training.new or Spent()))
+            for training in history.trainings
+        )
+        title = f"New cost, where {', '.join(history.given)} existed already"
         tables.append(Table(title, headings("System", *costs), tuple(rows)))
     return ReportSection(
         "Training budgets",
@@ -302,7 +284,7 @@ def budgets_section(history: History) -> ReportSection:
         f"{OPERATIONS_PER_PARAMETER} for each token and each parameter that multiplies it. Wall "
         "times are of whole stages, on any number of processes.",
         tables=tuple(tables),
-        items=bullets(_notes(history)),
+        items=tuple(map(Cell, _notes(history))),
     )
 
 
@@ -310,14 +292,16 @@ def _costs(training: SystemTraining, spent: Spent) -> Iterator[str]:
     """Yield costs, as lower bounds if some runs are missing."""
     least = "" if training.complete else "≥ "
     counts = (spent.source_tokens, spent.target_tokens, spent.operations)
-    seconds = NO_VALUE if spent.seconds is None else format_duration(spent.seconds)
+    seconds = NO_VALUE if spent.seconds is None else clock_text(spent.seconds)
     for text in (f"{spent.updates:,}", *map(format_large, counts), seconds):
         yield f"{least}{text}" if training.runs and text != NO_VALUE else NO_VALUE
 
 
 def _notes(history: History) -> Iterator[str]:
+    if history.missing:
+        yield f"Runs that have moved, changed or lost metrics: {', '.join(history.missing)}."
     for one in history.trainings:
         if len(one.runs) > 1:
-            yield f"{one.system} rests on {joined(one.runs)}."
+            yield f"{one.system} rests on {', '.join(one.runs)}."
         if not one.complete:
             yield f"{one.system}: some trainings can no longer be found; figures are lower bounds."

@@ -13,28 +13,26 @@ import numpy as np
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
+    Floats,
+    LineCount,
     LineStatistics,
-    Section,
-    ShareOfLines,
+    Rows,
+    Score,
     TranslatedLines,
 )
 from pipeline.languages import without_region
 
-LANGUAGE_ACCURACY = Section(
-    title="Language accuracy",
-    lead="Share of translations in the target language, over the directions whose target language "
-    "langdetect knows. The value of the references is what a perfect system would reach, since "
-    "langdetect errs on the other lines.",
-    note="Language accuracy is the share of lines that langdetect assigns to the target "
-    "language, as it is and with its prior restricted to the languages at hand.",
+NOTE = (
+    "Language accuracy is the share of lines that langdetect assigns to the target language, as it "
+    "is or with its prior restricted to the languages at hand. It is computed where langdetect "
+    "knows the target language; langdetect errs on some lines of every language."
 )
 
 
 def _column(name: str, how: str) -> Column:
-    title = f"langdetect {how}, %"
-    return Column(name, title, out_of_100=True, section=LANGUAGE_ACCURACY, ceiling=True)
+    return Column(name, f"langdetect {how}, %", out_of_100=True, note=NOTE)
 
 
 NO_LANGUAGE = "none"  # outcome of lines without a letter
@@ -43,7 +41,7 @@ RESTRICTED = _column("language_restricted", "restricted to the languages at hand
 
 
 @dataclass(frozen=True)
-class LanguageAccuracy(ShareOfLines):
+class LanguageAccuracy(Score):
     """Percentage of lines in the target language."""
 
     column: Column
@@ -73,3 +71,12 @@ class LanguageAccuracy(ShareOfLines):
         hits = np.array([code == target for code in found], dtype=np.bool_)
         outcomes = Counter(code or NO_LANGUAGE for code in found)
         return LineStatistics(hits, outcomes=dict(sorted(outcomes.items())))
+
+    def of_corpus(self, rows: Rows) -> float:
+        """Return the mean, rounded as a mean is."""
+        return 100.0 * float(rows.mean())
+
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
+        """Return percentages from numbers of hits, (draws, 1) → (draws,)."""
+        shares: Floats = 100.0 * sums[:, 0] / lines
+        return shares

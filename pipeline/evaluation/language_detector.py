@@ -188,7 +188,7 @@ def language_probabilities(
     for first in range(0, len(walked), BLOCK_LINES):
         lines = walked[first : first + BLOCK_LINES]
         part = grams._replace(counts=grams.counts[lines])
-        found[lines] = _Walk(part, starts[lines], (probabilities, prior), stream).run()
+        found[lines] = _Walk(part, starts[lines], probabilities, prior, stream).run()
     return found
 
 
@@ -199,11 +199,12 @@ class _Walk:
         self,
         grams: GramsOfLines,
         starts: Integers,
-        model: tuple[Floats, Floats],
+        table: Floats,
+        prior: Floats,
         words: RandomWords,
     ) -> None:
         (self._places, self._counts), self._starts, counts = grams, starts, grams.counts
-        (self._probabilities, self._prior), self._stream = model, words
+        self._probabilities, self._prior, self._stream = table, prior, words
         self._shifts = np.array([32 - int(count).bit_length() for count in counts], np.uint32)
         self._positions, self._trials, self._tests = np.zeros((3, len(counts)), dtype=np.int64)
         self._weights, self._second_normals = np.zeros((2, len(counts)))
@@ -310,25 +311,21 @@ class LanguageDetector:
         distinct = tuple(dict.fromkeys(texts))
         probabilities, counts = self._probable(distinct), grams_of_lines(distinct).counts
         best, is_sure = probabilities.argmax(axis=1), probabilities.max(axis=1) > MIN_PROBABILITY
-        names = (
-            self._names[at] if sure else UNCERTAIN for at, sure in zip(best, is_sure, strict=True)
-        )
-        found = {
-            text: name if count else None
-            for text, name, count in zip(distinct, names, counts, strict=True)
-        }
-        return [found[text] for text in texts]
+        language_of: dict[str, str | None] = {}
+        for text, at, sure, count in zip(distinct, best, is_sure, counts, strict=True):
+            name = self._names[at] if sure else UNCERTAIN
+            language_of[text] = name if count else None
+        return [language_of[text] for text in texts]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
         """Return the languages with at least ``MIN_PROBABILITY`` and this, the best first."""
-        found: Counter[str] = Counter()
+        shares: Counter[str] = Counter()
         for name, share in zip(self._names, self._probable((text,))[0].tolist(), strict=True):
-            found[name] += share
-        return [(name, share) for name, share in found.most_common() if share > MIN_PROBABILITY]
+            shares[name] += share
+        return [(name, share) for name, share in shares.most_common() if share > MIN_PROBABILITY]
 
     def _probable(self, texts: tuple[str, ...]) -> Floats:
-        table, prior = self._probabilities, self._prior
-        grams = grams_of_lines(texts)
+        table, prior, grams = self._probabilities, self._prior, grams_of_lines(texts)
         return language_probabilities(grams, probabilities=table, prior=prior, seed=self._seed)
 
 

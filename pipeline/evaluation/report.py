@@ -1,35 +1,51 @@
-"""The report of an evaluation: order of its sections, sample translations, and notes."""
+"""The report of an evaluation: its sections in their order, as functions of the scores.
+
+A table answers one question; systems are rows where columns would be many.
+"""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pipeline import installed_version
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import pair_name, read_hypotheses, read_lines
-from pipeline.evaluation import score_sections
+from pipeline.artifacts.corpus import read_hypotheses, read_lines
 from pipeline.evaluation.averages import RULE, group_runs
+from pipeline.evaluation.charts import Bar, bar_chart
 from pipeline.evaluation.curves import curves_section
-from pipeline.evaluation.directions import FAMILIES, DirectionProfile, title_of_family
+from pipeline.evaluation.directions import (
+    FAMILIES,
+    GROUPS,
+    DirectionProfile,
+    Family,
+    Group,
+    title_of_family,
+)
 from pipeline.evaluation.history import History, budgets_section, trained_for
-from pipeline.evaluation.score_sections import TrainedFor
-from pipeline.evaluation.scores import Evaluation, Significance
-from pipeline.evaluation.statistics import MIN_LINES
+from pipeline.evaluation.scores import Averages, Column, Comparison, Evaluation, SystemScores
+from pipeline.evaluation.statistics import LEVEL, MIN_LINES
 from pipeline.evaluation.tables import (
     Cell,
+    Figure,
+    Heading,
     Report,
     ReportSection,
     Row,
     Table,
-    bullets,
+    Value,
     headings,
-    joined,
     row,
+    score_cell,
+    section_of_notes,
 )
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
 
+NOT_DECIDED = "not decided"
+SHOWN_MISTAKES = 20
+SHOWN_DIRECTIONS = 400  # with more directions, only scores.json has their scores
 # Samples per family of directions: directions, lines of each, and the longest reference shown.
 DIRECTIONS, LINES, CHARACTERS = 3, 2, 240
 
@@ -45,132 +61,408 @@ def evaluation_report(
     samples: Sequence[Table] = (),
     *,
     made: str,
-    further: Sequence[ReportSection] = (),
+    analyses: Sequence[ReportSection] = (),
 ) -> Report:
-    """Return the report of an evaluation."""
+    """Return the report of an evaluation; ``made`` says when and by which version."""
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
-    training = describe_training(evaluation, history)
-    signatures = tuple(_signatures(evaluation))
     sections = (
-        score_sections.overview_section(evaluation),
-        ReportSection("Warnings", items=bullets(evaluation.warnings)),
-        score_sections.averages_section(evaluation, training),
+        overview_section(evaluation),
+        section_of_notes("Warnings", evaluation.warnings),
+        averages_section(evaluation, history),
         budgets_section(history),
-        *score_sections.separate_sections(evaluation, training),
-        score_sections.baseline_section(evaluation),
-        score_sections.sets_section(evaluation),
-        score_sections.output_languages_section(evaluation),
-        score_sections.word_accuracy_section(evaluation),
-        *further,
+        further_section(evaluation, history),
+        baseline_section(evaluation),
+        sets_section(evaluation),
+        output_languages_section(evaluation),
+        word_accuracy_section(evaluation),
+        *analyses,
         curves_section(history.curves, runs),
-        samples_section("Sample translations", samples),
-        score_sections.directions_section(evaluation),
-        ReportSection("Notes", items=bullets(_notes(evaluation, missing=history.missing))),
-        ReportSection("Signatures", items=signatures),
+        _samples_section(samples),
+        directions_section(evaluation),
+        section_of_notes("Notes", _notes(evaluation)),
+        ReportSection("Signatures", items=tuple(_signatures(evaluation))),
     )
-    return Report(
-        f"Translation quality of {counted(len(evaluation.systems), 'system')}",
-        f"Evaluation report, {made}",
-        score_sections.direction_facts(evaluation),
-        tuple(section for section in sections if not section.is_empty),
-        generator="mmnmt evaluate",
+    title = f"Translation quality of {counted(len(evaluation.systems), 'system')}"
+    facts = direction_facts(evaluation)
+    return Report(title, f"Evaluation report, {made}", facts, sections, "mmnmt evaluate")
+
+
+def _family_title(evaluation: Evaluation, family: Family) -> str:
+    return title_of_family(family, pivot=evaluation.pivot)
+
+
+def _by_family(evaluation: Evaluation) -> dict[Family, list[DirectionProfile]]:
+    """Return the families that have directions, in their fixed order."""
+    profiles = evaluation.directions
+    members = {
+        family: [profile for profile in profiles if profile.family == family] for family in FAMILIES
+    }
+    return {family: found for family, found in members.items() if found}
+
+
+def direction_facts(evaluation: Evaluation) -> tuple[str, ...]:
+    """Return the numbers of directions, of target languages and of test lines."""
+    kinds = ", ".join(
+        f"{len(profiles):,} {_family_title(evaluation, family)}"
+        for family, profiles in _by_family(evaluation).items()
     )
-
-
-def summary_tables(evaluation: Evaluation, history: History) -> tuple[Table, ...]:
-    """Return the averages of the main scores, which the command prints."""
-    return score_sections.main_tables(evaluation, describe_training(evaluation, history))
-
-
-def describe_training(evaluation: Evaluation, history: History) -> TrainedFor:
-    """Describe the training of a system, or each training of its runs if they differ."""
-    runs = {one.name: one.run_names for one in evaluation.systems}
-    return lambda system: " / ".join(
-        dict.fromkeys(trained_for(history, run) for run in runs[system])
-    )
-
-
-def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
-    """Yield definitions, and the directories behind the systems that are missing."""
-    *lowest, low, high = evaluation.thresholds
-    below = "".join(f"extremely low up to {bound:,}, " for bound in lowest)
-    yield (
-        "Resource tiers are defined by the training lines of the pair before cleaning: "
-        f"{below}low up to {low:,}, high from {high:,}, medium between; pairs without training "
-        "lines have none."
-    )
-    if evaluation.significance is not None:
-        yield (
-            "95 % confidence intervals have the standard error of "
-            f"{evaluation.significance.resamples:,} resamples of the test lines, the same for all "
-            "systems. A score is bold if its lead over every other system is significant at 95 %, "
-            f"and if both its system and the baseline translate. {RULE} Test sets of "
-            f"fewer than {MIN_LINES} lines have neither intervals nor bold scores."
-        )
-        yield _note_on_lines(evaluation.significance)
-    repeated = [f"{one.name} of {len(one.runs)}" for one in evaluation.systems if one.runs]
-    if repeated:
-        yield (
-            f"Scores of systems with several runs ({', '.join(repeated)}) are means over the runs; "
-            "± is the standard deviation over runs. Their intervals add the standard error over "
-            "seeds by Student's t distribution; with two or three seeds they are too wide rather "
-            "than too narrow. Systems with the same seeds are paired by seed and line. Systems "
-            "with one run have intervals over test lines only."
-        )
-    directions = [str(one.direction) for one in evaluation.directions]
-    for section, columns in evaluation.sections.items():
-        if any(evaluation.is_measured(one, name) for one in columns for name in directions):
-            yield section.note
-    if evaluation.undetectable:
-        yield (
-            "langdetect does not know these target languages, which language accuracy leaves out: "
-            f"{', '.join(evaluation.undetectable)}."
-        )
-    if missing:
-        yield (
-            "Wall times and budgets leave out runs that have moved or changed: "
-            f"{', '.join(missing)}."
-        )
-
-
-def _note_on_lines(significance: Significance) -> str:
-    """Return which directions are resampled together, with the sizes of their line sets."""
-    resampled = [name for name, columns in significance.directions.items() if columns]
-    sets = {tuple(pairs.split(", ")): size for pairs, size in significance.shared_lines.items()}
-    shared = {pair for pairs in sets for pair in pairs}
-    together = sum(pair_name(*name.split("-")) in shared for name in resampled)
-    if not together:
-        return (
-            "The two directions of a pair are resampled together, and pairs independently of each "
-            "other: no two pairs have half of their test lines in common."
-        )
-    sizes = [
-        f"{counted(len(pairs), 'pair')} with {counted(size, 'sentence')}"
-        for pairs, size in sets.items()
-    ]
     return (
-        f"{together} of {counted(len(resampled), 'direction')} have parallel test sets, known by "
-        "equal lines in a language of both, and are resampled together, since their scores vary "
-        f"together: {joined(sizes)}."
+        f"{counted(len(evaluation.directions), 'direction')} ({kinds})",
+        counted(
+            len({profile.direction.target for profile in evaluation.directions}), "target language"
+        ),
+        counted(sum(profile.test_lines for profile in evaluation.directions), "test line"),
     )
 
 
-def _signatures(evaluation: Evaluation) -> Iterator[Cell]:
-    """Yield the signatures of the scores with the target languages that each applies to."""
-    targets: dict[str, set[str]] = {}
-    titles = {one.name: one.title for one in evaluation.columns}
-    for system in evaluation.systems:
-        for direction, scored in system.directions.items():
-            for name, signature in scored.signatures.items():
-                target = direction.split("-")[1]
-                targets.setdefault(f"{titles[name]}|{signature}", set()).add(target)
-    everything = {one.direction.target for one in evaluation.directions}
-    for signature, codes in sorted(targets.items()):
-        note = "all targets" if codes == everything else f"into {', '.join(sorted(codes))}"
-        yield Cell(signature, note=note, code=True)
+# Averages
 
 
-# Samples
+@dataclass(frozen=True)
+class _Mean:
+    """A score averaged over the directions of a family and tier: a column of tables."""
+
+    column: Column
+    family: Family
+    group: Group
+    heading: Heading
+    compared: Comparison | None  # how the systems compare; None if the test sets are too small
+
+    def value(self, averages: Averages) -> float | None:
+        return averages.get(self.family, {}).get(self.group, {}).get(self.column.name)
+
+    def cell(self, system: SystemScores) -> Cell:
+        value, spread = self.value(system.averages), self.value(system.spread)
+        return _score_cell(system.name, value, self.column, self.compared, spread=spread)
+
+    def difference(self, system: str) -> Cell:
+        if self.compared is None:
+            return Cell(None)
+        found, sign = self.compared.differences[system], f"+.{self.column.decimals}f"
+        return Cell(found.value, sign, note=f"{found.low:{sign}} to {found.high:{sign}}")
+
+
+def _means(evaluation: Evaluation, column: Column, tiers_of: Family | None = None) -> list[_Mean]:
+    """Return averages over the directions in which every system has the score.
+
+    They are of every family, or of the resource tiers of one family.
+    """
+    found = []
+    families = _by_family(evaluation)
+    keys: list[tuple[Family, Group]] = [(family, "all") for family in families]
+    if tiers_of is not None:
+        keys = [(tiers_of, group) for group in GROUPS[1:]]
+    for family, group in keys:
+        members = [
+            one
+            for one in families[family]
+            if group in ("all", one.resource) and evaluation.is_measured(column, str(one.direction))
+        ]
+        if not members:
+            continue
+        decided = evaluation.verdicts.decides_average(family, group)
+        note = counted(len(members), "direction") + ("" if decided else f", {NOT_DECIDED}")
+        title = group.replace("_", " ") if tiers_of else _family_title(evaluation, family)
+        drawn = {} if evaluation.significance is None else evaluation.significance.averages
+        compared = drawn.get(family, {}).get(group, {}).get(column.name)
+        found.append(_Mean(column, family, group, Heading(title, note), compared))
+    return found
+
+
+def _score_cell(
+    system: str,
+    value: float | None,
+    column: Column,
+    compared: Comparison | None,
+    *,
+    spread: float | None = None,
+) -> Cell:
+    """Return a score with its spread over runs and its interval, bold for the best system."""
+    notes = [] if spread is None else [f"± {spread:.{column.decimals}f}"]
+    if compared is not None:
+        found = compared.intervals[system]
+        notes.append(f"{found.low:.{column.decimals}f}–{found.high:.{column.decimals}f}")
+    is_best = compared is not None and compared.best == system
+    return score_cell(value, decimals=column.decimals, note=", ".join(notes), bold=is_best)
+
+
+def overview_section(evaluation: Evaluation) -> ReportSection:
+    """Return bars of the main scores over all directions of each type."""
+    columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
+    figures = []
+    for mean in (one for column in columns for one in _means(evaluation, column)):
+        bars = []
+        for place, system in enumerate(evaluation.systems):
+            found = None if mean.compared is None else mean.compared.intervals[system.name]
+            value = round(mean.value(system.averages) or 0.0, mean.column.decimals)
+            interval = None if found is None else (found.low, found.high)
+            bars.append(Bar(system.name, value, place, interval))
+        title = f"{mean.column.title}, {mean.heading.title}"
+        chart = bar_chart(bars, title=title, x_label=mean.column.heading)
+        figures.append(Figure(chart, title=f"{title} ({mean.heading.note})"))
+    return ReportSection(
+        "Overview",
+        f"Mean {' and '.join(column.heading for column in columns)} over all directions of each "
+        "type, with 95 % confidence intervals.",
+        figures=tuple(figures),
+    )
+
+
+def mean_tables(
+    evaluation: Evaluation, history: History, columns: Sequence[Column]
+) -> tuple[Table, ...]:
+    """Return one table per score that was measured anywhere, over all directions of each type."""
+    trainings = {
+        system.name: " / ".join(
+            dict.fromkeys(trained_for(history, run) for run in system.run_names)
+        )
+        for system in evaluation.systems
+    }
+    first = (*headings("System"), Heading("Trained for", is_number=False))
+    return tuple(
+        Table(
+            column.heading,
+            (*first, *(mean.heading for mean in means)),
+            tuple(
+                row(_name(system), trainings[system.name], *(mean.cell(system) for mean in means))
+                for system in evaluation.systems
+            ),
+        )
+        for column in columns
+        if (means := _means(evaluation, column))
+    )
+
+
+def _name(system: SystemScores) -> Cell:
+    return Cell(system.name, note=counted(len(system.runs), "run") if system.runs else "")
+
+
+def averages_section(evaluation: Evaluation, history: History) -> ReportSection:
+    """Return the averages of the main scores, by type of direction and by resource tier."""
+    by_tier = (
+        Table(
+            f"{column.heading}, {_family_title(evaluation, family)}, by resource tier",
+            (*headings("System"), *(tier.heading for tier in tiers)),
+            tuple(
+                row(_name(system), *(t.cell(system) for t in tiers))
+                for system in evaluation.systems
+            ),
+        )
+        for column in evaluation.main_columns
+        for family in _by_family(evaluation)
+        if len(tiers := _means(evaluation, column, family)) > 1
+    )
+    return ReportSection(
+        "Average scores",
+        "Arithmetic means over directions. A score in bold is significantly better than the "
+        "scores of all other systems at 95 %, and both its system and the baseline translate. The "
+        "range after a score is its 95 % confidence interval.",
+        tables=(*mean_tables(evaluation, history, evaluation.main_columns), *by_tier),
+    )
+
+
+def further_section(evaluation: Evaluation, history: History) -> ReportSection:
+    """Return the averages of language accuracies, which are not in all tables."""
+    columns = [column for column in evaluation.columns if not column.is_main]
+    return ReportSection(
+        "Language accuracy",
+        "Share of translations in the target language, over the directions with a target language "
+        "that langdetect knows.",
+        tables=mean_tables(evaluation, history, columns),
+    )
+
+
+# Comparison with the baseline
+
+
+def baseline_section(evaluation: Evaluation) -> ReportSection:
+    """Return differences, win ratios and significant differences against the baseline."""
+    wins, verdicts, significance = evaluation.wins, evaluation.verdicts, evaluation.significance
+    title = f"Comparison with the baseline {verdicts.baseline}"
+    if wins and not any(
+        verdicts.decides(str(profile.direction)) for profile in evaluation.directions
+    ):
+        text = f"Not decided: {verdicts.baseline} does not translate in any direction."
+        return section_of_notes(title, [text])
+    lead = (
+        "The range after a difference is its 95 % confidence interval. The win ratio is the share "
+        "of decided directions in which a system scores better than the baseline; a tie is no win."
+    )
+    if significance is not None and significance.tests:
+        lead += (
+            f" A difference is significant if its p-value is at most {LEVEL} after Holm's "
+            f"correction for {significance.tests:,} tests (directions × systems). With two or "
+            "three seeds, hardly any direction can be significant by itself: compare averages."
+        )
+    differences, ratios, counts = list[Table](), list[Table](), list[Table]()
+    for column in evaluation.columns if wins else ():
+        means = _means(evaluation, column)
+        drawn = [mean for mean in means if mean.compared is not None]
+        name = f"{column.title}: difference to {verdicts.baseline}"
+        rows = (row(name, *(mean.difference(name) for mean in drawn)) for name in wins)
+        differences += _table_of_means(name, drawn, rows)
+        if not column.is_main:
+            continue
+        name = f"{column.title}: win ratio, %"
+        rows = (
+            row(name, *(score_cell(mean.value(shares), decimals=1) for mean in means))
+            for name, shares in wins.items()
+        )
+        ratios += _table_of_means(name, means, rows)
+        if significance and any(column.name in one for one in significance.directions.values()):
+            titles = headings("System", "better", "worse", "not significant", NOT_DECIDED)
+            rows = (row(name, *_counts(evaluation, column, name)) for name in wins)
+            name = f"{column.title}: directions with a significant difference"
+            counts.append(Table(name, titles, tuple(rows)))
+    return ReportSection(title, f"{lead} {RULE}", tables=(*differences, *ratios, *counts))
+
+
+def _table_of_means(title: str, means: Sequence[_Mean], rows: Iterator[Row]) -> Iterator[Table]:
+    if means:
+        columns = (*headings("System"), *(mean.heading for mean in means))
+        yield Table(title, columns, tuple(rows))
+
+
+def _counts(evaluation: Evaluation, column: Column, system: str) -> tuple[int, int, int, int]:
+    """Count directions that are significantly better and worse, not significant, not decided."""
+    assert evaluation.significance is not None
+    sign, name = 1.0 if column.larger_is_better else -1.0, column.name
+    every = evaluation.significance.directions.values()
+    found = [one[name].differences[system] for one in every if name in one]
+    tested = [(sign * one.value, one.p_value_holm) for one in found if one.p_value_holm is not None]
+    better = sum(value > 0 and p_value <= LEVEL for value, p_value in tested)
+    worse = sum(value < 0 and p_value <= LEVEL for value, p_value in tested)
+    return better, worse, len(tested) - better - worse, len(found) - len(tested)
+
+
+# Languages and words
+
+
+def sets_section(evaluation: Evaluation) -> ReportSection:
+    """Return the main scores by set of the language that is not the pivot."""
+    names, tables = [system.name for system in evaluation.systems], []
+    for column in evaluation.main_columns if evaluation.set_averages else ():
+        rows = []
+        for one in evaluation.set_averages:
+            values = (one.systems[name].get(column.name) for name in names)
+            cells = (score_cell(value, decimals=column.decimals) for value in values)
+            title = f"{one.name}, {_family_title(evaluation, one.family)}"
+            rows.append(row(title, one.directions, *cells))
+        titles = headings("Set and direction type", "Directions", *names)
+        tables.append(Table(f"{column.heading} by set", titles, tuple(rows)))
+    return ReportSection(
+        "Averages by set of languages",
+        "Arithmetic means over directions by the recipe's language sets. The language is the "
+        "source if the pivot is the target, else the target.",
+        tables=tuple(tables),
+    )
+
+
+def output_languages_section(evaluation: Evaluation) -> ReportSection:
+    """Return the wrong languages of outputs by the first score that identifies languages."""
+    names = [column.name for column in evaluation.columns if column.name in evaluation.confusion]
+    confusion = evaluation.confusion[names[0]] if names else {}
+    mistakes = [
+        (lines / sum(counts.values()), system, _family_title(evaluation, family), target, code)
+        for system, families in confusion.items()
+        for family, targets in families.items()
+        for target, counts in targets.items()
+        for code, lines in counts.items()
+        if code != target
+    ]
+    largest = sorted(mistakes, key=lambda one: (-one[0], *one[1:]))[:SHOWN_MISTAKES]
+    words = ("System", "Direction type", "Target language", "Found instead")
+    table = Table(
+        f"Largest shares of lines in another language, at most {SHOWN_MISTAKES}",
+        headings(*words, "% of lines", words=words),
+        tuple(row(*one[1:], Cell(100 * one[0], ".1f")) for one in largest),
+    )
+    return ReportSection(
+        "Output languages",
+        "Languages that were found in place of the target language. scores.json has the counts of "
+        "every direction.",
+        tables=(table,) if mistakes else (),
+    )
+
+
+WORD_TITLES = {
+    "seen": "By occurrence in the training lines",
+    "frequency": "By frequency in the training lines",
+    "fertility": "By number of subwords",
+    "length": "By number of characters",
+}
+WORDS_OF = {
+    "target": "words of the target language: a word of a translation is correct if the reference "
+    "of its line has it too. The share counts the references' words.",
+    "source": "words of the source language: a source word is correct if the reference has the "
+    "word of the translation that is aligned to it (IBM Model 1). The share counts source "
+    "words aligned to the references.",
+}
+
+
+def word_accuracy_section(evaluation: Evaluation) -> ReportSection:
+    """Return the accuracy of words by frequency, fertility and length, if it was measured."""
+    words, names, tables = evaluation.words, [system.name for system in evaluation.systems], []
+    if words is None:
+        return ReportSection("")
+    for trait, title in WORD_TITLES.items():
+        rows = []
+        for family in _by_family(evaluation):
+            kinds = words.families.get(family, {}).get(trait, {})
+            total = sum(systems[names[0]].reference for systems in kinds.values())
+            for kind, systems in kinds.items():
+                share = 100.0 * systems[names[0]].reference / max(total, 1)
+                shown = [systems[name].f_measure for name in names]
+                if any(one is not None for one in shown):
+                    cells = (score_cell(one, decimals=1) for one in (share, *shown))
+                    rows.append(row(f"{kind}, {_family_title(evaluation, family)}", *cells))
+        if rows:
+            tables.append(Table(title, headings("Words", "Share, %", *names), tuple(rows)))
+    read = words.training_lines.values()
+    lines = f" Training lines read: {min(read):,} to {max(read):,} per language." if read else ""
+    return ReportSection(
+        "Word accuracy",
+        f"F-measure, in percent, of {WORDS_OF[words.side]}{lines}",
+        tables=tuple(tables),
+    )
+
+
+# Directions
+
+
+def directions_section(evaluation: Evaluation) -> ReportSection:
+    """Return the main scores of every system in every direction, unless these are too many."""
+    profiles = [member for members in _by_family(evaluation).values() for member in members]
+    synthetic = ["Synthetic lines"] if any(profile.synthetic_lines for profile in profiles) else []
+    significance, tables = evaluation.significance, []
+    titles = headings(
+        *("Direction", "Direction type", "Training lines", *synthetic),
+        *(system.name for system in evaluation.systems),
+        words=["Direction type"],
+    )
+    for column in evaluation.main_columns:
+        rows = []
+        for one in profiles:
+            way, name, names = one.direction, str(one.direction), evaluation.language_names
+            note = f"{names[way.source]} → {names[way.target]}"
+            note += "" if evaluation.verdicts.decides(name) else f", {NOT_DECIDED}"
+            drawn = {} if significance is None else significance.directions.get(name, {})
+            first: list[Cell | Value] = [
+                Cell(f"{way.source} → {way.target}", note=note),
+                *(_family_title(evaluation, one.family), one.training_lines),
+                *([one.synthetic_lines] if synthetic else []),
+            ]
+            for system in evaluation.systems:
+                value = system.directions[name].scores.get(column.name)
+                first.append(_score_cell(system.name, value, column, drawn.get(column.name)))
+            rows.append(row(*first))
+        tables.append(Table(column.heading, titles, tuple(rows)))
+    return ReportSection(
+        "Scores by direction",
+        "Training lines are counted for the language pair. Bold print and intervals are as in the "
+        "averages. scores.json has all figures.",
+        tables=tuple(tables) if len(profiles) <= SHOWN_DIRECTIONS else (),
+    )
 
 
 def choose_samples(
@@ -193,7 +485,7 @@ def choose_samples(
             sources, references = (read_lines(corpus, "test", way.pair, code) for code in codes)
             versions = {"source": sources, "reference": references}
             for name, one in first.items():
-                versions[name] = [found.text for found in read_hypotheses(one, way)]
+                versions[name] = [hypothesis.text for hypothesis in read_hypotheses(one, way)]
             lines = range(len(references))
             short = [line for line in lines if len(references[line]) <= CHARACTERS] or [*lines]
             generator = random.Random(derive_seed("evaluate samples", seed, str(way)))
@@ -210,7 +502,71 @@ def choose_samples(
     return tables
 
 
-def samples_section(title: str, samples: Sequence[Table]) -> ReportSection:
-    """Return the section of the samples."""
+def _samples_section(samples: Sequence[Table]) -> ReportSection:
     lead = "Test lines drawn at random. Systems with several runs are shown by their first run."
-    return ReportSection(title, lead, tables=tuple(samples))
+    return ReportSection("Sample translations", lead, tables=tuple(samples))
+
+
+# Notes
+
+
+def _notes(evaluation: Evaluation) -> Iterator[str]:
+    """Yield the definitions behind the figures."""
+    *lowest, low, high = evaluation.thresholds
+    below = "".join(f"extremely low up to {bound:,}, " for bound in lowest)
+    yield (
+        "Resource tiers are defined by the training lines of the pair before cleaning: "
+        f"{below}low up to {low:,}, high from {high:,}, medium between; pairs without training "
+        "lines have none."
+    )
+    if evaluation.significance is not None:
+        yield (
+            "95 % confidence intervals have the standard error of "
+            f"{evaluation.significance.resamples:,} resamples of the test lines, the same for all "
+            "systems. A score is bold if its lead over every other system is significant at 95 %, "
+            f"and if both its system and the baseline translate. {RULE} Test sets of "
+            f"fewer than {MIN_LINES} lines have neither intervals nor bold scores."
+        )
+        sets = ", ".join(
+            f"{counted(len(pairs.split(', ')), 'pair')} with {counted(size, 'sentence')}"
+            for pairs, size in evaluation.significance.shared_lines.items()
+        )
+        yield (
+            "The directions of pairs with parallel test sets, known by equal lines in a language "
+            f"of both, are resampled together, since their scores vary together: {sets}."
+            if sets
+            else "The two directions of a pair are resampled together, and pairs independently of "
+            "each other: no two pairs have half of their test lines in common."
+        )
+    repeated = [
+        f"{system.name} of {len(system.runs)}" for system in evaluation.systems if system.runs
+    ]
+    if repeated:
+        yield (
+            f"Scores of systems with several runs ({', '.join(repeated)}) are means over the runs; "
+            "± is the standard deviation over runs. Their intervals add the standard error over "
+            "seeds by Student's t distribution; with two or three seeds they are too wide rather "
+            "than too narrow. Systems with the same seeds are paired by seed and line. Systems "
+            "with one run have intervals over test lines only."
+        )
+    yield from filter(None, dict.fromkeys(column.note for column in evaluation.columns))
+    if evaluation.undetectable:
+        yield (
+            "langdetect does not know these target languages, which language accuracy leaves out: "
+            f"{', '.join(evaluation.undetectable)}."
+        )
+
+
+def _signatures(evaluation: Evaluation) -> Iterator[Cell]:
+    """Yield the signatures of the scores with the target languages that each applies to."""
+    targets: dict[str, set[str]] = {}
+    titles = {column.name: column.title for column in evaluation.columns}
+    for system in evaluation.systems:
+        for direction, scored in system.directions.items():
+            for name, signature in scored.signatures.items():
+                target = direction.split("-")[1]
+                targets.setdefault(f"{titles[name]}|{signature}", set()).add(target)
+    everything = {profile.direction.target for profile in evaluation.directions}
+    for signature, codes in sorted(targets.items()):
+        note = "all targets" if codes == everything else f"into {', '.join(sorted(codes))}"
+        yield Cell(signature, note=note, code=True)

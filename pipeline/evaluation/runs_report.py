@@ -1,4 +1,4 @@
-"""The page of ``mmnmt report``: scores, losses, budgets, experts, analyses and translations.
+"""The page of ``mmnmt report``: scores, losses, budgets, experts and analyses.
 
 An argument is a checkpoint, translations, an evaluation, an analysis, or a folder of such
 artifacts, for example the folder of a plan. A run has the name that the argument or the evaluation
@@ -11,13 +11,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.artifacts.artifact import Artifact, InputRecord, open_artifact, open_recorded
-from pipeline.artifacts.corpus import hypotheses_name
+from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded
 from pipeline.artifacts.manifest import MANIFEST_NAME, read_manifest
 from pipeline.errors import ArtifactError, ConfigError, UserError
 from pipeline.evaluation.averages import RUN_MARK, group_runs
 from pipeline.evaluation.curves import curves_section, losses_section
-from pipeline.evaluation.directions import describe_directions, pivot_of
 from pipeline.evaluation.history import (
     TRAINING_STAGES,
     History,
@@ -25,23 +23,20 @@ from pipeline.evaluation.history import (
     checkpoint_of,
     trace_history,
 )
-from pipeline.evaluation.report import choose_samples, describe_training, samples_section
-from pipeline.evaluation.score_sections import averages_section, baseline_section
+from pipeline.evaluation.report import averages_section, baseline_section
 from pipeline.evaluation.scores import Evaluation
-from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.evaluation.tables import (
-    EMPTY,
     Cell,
     Report,
     ReportSection,
+    Row,
     Table,
-    bullets,
     headings,
     row,
+    section_of_notes,
 )
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
 from pipeline.terminal import counted, with_article
-from pipeline.training.settings import TrainingConfig
 
 DEAD, OVERLOADED = 0.1, 2.0
 """Load of an expert, relative to an even one, below which it is dead and above it overloaded."""
@@ -50,27 +45,14 @@ SYSTEMS = "systems/"
 
 
 @dataclass
-class Translated:
-    """A corpus and the translations of its test lines."""
-
-    corpus: InputRecord
-    training: InputRecord | None  # corpus of the systems, if an evaluation names another
-    runs: dict[str, Artifact] = field(default_factory=dict)  # run → translations
-
-
-@dataclass
 class ComparedRuns:
-    """Runs, evaluations, analyses and translations that a report shows."""
+    """Runs, evaluations and analyses that a report shows."""
 
     runs: dict[str, Artifact] = field(default_factory=dict)  # run → checkpoint or translations
     evaluations: dict[str, Artifact] = field(default_factory=dict)
     analyses: dict[str, Artifact] = field(default_factory=dict)
-    translated: dict[str, Translated] = field(default_factory=dict)
-    """Digest of a corpus → its translations."""
-    missing: list[str] = field(default_factory=list)
-    """Runs of evaluations whose translations are gone or have changed."""
-    unreadable: list[str] = field(default_factory=list)
-    """Folders with a manifest that is not of this version."""
+    left_out: list[str] = field(default_factory=list)
+    """Parts that cannot be shown, each with the reason."""
 
     def add(self, name: str, path: Path) -> None:
         """Add the artifact at a path, or the artifacts in a folder by names that begin with it."""
@@ -82,21 +64,16 @@ class ComparedRuns:
         elif manifest.kind == "evaluation":
             self._add_evaluation(name, path)
         elif manifest.kind == "analysis":
-            self._add_analysis(name or path.name, path)
+            title = name or path.name
+            title = str(path) if title in self.analyses else title
+            self.analyses[title] = open_artifact(path, kind="analysis")
         else:
             raise ArtifactError(
                 f"{path} is {with_article(manifest.kind)}, which report does not show. Name a "
                 "checkpoint, translations, an evaluation, an analysis or the folder of a plan."
             )
 
-    def _add_run(
-        self,
-        name: str,
-        artifact: Artifact,
-        *,
-        otherwise: str = "",
-        training: InputRecord | None = None,
-    ) -> None:
+    def _add_run(self, name: str, artifact: Artifact, *, otherwise: str = "") -> None:
         """Add a run, by the other name if another run has the first."""
         origin, (system, mark, _) = _origin(artifact), name.partition(RUN_MARK)
         others = {run.partition(RUN_MARK)[:2] for run in self.runs}
@@ -110,14 +87,6 @@ class ComparedRuns:
                 f"Two runs are named {name!r}: {other.directory} and {artifact.directory}. Give "
                 f"each its own name, for example {name}-2={artifact.directory}."
             )
-        record = artifact.manifest.inputs.get("corpus")
-        if artifact.manifest.kind == "translations" and record is not None:
-            found = self.translated.setdefault(record.digest, Translated(record, training))
-            found.runs.setdefault(name, artifact)
-
-    def _add_analysis(self, name: str, path: Path) -> None:
-        title = str(path) if name in self.analyses else name
-        self.analyses[title] = open_artifact(path, kind="analysis")
 
     def _add_evaluation(self, name: str, path: Path) -> None:
         evaluation, prefix = open_artifact(path, kind="evaluation"), f"{name}/" if name else ""
@@ -128,11 +97,9 @@ class ComparedRuns:
         for key in (key for key in inputs if key.startswith(SYSTEMS)):
             run, translations = key.removeprefix(SYSTEMS), open_recorded(inputs[key])
             if translations is None:
-                self.missing.append(f"{prefix}{run}")
+                self.left_out.append(f"{prefix}{run} (its translations have moved or changed)")
                 continue
-            other = f"{title}/{run}"
-            training = inputs.get("training")
-            self._add_run(f"{prefix}{run}", translations, otherwise=other, training=training)
+            self._add_run(f"{prefix}{run}", translations, otherwise=f"{title}/{run}")
 
     def _add_folder(self, name: str, path: Path) -> None:
         """Add evaluations, analyses and the checkpoints that no evaluation has shown."""
@@ -141,7 +108,7 @@ class ComparedRuns:
             try:
                 manifest = read_manifest(entry)
             except ArtifactError:
-                self.unreadable.append(entry.name)
+                self.left_out.append(f"{entry.name} (it has no manifest of this version)")
                 continue
             if manifest is None or entry.name.startswith("."):
                 continue
@@ -191,127 +158,81 @@ def _origin(run: Artifact) -> str:
     return (checkpoint_of(run) or run).digest
 
 
-# The page
-
-
 def runs_report(
     compared: ComparedRuns, *, made: str, analyses: Sequence[ReportSection] = ()
 ) -> Report:
     """Return the report of any number of runs."""
-    history, systems, damaged = trace_history(compared.runs), group_runs(compared.runs), list[str]()
+    history, systems = trace_history(compared.runs), group_runs(compared.runs)
     places = {run: place for place, runs in enumerate(systems.values()) for run in runs}
-    routing = _read_routing(compared.runs, damaged)
-    scores = [
-        section
-        for name, one in compared.evaluations.items()
-        for section in _scores_sections(name, one, history, damaged)
-    ]
     sections = (
-        *scores,
+        *(
+            section
+            for name, one in compared.evaluations.items()
+            for section in _scores_sections(name, one, history, compared.left_out)
+        ),
         losses_section(history.curves),
         curves_section(history.curves, places),
         budgets_section(history),
-        _loads_section(routing),
+        _loads_section(compared.runs, compared.left_out),
         *analyses,
-        *(_samples_section(one, systems) for one in compared.translated.values()),
-        ReportSection("Notes", items=bullets(_notes(compared, history, damaged))),
+        section_of_notes("Notes", _notes(compared, history)),
     )
-    return Report(
-        f"Comparison of {counted(len(systems), 'system')}" if places else "Analyses",
-        f"Report on runs, {made}",
-        (counted(len(systems), "system"), counted(len(compared.runs), "run")),
-        tuple(section for section in sections if not section.is_empty),
-        generator="report",
-    )
+    facts = (counted(len(systems), "system"), counted(len(compared.runs), "run"))
+    title = f"Comparison of {facts[0]}" if places else "Analyses"
+    return Report(title, f"Report on runs, {made}", facts, sections, generator="report")
 
 
 def _scores_sections(
-    name: str, artifact: Artifact, history: History, damaged: list[str]
+    name: str, artifact: Artifact, history: History, left_out: list[str]
 ) -> Iterator[ReportSection]:
     """Yield the average scores of an evaluation and their comparison."""
     try:
         document = artifact.read_json("scores.json")
         evaluation = TypeAdapter(Evaluation).validate_python(document)
     except (UserError, ValidationError):
-        damaged.append(f"the scores of {name}")
+        left_out.append(f"the scores of {name} (damaged or of another version)")
         return
-    averages = averages_section(evaluation, describe_training(evaluation, history))
-    yield replace(averages, title=f"Scores of {name}")
+    yield replace(averages_section(evaluation, history), title=f"Scores of {name}")
     baseline = baseline_section(evaluation)
     yield replace(baseline, title=f"{name}: {baseline.title}")
 
 
-def _read_routing(runs: Mapping[str, Artifact], damaged: list[str]) -> dict[str, RoutingStatistics]:
-    """Return the routing statistics of the runs that have them."""
-    found = {}
+def _loads_section(runs: Mapping[str, Artifact], left_out: list[str]) -> ReportSection:
+    """Return the dead and overloaded experts of every layer of every run."""
+    rows = list[Row]()
     for name, run in runs.items():
         checkpoint = checkpoint_of(run)
         if checkpoint is None or not checkpoint.has(ROUTING_FILE):
             continue
         try:
-            found[name] = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
+            statistics = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
         except (UserError, ValueError):
-            damaged.append(f"the routing statistics of {name}")
-    return found
-
-
-def _loads_section(routing: Mapping[str, RoutingStatistics]) -> ReportSection:
-    """Return the dead and overloaded experts of every layer of every run."""
-    rows = []
-    for run, statistics in routing.items():
+            left_out.append(f"the routing statistics of {name} (damaged or of another version)")
+            continue
         summary = statistics.summary()
         for layer, routed_GE in zip(statistics.layers, statistics.routed_LGE, strict=True):
             routed_E = routed_GE.sum(0)
             if not routed_E.any():
                 continue
-            load_E, found = routed_E / routed_E.mean(), summary[layer]
+            load_E, figures = routed_E / routed_E.mean(), summary[layer]
             numbers = (len(load_E), int((load_E < DEAD).sum()), int((load_E > OVERLOADED).sum()))
             formats = {"max_load": ".2f", "dropped": ".1%", "entropy": ".2f"}
-            cells = (Cell(found[key], spec) for key, spec in formats.items())
-            rows.append(row(run, layer, *numbers, *cells))
+            cells = (Cell(figures[key], spec) for key, spec in formats.items())
+            rows.append(row(name, layer, *numbers, *cells))
     titles = ("Run", "layer", "experts", "dead", "overloaded", "largest load", "dropped", "entropy")
     return ReportSection(
         "Load of experts",
         "Counted on the validation text of the last training. The load of an expert is its number "
         f"of tokens relative to an even distribution: dead experts have less than {DEAD:g}, "
         f"overloaded ones more than {OVERLOADED:g}. Dropped is the share of routes beyond the "
-        "capacity of an expert; entropy is that of the router's probabilities, in nats.",
+        "capacity of an expert; entropy is the entropy of the router's probabilities, in nats.",
         tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),) if rows else (),
     )
 
 
-def _samples_section(translated: Translated, systems: Mapping[str, Sequence[str]]) -> ReportSection:
-    """Return some test lines of the directions that all systems translated, by their first run."""
-    corpus = open_recorded(translated.corpus)
-    training = None if translated.training is None else open_recorded(translated.training)
-    if corpus is None:
-        return EMPTY
-    translations = {
-        system: known[0]
-        for system, runs in systems.items()
-        if (known := [translated.runs[run] for run in runs if run in translated.runs])
-    }
-    thresholds = TrainingConfig().resource_thresholds
-    profiles = [
-        profile
-        for profile in describe_directions(corpus, thresholds=thresholds, training=training)
-        if all(run.has(hypotheses_name(profile.direction)) for run in translations.values())
-    ]
-    pivot, seed = pivot_of(training or corpus), EvaluationConfig().seed
-    samples = choose_samples(corpus, translations, profiles=profiles, seed=seed, pivot=pivot)
-    return samples_section(f"Translations of {corpus.directory.name}", samples)
-
-
-def _notes(compared: ComparedRuns, history: History, damaged: Sequence[str]) -> Iterator[str]:
+def _notes(compared: ComparedRuns, history: History) -> Iterator[str]:
     drawn = {curve.system for curve in history.curves}
     if bare := [run for run in compared.runs if run not in drawn]:
         yield f"No losses are recorded for {', '.join(bare)}."
-    if compared.missing:
-        missing = ", ".join(compared.missing)
-        yield f"Left out, since their translations have moved or have changed: {missing}."
-    if compared.unreadable:
-        yield f"Left out, with no manifest of this version: {', '.join(compared.unreadable)}."
-    if damaged:
-        yield f"Left out, since damaged or of another version: {', '.join(damaged)}."
-    if history.missing:
-        yield f"Budgets leave out runs that have moved or changed: {', '.join(history.missing)}."
+    if compared.left_out:
+        yield f"Left out: {', '.join(compared.left_out)}."

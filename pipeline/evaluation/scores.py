@@ -1,11 +1,125 @@
-"""Data types of an evaluation: the scores of every system, and their significance."""
+"""The interface of a score, and the data types of an evaluation that is made of scores.
 
-from collections.abc import Mapping
+A score computes sufficient statistics of every line, and scores any set of lines from their sum: a
+whole test set, or a thousand resamples at once. Its ``Column`` defines its name and format; tables,
+averages, intervals and reports use nothing else. ``scoring`` turns the recipe's choice into scores.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
-from pipeline.evaluation.score_slot import Column, Section
+from pipeline.evaluation.settings import LANGUAGE_ACCURACIES
+
+Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[Any]
+"""(lines, statistics) integers, booleans or floats; (lines,) if a line has one figure."""
+LineCount = int | Floats
+"""Number of lines that statistics are summed over; if it varies, of every draw, (draws,)."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Name, format and order of a score."""
+
+    name: str  # key in line statistics, comparisons and ``scores.json``
+    title: str
+    larger_is_better: bool | None = True  # None: neither, in evaluations of earlier versions
+    decimals: int = 1  # number of printed decimals
+    out_of_100: bool = False  # whether the score lies in 0–100 and can be drawn as a bar
+    note: str = ""  # definition of the score, for the notes of the report
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether the score is in all tables; language accuracies have their section."""
+        return self.name not in LANGUAGE_ACCURACIES
+
+    @property
+    def heading(self) -> str:
+        """Return the title, with a remark if smaller values are better."""
+        return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
+
+
+@dataclass(frozen=True)
+class TranslatedLines:
+    """The test lines of a direction and their translations, in one order."""
+
+    direction: Direction
+    hypotheses: Sequence[str]
+    references: Sequence[str]
+    read_sources: Callable[[], Sequence[str]]
+    system: str = ""
+    invalid: Sequence[int] = ()
+    """Number of invalid UTF-8 sequences dropped from each line; empty: none from any."""
+    truncated: int = 0
+    """Number of translations of a source that was cut to the maximum length of the model."""
+
+    @classmethod
+    def read(cls, system: str, corpus: Artifact, translations: Artifact, way: Direction) -> Self:
+        """Read the translations of a direction and their references."""
+        hypotheses = read_hypotheses(translations, way)
+        return cls(
+            way,
+            [hypothesis.text for hypothesis in hypotheses],
+            read_lines(corpus, "test", way.pair, way.target),
+            partial(read_lines, corpus, "test", way.pair, way.source),
+            system=system,
+            invalid=[hypothesis.invalid for hypothesis in hypotheses],
+            truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
+        )
+
+    @cached_property
+    def sources(self) -> Sequence[str]:
+        """Read the sources when a score first asks for them."""
+        return self.read_sources()
+
+
+@dataclass(frozen=True)
+class LineStatistics:
+    """Sufficient statistics of every line, and the signature of the score, if it has one."""
+
+    rows: Rows
+    signature: str = ""
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """Class of a line → number of lines; empty if the score has no classes."""
+
+
+class Score(ABC):
+    """A score. Its settings are its fields; workers receive it, so it must be picklable."""
+
+    column: Column
+
+    def covers(self, direction: Direction) -> bool:  # noqa: ARG002 (one signature)
+        """Return whether the direction can be scored; else the score is left out."""
+        return True
+
+    @abstractmethod
+    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        """Return the statistics of every line of a covered direction."""
+
+    @abstractmethod
+    def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:
+        """Return the scores of statistics summed over lines, (draws, statistics) → (draws,)."""
+
+    def of_corpus(self, rows: Rows) -> float:
+        """Return the score of all lines together."""
+        sums = rows.reshape(len(rows), -1).sum(axis=0, dtype=np.float64)
+        return float(self.of_sums(sums[None], lines=len(rows))[0])
+
+    def caveats(self) -> list[str]:
+        """Return warnings for the report."""
+        return []
+
+
+# Results of an evaluation
 
 Scores = Mapping[str, float]
 """Name of a column → score, without scores that do not cover the direction."""
@@ -57,7 +171,7 @@ class SystemScores:
     @property
     def run_names(self) -> tuple[str, ...]:
         """Return the names of its runs. A system with one run has the name of its run."""
-        return tuple(one.name for one in self.runs) or (self.name,)
+        return tuple(run.name for run in self.runs) or (self.name,)
 
 
 @dataclass(frozen=True)
@@ -70,13 +184,14 @@ class Verdicts:
 
     def decides(self, direction: str) -> bool:
         """Return whether the baseline translates a direction (``de-en``), or is by itself."""
-        found = self.directions[direction]
-        return len(found) == 1 or found[self.baseline].translates
+        return self._decides(self.directions[direction])
 
     def decides_average(self, family: Family, group: Group) -> bool:
         """Return whether the baseline translates on average over a group, or is by itself."""
-        found = self.averages[family][group]
-        return len(found) == 1 or found[self.baseline].translates
+        return self._decides(self.averages[family][group])
+
+    def _decides(self, systems: Mapping[str, Quality]) -> bool:
+        return len(systems) == 1 or systems[self.baseline].translates
 
 
 @dataclass(frozen=True)
@@ -177,10 +292,7 @@ class Evaluation:
     thresholds: tuple[int, ...]
     directions: tuple[DirectionProfile, ...]
     language_names: Mapping[str, str]  # code → English name of every language of the corpus
-    tokenizers: Mapping[str, str]  # target language → BLEU tokenizer
     systems: tuple[SystemScores, ...]
-    references: Averages | None
-    """Scores of the references themselves, as a perfect system would get them."""
     undetectable: tuple[str, ...]
     """Target languages that langdetect does not know, which have no language accuracy."""
     warnings: tuple[str, ...]
@@ -195,17 +307,8 @@ class Evaluation:
     @property
     def main_columns(self) -> tuple[Column, ...]:
         """Return the columns of the main scores, which are in all tables."""
-        return tuple(column for column in self.columns if column.section is None)
-
-    @property
-    def sections(self) -> dict[Section, tuple[Column, ...]]:
-        """Return the columns of the other scores, by the section of the report that shows them."""
-        found = dict.fromkeys(one.section for one in self.columns if one.section is not None)
-        return {
-            section: tuple(one for one in self.columns if one.section == section)
-            for section in found
-        }
+        return tuple(column for column in self.columns if column.is_main)
 
     def is_measured(self, column: Column, direction: str) -> bool:
         """Return whether every system has the score in a direction (``de-en``)."""
-        return all(column.name in one.directions[direction].scores for one in self.systems)
+        return all(column.name in system.directions[direction].scores for system in self.systems)

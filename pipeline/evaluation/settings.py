@@ -12,11 +12,6 @@ ScoreName = Literal[
     "comet",
     "language",
     "language_restricted",
-    "length_ratio",
-    "copies",
-    "empty",
-    "invalid",
-    "loops",
 ]
 """Name of a score, which is also its key in the line statistics of a direction."""
 LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")

@@ -5,7 +5,7 @@ variance has its degrees of freedom; the half-widths that Student's t distributi
 in squares (Cochran and Cox 1957). A p-value is the level of the interval that ends at zero.
 
 - **Lines.** Lines are drawn with replacement, the same for all systems (paired bootstrap, Koehn
-  2004). Directions whose lines are the same sentences (``line_sets``) share their draws, others are
+  2004). Directions with the same sentences (``line_sets``) share their draws, others are
   drawn independently. The draws of an average are the means of its directions' draws. The
   variance of the draws, times n / (n - 1) for n lines, is the variance over lines.
 - **Seeds.** The score of a system with several runs is the mean over its runs, and the variance of
@@ -28,8 +28,7 @@ from typing import Self
 import numpy as np
 
 from pipeline.evaluation.line_sets import Sentences
-from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import Comparison, Difference, Interval
+from pipeline.evaluation.scores import Column, Comparison, Difference, Floats, Interval, Score
 
 LEVEL = 0.05
 """Largest corrected p-value that is significant; 1 - LEVEL is the level of the intervals."""
@@ -62,10 +61,12 @@ def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> 
 
     ``statistics`` has name of a column → (lines, statistics), for every run.
     """
-    measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
+    measured = [
+        score for score in task.scores if all(score.column.name in found for found in statistics)
+    ]
     if not measured:
         return {}
-    blocks = [found[one.column.name] for one in measured for found in statistics]
+    blocks = [found[score.column.name] for score in measured for found in statistics]
     columns = np.concatenate(blocks, axis=1)
     sentences = task.sentences or Sentences(np.arange(len(columns)), len(columns))
     sums_of_blocks, drawn_of_blocks = [], []
@@ -78,10 +79,10 @@ def resample(statistics: Sequence[Mapping[str, Floats]], task: ResampleTask) -> 
     ends = np.cumsum([block.shape[1] for block in blocks])
     parts = iter(np.split(np.concatenate(sums_of_blocks), ends, axis=1))
     return {
-        one.column.name: np.stack(
-            [one.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
+        score.column.name: np.stack(
+            [score.of_sums(part, lines=drawn) for part in islice(parts, len(statistics))]
         )
-        for one in measured
+        for score in measured
     }
 
 
@@ -102,7 +103,7 @@ def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
 
 def read_statistics(path: Path, scores: Sequence[Score]) -> dict[str, Floats]:
     """Return the statistics of every score that a file has, (lines, statistics)."""
-    names = [one.column.name for one in scores]
+    names = [score.column.name for score in scores]
     with np.load(path, allow_pickle=False) as arrays:
         found = {name: arrays[name] for name in names if name in arrays}
     return {name: rows.astype(np.float64).reshape(len(rows), -1) for name, rows in found.items()}
@@ -157,8 +158,8 @@ class Runs:
     @classmethod
     def mean(cls, parts: Sequence[Self]) -> Self:
         """Return the average over directions."""
-        measured_R = np.mean([one.measured_R for one in parts], axis=0)
-        return cls(parts[0].seeds, measured_R, np.mean([one.draws_RB for one in parts], axis=0))
+        measured_R = np.mean([part.measured_R for part in parts], axis=0)
+        return cls(parts[0].seeds, measured_R, np.mean([part.draws_RB for part in parts], axis=0))
 
 
 def estimate(*parts: Runs, lines: int) -> Estimate:
@@ -252,12 +253,11 @@ def compare(
     def against(name: str, other: str) -> Estimate:
         return difference(systems[name], systems[other], lines=lines)
 
-    sign = -1.0 if column.larger_is_better is False else 1.0
+    sign = 1.0 if column.larger_is_better else -1.0
     leader = max(systems, key=lambda name: sign * float(systems[name].measured_R.mean()))
     leads = [against(leader, name) for name in systems if name != leader]
     is_best = (
         bool(leads)
-        and column.larger_is_better is not None
         and (translating[leader] and translating[baseline])
         and all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
     )

@@ -1,12 +1,21 @@
-"""The table model of every report, and how its figures are printed.
+"""The model of a report, and its two forms: Markdown and one self-contained HTML page.
 
-A report is a title, facts and sections; a section has figures, tables and a list. Sections
-are built once; ``rendering`` turns them into Markdown and HTML. No table is wider than
-``MAX_COLUMNS``: a wider one is split.
+A report is a title, facts and sections; a section has figures, tables and a list. No table is wider
+than ``MAX_COLUMNS``: a wider one is split. Text from outside (names of systems, directories and
+languages, translations, warnings) is escaped and appears literally. The page loads nothing and runs
+nothing; its template is in ``templates/``.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 NO_VALUE = "–"
 MAX_COLUMNS = 12
@@ -18,7 +27,7 @@ Value = str | float | None
 class Cell:
     """A cell of a table or an item of a list."""
 
-    value: Value  # A text, or a number to be printed by ``format``; None prints as a dash
+    value: Value  # a text, or a number to be printed by ``format``; None prints as a dash
     format: str = ","  # format specification of a number, as in ``f"{value:.1f}"``
     note: str = ""  # text in smaller print after the value, such as a confidence interval
     bold: bool = False
@@ -37,7 +46,6 @@ class Row:
     """A row of a table; the first cell names it."""
 
     cells: tuple[Cell, ...]
-    is_ceiling: bool = False  # whether the row shows an upper bound instead of a system
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -45,10 +53,9 @@ class Row:
         return tuple(cell.text for cell in self.cells)
 
 
-def row(*values: Cell | Value, is_ceiling: bool = False) -> Row:
+def row(*values: Cell | Value) -> Row:
     """Return a row; values that are no cells get the usual format."""
-    cells = (value if isinstance(value, Cell) else Cell(value) for value in values)
-    return Row(tuple(cells), is_ceiling=is_ceiling)
+    return Row(tuple(value if isinstance(value, Cell) else Cell(value) for value in values))
 
 
 @dataclass(frozen=True)
@@ -78,42 +85,33 @@ class Table:
     @property
     def parts(self) -> list["Table"]:
         """Return the table, split by columns if it is too wide; all parts have the first column."""
-        width = len(self.headings)
-        if width <= MAX_COLUMNS:
+        others = len(self.headings) - 1
+        if others < MAX_COLUMNS:
             return [self]
-        count = -(-(width - 1) // (MAX_COLUMNS - 1))
-        size = -(-(width - 1) // count)
-        starts = range(1, width, size)
-        return [
-            Table(
-                f"{self.title} ({number} of {count})".strip(),
-                (self.headings[0], *self.headings[start : start + size]),
-                tuple(
-                    replace(one, cells=(one.cells[0], *one.cells[start : start + size]))
-                    for one in self.rows
-                ),
-            )
-            for number, start in enumerate(starts, start=1)
-        ]
-
-
-def bullets(texts: Iterable[str]) -> tuple[Cell, ...]:
-    """Return texts as the items of a list."""
-    return tuple(map(Cell, texts))
+        count = -(-others // (MAX_COLUMNS - 1))
+        size = -(-others // count)
+        found = []
+        for number in range(count):
+            columns = slice(1 + number * size, 1 + (number + 1) * size)
+            shown = (self.headings[0], *self.headings[columns])
+            rows = (Row((line.cells[0], *line.cells[columns])) for line in self.rows)
+            title = f"{self.title} ({number + 1} of {count})".strip()
+            found.append(Table(title, shown, tuple(rows)))
+        return found
 
 
 @dataclass(frozen=True)
 class Figure:
     """A chart for the HTML page."""
 
-    svg: str  # the chart and its legend, as HTML
+    svg: str
     title: str = ""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A section of a report."""
+    """A section of a report; a section that has only a title and a lead is not shown."""
 
     title: str
     lead: str = ""  # introduction of the section, one paragraph
@@ -121,18 +119,10 @@ class ReportSection:
     tables: tuple[Table, ...] = ()
     items: tuple[Cell, ...] = ()  # items of a list
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether there is nothing to show."""
-        return not self.figures and self.is_page_only
 
-    @property
-    def is_page_only(self) -> bool:
-        """Return whether the section has nothing that Markdown can show."""
-        return not (self.tables or self.items)
-
-
-EMPTY = ReportSection("")
+def section_of_notes(title: str, texts: Iterable[str]) -> ReportSection:
+    """Return a section that is a list of texts."""
+    return ReportSection(title, items=tuple(map(Cell, texts)))
 
 
 @dataclass(frozen=True)
@@ -143,28 +133,15 @@ class Report:
     imprint: str
     facts: tuple[str, ...]
     sections: tuple[ReportSection, ...]
-    generator: str = ""  # name of the command that wrote the page
+    generator: str  # name of the command that wrote the page
 
 
-# Figures
+# Numbers
 
 
 def score_cell(value: float | None, *, decimals: int, note: str = "", bold: bool = False) -> Cell:
     """Return a score with so many decimals."""
     return Cell(value, f".{decimals}f", note=note, bold=bold)
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration in at most two units: ``2 h 5 min``, ``3 min 20 s``, ``4.2 s``."""
-    if seconds < 0.05:
-        return "< 0.1 s" if seconds > 0 else "0 s"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    if seconds < 3599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours:,} h {minutes} min"
 
 
 def format_large(value: float | None) -> str:
@@ -178,6 +155,116 @@ def format_large(value: float | None) -> str:
     return f"{value:.3g} Z"
 
 
-def joined(items: Sequence[str]) -> str:
-    """Return ``a``, ``a and b`` or ``a, b and c``."""
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+# HTML
+
+_NOT_IN_HTML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def escape_html(text: str) -> str:
+    """Return a text as HTML that shows it literally."""
+    return escape(replace_forbidden(text))
+
+
+def replace_forbidden(text: str) -> str:
+    """Replace characters that HTML cannot hold by a replacement character."""
+    return _NOT_IN_HTML.sub("\ufffd", text)
+
+
+def style_sheet() -> str:
+    """Return the style sheet of pages and pictures."""
+    return resources.files("pipeline.evaluation").joinpath("report.css").read_text("utf-8")
+
+
+@cache
+def _page() -> Environment:
+    def finalize(value: Any) -> Any:
+        """Replace characters that HTML cannot hold; autoescape does the rest."""
+        is_plain = isinstance(value, str) and not isinstance(value, Markup)
+        return replace_forbidden(value) if is_plain else value
+
+    return Environment(
+        loader=PackageLoader("pipeline.evaluation"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=finalize,
+        autoescape=True,
+    )
+
+
+def render_html(report: Report) -> str:
+    """Return a report as one HTML page."""
+    sections = [
+        section for section in report.sections if section.figures or section.tables or section.items
+    ]
+    template = _page().get_template("report.html.j2")
+    return template.render(report=report, sections=sections, style=style_sheet())
+
+
+# Markdown
+
+_SPECIAL = re.compile(
+    r"""[\\`*\[\]~|$]             # code, emphasis, links, strikethrough, cells, formulae
+    | (?<![^\W_])_ | _(?![^\W_])  # emphasis; between letters and digits it has no meaning
+    | ^[\#=] | ^[+-](?!\d)        # headings, lists, rules; signed numbers are none
+    """,
+    re.VERBOSE,
+)
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+_BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
+
+
+def render_markdown(report: Report) -> str:
+    """Return a report as Markdown, which shows tables and lists but no figures."""
+    facts = (report.imprint, " · ".join(report.facts))
+    blocks = [f"# {escape_markdown(report.title)}", *map(escape_markdown, facts)]
+    for section in report.sections:
+        if not section.tables and not section.items:
+            continue
+        blocks.append(f"## {escape_markdown(section.title)}")
+        blocks += [escape_markdown(section.lead)] if section.lead else []
+        blocks += [render_tables(section.tables)] if section.tables else []
+        blocks += ["\n".join(f"- {_markdown(one)}" for one in section.items)]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def render_tables(tables: Iterable[Table]) -> str:
+    """Return tables as Markdown."""
+    return "\n\n".join(block for table in tables for part in table.parts for block in _table(part))
+
+
+def _table(table: Table) -> Iterator[str]:
+    if table.title:
+        yield f"### {escape_markdown(table.title)}"
+    rows = (
+        [_markdown(Cell(heading.title, note=heading.note)) for heading in table.headings],
+        ["---:" if heading.is_number else "---" for heading in table.headings],
+        *([*map(_markdown, line.cells)] for line in table.rows),
+    )
+    yield "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _markdown(cell: Cell) -> str:
+    text = _code_span(cell.text) if cell.code else escape_markdown(cell.text)
+    note = f" ({escape_markdown(cell.note)})" if cell.note else ""
+    return f"**{text}**{note}" if cell.bold else f"{text}{note}"
+
+
+def escape_markdown(text: str) -> str:
+    """Return a text as one line of Markdown that shows it literally.
+
+    White space becomes a space. Bare web and mail addresses are left for the renderer to link: they
+    still show literally.
+    """
+    line = re.sub(r"[\ud800-\udfff]", "\ufffd", _BLANK.sub(" ", text)).strip()
+    escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", line)
+    escaped = re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", escaped)
+    return re.sub("[&<>]", lambda found: _ENTITIES[found.group()], escaped)
+
+
+def _code_span(text: str) -> str:
+    """Return a code span, with a fence longer than any run of backticks within it."""
+    text = _BLANK.sub(" ", text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}"

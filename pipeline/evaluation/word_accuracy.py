@@ -12,9 +12,8 @@ from files; here ``Aligner`` computes them. Words are sacreBLEU's tokens, as in 
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
@@ -28,13 +27,13 @@ from pipeline.artifacts.corpus import (
     aligned_lines,
     iterate_lines,
     line_counts,
+    read_hypotheses,
     read_lines,
     text_name,
 )
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.evaluation.bleu import words
 from pipeline.evaluation.directions import DirectionProfile, Family
-from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.evaluation.scores import WordAccuracy, WordCounts
 
 DIAGONAL_TENSION = 4.0
@@ -106,12 +105,10 @@ def _prior(sources: int, targets: int, j: int) -> Floats:
     return np.concatenate([[NULL_SHARE], (1 - NULL_SHARE) * weight / weight.sum()])
 
 
-# Words
+# Kinds of words
 
-Side = Literal["target", "source"]
-ALIGNED_LINES = 10_000  # maximum of training lines of a pair from which alignments are learned
-Values = Callable[[str], int]
 WORD_START = "\u2581"  # SentencePiece's space before a word; by itself no part of the word
+Values = Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -130,10 +127,6 @@ class Trait:
         between = [str(low) if high == low + 1 else f"{low}–{high - 1}" for low, high in ranges]
         return self.names or (*between, f"{self.cutoffs[-1]} and more")
 
-    def kind(self, value: int) -> str:
-        """Return the kind of a word with this value."""
-        return self.kinds[bisect_right(self.cutoffs, value)]
-
 
 SEEN = Trait("seen", (1,), 0, names=("unseen", "seen"))
 FREQUENCY = Trait("frequency", (1, 2, 3, 4, 5, 10, 100, 1000), 0)
@@ -145,45 +138,6 @@ Kinds = dict[str, dict[str, dict[str, WordCounts]]]
 """Name of a trait → kind of words → system → counts."""
 
 
-@dataclass(frozen=True)
-class WordInputs:
-    """Texts and settings of all directions."""
-
-    corpus: Artifact
-    systems: Mapping[str, Artifact]  # run → translations
-    training: Artifact | None  # None, or without lines: the frequency of words is not known
-    tokenizer: Artifact | None  # None: words have no fertility
-    tokenizers: Mapping[str, str]  # language → sacreBLEU's tokenizer, of all sides that are read
-    max_lines: int  # maximum number of training lines of a pair that are read
-    side: Side = "target"
-
-    @property
-    def training_pairs(self) -> dict[str, int]:
-        """Return the pairs with training lines, and their numbers."""
-        return {} if self.training is None else dict(line_counts(self.training, "train"))
-
-
-@dataclass(frozen=True)
-class WordTask:
-    """All directions into one language, or from it if source words are grouped."""
-
-    given: WordInputs
-    language: str  # of the words that are grouped
-    directions: Sequence[Direction]
-
-    def split(self, code: str) -> Callable[[str], list[str]]:
-        """Return the function that splits a line of a language into words."""
-        return partial(words, BLEU(tokenize=self.given.tokenizers[code]))
-
-
-def word_tasks(given: WordInputs, profiles: Sequence[DirectionProfile]) -> list[WordTask]:
-    """Return a task per language of the grouped words."""
-    by_language: dict[str, list[Direction]] = {}
-    for way in (profile.direction for profile in profiles):
-        by_language.setdefault(way.target if given.side == "target" else way.source, []).append(way)
-    return [WordTask(given, code, found) for code, found in sorted(by_language.items())]
-
-
 class Matches(NamedTuple):
     """Word counts of one direction of one system."""
 
@@ -191,63 +145,50 @@ class Matches(NamedTuple):
     reference: Counter[str]
     hypothesis: Counter[str]
 
-    @property
-    def words(self) -> set[str]:
-        """Return all words of both sides."""
-        return {*self.reference, *self.hypothesis}
+
+def by_kind(systems: Mapping[str, Matches], values: Mapping[Trait, Values]) -> Kinds:
+    """Return counts by trait with values, kind and system, empty kinds included."""
+    found: Kinds = {}
+    for trait in (one for one in TRAITS if one in values):
+        kinds = found[trait.name] = {kind: {} for kind in trait.kinds}
+        for name, matches in systems.items():
+            sums = [[0, 0, 0] for _ in kinds]
+            for place, counts in enumerate(matches):
+                for word, count in counts.items():
+                    sums[bisect_right(trait.cutoffs, values[trait](word))][place] += count
+            for systems_of_kind, counts_of_kind in zip(kinds.values(), sums, strict=True):
+                systems_of_kind[name] = WordCounts(*counts_of_kind)
+    return found
 
 
-WordsOfLanguage = tuple[Mapping[str, Kinds], int]
-"""Word counts of a language by direction, and the number of training lines read."""
-
-
-def words_of_language(task: WordTask) -> WordsOfLanguage:
-    """Count the words of every direction and system by kind."""
-    found = {str(direction): _count_direction(task, direction) for direction in task.directions}
-    every = {word for systems in found.values() for one in systems.values() for word in one.words}
-    values: dict[Trait, Values] = {LENGTH: len}
-    lines = 0
-    if task.given.training_pairs:
-        lines, trained = training_counts(task, wanted=every)
-        values[SEEN] = values[FREQUENCY] = trained.__getitem__
-    if task.given.tokenizer is not None:
-        tokenizer = load_tokenizer(tokenizer_folder(task.given.tokenizer))
-        values[FERTILITY] = fertilities(tokenizer, every, language=task.language).__getitem__
-    return {name: by_kind(systems, values) for name, systems in found.items()}, lines
-
-
-def _count_direction(task: WordTask, direction: Direction) -> dict[str, Matches]:
-    given, split, found = task.given, task.split(direction.target), dict[str, Matches]()
-    texts = {
-        system: TranslatedLines.read(system, given.corpus, translations, direction)
-        for system, translations in given.systems.items()
+def fertilities(tokenizer: Tokenizer, every: Iterable[str], *, language: str) -> dict[str, int]:
+    """Return the number of subwords of every word by itself, at least 1."""
+    listed = sorted(every)
+    encoded = tokenizer.encode_batch(listed, language=language)
+    return {
+        word: max(len(ids) - (tokenizer.piece(ids[0]) == WORD_START if ids else 0), 1)
+        for word, ids in zip(listed, encoded, strict=True)
     }
-    if given.side == "target":
-        for system, read in texts.items():
-            found[system] = count_words(read.hypotheses, read.references, split=split)
-        return found
-    split_source = task.split(direction.source)
-    pair, codes = direction.pair, (direction.source, direction.target)
-    sources, references = (
-        [*map(one, read_lines(given.corpus, "test", pair, code))]
-        for one, code in zip((split_source, split), codes, strict=True)
-    )
-    learned = [*zip(sources, references, strict=True)]
-    if given.training is not None and pair in given.training_pairs:
-        paths = [given.training.file(text_name("train", pair, code)) for code in codes]
-        lines = islice(aligned_lines(*paths), min(ALIGNED_LINES, given.max_lines))
-        learned = [*((split_source(one), split(other)) for one, other in lines), *learned]
-    aligner = Aligner(learned)
-    for system, read in texts.items():
-        hypotheses = [*map(split, read.hypotheses)]
-        found[system] = count_source_words(sources, hypotheses, references, aligner=aligner)
+
+
+# Matching words
+
+
+def count_words(hypotheses: Iterable[Words], references: Iterable[Words]) -> Matches:
+    """Count the words of both sides; a line shares words as often as both sides have them."""
+    found = Matches(Counter(), Counter(), Counter())
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
+        ours, theirs = Counter(hypothesis), Counter(reference)
+        found.shared.update(ours & theirs)
+        found.reference.update(theirs)
+        found.hypothesis.update(ours)
     return found
 
 
 def count_source_words(
-    sources: Sequence[list[str]],
-    hypotheses: Sequence[list[str]],
-    references: Sequence[list[str]],
+    sources: Iterable[Words],
+    hypotheses: Iterable[Words],
+    references: Iterable[Words],
     *,
     aligner: Aligner,
 ) -> Matches:
@@ -267,68 +208,117 @@ def count_source_words(
     return found
 
 
-def count_words(
-    hypotheses: Sequence[str], references: Sequence[str], *, split: Callable[[str], list[str]]
-) -> Matches:
-    """Count the words of both sides; a line shares those that both sides have, as often as both."""
-    found = Matches(Counter(), Counter(), Counter())
-    for hypothesis, reference in zip(hypotheses, references, strict=True):
-        ours, theirs = Counter(split(hypothesis)), Counter(split(reference))
-        found.shared.update(ours & theirs)
-        found.reference.update(theirs)
-        found.hypothesis.update(ours)
-    return found
+# The words of an evaluation
+
+Side = Literal["target", "source"]
+ALIGNED_LINES = 10_000  # maximum of training lines of a pair from which alignments are learned
 
 
-def training_counts(task: WordTask, *, wanted: set[str]) -> tuple[int, Counter[str]]:
-    """Return the number of training lines read, and the frequency of the wanted words in them."""
-    training = task.given.training
-    assert training is not None
-    lines, counts, split = 0, Counter[str](), task.split(task.language)
-    for pair in task.given.training_pairs:
-        if task.language in pair.split("-"):
-            path = training.file(text_name("train", pair, task.language))
-            for line in islice(iterate_lines(path), task.given.max_lines):
-                counts.update(word for word in split(line) if word in wanted)
-                lines += 1
-    return lines, counts
+@dataclass(frozen=True)
+class WordInputs:
+    """Texts and settings of all directions."""
+
+    corpus: Artifact
+    systems: Mapping[str, Artifact]  # run → translations
+    training: Artifact  # without training lines, the frequency of words is not known
+    tokenizer: Artifact | None  # None: words have no fertility
+    tokenizers: Mapping[str, str]  # language → sacreBLEU's tokenizer, of all sides that are read
+    side: Side = "target"
+    max_lines: int = 100_000  # of the training lines of a pair that are read, from the first on
+
+    @property
+    def training_pairs(self) -> dict[str, int]:
+        """Return the pairs with training lines, and their numbers."""
+        return dict(line_counts(self.training, "train"))
+
+    def split(self, code: str, lines: Iterable[str]) -> Iterator[list[str]]:
+        """Yield the words of every line of a language."""
+        bleu = BLEU(tokenize=self.tokenizers[code])
+        return (words(bleu, line) for line in lines)
 
 
-def fertilities(tokenizer: Tokenizer, every: Iterable[str], *, language: str) -> dict[str, int]:
-    """Return the number of subwords of every word alone, at least 1."""
-    listed = sorted(every)
-    encoded = tokenizer.encode_batch(listed, language=language)
+@dataclass(frozen=True)
+class WordTask:
+    """All directions into one language, or from it if source words are grouped."""
+
+    given: WordInputs
+    language: str  # of the words that are grouped
+    directions: Sequence[Direction]
+
+
+WordsOfLanguage = tuple[Mapping[str, Kinds], int]
+"""Word counts of a language by direction, and the number of training lines read."""
+
+
+def word_tasks(given: WordInputs, profiles: Sequence[DirectionProfile]) -> list[WordTask]:
+    """Return a task per language of the grouped words."""
+    by_language: dict[str, list[Direction]] = {}
+    for way in (profile.direction for profile in profiles):
+        by_language.setdefault(way.target if given.side == "target" else way.source, []).append(way)
+    return [WordTask(given, code, ways) for code, ways in sorted(by_language.items())]
+
+
+def words_of_language(task: WordTask) -> WordsOfLanguage:
+    """Count the words of every direction and system by kind."""
+    given, language = task.given, task.language
+    found = {str(direction): _count_direction(given, direction) for direction in task.directions}
+    every = {
+        word
+        for systems in found.values()
+        for matches in systems.values()
+        for word in (*matches.reference, *matches.hypothesis)
+    }
+    values: dict[Trait, Values] = {LENGTH: len}
+    lines, trained = 0, Counter[str]()
+    for pair in (pair for pair in given.training_pairs if language in pair.split("-")):
+        path = given.training.file(text_name("train", pair, language))
+        for line in given.split(language, islice(iterate_lines(path), given.max_lines)):
+            trained.update(word for word in line if word in every)
+            lines += 1
+    if given.training_pairs:
+        values[SEEN] = values[FREQUENCY] = trained.__getitem__
+    if given.tokenizer is not None:
+        tokenizer = load_tokenizer(tokenizer_folder(given.tokenizer))
+        values[FERTILITY] = fertilities(tokenizer, every, language=language).__getitem__
+    return {name: by_kind(systems, values) for name, systems in found.items()}, lines
+
+
+def _count_direction(given: WordInputs, way: Direction) -> dict[str, Matches]:
+    def test_words(code: str) -> list[list[str]]:
+        return [*given.split(code, read_lines(given.corpus, "test", way.pair, code))]
+
+    references = test_words(way.target)
+    hypotheses = {
+        system: given.split(way.target, [one.text for one in read_hypotheses(translations, way)])
+        for system, translations in given.systems.items()
+    }
+    if given.side == "target":
+        return {system: count_words(lines, references) for system, lines in hypotheses.items()}
+    sources = test_words(way.source)
+    learned = [*zip(sources, references, strict=True)]
+    if way.pair in given.training_pairs:
+        codes = (way.source, way.target)
+        paths = [given.training.file(text_name("train", way.pair, code)) for code in codes]
+        lines = [*islice(aligned_lines(*paths), min(ALIGNED_LINES, given.max_lines))]
+        source_lines = given.split(way.source, (source for source, _ in lines))
+        target_lines = given.split(way.target, (target for _, target in lines))
+        learned = [*zip(source_lines, target_lines, strict=True), *learned]
+    aligner = Aligner(learned)
     return {
-        word: max(len(ids) - (tokenizer.piece(ids[0]) == WORD_START if ids else 0), 1)
-        for word, ids in zip(listed, encoded, strict=True)
+        system: count_source_words(sources, lines, references, aligner=aligner)
+        for system, lines in hypotheses.items()
     }
 
 
-def by_kind(systems: Mapping[str, Matches], values: Mapping[Trait, Values]) -> Kinds:
-    """Return counts by trait with values, kind and system, empty kinds included."""
-    found: Kinds = {}
-    for trait in (one for one in TRAITS if one in values):
-        sums = {kind: {name: [0, 0, 0] for name in systems} for kind in trait.kinds}
-        for name, matches in systems.items():
-            for place, counts in enumerate(matches):
-                for word, count in counts.items():
-                    sums[trait.kind(values[trait](word))][name][place] += count
-        found[trait.name] = {
-            kind: {name: WordCounts(*counts) for name, counts in of_kind.items()}
-            for kind, of_kind in sums.items()
-        }
-    return found
-
-
 def join_words(
-    found: Sequence[WordsOfLanguage],
+    results: Sequence[WordsOfLanguage],
     tasks: Sequence[WordTask],
     *,
     profiles: Sequence[DirectionProfile],
     groups: Mapping[str, Sequence[str]],
 ) -> WordAccuracy:
     """Return the counts of all directions, and the sums of every family."""
-    by_direction = {name: kinds for counts, _ in found for name, kinds in counts.items()}
+    by_direction = {name: kinds for counts, _ in results for name, kinds in counts.items()}
     directions: dict[str, Kinds] = {}
     families: dict[Family, Kinds] = {}
     zero = WordCounts(0, 0, 0)
@@ -341,6 +331,6 @@ def join_words(
                     for system, members in groups.items():
                         before = into.get(system, zero)
                         into[system] = sum((runs[run] for run in members), start=before)
-    read = zip(tasks, found, strict=True)
+    read = zip(tasks, results, strict=True)
     lines = {task.language: count for task, (_, count) in read if task.given.training_pairs}
     return WordAccuracy(lines, directions, families, tasks[0].given.side if tasks else "target")

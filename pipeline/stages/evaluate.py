@@ -27,12 +27,16 @@ from pipeline.evaluation.checks import check_inputs, shared_directions
 from pipeline.evaluation.directions import describe_directions
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import NEAREST_NEIGHBOR, retrieve_all
-from pipeline.evaluation.rendering import render_html, render_markdown, render_tables
-from pipeline.evaluation.report import choose_samples, evaluation_report, imprint, summary_tables
-from pipeline.evaluation.score_sections import direction_facts
+from pipeline.evaluation.report import (
+    choose_samples,
+    direction_facts,
+    evaluation_report,
+    imprint,
+    mean_tables,
+)
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.scoring import score_systems
-from pipeline.evaluation.tables import ReportSection
+from pipeline.evaluation.tables import ReportSection, render_html, render_markdown, render_tables
 from pipeline.extensions.installed import INSTALLED
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted
@@ -47,8 +51,10 @@ def run(call: StageCall) -> None:
         thresholds=call.recipe.training.resource_thresholds,
         training=call.artifacts.get("training"),
     )
-    further: list[ReportSection] = [
-        section for one in INSTALLED for section in one.report_sections(call.many("analyses"))
+    analyses: list[ReportSection] = [
+        section
+        for extension in INSTALLED
+        for section in extension.report_sections(call.many("analyses"))
     ]
     with TemporaryDirectory(prefix="mmnmt-evaluate-") as work, call.new_artifact() as writer:
         if call.recipe.evaluation.nearest_neighbor:
@@ -69,7 +75,7 @@ def run(call: StageCall) -> None:
             history,
             choose_samples(corpus, systems, profiles=profiles, seed=seed, pivot=evaluation.pivot),
             made=imprint(),
-            further=further,
+            analyses=analyses,
         )
         writer.write_json("scores.json", asdict(evaluation))
         writer.write_json("history.json", asdict(history))
@@ -87,7 +93,7 @@ def run(call: StageCall) -> None:
             for system in evaluation.systems
         }
         writer.summary += _summary(evaluation)
-    print(render_tables(summary_tables(evaluation, history)))
+    print(render_tables(mean_tables(evaluation, history, evaluation.main_columns)))
 
 
 def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:
@@ -111,13 +117,11 @@ def _summary(evaluation: Evaluation) -> Iterator[str]:
     """Yield what was scored, a line for each finding."""
     ways, _, lines = direction_facts(evaluation)
     yield f"{counted(len(evaluation.systems), 'system')} scored on {lines} in {ways}"
-    total = len(evaluation.directions)
-    for section, columns in evaluation.sections.items():
-        known = sum(
-            any(evaluation.is_measured(column, str(profile.direction)) for column in columns)
-            for profile in evaluation.directions
-        )
-        yield f"{section.title.lower()} measured in {known} of {total} directions"
+    names = [str(profile.direction) for profile in evaluation.directions]
+    for column in evaluation.columns:
+        known = sum(evaluation.is_measured(column, name) for name in names)
+        if known < len(names):
+            yield f"{column.title} is measured in {known} of {len(names)} directions"
     if evaluation.warnings:
         yield f"{counted(len(evaluation.warnings), 'warning')}, to be read in the report"
 

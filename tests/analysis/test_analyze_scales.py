@@ -82,22 +82,17 @@ def test_choices_are_those_of_a_loop_and_leave_the_model_as_it_was(
     directions = [Direction("de", "en"), Direction("en", "de")]
     found = count_scales(translator, corpus, directions)
     for direction, lines in zip(directions, TEXTS_OF_TWO, strict=True):
-        scales = found[direction]
-        by_hand = choices_by_hand(translator, direction, lines)
-        assert scales.chosen_S.tolist() == [by_hand[scale] for scale in range(len(scales.chosen_S))]
-        vectors = scales.tokens * len(PARTS) * translator.model.spec.model.num_heads
-        assert scales.weight_S.sum() == pytest.approx(vectors), "a vector's weights sum to 1"
-        assert scales.chosen_S.sum() == vectors * translator_top_k(translator)
+        scales, by_hand = found[str(direction)], choices_by_hand(translator, direction, lines)
+        spec = translator.model.spec.model
+        top_k = spec.front.top_k  # type: ignore[union-attr]
+        assert by_hand.total() == scales["tokens"] * len(PARTS) * spec.num_heads * top_k
+        expected = [by_hand[scale] / by_hand.total() for scale in range(len(scales["share"]))]
+        assert scales["share"] == pytest.approx(expected, abs=1e-12)
+        assert (scales["weighted_share"] == scales["share"]) == (top_k == 1)
     assert not translator.model.front.router._forward_hooks  # type: ignore[union-attr]
 
 
 TEXTS_OF_TWO = (["Ein Satz.", "", "日本"], ["A sentence.", "x", "y"])
-
-
-def translator_top_k(translator: Translator) -> int:
-    front: Any = translator.model.spec.model.front
-    top_k: int = front.top_k
-    return top_k
 
 
 def test_weights_are_summed_where_their_scales_were_chosen() -> None:

@@ -37,7 +37,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf, pairwise_chrf
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.language_detector import grams_of_lines, langdetect_profiles
-from pipeline.evaluation.score_slot import Score, TranslatedLines
+from pipeline.evaluation.scores import Score, TranslatedLines
 from pipeline.evaluation.statistics import ResampleTask, resampled_scores
 
 BIBLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "bible"

@@ -16,7 +16,7 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
 from pipeline.evaluation import bleu
 from pipeline.evaluation.bleu import Bleu, BleuTokenizerOption, bleu_tokenizer
-from pipeline.evaluation.score_slot import LineStatistics, TranslatedLines
+from pipeline.evaluation.scores import LineStatistics, TranslatedLines
 
 TEXTS = {
     "13a": (

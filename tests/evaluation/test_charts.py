@@ -16,7 +16,6 @@ from pipeline.evaluation.charts import (
     Point,
     Series,
     bar_chart,
-    legend,
     line_chart,
     nice_ticks,
     picture,
@@ -76,10 +75,14 @@ def test_a_single_point_and_a_constant_line_can_be_drawn() -> None:
 
 
 def test_the_legend_shows_names_in_full_with_a_line() -> None:
-    name = "Enc(dense)-Dec(MoE-LGR) & more"
-    root = ElementTree.fromstring(legend([Series(name, ((1.0, 1.0),), 9), Series("x", (), 0)]))
-    assert ["".join(item.itertext()) for item in root.iter("li")] == [name]
+    name = "Enc(dense)-Dec(MoE-LGR) & more than one line holds"
+    series = [Series(name, ((1.0, 1.0),), 9), Series("none", (), 0)]
+    root = ElementTree.fromstring(line_chart(series, title="t", x_label="x", y_label="y"))
+    named = [one for one in root.iter("text") if one.get("class") == "name"]
+    assert len(named) > 1
+    assert " ".join(one.text or "" for one in named) == name
     assert [one.get("class") for one in root.iter("path")] == ["line s1"]
+    assert float(named[-1].attrib["y"]) < float(root.attrib["viewBox"].split()[3])
 
 
 @pytest.mark.parametrize("width", [300, 350])
@@ -151,7 +154,8 @@ def test_a_unit_of_a_scatter_chart_is_as_long_on_both_axes(points: list[Point]) 
     (at_x, at_y), (other_at_x, other_at_y) = drawn
     units = (other_at_x - at_x) / (other_x - x), (at_y - other_at_y) / (other_y - y)
     assert units[0] == pytest.approx(units[1], rel=0.05)
-    assert len(list(ElementTree.fromstring(scatter_chart(series[:1], title="t")))) == 1
+    alone = ElementTree.fromstring(scatter_chart(series[:1], title="t"))
+    assert [one.tag for one in alone] == ["circle", "path", "text"], "a point and its legend"
 
 
 def test_the_whisker_of_a_bar_spans_its_interval() -> None:
@@ -178,7 +182,7 @@ def test_a_picture_is_an_svg_document_with_its_style_and_the_names_of_its_lines(
 ) -> None:
     series = [Series("a < b", ((0.0, 1.0), (1.0, 2.0)), 0, upright=0.5), Series("none", (), 1)]
     if scheme == "line":
-        text = picture(line_chart(series, title="t", x_label="x", y_label="y"), series)
+        text = picture(line_chart(series, title="t", x_label="x", y_label="y"))
     else:
         text = picture(bar_chart([Bar("a < b", 1.0)], title="t", x_label="x"))
     root = ElementTree.fromstring(text.encode())

@@ -9,7 +9,7 @@ from support.bible_lines import bible_lines
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.chrf import Chrf, pairwise_chrf
-from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.scores import TranslatedLines
 
 DIRECTION = Direction("de", "en")
 

@@ -25,7 +25,7 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.errors import ConfigError
 from pipeline.evaluation.comet import Comet, ask_comet, load_model, scores_of
-from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.scores import TranslatedLines
 
 needs_comet = pytest.mark.skipif(
     importlib.util.find_spec("comet") is None, reason="unbabel-comet is not installed"
@@ -97,18 +97,11 @@ def test_a_checkpoint_that_could_run_code_is_refused_and_runs_none(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("stub")
-@pytest.mark.parametrize(
-    ("contents", "finding"),
-    [
-        ({"state_dict": {}}, "lacks 1 of the weights that its hparams.yaml asks for, weight among"),
-        ({"state_dict": None}, "has no state_dict. Name a checkpoint that COMET saved"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(
-    tmp_path: Path, contents: dict[str, Any], finding: str
-) -> None:
+@pytest.mark.parametrize("weights", [{}, None])
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, weights: object) -> None:
+    finding = "lacks 1 of the weights that its hparams.yaml asks for, weight among"
     with pytest.raises(ConfigError, match=finding):
-        load_model(write_stub_model(tmp_path / "model", **contents))
+        load_model(write_stub_model(tmp_path / "model", state_dict=weights))
 
 
 @pytest.mark.usefixtures("stub")
@@ -127,7 +120,7 @@ def test_an_encoder_that_is_not_at_hand_is_refused_and_not_fetched(tmp_path: Pat
         ("hparams.yaml", "a: !!python/object/apply:os.getcwd []", "hparams.yaml cannot be read"),
         ("hparams.yaml", "[1, 2]", "names no known class of COMET models.*None"),
         ("checkpoints/model.ckpt", "no checkpoint", "model.ckpt"),
-        ("checkpoints/model.ckpt", "", "model.ckpt cannot be read as a checkpoint"),
+        ("checkpoints/model.ckpt", "", "model.ckpt cannot be read"),
     ],
 )
 def test_a_folder_that_holds_no_model_is_refused_in_one_sentence(
@@ -180,8 +173,8 @@ def test_scores_are_comets_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_encoder_known_by_name_is_looked_for_in_the_models_folder(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     expected = scores_of(load_model(folder), SAMPLES)
-    told = {**settings("stranger/encoder"), "layer_transformation": "sparsemax"}
-    (folder / "hparams.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    changed = {**settings("stranger/encoder"), "layer_transformation": "sparsemax"}
+    (folder / "hparams.yaml").write_text(yaml.safe_dump(changed), encoding="utf-8")
     contents = torch.load(folder / "checkpoints" / "model.ckpt", weights_only=True)
     contents["hyper_parameters"]["pretrained_model"] = "stranger/encoder"
     write_checkpoint(folder, contents)

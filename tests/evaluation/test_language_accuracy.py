@@ -25,7 +25,7 @@ from pipeline.evaluation.language_detector import (
     langdetect_profiles,
     language_probabilities,
 )
-from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.scores import TranslatedLines
 from pipeline.languages import PAPER_GROUPS
 
 GERMAN = "Die Kinder spielen heute Nachmittag im Garten hinter dem Haus."

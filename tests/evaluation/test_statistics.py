@@ -18,11 +18,9 @@ from support.damaged_lines import BLEU_INTO, CHRF_PLUS, damaged, line_statistics
 
 from pipeline.evaluation import statistics
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.failed_outputs import Copies
 from pipeline.evaluation.language_accuracy import PLAIN, LanguageAccuracy
 from pipeline.evaluation.line_sets import Sentences
-from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import Comparison, Difference
+from pipeline.evaluation.scores import Column, Comparison, Difference, Floats, Score
 from pipeline.evaluation.statistics import (
     ResampleTask,
     Runs,
@@ -37,6 +35,7 @@ from pipeline.evaluation.statistics import (
     t_quantile,
 )
 
+ERRORS = Column("errors", "Errors", larger_is_better=False)
 HITS = LanguageAccuracy(PLAIN, frozenset({"en"}), None, seed=1)
 SCORES = (BLEU_INTO, CHRF_PLUS)
 LINES = 100
@@ -235,7 +234,7 @@ def test_only_a_system_that_translates_and_leads_all_others_is_the_best() -> Non
     assert compared({"a": base, "b": better}).best == "b"
     assert compared({"a": base, "b": better, "c": near}).best is None
     assert compared({"a": base}).best is None
-    assert compared({"a": base, "b": better}, Copies.column).best == "a", "less is better"
+    assert compared({"a": base, "b": better}, ERRORS).best == "a", "less is better"
     assert compared({"a": base, "twin": base}).best is None
     assert compared({"a": base, "b": better}, without=("b",)).best is None
     assert compared({"a": base, "b": better}, without=("a",)).best is None, "the baseline"

@@ -5,6 +5,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from pipeline.evaluation.word_accuracy import (
     SEEN,
     UNKNOWN,
     Aligner,
+    Matches,
     Trait,
     WordInputs,
     by_kind,
@@ -146,8 +148,10 @@ EVERY_KIND = {
 def test_kinds_are_named_by_their_values_and_meet_at_the_cutoffs(trait: Trait) -> None:
     assert trait.kinds == EVERY_KIND[trait]
     for place, cutoff in enumerate(trait.cutoffs):
-        assert trait.kind(cutoff - 1) == trait.kinds[place]
-        assert trait.kind(cutoff) == trait.kinds[place + 1]
+        for value, kind in ((cutoff - 1, trait.kinds[place]), (cutoff, trait.kinds[place + 1])):
+            matches = Matches(Counter(["w"]), Counter(), Counter())
+            counts = by_kind({"x": matches}, {trait: lambda _, value=value: value})[trait.name]  # type: ignore[misc]
+            assert [name for name, systems in counts.items() if systems["x"].shared] == [kind]
 
 
 def position_by_position(
@@ -174,7 +178,7 @@ def test_words_are_shared_as_they_are_when_matched_one_by_one(pairs: list[tuple[
             expected, position_by_position(*map(str.split, pair)), strict=True
         ):
             total.update(counts)
-    found = count_words([one for one, _ in pairs], [two for _, two in pairs], split=str.split)
+    found = count_words([one.split() for one, _ in pairs], [two.split() for _, two in pairs])
     assert [found.shared, found.reference, found.hypothesis] == expected
 
 
@@ -187,7 +191,7 @@ def test_the_f_measure_is_of_precision_and_recall() -> None:
 
 
 def test_every_kind_has_the_words_with_its_values() -> None:
-    matches = count_words(["a bb ccc ccc"], ["a bb bb dddd"], split=str.split)
+    matches = count_words(["a bb ccc ccc".split()], ["a bb bb dddd".split()])
     found = by_kind({"x": matches}, {LENGTH: len})
     assert found["length"]["1–3"] == {"x": WordCounts(2, 3, 4)}
     assert found["length"]["4–7"] == {"x": WordCounts(0, 1, 0)}
@@ -244,26 +248,27 @@ def translations(path: Path, lines: Sequence[str]) -> Artifact:
     return open_artifact(path, kind="translations")
 
 
+def counted(
+    given: Artifact,
+    systems: Mapping[str, Artifact],
+    *,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    side: Literal["source", "target"] = "target",
+    max_lines: int = 100,
+) -> WordAccuracy:
+    """The words of one direction, in tokens of 13a."""
+    tokenizers = {"en": "13a", "de": "13a"}
+    inputs = WordInputs(given, systems, given, None, tokenizers, side=side, max_lines=max_lines)
+    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 1, 4)
+    tasks = word_tasks(inputs, [profile])
+    results = [words_of_language(one) for one in tasks]
+    groups = groups or {name: (name,) for name in systems}
+    return join_words(results, tasks, profiles=[profile], groups=groups)
+
+
 def scored(tmp_path: Path, *, training: Sequence[str], max_lines: int = 100) -> WordAccuracy:
     systems = {name: translations(tmp_path / name, lines) for name, lines in SYSTEMS.items()}
-    given = corpus(tmp_path / "corpus", training=training)
-    profile = DirectionProfile(
-        Direction("de", "en"), "into_pivot", "low", len(training), len(REFERENCES)
-    )
-    tasks = word_tasks(
-        WordInputs(
-            given,
-            systems,
-            training=given,
-            tokenizer=None,
-            tokenizers={"en": "13a"},
-            max_lines=max_lines,
-        ),
-        [profile],
-    )
-    groups = {name: (name,) for name in systems}
-    found = [words_of_language(one) for one in tasks]
-    return join_words(found, tasks, profiles=[profile], groups=groups)
+    return counted(corpus(tmp_path / "corpus", training=training), systems, max_lines=max_lines)
 
 
 def by_brute_force(name: str, *, low: int, high: int, training: Sequence[str]) -> WordCounts:
@@ -307,17 +312,9 @@ def test_word_counts_of_runs_are_summed(tmp_path: Path) -> None:
     systems = {f"x@{seed}": one for seed, one in enumerate(SYSTEMS.values())}
     paths = {name: translations(tmp_path / name, lines) for name, lines in systems.items()}
     given = corpus(tmp_path / "corpus", training=TRAINING)
-    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 1, len(REFERENCES))
-    tasks = word_tasks(
-        WordInputs(
-            given, paths, training=None, tokenizer=None, tokenizers={"en": "13a"}, max_lines=1
-        ),
-        [profile],
-    )
-    found = [words_of_language(one) for one in tasks]
     merged, apart = (
-        join_words(found, tasks, profiles=[profile], groups=groups).directions["de-en"]["length"]
-        for groups in ({"x": tuple(systems)}, {name: (name,) for name in systems})
+        counted(given, paths, groups=groups).directions["de-en"]["length"]
+        for groups in ({"x": tuple(systems)}, None)
     )
     for kind, counts in merged.items():
         assert counts["x"] == sum(apart[kind].values(), start=WordCounts(0, 0, 0))
@@ -395,21 +392,7 @@ def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path
         writer.statistics["pairs"] = {"de-en": {"train": 30, "test": 2}}
     given_corpus = open_artifact(path, kind="corpus")
     systems = {"ours": translations(tmp_path / "ours", ["a house", "house"])}
-    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 30, 2)
-    tasks = word_tasks(
-        WordInputs(
-            given_corpus,
-            systems,
-            training=given_corpus,
-            tokenizer=None,
-            tokenizers={"en": "13a", "de": "13a"},
-            max_lines=100,
-            side="source",
-        ),
-        [profile],
-    )
-    of_tasks = [words_of_language(one) for one in tasks]
-    found = join_words(of_tasks, tasks, profiles=[profile], groups={"ours": ("ours",)})
+    found = counted(given_corpus, systems, side="source")
     assert found.side == "source"
     assert found.training_lines == {"de": 30}
     lengths = found.directions["de-en"]["length"]
@@ -437,13 +420,6 @@ def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
         writer.statistics["pairs"] = {"de-en": {"test": 4}, "de-fr": {"train": 1}}
     given = open_artifact(path, kind="corpus")
     systems = {"ours": translations(tmp_path / "ours", SYSTEMS["ours"])}
-    profile = DirectionProfile(Direction("de", "en"), "zero_shot", None, 0, 4)
-    (task,) = word_tasks(
-        WordInputs(
-            given, systems, training=given, tokenizer=None, tokenizers={"en": "13a"}, max_lines=9
-        ),
-        [profile],
-    )
-    found, lines = words_of_language(task)
-    assert lines == 0
-    assert found["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)
+    found = counted(given, systems)
+    assert found.training_lines == {"en": 0}
+    assert found.directions["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.score_slot import Rows, TranslatedLines
+from pipeline.evaluation.scores import Rows, TranslatedLines
 
 BLEU_INTO, CHRF_PLUS = Bleu("13a", {"en": "13a"}), Chrf()
 WORDS = "a cat the dog sat on mat . , 12 houses were built near rivers".split()

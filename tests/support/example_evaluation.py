@@ -7,7 +7,7 @@ trained on; ``baseline`` is not trained.
 from collections.abc import Mapping
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.evaluation.averages import average_scores, by_group, judge, quality
+from pipeline.evaluation.averages import assess, by_group, quality, system_scores
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.curves import Curve, CurvePoint
@@ -64,9 +64,9 @@ def scores_of(bleu: Mapping[str, float]) -> dict[str, Scores]:
 
 def system(name: str, bleu: Mapping[str, float]) -> SystemScores:
     scores = scores_of(bleu)
-    return SystemScores(
-        name=name,
-        directions={
+    return system_scores(
+        name,
+        {
             direction: DirectionScores(
                 one,
                 30,
@@ -77,7 +77,7 @@ def system(name: str, bleu: Mapping[str, float]) -> SystemScores:
             )
             for direction, one in scores.items()
         },
-        averages=average_scores(scores, profiles=PROFILES),
+        profiles=PROFILES,
     )
 
 
@@ -121,11 +121,6 @@ def significance(names: Mapping[str, str]) -> Significance:
 
 def evaluation(*, second: str = "experts") -> Evaluation:
     names = {"dense": "dense", "second": second, "baseline": "baseline"}
-    references: dict[str, Scores] = {
-        str(one.direction): accuracies(97.1, 98.2)
-        for one in PROFILES
-        if one.direction.target != "mg"
-    }
     systems = [system(names[key], bleu) for key, bleu in BLEU.items()]
     return Evaluation(
         columns=(Bleu.column, Chrf.column, PLAIN, RESTRICTED),
@@ -133,12 +128,10 @@ def evaluation(*, second: str = "experts") -> Evaluation:
         thresholds=(100, 500),
         directions=PROFILES,
         language_names=NAMES,
-        tokenizers=dict.fromkeys(NAMES, "13a"),
         systems=tuple(systems),
-        references=average_scores(references, profiles=PROFILES),
         undetectable=("mg",),
         warnings=(f"{second}: 3 translations are empty.",),
-        verdicts=judge(systems, baseline="dense", profiles=PROFILES),
+        verdicts=assess(systems, baseline="dense", profiles=PROFILES),
         significance=significance(names),
     )
 
@@ -157,8 +150,8 @@ def history(system_name: str) -> History:
     )
     return History(
         curves=(
-            Curve(system_name, points, points, before=16),
-            Curve("dense", points[:1], ()),
+            Curve(system_name, points, before=16),
+            Curve("dense", points[:1]),
         ),
         missing=("shards",),
         trainings=(DENSE, assembled, SystemTraining("baseline")),

@@ -54,7 +54,7 @@ max_length_ratio = 0.0
 max_extra_length = 3
 tokens = 20000
 [evaluation]
-scores = ["chrf", "invalid"]
+scores = ["chrf"]
 """
 
 

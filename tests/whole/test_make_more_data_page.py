@@ -18,7 +18,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, line_counts, provenance_name, read_lines
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.scores import TranslatedLines
 from pipeline.jobs.runner import run_plan
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.evaluation.score_slot import (
+from pipeline.evaluation.scores import (
     Column,
     Floats,
     LineCount,
@@ -61,9 +61,9 @@ VARIANT = Variant(
         ],
         "pipeline/evaluation/scoring.py": [
             (
-                "from pipeline.evaluation.score_slot import",
+                "from pipeline.evaluation.scores import",
                 "from pipeline.evaluation.source_ratio import SourceRatio\n"
-                "from pipeline.evaluation.score_slot import",
+                "from pipeline.evaluation.scores import",
             ),
             (
                 '            case "chrf":\n',

@@ -14,7 +14,7 @@ Y places of a grid.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -40,23 +40,14 @@ from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import counted, track
 
-MAX_LINES = 200
-"""Most lines of a direction, and most parallel lines."""
-MAX_POINTS = 1000
-"""Most lines of all languages together that t-SNE places."""
-MIN_POINTS = 10
-"""Fewest lines of all languages together that t-SNE can place."""
-SEED = derive_seed("analyze_languages", "t-SNE") % 2**32
-"""Seed of t-SNE, which takes 32 bits."""
+MAX_LINES = 200  # of a direction, and of parallel lines
+MIN_POINTS, MAX_POINTS = 10, 1000  # lines of all languages together that t-SNE places
+SEED = derive_seed("analyze_languages", "t-SNE") % 2**32  # t-SNE takes 32 bits
 
-SHARES = (0.5, 0.9)
-"""Shares of the density of a language's points that outlines hold."""
-PLACES = 32
-"""Places of the grid of an outline in each dimension."""
-MARGIN = 3.0
-"""Margin of that grid around the points, in standard deviations of a kernel."""
+SHARES = (0.5, 0.9)  # of the density of a language's points, held by outlines
+PLACES = 48  # cells of the grid of an outline in each dimension
+MARGIN = 3.0  # of that grid around the points, in standard deviations of a kernel
 
-Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Segment = tuple[tuple[float, float], tuple[float, float]]
 
@@ -77,7 +68,7 @@ def run(call: StageCall) -> None:
     selection = select_directions(corpus, checkpoint=checkpoint)
     translator = Translator(checkpoint, DecodingConfig())
     translator.model.eval()
-    layers = moe_layer_names(translator.model.spec)
+    layers = list(moe_layer_names(translator.model.spec))
     states = encode_parallel_lines(translator, corpus, selection.taken)
     routes = count_routes(translator, corpus, selection.taken)
     if not states.lines and not routes:
@@ -86,8 +77,23 @@ def run(call: StageCall) -> None:
             "token of its lines goes to an expert of the model: there is nothing to compare. Name "
             "a corpus of one text in several languages, or a model with experts."
         )
-    families = {profile.direction: profile.family for profile in profiles}
-    document = languages_document(routes, states, families=families, layers=layers)
+    families = {str(profile.direction): profile.family for profile in profiles}
+    points = place_points(states.state_PD)
+    document = {
+        "analysis": "languages",
+        "pivot": states.pivot,
+        "layers": layers,
+        "directions": {name: {"family": families[name], **routes[name]} for name in routes},
+        "parallel_lines": len(states.lines),
+        "encoded": {code: str(direction) for code, direction in states.directions.items()},
+        "pairs": {
+            f"{one}-{other}": compare(states.state_PD[one], states.state_PD[other])
+            for one, other in combinations(states.state_PD, 2)
+            if states.lines
+        },
+        "points": points,
+        "outlines": {code: outlines(of_language) for code, of_language in points.items()},
+    }
     with call.new_artifact() as writer:
         write_analysis(writer, document)
         writer.statistics.update(
@@ -110,25 +116,13 @@ def run(call: StageCall) -> None:
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Routes of the lines of a direction to the experts, before the capacity limit."""
-
-    lines: int
-    routed_LE: Counts
-
-
-@dataclass(frozen=True)
 class States:
     """Encoder states of lines that several languages have."""
 
-    pivot: str
-    """The language whose lines are looked up in all its pairs."""
-    lines: tuple[str, ...]
-    """The lines in the pivot."""
-    directions: Mapping[str, Direction]
-    """Language → direction whose tags its lines have."""
-    state_PD: Mapping[str, Floats]
-    """Language → states of its translations of the lines."""
+    pivot: str  # language of most pairs
+    lines: tuple[str, ...]  # its lines that are in all of its pairs
+    directions: Mapping[str, Direction]  # language → direction that gives its lines their tags
+    state_PD: Mapping[str, Floats]  # language → states of its translations of the lines
 
 
 def batch_of(
@@ -141,14 +135,14 @@ def batch_of(
     inputs = [(*one.prompt, *ids) for one, ids in zip(sources, behind, strict=True)]
     nothing = torch.zeros(0, dtype=torch.int64)
     batch = Batch(
-        source_N=torch.tensor([token for one in sources for token in one.tokens]),
-        source=Packing.from_lengths([len(one.tokens) for one in sources]),
+        source_N=torch.tensor([token for source in sources for token in source.tokens]),
+        source=Packing.from_lengths([len(source.tokens) for source in sources]),
         target_N=torch.tensor([token for ids in inputs for token in ids]),
         target=Packing.from_lengths([len(ids) for ids in inputs]),
         label_rows_L=nothing,
         labels_L=nothing,
-        source_language_B=torch.tensor([one.source_language for one in sources]),
-        target_language_B=torch.tensor([one.target_language for one in sources]),
+        source_language_B=torch.tensor([source.source_language for source in sources]),
+        target_language_B=torch.tensor([source.target_language for source in sources]),
         pair_B=nothing,
         line_B=nothing,
         source_begins_N=source_begins(sources, torch.device("cpu")),
@@ -169,44 +163,40 @@ def encode(model: Transformer, batch: Batch) -> Tensor:
     return x_ND
 
 
-# ---------------------------------------------------------------- experts
-
-
-def count_routes(
-    translator: Translator, corpus: Artifact, directions: Sequence[Direction]
-) -> dict[Direction, Routes]:
-    """Count the routes of every direction that has lines; empty for a model without experts."""
-    if not moe_layer_names(translator.model.spec):
-        return {}
-    found = {
-        direction: _count_direction(translator, corpus, direction)
-        for direction in track(directions, label="experts")
-    }
-    return {direction: one for direction, one in found.items() if one.lines}
+# Experts
 
 
 @torch.inference_mode()
-def _count_direction(translator: Translator, corpus: Artifact, direction: Direction) -> Routes:
-    sources, targets = (
-        read_lines(corpus, "test", direction.pair, code)
-        for code in (direction.source, direction.target)
-    )
-    tokens: dict[int, list[int]] = {}
-    jobs = []
-    for job in _drawn([Job(direction, line, text) for line, text in enumerate(sources)]):
-        ids = translator.tokenizer.encode(targets[job.line].strip(), language=direction.target)
-        if _fits(translator, len(ids), *translator.lengths([job])):
-            tokens[job.line] = ids
-            jobs.append(job)
-    spec = translator.model.spec
-    experts = spec.model.moe.num_experts if spec.model.moe else 0
-    routed_LE = np.zeros((len(moe_layer_names(spec)), experts), dtype=np.int64)
-    for cut in translator.cut(jobs):
-        behind = [tokens[job.line] for job in cut]
-        batch = batch_of(translator.model, translator.sources(cut), behind)
-        for counts_E, record in zip(routed_LE, translator.model(batch).routing, strict=True):
-            counts_E += record.routed_E.cpu().numpy()
-    return Routes(len(jobs), routed_LE)
+def count_routes(
+    translator: Translator, corpus: Artifact, directions: Sequence[Direction]
+) -> dict[str, dict[str, Any]]:
+    """Count the routes to the experts of every direction that has lines.
+
+    Returns:
+        Direction → its number of ``lines``, and their routes before the capacity limit, ``routed``
+        (L, E); empty for a model without experts.
+    """
+    spec, found = translator.model.spec, {}
+    for direction in track(directions if spec.model.moe else (), label="experts"):
+        codes = (direction.source, direction.target)
+        sources, targets = (read_lines(corpus, "test", direction.pair, code) for code in codes)
+        tokens: dict[int, list[int]] = {}
+        jobs = []
+        for job in _drawn([Job(direction, line, text) for line, text in enumerate(sources)]):
+            ids = translator.tokenizer.encode(targets[job.line].strip(), language=direction.target)
+            if _fits(translator, len(ids), *translator.lengths([job])):
+                tokens[job.line] = ids
+                jobs.append(job)
+        experts = spec.model.moe.num_experts if spec.model.moe else 0
+        routed_LE = np.zeros((len(moe_layer_names(spec)), experts), dtype=np.int64)
+        for cut in translator.cut(jobs):
+            behind = [tokens[job.line] for job in cut]
+            batch = batch_of(translator.model, translator.sources(cut), behind)
+            for counts_E, record in zip(routed_LE, translator.model(batch).routing, strict=True):
+                counts_E += record.routed_E.cpu().numpy()
+        if jobs:
+            found[str(direction)] = {"lines": len(jobs), "routed": routed_LE.tolist()}
+    return found
 
 
 def _drawn(items: Sequence[Any]) -> list[Any]:
@@ -220,7 +210,7 @@ def _fits(translator: Translator, *lengths: int) -> bool:
     return all(0 < length <= translator.max_tokens for length in lengths)
 
 
-# ---------------------------------------------------------------- encoder states
+# Encoder states
 
 
 def encode_parallel_lines(
@@ -231,7 +221,7 @@ def encode_parallel_lines(
     A language is encoded with the tags of its direction into that language where there is one. A
     language without lines is left out.
     """
-    pivot = most_paired([one.pair for one in directions])
+    pivot = most_paired([direction.pair for direction in directions])
     chosen: dict[str, Direction] = {}
     for one in sorted(directions, key=lambda one: (one.source, one.target != pivot, one.target)):
         if pivot in (one.source, one.target):
@@ -282,34 +272,26 @@ def _mean_states(translator: Translator, direction: Direction, texts: Sequence[s
     return mean_PD
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """Cosines between the states of lines in two languages."""
+def compare(one_PD: Floats, other_PD: Floats) -> dict[str, float | None]:
+    """Compare the states of the same lines in two languages.
 
-    same: float
-    """Mean cosine of a line and its translation."""
-    different: float | None
-    """Mean cosine of two different lines; None of a single line."""
-    retrieved: float
-    """Share of lines whose translation is the nearest line of the other language, averaged over
-    both directions of retrieval."""
-
-
-def compare(one_PD: Floats, other_PD: Floats) -> Likeness:
-    """Compare the states of the same lines in two languages."""
+    Returns:
+        ``same``, the mean cosine of a line and its translation; ``different``, of two different
+        lines, None of a single line; and ``retrieved``, the share of lines with a translation that
+        is the nearest line of the other language, averaged over both directions of retrieval.
+    """
     unit_PD, other_unit_PD = (
         state_PD / np.linalg.norm(state_PD, axis=1, keepdims=True)
         for state_PD in (one_PD, other_PD)
     )
     cosine_PP = unit_PD @ other_unit_PD.T
     number, own_P = len(cosine_PP), np.arange(len(cosine_PP))
-    same = float(np.trace(cosine_PP))
-    others = number * (number - 1)
-    return Likeness(
-        same=same / number,
-        different=(float(cosine_PP.sum()) - same) / others if others else None,
-        retrieved=float(np.mean([cosine_PP.argmax(axis) == own_P for axis in (0, 1)])),
-    )
+    same, others = float(np.trace(cosine_PP)), number * (number - 1)
+    return {
+        "same": same / number,
+        "different": (float(cosine_PP.sum()) - same) / others if others else None,
+        "retrieved": float(np.mean([cosine_PP.argmax(axis) == own_P for axis in (0, 1)])),
+    }
 
 
 def installed_tsne() -> Any:
@@ -341,47 +323,14 @@ def place_points(state_PD: Mapping[str, Floats]) -> dict[str, list[list[float]]]
     }
 
 
-def languages_document(
-    found: Mapping[Direction, Routes],
-    states: States,
-    *,
-    families: Mapping[Direction, str],
-    layers: Sequence[str],
-) -> dict[str, Any]:
-    """Return the content of ``languages.json``."""
-    points = place_points(states.state_PD)
-    return {
-        "analysis": "languages",
-        "pivot": states.pivot,
-        "layers": list(layers),
-        "directions": {
-            str(direction): {
-                "family": families[direction],
-                "lines": one.lines,
-                "routed": one.routed_LE.tolist(),
-            }
-            for direction, one in found.items()
-        },
-        "parallel_lines": len(states.lines),
-        "encoded": {code: str(direction) for code, direction in states.directions.items()},
-        "pairs": {
-            f"{one}-{other}": asdict(compare(states.state_PD[one], states.state_PD[other]))
-            for one, other in combinations(states.state_PD, 2)
-            if states.lines
-        },
-        "points": points,
-        "outlines": {code: outlines(of_language) for code, of_language in points.items()},
-    }
-
-
-# ---------------------------------------------------------------- outlines
+# Outlines
 
 
 def outlines(points: Sequence[Sequence[float]]) -> list[list[Segment]]:
     """Return an outline per share; none of points (x, y) that are too few or lie on a line.
 
-    An outline bounds the region of highest density that holds a share of it. It consists of the
-    segments in which it crosses the triangles of a grid, in no order.
+    An outline bounds the cells of a grid with the highest density that hold the share of it. It
+    consists of the edges between a cell inside and a cell outside, in no order.
     """
     from scipy.stats import gaussian_kde  # scikit-learn brings it
 
@@ -391,45 +340,27 @@ def outlines(points: Sequence[Sequence[float]]) -> list[list[Segment]]:
         return []
     density = gaussian_kde(xy_2N)
     margin_2 = MARGIN * np.sqrt(density.covariance.diagonal())
-    x_X, y_Y = np.linspace(xy_2N.min(axis=1) - margin_2, xy_2N.max(axis=1) + margin_2, PLACES).T
-    grid_2XY = np.stack(np.meshgrid(x_X, y_Y, indexing="ij"))
+    low_2, high_2 = xy_2N.min(axis=1) - margin_2, xy_2N.max(axis=1) + margin_2
+    step_2 = (high_2 - low_2) / PLACES
+    middles = (np.arange(PLACES) + 0.5) * step_2[:, None] + low_2[:, None]
+    grid_2XY = np.stack(np.meshgrid(*middles, indexing="ij"))
     density_XY = density(grid_2XY.reshape(2, -1)).reshape(PLACES, PLACES)
     falling = np.sort(density_XY, axis=None)[::-1]
     held = np.cumsum(falling) / falling.sum()
-    levels = (falling[np.searchsorted(held, share)] for share in SHARES)
-    return [list(crossings(x_X, y_Y, density_XY - level)) for level in levels]
-
-
-def crossings(x_X: Floats, y_Y: Floats, height_XY: Floats) -> Iterator[Segment]:
-    """Yield where the sign of heights changes: a segment in each triangle that has both signs.
-
-    Each cell of the grid is two triangles, in which heights are linear.
-    """
-    for i in range(len(x_X) - 1):
-        for j in range(len(y_Y) - 1):
-            for third in ((i + 1, j), (i, j + 1)):
-                corners = ((i, j), third, (i + 1, j + 1))
-                above = [bool(height_XY[corner] > 0) for corner in corners]
-                if all(above) or not any(above):
-                    continue
-                single = corners[above.index(sum(above) == 1)]
-                start, end = (
-                    _crossing(x_X, y_Y, height_XY, single, corner)
-                    for corner in corners
-                    if corner != single
-                )
-                yield start, end
-
-
-def _crossing(
-    x_X: Floats, y_Y: Floats, height_XY: Floats, one: tuple[int, int], other: tuple[int, int]
-) -> tuple[float, float]:
-    """Return where heights are zero between two places of opposite signs."""
-    one, other = sorted((one, other))  # neighboring triangles find the same place
-    share = height_XY[one] / (height_XY[one] - height_XY[other])
-    start, end = (np.array([x_X[place[0]], y_Y[place[1]]]) for place in (one, other))
-    x, y = np.round(start + share * (end - start), 3).tolist()
-    return x, y
+    found = []
+    for share in SHARES:
+        is_inside_XY = np.pad(density_XY >= falling[np.searchsorted(held, share)], 1)
+        segments: list[Segment] = []
+        for axis in (0, 1):
+            # An edge between two cells along one axis runs along the other axis.
+            along_2 = np.array([axis == 1, axis == 0])
+            corner_E2 = np.argwhere(np.diff(is_inside_XY, axis=axis)) - 1 + ~along_2
+            for corner_2 in corner_E2:
+                ends = (low_2 + step_2 * place_2 for place_2 in (corner_2, corner_2 + along_2))
+                (x1, y1), (x2, y2) = (end_2.round(3).tolist() for end_2 in ends)
+                segments.append(((x1, y1), (x2, y2)))
+        found.append(segments)
+    return found
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ only white space do not count.
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import languages, line_counts, pair_name, read_lines
+from pipeline.artifacts.corpus import line_counts, pair_name, read_lines
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.errors import ArtifactError
 from pipeline.extensions.analysis.report import write_analysis
@@ -28,64 +28,37 @@ WHITE_SPACE = ("\u2581", "<0x20>", " ")
 
 def run(call: StageCall) -> None:
     """Measure the test lines and write the analysis."""
-    found = measure_conciseness(call.artifacts["corpus"])
-    document = {"analysis": "lengths", "order": found.order, **asdict(found)}
-    segmented = {}
+    corpus = call.artifacts["corpus"]
+    document = {"analysis": "lengths", **measure_lengths(corpus)}
     if "tokenizer" in call.artifacts:
         tokenizer = load_tokenizer(tokenizer_folder(call.artifacts["tokenizer"]))
-        segmented = measure_segmentation(call.artifacts["corpus"], tokenizer)
-        document["segmentation"] = {
-            code: {**asdict(one), "fertility": one.fertility, "unknown_share": one.unknown_share}
-            for code, one in segmented.items()
-        }
+        document["segmentation"] = measure_segmentation(corpus, tokenizer)
+    order, lines, pivot = (document[key] for key in ("order", "parallel_lines", "pivot"))
     with call.new_artifact() as writer:
         write_analysis(writer, document)
-        writer.statistics.update(languages=len(found.order), parallel_lines=found.parallel_lines)
-        if found.parallel_lines:
-            writer.summary.append(
-                f"bytes of {counted(len(found.order), 'language')} in "
-                f"{counted(found.parallel_lines, 'line')} that all of them have: "
-                f"{found.order[0]} is the longest, {found.order[-1]} the most concise"
-            )
-        else:
-            writer.summary.append(
-                f"no line of {found.pivot} is in all of its pairs; languages are compared by the "
-                f"ratio of their bytes to those of {found.pivot}, each on its own lines"
-            )
-        if segmented:
-            writer.summary.append(
-                "pieces a word: "
-                + listed(f"{code} {one.fertility or 0:.2f}" for code, one in segmented.items())
-            )
-        if unknown := {code: one for code, one in segmented.items() if one.unknown}:
-            writer.summary.append(
-                "unknown pieces: "
-                + listed(f"{code} {one.unknown_share or 0:.2%}" for code, one in unknown.items())
-            )
+        writer.statistics.update(languages=len(order), parallel_lines=lines)
+        writer.summary.append(
+            f"bytes of {counted(len(order), 'language')} in {counted(lines, 'line')} that all of "
+            f"them have: {order[0]} is the longest, {order[-1]} the most concise"
+            if lines
+            else f"no line of {pivot} is in all of its pairs; languages are compared by the ratio "
+            f"of their bytes to the bytes of {pivot}, each on its own lines"
+        )
+        segmented = document.get("segmentation", {})
+        for title, key, spec in (
+            ("pieces a word", "fertility", ".2f"),
+            ("unknown pieces", "unknown_share", ".2%"),
+        ):
+            known = {code: counts[key] or 0 for code, counts in segmented.items()}
+            texts = [f"{code} {value:{spec}}" for code, value in known.items() if value]
+            writer.summary += [f"{title}: {listed(texts)}"] if texts else []
 
 
-@dataclass(frozen=True)
-class Segmentation:
-    """Counts of the words and pieces of a language."""
+def measure_segmentation(corpus: Artifact, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """Count the words and pieces of every language over the test lines of all its pairs.
 
-    words: int
-    pieces: int
-    unknown: int
-    """Pieces that are not in the vocabulary."""
-
-    @property
-    def fertility(self) -> float | None:
-        """Pieces per word; None without words."""
-        return self.pieces / self.words if self.words else None
-
-    @property
-    def unknown_share(self) -> float | None:
-        """Share of unknown pieces among all; None without pieces."""
-        return self.unknown / self.pieces if self.pieces else None
-
-
-def measure_segmentation(corpus: Artifact, tokenizer: Tokenizer) -> dict[str, Segmentation]:
-    """Count the words and pieces of every language over the test lines of all its pairs."""
+    Fertility is None without words, and the share of unknown pieces is None without pieces.
+    """
     words, pieces, unknown = Counter[str](), Counter[str](), Counter[str]()
     white = {index for index in range(tokenizer.size) if tokenizer.piece(index) in WHITE_SPACE}
     for pair in sorted(line_counts(corpus, "test")):
@@ -95,26 +68,60 @@ def measure_segmentation(corpus: Artifact, tokenizer: Tokenizer) -> dict[str, Se
             for ids in tokenizer.encode_batch(lines, language=code):
                 pieces[code] += sum(index not in white for index in ids)
                 unknown[code] += ids.count(tokenizer.unk_id)
-    return {code: Segmentation(words[code], pieces[code], unknown[code]) for code in sorted(words)}
+    return {
+        code: {
+            "words": words[code],
+            "pieces": pieces[code],
+            "unknown": unknown[code],
+            "fertility": pieces[code] / words[code] if words[code] else None,
+            "unknown_share": unknown[code] / pieces[code] if pieces[code] else None,
+        }
+        for code in sorted(words)
+    }
 
 
-@dataclass(frozen=True)
-class Conciseness:
-    """Lengths of languages in bytes for the same text."""
+def measure_lengths(corpus: Artifact) -> dict[str, Any]:
+    """Measure the lines of the language of most pairs, the pivot, that are in all of its pairs.
 
-    pivot: str
-    parallel_lines: int
-    """Number of lines of the pivot that are in all its pairs."""
-    mean_bytes: Mapping[str, float]
-    """Language → mean length of its translations of those lines; empty without such lines."""
-    ratio_to_pivot: Mapping[str, float]
-    """Language → its bytes / the pivot's bytes, over all lines of their pair."""
+    Returns:
+        ``pivot``; ``parallel_lines``, the number of these lines; ``mean_bytes``, language → mean
+        length of its translations, empty without such lines; ``ratio_to_pivot``, language → its
+        bytes divided by the pivot's, over all lines of their pair; and ``order``, the languages
+        from the longest to the most concise.
 
-    @property
-    def order(self) -> list[str]:
-        """Languages from the longest to the most concise."""
-        known = self.mean_bytes or self.ratio_to_pivot
-        return sorted(known, key=lambda code: (-known[code], code))
+    Raises:
+        ArtifactError: the corpus has no test lines.
+    """
+    pairs = sorted(line_counts(corpus, "test"))
+    if not pairs:
+        raise ArtifactError(
+            f"{corpus.directory} has no test lines. Name a corpus that has test sets."
+        )
+    pivot = most_paired(pairs)
+    sides = {
+        _other(pair, pivot): translations_of(corpus, pair, pivot)
+        for pair in pairs
+        if pivot in pair.split("-")
+    }
+    shared = set.intersection(*map(set, sides.values()))
+    texts = {pivot: dict(zip(shared, shared, strict=True)), **sides} if shared else {}
+    mean_bytes = {
+        code: sum(byte_length(translations[line]) for line in shared) / len(shared)
+        for code, translations in sorted(texts.items())
+    }
+    ratios = {pivot: 1.0}
+    for code in sides:
+        pair = pair_name(code, pivot)
+        if total := total_bytes(corpus, pair, pivot):
+            ratios[code] = total_bytes(corpus, pair, code) / total
+    known = mean_bytes or ratios
+    return {
+        "order": sorted(known, key=lambda code: (-known[code], code)),
+        "pivot": pivot,
+        "parallel_lines": len(shared),
+        "mean_bytes": mean_bytes,
+        "ratio_to_pivot": ratios,
+    }
 
 
 def byte_length(line: str) -> int:
@@ -125,48 +132,6 @@ def byte_length(line: str) -> int:
 def total_bytes(corpus: Artifact, pair: str, code: str) -> int:
     """Return the bytes of all test lines of one side of a pair."""
     return sum(map(byte_length, read_lines(corpus, "test", pair, code)))
-
-
-def measure_conciseness(corpus: Artifact, *, pivot: str | None = None) -> Conciseness:
-    """Measure the translations of the pivot's lines that are in all its pairs.
-
-    Args:
-        corpus: a corpus with test lines.
-        pivot: by default the language of most pairs, preferably English.
-
-    Raises:
-        ArtifactError: the corpus has no test lines, or none of the pivot.
-    """
-    pairs = sorted(line_counts(corpus, "test"))
-    if not pairs:
-        raise ArtifactError(
-            f"{corpus.directory} has no test lines. Name a corpus that has test sets."
-        )
-    pivot = pivot or most_paired(pairs)
-    sides = {
-        _other(pair, pivot): translations_of(corpus, pair, pivot)
-        for pair in pairs
-        if pivot in pair.split("-")
-    }
-    if not sides:
-        raise ArtifactError(
-            f"{corpus.directory} has no test lines of {pivot!r}. Name one of its languages: "
-            f"{', '.join(languages(corpus))}."
-        )
-    shared = set.intersection(*map(set, sides.values()))
-    mean_bytes = {}
-    if shared:
-        texts = {pivot: dict(zip(shared, shared, strict=True)), **sides}
-        mean_bytes = {
-            code: sum(byte_length(translations[line]) for line in shared) / len(shared)
-            for code, translations in sorted(texts.items())
-        }
-    ratios = {pivot: 1.0}
-    for code in sides:
-        pair = pair_name(code, pivot)
-        if total := total_bytes(corpus, pair, pivot):
-            ratios[code] = total_bytes(corpus, pair, code) / total
-    return Conciseness(pivot, len(shared), mean_bytes, ratios)
 
 
 def most_paired(pairs: Sequence[str]) -> str:
@@ -183,11 +148,8 @@ def _other(pair: str, pivot: str) -> str:
 def translations_of(corpus: Artifact, pair: str, pivot: str) -> dict[str, str]:
     """Return line of the pivot → its (first) translation in the test lines of a pair."""
     found: dict[str, str] = {}
-    for line, translation in zip(
-        read_lines(corpus, "test", pair, pivot),
-        read_lines(corpus, "test", pair, _other(pair, pivot)),
-        strict=True,
-    ):
+    sides = (read_lines(corpus, "test", pair, code) for code in (pivot, _other(pair, pivot)))
+    for line, translation in zip(*sides, strict=True):
         if line.strip():
             found.setdefault(line.strip(), translation)
     return found

@@ -14,15 +14,13 @@ Legend: N real tokens, 3 queries, keys and values, H heads, S scales (Δ + 1), C
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, read_lines
+from pipeline.artifacts.corpus import Direction, pair_name, read_lines
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, ConfigError
@@ -36,34 +34,6 @@ from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import counted, track
 
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Scales chosen for the test lines of a direction, over queries, keys, values and heads."""
-
-    lines: int
-    tokens: int
-    """Source tokens, tags and end-of-sentence included."""
-    chosen_S: Floats
-    """Times that each scale was among the top-k."""
-    weight_S: Floats
-    """Sum of the weights of each scale when it was among the top-k."""
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Return the shares of δ = 0, 1, … by number of choices and by weight, and their means."""
-        share, weighted_share = (
-            (values_S / values_S.sum()).tolist() for values_S in (self.chosen_S, self.weight_S)
-        )
-        return {
-            "share": share,
-            "mean": mean_scale(share),
-            "weighted_share": weighted_share,
-            "weighted_mean": mean_scale(weighted_share),
-        }
-
 
 class ScaleCounter:
     """Forward hook of the router that counts the choices made from its logits."""
@@ -74,6 +44,7 @@ class ScaleCounter:
 
     def reset(self) -> None:
         """Forget the counts."""
+        # How often each scale was among the top-k, and the sum of its weights there.
         self.chosen_S, self.weight_S = np.zeros((2, self._config.max_scale + 1))
 
     def __call__(self, router: nn.Module, inputs: object, logits: Tensor) -> None:  # noqa: ARG002
@@ -86,37 +57,53 @@ class ScaleCounter:
         self.chosen_S += np.bincount(scale, minlength=len(self.chosen_S))
         self.weight_S += np.bincount(scale, weights=weight, minlength=len(self.weight_S))
 
+    def shares(self) -> dict[str, Any]:
+        """Return the shares of δ = 0, 1, … by number of choices and by weight, and their means."""
+        share, weighted_share = (
+            (values_S / values_S.sum()).tolist() for values_S in (self.chosen_S, self.weight_S)
+        )
+        return {
+            "share": share,
+            "mean": mean_scale(share),
+            "weighted_share": weighted_share,
+            "weighted_mean": mean_scale(weighted_share),
+        }
+
 
 def run(call: StageCall) -> None:
     """Encode the sources of all test directions that the model knows; count and write scales."""
     corpus, checkpoint = call.artifacts["corpus"], call.artifacts["checkpoint"]
     selection = select_directions(corpus, checkpoint=checkpoint)
-    scales = count_scales(Translator(checkpoint, DecodingConfig()), corpus, selection.taken)
-    if not scales:
+    directions = count_scales(Translator(checkpoint, DecodingConfig()), corpus, selection.taken)
+    if not directions:
         raise ArtifactError(
             f"The test lines of {corpus.directory} are all empty. Name a corpus that has text."
         )
-    document = scales_document(scales, corpus=corpus)
+    pairs = compare_pairs(directions, corpus)
     with call.new_artifact() as writer:
-        write_analysis(writer, document)
-        means = {direction: one["mean"] for direction, one in document["directions"].items()}
+        write_analysis(writer, {"analysis": "scales", "directions": directions, "pairs": pairs})
         writer.statistics.update(
-            directions=len(scales),
-            pairs=len(document["pairs"]),
+            directions=len(directions),
+            pairs=len(pairs),
             skipped_directions=[str(direction) for direction in selection.skipped],
         )
+        means = {direction: counts["mean"] for direction, counts in directions.items()}
         least, most = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         writer.summary.append(
-            f"scales of {counted(len(scales), 'direction')} and "
-            f"{counted(len(document['pairs']), 'pair')} counted; their mean δ goes from "
+            f"scales of {counted(len(directions), 'direction')} and "
+            f"{counted(len(pairs), 'pair')} counted; their mean δ goes from "
             f"{means[least]:.3f} ({least}) to {means[most]:.3f} ({most})"
         )
 
 
 def count_scales(
     translator: Translator, corpus: Artifact, directions: Sequence[Direction]
-) -> dict[Direction, Scales]:
+) -> dict[str, dict[str, Any]]:
     """Count the scales of every direction that has text, in batches of one direction.
+
+    Returns:
+        Direction → number of its lines, of their tokens (tags and end-of-sentence included), and
+        the shares of scales over queries, keys, values and heads.
 
     Raises:
         ConfigError: the model has no scales.
@@ -125,7 +112,7 @@ def count_scales(
     front = scale_chooser(model)
     counter = ScaleCounter(front.config)
     hook = front.router.register_forward_hook(counter)
-    scales: dict[Direction, Scales] = {}
+    scales = {}
     try:
         for direction in track(directions, label="scales"):
             texts = read_lines(corpus, "test", direction.pair, direction.source)
@@ -136,7 +123,8 @@ def count_scales(
                 tokens += sum(len(source.tokens) for source in sources)
                 encode(model, batch_of(model, sources))
             if tokens:
-                scales[direction] = Scales(len(jobs), tokens, counter.chosen_S, counter.weight_S)
+                counts = {"lines": len(jobs), "tokens": tokens}
+                scales[str(direction)] = {**counts, **counter.shares()}
             counter.reset()
     finally:
         hook.remove()
@@ -168,26 +156,23 @@ def _entropy(shares: Sequence[float]) -> float:
     return -sum(share * math.log2(share) for share in shares if share > 0)
 
 
-def scales_document(scales: Mapping[Direction, Scales], *, corpus: Artifact) -> dict[str, Any]:
-    """Return the content of ``scales.json``: directions, and pairs with both directions."""
-    directions = {
-        str(direction): {"lines": one.lines, "tokens": one.tokens, **one.figures}
-        for direction, one in scales.items()
-    }
+def compare_pairs(
+    directions: Mapping[str, Mapping[str, Any]], corpus: Artifact
+) -> dict[str, dict[str, float | None]]:
+    """Return the divergence and the ratio of bytes of the pairs with both directions."""
     pairs = {}
-    for direction in scales:
-        back = f"{direction.target}-{direction.source}"
-        if str(direction) == direction.pair and back in directions:
-            first, second = (
-                total_bytes(corpus, direction.pair, code)
-                for code in (direction.source, direction.target)
+    for name in directions:
+        first, second = name.split("-")
+        back = f"{second}-{first}"
+        if name == pair_name(first, second) and back in directions:
+            first_bytes, second_bytes = (
+                total_bytes(corpus, name, code) for code in (first, second)
             )
-            shares = (directions[name]["share"] for name in (direction.pair, back))
-            pairs[direction.pair] = {
-                "divergence": divergence(*shares),
-                "length_ratio": first / second if second else None,
+            pairs[name] = {
+                "divergence": divergence(directions[name]["share"], directions[back]["share"]),
+                "length_ratio": first_bytes / second_bytes if second_bytes else None,
             }
-    return {"analysis": "scales", "directions": directions, "pairs": pairs}
+    return pairs
 
 
 if __name__ == "__main__":

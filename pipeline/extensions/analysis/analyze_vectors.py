@@ -7,8 +7,7 @@ include the scores of a model without language vectors if one is given.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
@@ -17,7 +16,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.scores import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis.report import write_analysis
 from pipeline.extensions.analysis.settings import AnalysisConfig
@@ -25,20 +24,8 @@ from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track
 
-RIGHT = ""
-"""Key of the scores with the source's own vector."""
 SUMMARY_LINES = 5
 """Most directions that the summary describes, in a line each."""
-
-
-@dataclass(frozen=True)
-class VectorScores:
-    """Scores of the translations of a direction with one vector."""
-
-    bleu: float
-    chrf: float
-    changed: int
-    """Lines that are translated otherwise than with the right vector."""
 
 
 def run(call: StageCall) -> None:
@@ -47,7 +34,7 @@ def run(call: StageCall) -> None:
     if recipe.decoding.router_language:
         raise ConfigError(
             "decoding.router_language shows one language to the router always, and this stage "
-            "shows those of analysis.router_languages in turn. Leave it out."
+            "shows analysis.router_languages in turn. Leave it out."
         )
     chosen = chosen_directions(call)
     translator = Translator(call.artifacts["checkpoint"], recipe.decoding)
@@ -57,9 +44,8 @@ def run(call: StageCall) -> None:
     without = Translator(plain, recipe.decoding, segmenters=segmenters) if plain else None
     every = recipe.section_of(AnalysisConfig).router_languages or translator.tokenizer.languages
     codes = list(dict.fromkeys(map(translator.code_of, every)))
-    found: dict[Direction, dict[str, VectorScores]] = {}
-    beside: dict[Direction, VectorScores] = {}
     corpus, settings = call.artifacts["corpus"], recipe.evaluation
+    document: dict[str, dict[str, Any]] = {}
     for direction in track(chosen, label="vectors"):
         shown = [code for code in codes if code != direction.source]
         if not shown:
@@ -67,24 +53,23 @@ def run(call: StageCall) -> None:
                 f"analysis.router_languages names only {direction.source}, the source of "
                 f"{direction}. Name another language."
             )
-        found[direction] = score_vectors(
-            translator, corpus, direction, shown=shown, settings=settings
-        )
+        scores = score_vectors(translator, corpus, direction, shown=shown, settings=settings)
+        document[str(direction)] = {**scores, "without": None}
         if without is not None:
-            beside[direction] = score_vectors(
-                without, corpus, direction, shown=[], settings=settings
-            )[RIGHT]
+            plain_scores = score_vectors(without, corpus, direction, shown=[], settings=settings)
+            document[str(direction)]["without"] = plain_scores["right"]
     with call.new_artifact() as writer:
-        write_analysis(writer, vectors_document(found, beside))
-        for direction, scores in found.items():
-            worst, loss = largest_loss(scores)
+        write_analysis(writer, {"analysis": "vectors", "directions": document})
+        for name in [*document][:SUMMARY_LINES]:
+            right = document[name]["right"]["chrf"]
+            wrong = {code: one["chrf"] for code, one in document[name]["wrong"].items()}
+            worst = min(wrong, key=wrong.__getitem__)
             writer.summary.append(
-                f"{direction}: chrF++ {scores[RIGHT].chrf:.1f} with the vector of "
-                f"{direction.source}, {loss:.2f} less with that of {worst}, the worst of "
-                f"{len(scores) - 1}"
+                f"{name}: chrF++ {right:.1f} with the vector of {name.split('-')[0]}, "
+                f"{right - wrong[worst]:.2f} less with the vector of {worst}, the worst of "
+                f"{len(wrong)}"
             )
-        del writer.summary[SUMMARY_LINES:]
-        writer.statistics["directions"] = len(found)
+        writer.statistics["directions"] = len(document)
 
 
 def chosen_directions(call: StageCall) -> list[Direction]:
@@ -113,18 +98,19 @@ def score_vectors(
     *,
     shown: Sequence[str],
     settings: EvaluationConfig,
-) -> dict[str, VectorScores]:
+) -> dict[str, Any]:
     """Translate and score a direction with the right vector and the vectors of other languages.
 
     Args:
         translator: the model.
         corpus: test lines.
         direction: direction to translate.
-        shown: languages whose vectors the router sees in turn.
+        shown: languages with vectors that the router sees in turn.
         settings: settings of the scores.
 
     Returns:
-        Language shown → scores, ``RIGHT`` first.
+        BLEU, chrF++ and the number of lines that are translated otherwise than with the right
+        vector: with the right one in ``right``, by language shown in ``wrong``.
 
     Raises:
         ConfigError: the model's router sees no language, or the model does not know one.
@@ -133,22 +119,25 @@ def score_vectors(
     references = read_lines(corpus, "test", direction.pair, direction.target)
     bleu = Bleu.into([direction.target], option=settings.bleu_tokenizer)
     right = translate_lines(translator, direction, sources)
-    found = {RIGHT: right}
+    wrong = {}
     for language in shown:
         translator.show_router(language)
-        found[language] = translate_lines(translator, direction, sources)
+        wrong[language] = translate_lines(translator, direction, sources)
     if shown:
         translator.show_router(None)
 
-    def scored(texts: list[str]) -> VectorScores:
+    def scored(texts: list[str]) -> dict[str, float]:
         lines = TranslatedLines(direction, texts, references, lambda: sources)
-        return VectorScores(
-            bleu=bleu.of_corpus(bleu.line_statistics(lines).rows),
-            chrf=Chrf().of_corpus(Chrf().line_statistics(lines).rows),
-            changed=sum(one != other for one, other in zip(texts, right, strict=True)),
-        )
+        return {
+            "bleu": bleu.of_corpus(bleu.line_statistics(lines).rows),
+            "chrf": Chrf().of_corpus(Chrf().line_statistics(lines).rows),
+            "changed": sum(one != other for one, other in zip(texts, right, strict=True)),
+        }
 
-    return {language: scored(texts) for language, texts in found.items()}
+    return {
+        "right": scored(right),
+        "wrong": {language: scored(texts) for language, texts in wrong.items()},
+    }
 
 
 def translate_lines(
@@ -161,35 +150,6 @@ def translate_lines(
         for job, hypothesis in zip(batch, translator.translate(batch), strict=True):
             found[job.line] = hypothesis.text
     return [found[line] for line in range(len(sources))]
-
-
-def largest_loss(scores: Mapping[str, VectorScores]) -> tuple[str, float]:
-    """Return the language whose vector costs most chrF++, and its cost."""
-    wrong = [language for language in scores if language != RIGHT]
-    worst = min(wrong, key=lambda language: scores[language].chrf)
-    return worst, scores[RIGHT].chrf - scores[worst].chrf
-
-
-def vectors_document(
-    found: Mapping[Direction, Mapping[str, VectorScores]], beside: Mapping[Direction, VectorScores]
-) -> dict[str, Any]:
-    """Return the content of ``vectors.json``.
-
-    Args:
-        found: direction → language shown → scores.
-        beside: direction → scores of the model without vectors; empty if there is none.
-    """
-    return {
-        "analysis": "vectors",
-        "directions": {
-            str(direction): {
-                "right": asdict(scores[RIGHT]),
-                "wrong": {code: asdict(one) for code, one in scores.items() if code != RIGHT},
-                "without": asdict(beside[direction]) if direction in beside else None,
-            }
-            for direction, scores in found.items()
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Show analyses: their charts as SVG files, and their sections of an evaluation's report."""
+"""Show analyses: their charts as SVG files, and their sections of a report."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,6 @@ from pipeline.evaluation.charts import (
     Series,
     bar_chart,
     heat_map,
-    legend,
     line_chart,
     picture,
     scatter_chart,
@@ -26,7 +26,6 @@ from pipeline.evaluation.tables import (
     ReportSection,
     Row,
     Table,
-    Value,
     headings,
     row,
     score_cell,
@@ -38,22 +37,10 @@ SHOWN_PAIRS = 12
 
 
 @dataclass(frozen=True)
-class Chart:
-    """A chart, which becomes a file and a figure of the report."""
+class Chart(Figure):
+    """A figure of a report that is also a file of the artifact."""
 
-    name: str
-    """Name of the file, without its ending."""
-    svg: str
-    series: tuple[Series, ...] = ()
-    """Series that its legend names."""
-    title: str = ""
-    note: str = ""
-
-    @property
-    def figure(self) -> Figure:
-        """Return the chart as a figure of a report."""
-        described = legend(self.series) if self.series else ""
-        return Figure(self.svg + described, title=self.title, note=self.note)
+    name: str = ""  # name of the file, without its ending
 
 
 def write_analysis(writer: ArtifactWriter, document: JsonObject) -> None:
@@ -61,9 +48,10 @@ def write_analysis(writer: ArtifactWriter, document: JsonObject) -> None:
     kind = document["analysis"]
     writer.statistics["analysis"] = kind
     writer.write_json(f"{kind}.json", document)
-    for chart in CHARTS[kind](document):
-        text = picture(chart.svg, chart.series)
-        writer.path(f"{chart.name}.svg").write_text(text, encoding="utf-8", newline="\n")
+    charts, _ = PARTS[kind]
+    for chart in charts(document):
+        path = writer.path(f"{chart.name}.svg")
+        path.write_text(picture(chart.svg), encoding="utf-8", newline="\n")
 
 
 def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
@@ -78,7 +66,9 @@ def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
 def _section(name: str, artifact: Artifact) -> ReportSection:
     kind: Any = artifact.statistics.get("analysis")
     try:
-        return SECTIONS[kind](name, artifact.read_json(f"{kind}.json"))
+        charts, section = PARTS[kind]
+        document = artifact.read_json(f"{kind}.json")
+        return section(name, document, tuple(islice(charts(document), SHOWN_PAIRS)))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ArtifactError(
             f"{artifact.directory} holds no analysis that reports can show. Run stage "
@@ -86,16 +76,16 @@ def _section(name: str, artifact: Artifact) -> ReportSection:
         ) from error
 
 
-def _number(value: float, decimals: int) -> Cell:
-    """Return a number as text: formatting it here finds values that are no numbers."""
-    return Cell(score_cell(value, decimals=decimals).text)
+def _number(value: float | None, decimals: int) -> Cell:
+    """Return a number as text, empty for None: formatting it here finds other values."""
+    return Cell("" if value is None else score_cell(value, decimals=decimals).text)
 
 
-def _percent(share: float) -> Cell:
-    return _number(100 * share, 1)
+def _percent(share: float | None, decimals: int = 1) -> Cell:
+    return _number(None if share is None else 100 * share, decimals)
 
 
-# ---------------------------------------------------------------- scales
+# scales
 
 
 def scale_charts(document: JsonObject) -> Iterator[Chart]:
@@ -117,55 +107,41 @@ def scale_charts(document: JsonObject) -> Iterator[Chart]:
         )
         title, y_label = f"Scales chosen, {pair}", "share of choices, %"
         svg = line_chart(series, title=title, x_label="δ", y_label=y_label)
-        yield Chart(f"scales-{pair}", svg, series)
+        yield Chart(svg, name=f"scales-{pair}")
 
 
-def _scales(name: str, document: JsonObject) -> ReportSection:
+def _scales(name: str, document: JsonObject, figures: tuple[Figure, ...]) -> ReportSection:
     directions = document["directions"]
     scales = range(max(len(counts["share"]) for counts in directions.values()))
     by_direction = tuple(
         row(
             direction,
-            _number(counts["mean"], 3),
-            _number(counts["weighted_mean"], 3),
+            *(_number(counts[mean], 3) for mean in ("mean", "weighted_mean")),
             *map(_percent, counts["share"]),
         )
         for direction, counts in directions.items()
     )
     by_pair = tuple(
-        row(
-            pair,
-            _number(compared["divergence"], 5),
-            "" if compared["length_ratio"] is None else _number(compared["length_ratio"], 3),
-        )
+        row(pair, _number(compared["divergence"], 5), _number(compared["length_ratio"], 3))
         for pair, compared in document["pairs"].items()
     )
-    shares = (f"δ = {scale}, %" for scale in scales)
+    titles = headings("Direction", "mean δ", "by weight", *(f"δ = {one}, %" for one in scales))
+    of_pairs = headings("Pair", "Jensen–Shannon divergence, bits", "byte ratio, first to second")
     return ReportSection(
         f"Scales chosen by {name}",
         "Shares of each δ among the top-k choices for the vectors of all source tokens, heads, "
         "and queries, keys and values; and mean δ, by number of choices and by weight. The charts "
-        f"show the pairs whose two directions differ most, at most {SHOWN_PAIRS}; dotted lines are "
-        "means.",
+        f"show the pairs with the most different directions, at most {SHOWN_PAIRS}; dotted lines "
+        "are means.",
+        figures,
         tables=(
-            Table(
-                "By direction", headings("Direction", "mean δ", "by weight", *shares), by_direction
-            ),
-            Table(
-                "Both directions of a pair",
-                headings("Pair", "Jensen–Shannon divergence, bits", "byte ratio, first to second"),
-                by_pair,
-            ),
+            Table("By direction", titles, by_direction),
+            Table("Both directions of a pair", of_pairs, by_pair),
         ),
-        figures=_figures(scale_charts(document)),
     )
 
 
-def _figures(charts: Iterator[Chart]) -> tuple[Figure, ...]:
-    return tuple(chart.figure for chart, _ in zip(charts, range(SHOWN_PAIRS), strict=False))
-
-
-# ---------------------------------------------------------------- language vectors
+# language vectors
 
 
 def vectors_charts(document: JsonObject) -> Iterator[Chart]:
@@ -179,10 +155,10 @@ def vectors_charts(document: JsonObject) -> Iterator[Chart]:
         low = max(2 * min(values) - max(values), 0.0)  # the smallest bar is half of the largest
         title = f"Wrong language vectors, {direction}"
         svg = bar_chart(bars, title=title, x_label="chrF++", low=low)
-        yield Chart(f"vectors-{direction}", svg)
+        yield Chart(svg, name=f"vectors-{direction}")
 
 
-def _vectors(name: str, document: JsonObject) -> ReportSection:
+def _vectors(name: str, document: JsonObject, figures: tuple[Figure, ...]) -> ReportSection:
     rows = tuple(
         row(
             f"{direction}, {shown}",
@@ -203,33 +179,34 @@ def _vectors(name: str, document: JsonObject) -> ReportSection:
         "Scores when the router is given the vector of another language than the source's, while "
         "the tags stay right; and the number of translations that change. The bars do not begin "
         "at 0.",
+        figures,
         tables=(
             Table("By language shown", headings("Direction", "BLEU", "chrF++", "changed"), rows),
         ),
-        figures=_figures(vectors_charts(document)),
     )
 
 
-# ---------------------------------------------------------------- lengths
+# lengths
 
 
 def lengths_charts(document: JsonObject) -> Iterator[Chart]:
     """Draw the lengths of languages from the longest to the most concise (MoCE, Figure 3)."""
     lengths, label = document["mean_bytes"], "mean bytes per line"
     if not lengths:
-        lengths, label = document["ratio_to_pivot"], f"bytes by those of {document['pivot']}"
+        lengths, label = (
+            document["ratio_to_pivot"],
+            f"bytes divided by bytes of {document['pivot']}",
+        )
     bars = [Bar(code, lengths[code]) for code in document["order"]]
-    yield Chart("lengths", bar_chart(bars, title="Length of languages in bytes", x_label=label))
+    yield Chart(
+        bar_chart(bars, title="Length of languages in bytes", x_label=label), name="lengths"
+    )
 
 
-def _lengths(name: str, document: JsonObject) -> ReportSection:
+def _lengths(name: str, document: JsonObject, figures: tuple[Figure, ...]) -> ReportSection:
     means, ratios = document["mean_bytes"], document["ratio_to_pivot"]
     rows = tuple(
-        row(
-            code,
-            _number(means[code], 1) if means else "",
-            _number(ratios[code], 3) if code in ratios else "",
-        )
+        row(code, _number(means[code] if means else None, 1), _number(ratios.get(code), 3))
         for code in document["order"]
     )
     lines, pivot = document["parallel_lines"], document["pivot"]
@@ -241,30 +218,26 @@ def _lengths(name: str, document: JsonObject) -> ReportSection:
     titles = headings("Language", "bytes per line", f"ratio to {pivot}")
     tables = [Table("From the longest to the most concise", titles, rows)]
     if segmented := document.get("segmentation", {}):
-        titles = headings("Language", "words", "pieces per word", "unknown pieces")
+        titles = headings("Language", "words", "pieces per word", "unknown pieces, %")
         rows = tuple(
             row(
                 code,
                 f"{counts['words']:,}",
-                _optional(counts["fertility"], ".2f"),
-                _optional(counts["unknown_share"], ".2%"),
+                _number(counts["fertility"], 2),
+                _percent(counts["unknown_share"], 2),
             )
             for code, counts in segmented.items()
         )
         tables.append(Table("By the tokenizer's pieces", titles, rows))
     return ReportSection(
         f"Lengths in bytes: {name}",
-        f"{measured}; and ratio of bytes to those of {pivot}, over all test lines of their pair.",
+        f"{measured}; and ratio of bytes to the bytes of {pivot}, over all test lines of a pair.",
+        figures,
         tables=tuple(tables),
-        figures=_figures(lengths_charts(document)),
     )
 
 
-def _optional(value: float | None, spec: str) -> Value:
-    return "" if value is None else format(value, spec)
-
-
-# ---------------------------------------------------------------- languages inside a model
+# languages inside a model
 
 
 def expert_shares(document: JsonObject) -> dict[Family, dict[str, list[float]]]:
@@ -292,11 +265,8 @@ def language_charts(document: JsonObject) -> Iterator[Chart]:
     high = max((max(row) for rows in shares.values() for row in rows.values()), default=1.0)
     for family, rows in shares.items():
         title = title_of_family(family, pivot=pivot)
-        experts = [str(expert) for expert in range(len(next(iter(rows.values()))))]
-        svg = heat_map(
-            rows, experts, title=f"Experts, {title}", x_label="expert", low=0.0, high=high
-        )
-        yield Chart(f"experts-{family}", svg, title=title)
+        svg = heat_map(rows, title=f"Experts, {title}", x_label="expert", high=high)
+        yield Chart(svg, title=title, name=f"experts-{family}")
     if not document["points"]:
         return
     outlines = document["outlines"]
@@ -315,11 +285,11 @@ def language_charts(document: JsonObject) -> Iterator[Chart]:
     )
     note = "Outlines hold 50 and 90 % of the kernel density of a language's points."
     title = "Encoder states of the same lines"
-    svg = scatter_chart(series, title=title)
-    yield Chart("states", svg, series, f"{title}, t-SNE", note if any(outlines.values()) else "")
+    shown = note if any(outlines.values()) else ""
+    yield Chart(scatter_chart(series, title=title), f"{title}, t-SNE", shown, name="states")
 
 
-def _languages(name: str, document: JsonObject) -> ReportSection:
+def _languages(name: str, document: JsonObject, figures: tuple[Figure, ...]) -> ReportSection:
     layers, pivot, lines = document["layers"], document["pivot"], document["parallel_lines"]
     experts = (
         f"The heat maps show the share of a language's tokens that each expert of {layers[-1]} "
@@ -346,12 +316,8 @@ def _languages(name: str, document: JsonObject) -> ReportSection:
             tuple(_overlap_rows(expert_shares(document))),
         ),
     )
-    return ReportSection(
-        f"Languages inside {name}",
-        f"{experts} {states}",
-        tables=tuple(table for table in tables if table.rows),
-        figures=_figures(language_charts(document)),
-    )
+    shown = tuple(table for table in tables if table.rows)
+    return ReportSection(f"Languages inside {name}", f"{experts} {states}", figures, shown)
 
 
 def _likeness_rows(document: JsonObject) -> Iterator[Row]:
@@ -362,7 +328,7 @@ def _likeness_rows(document: JsonObject) -> Iterator[Row]:
             continue
         same, retrieved = (fmean(one[key] for one in pairs) for key in ("same", "retrieved"))
         others = [one["different"] for one in pairs if one["different"] is not None]
-        different = _number(fmean(others), 3) if others else ""
+        different = _number(fmean(others) if others else None, 3)
         yield row(code, _number(same, 3), different, _percent(retrieved))
 
 
@@ -372,21 +338,14 @@ def _overlap_rows(shares: Mapping[Family, Mapping[str, list[float]]]) -> Iterato
     out_of = shares.get("out_of_pivot", {})
     for code, own in shares.get("zero_shot", {}).items():
         others = [np.mean([*into.values()], axis=0) if into else None, out_of.get(code)]
-        yield row(
-            code,
-            *("" if one is None else _percent(float(np.minimum(own, one).sum())) for one in others),
-        )
+        common = (None if one is None else float(np.minimum(own, one).sum()) for one in others)
+        yield row(code, *map(_percent, common))
 
 
-CHARTS = {
-    "scales": scale_charts,
-    "vectors": vectors_charts,
-    "lengths": lengths_charts,
-    "languages": language_charts,
+PARTS = {
+    "scales": (scale_charts, _scales),
+    "vectors": (vectors_charts, _vectors),
+    "lengths": (lengths_charts, _lengths),
+    "languages": (language_charts, _languages),
 }
-SECTIONS = {
-    "scales": _scales,
-    "vectors": _vectors,
-    "lengths": _lengths,
-    "languages": _languages,
-}
+"""Kind of an analysis → its charts and its section."""

@@ -9,4 +9,4 @@ class AnalysisConfig(Settings):
     directions: tuple[str, ...] = ()
     """Directions to translate, for example ``ro-en``; empty: all test directions."""
     router_languages: tuple[str, ...] = ()
-    """Languages whose vectors the router is given; empty: all that the model knows."""
+    """Languages: the router is given the vector of each; empty: all that the model knows."""
