@@ -16,7 +16,7 @@ from pipeline.artifacts.artifact import (
     new_artifact,
     open_artifact,
 )
-from pipeline.checkpoints.checkpoint import open_checkpoint
+from pipeline.checkpoints.checkpoint import ModelSource, open_checkpoint, own_source
 from pipeline.checkpoints.foreign import ctranslate2_model
 from pipeline.checkpoints.foreign.families import M2M100_TABLE, NLLB_MOE_TABLE
 from pipeline.checkpoints.foreign.layouts import Layout, chosen_layout, entries_of
@@ -37,8 +37,6 @@ from pipeline.checkpoints.foreign.written_folder import (
     write_tensors,
     write_vocabulary,
 )
-from pipeline.checkpoints.opening import own_source
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import CheckpointError, ConfigError
 
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
-from pipeline.checkpoints.training_state import read_position, split_key
+from pipeline.checkpoints.resharding import split_key
+from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.config.recorded import setting_changes
 from pipeline.errors import ArtifactError

@@ -19,9 +19,9 @@ from support.tiny_models import EOS_ID
 from torch import Tensor
 
 from pipeline.batching.batch import Example
+from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.ctranslate2_model import _Specification
 from pipeline.checkpoints.names import named_slices
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.model.transformer import Transformer
 
 Sequences = list[tuple[int, ...]]

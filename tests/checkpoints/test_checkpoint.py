@@ -27,14 +27,8 @@ from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.checkpoints.training_state import (
-    CheckedState,
-    Piece,
-    PieceReader,
-    Position,
-    Target,
-    write_pieces,
-)
+from pipeline.checkpoints.resharding import CheckedState, Piece, PieceReader, Target, write_pieces
+from pipeline.checkpoints.training_state import Position
 from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World

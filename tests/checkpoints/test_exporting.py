@@ -24,11 +24,12 @@ from transformers import M2M100ForConditionalGeneration
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
+from pipeline.checkpoints.checkpoint import own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, export_checkpoint
 from pipeline.checkpoints.foreign.families import open_foreign
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
 from pipeline.checkpoints.foreign.written_folder import Format, with_pieces
-from pipeline.checkpoints.opening import import_checkpoint, own_source
+from pipeline.checkpoints.importing import import_checkpoint
 from pipeline.cli import checkpoint_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.building import build_model

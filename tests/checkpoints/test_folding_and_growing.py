@@ -23,17 +23,15 @@ from transformers import M2M100ForConditionalGeneration, M2M100Tokenizer
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.batching.batch import Batch
-from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
-from pipeline.checkpoints.assembly.rules import PARTS, Blueprint, Part
-from pipeline.checkpoints.checkpoint import load_model
+from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan
+from pipeline.checkpoints.assembly.writing import RECEIPT_FILE
+from pipeline.checkpoints.checkpoint import load_model, own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, export_checkpoint
-from pipeline.checkpoints.folding import fold_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.foreign.written_folder import Format
-from pipeline.checkpoints.language_pruning import prune_languages
 from pipeline.checkpoints.names import named_slices, num_parameters
+from pipeline.checkpoints.pruning import fold_checkpoint, prune_languages
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.settings import Route
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
@@ -166,21 +164,24 @@ def test_a_model_of_one_route_does_not_translate_by_another(tmp_path: Path) -> N
 # ---------------------------------------------------------------- grow
 
 
+def growing(directory: Path, spec: ModelSpec) -> AssemblyPlan:
+    """The plan of a model whose parts are all of one checkpoint."""
+    source = own_source(open_artifact(directory, kind="checkpoint"))
+    return AssemblyPlan(spec, dict.fromkeys(PARTS, source), UpcyclingConfig(), source.tokenizer)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_checkpoint_grows_language_modules_without_computing_anything_else(
     kind: str, tmp_path: Path
 ) -> None:
     dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
     spec = spec_of(kind)
-    files = TensorFiles(open_artifact(dense, kind="checkpoint"), "weights/")
-    sources: dict[Part, TensorFiles | None] = dict.fromkeys(PARTS, files)
-    blueprint = Blueprint(spec, sources, UpcyclingConfig())
-    rules = {entry.rule for entry in blueprint.plan}
+    plan = growing(dense, spec)
+    rules = {entry.rule for entry in plan.assignments}
     assert rules == {"copied", "language of dense" if kind == "language_experts" else "fresh"}
     grown = tiny_model(spec, seed=9)
-    values = {entry.target: blueprint.value(entry) for entry in blueprint.plan}
-    for entry in named_slices(grown):
-        entry.value.copy_(values[entry.name])
+    for entry, value in zip(named_slices(grown), plan.values(plan.assignments), strict=True):
+        entry.value.copy_(value)
     batch = random_batch(spec, sentences=6, seed=1)
     expected = logits(tiny_model(byte_spec()), batch)
     for route in ("specific", "shared") if kind != "clsr" else ("specific",):
@@ -191,49 +192,14 @@ def test_shared_maps_of_clsr_grow_from_the_output_of_attention_that_they_replace
     tmp_path: Path,
 ) -> None:
     dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
-    files = TensorFiles(open_artifact(dense, kind="checkpoint"), "weights/")
-    sources: dict[Part, TensorFiles | None] = dict.fromkeys(PARTS, files)
-    blueprint = Blueprint(
-        spec_of("clsr", shared_projection="per_sublayer"), sources, UpcyclingConfig()
-    )
-    origins = {entry.target: (entry.source, entry.rule) for entry in blueprint.plan}
+    plan = growing(dense, spec_of("clsr", shared_projection="per_sublayer"))
+    origins = {entry.target: (entry.source, entry.rule) for entry in plan.assignments}
     layer = "decoder.layers.1"
     assert origins[f"{layer}.cross_attention_routing.shared.weight"] == (
         f"{layer}.cross_attention.output.weight",
         "language of dense",
     )
     assert origins[f"{layer}.feed_forward_routing.shared.weight"] == (None, "fresh")
-
-
-def test_growing_by_a_recipe_leaves_a_receipt(tmp_path: Path) -> None:
-    dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
-    (tmp_path / "grown.toml").write_text(GROWN)
-    sources = [f"--{part}={dense}" for part in PARTS]
-    recipe = ["--recipe", str(tmp_path / "grown.toml")]
-    assert cli.main(["upcycle", *recipe, *sources, "--out", str(tmp_path / "grown")]) == 0
-    made = open_artifact(tmp_path / "grown", kind="checkpoint")
-    receipt = made.read_json(RECEIPT_FILE)
-    rules = {entry["target"]: entry["rule"] for entry in receipt["tensors"]}
-    assert rules["encoder.layers.0.feed_forward.up.low_rank.de.vertical"] == "fresh"
-    assert rules["encoder.layers.0.feed_forward.up.weight"] == "copied"
-    assert receipt["function_check"]["largest"] == 0
-    with pytest.raises(CheckpointError, match="would be lost"):
-        files = TensorFiles(made, "weights/")
-        _ = Blueprint(byte_spec(), dict.fromkeys(PARTS, files), UpcyclingConfig()).plan
-
-
-GROWN = """
-[model]
-encoder_layers = 2
-decoder_layers = 2
-width = 16
-feed_forward_width = 32
-num_heads = 2
-max_positions = 64
-[model.language_modules]
-kind = "low_rank"
-rank = 3
-"""
 
 
 @pytest.mark.parametrize("kind", ["low_rank", "language_experts"])
@@ -254,6 +220,8 @@ def test_a_declaration_grows_language_modules_with_a_receipt(
         "language of dense" if kind == "language_experts" else "fresh",
     }
     assert receipt["function_check"]["largest"] < 1e-6
+    with pytest.raises(CheckpointError, match="would be lost"):
+        _ = growing(Path("grown"), byte_spec()).assignments
 
 
 DECLARED = """

@@ -21,7 +21,7 @@ from support.tiny_models import tiny_model, tiny_spec
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.inspection import TensorDifference, diff, inspect, inspection_text, verify
-from pipeline.checkpoints.training_state import Piece
+from pipeline.checkpoints.resharding import Piece
 from pipeline.errors import ArtifactError
 from pipeline.model.settings import MoEConfig
 

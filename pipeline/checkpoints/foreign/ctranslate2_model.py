@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import MODEL_NAME
+from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.layouts import Entries
 from pipeline.checkpoints.foreign.vocabularies import SPECIALS
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import ConfigError
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 

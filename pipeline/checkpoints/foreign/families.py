@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord, json_digest
+from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign import fairseq
 from pipeline.checkpoints.foreign.fairseq import STACKS
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
@@ -35,7 +36,6 @@ from pipeline.checkpoints.foreign.model_folder import (
 from pipeline.checkpoints.foreign.tensors import Adjust, ForeignTensors, NameTable, Row, unchanged
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.foreign.vocabularies import folder_tokenizer
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.config.settings import describe_validation
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.names import tensor_shapes
-from pipeline.checkpoints.sources import ModelSource, Tensors
+from pipeline.checkpoints.weights import Tensors
 from pipeline.errors import ConfigError
 from pipeline.languages import find_code
 from pipeline.model.spec import ModelSpec

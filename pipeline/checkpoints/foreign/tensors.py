@@ -26,8 +26,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.sources import Tensors, refuse_misfit
-from pipeline.checkpoints.weights import FLOATING_TYPES
+from pipeline.checkpoints.checkpoint import refuse_misfit
+from pipeline.checkpoints.weights import FLOATING_TYPES, Tensors
 from pipeline.errors import CheckpointError
 from pipeline.model.spec import ModelSpec
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.artifacts.digests import write_hashed
 from pipeline.artifacts.extended_tokenizer import piece_field
 from pipeline.artifacts.manifest import FileRecord, to_json
+from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.layouts import Entries, Layout
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.tensors import NameTable
@@ -29,7 +30,6 @@ from pipeline.checkpoints.foreign.vocabularies import (
     VOCABULARY_FILE,
 )
 from pipeline.checkpoints.names import tensor_shapes
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import file_pieces, files_of
 from pipeline.errors import CheckpointError
 from pipeline.model.settings import DenseConfig

@@ -37,10 +37,9 @@ from transformers import (
 
 from pipeline import cli
 from pipeline.artifacts.tokenizer import load_tokenizer
-from pipeline.checkpoints.checkpoint import open_checkpoint
+from pipeline.checkpoints.checkpoint import ModelSource, open_checkpoint
 from pipeline.checkpoints.foreign.families import open_foreign
-from pipeline.checkpoints.opening import import_checkpoint
-from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.importing import import_checkpoint
 from pipeline.checkpoints.weights import read_tensor
 from pipeline.errors import EXIT_USER_ERROR, CheckpointError
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import MBartTokenizer, NllbTokenizer
 
 from pipeline.checkpoints.foreign.families import open_foreign
-from pipeline.checkpoints.opening import import_checkpoint
+from pipeline.checkpoints.importing import import_checkpoint
 from pipeline.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
