@@ -17,8 +17,9 @@ from pipeline.checkpoints.checkpoint import (
     tokenizer_directory,
     write_spec,
 )
+from pipeline.checkpoints.foreign import fairseq, hugging_face
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from pipeline.checkpoints.foreign.families import open_foreign
+from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.weights import write_weights
 from pipeline.errors import CheckpointError
@@ -78,6 +79,31 @@ def open_model(path: Path) -> ModelSource:
     if manifest is None or manifest.kind == "export":
         return open_foreign(path)
     return own_source(open_checkpoint(path))
+
+
+def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> ModelSource:
+    """Open a checkpoint of other software by our names of its tensors.
+
+    Args:
+        path: A folder of Hugging Face's, or a file of fairseq (``.pt``).
+        vocabulary: The vocabulary of a file of fairseq, which does not contain one.
+
+    Raises:
+        CheckpointError: Its family is not known, or its files are invalid.
+    """
+    if path.is_file():
+        return fairseq.open_file(path, vocabulary)
+    if not (path / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is no checkpoint that can be read. Name a folder with {CONFIG_FILE} and "
+            "safetensors, or a file of fairseq (.pt)."
+        )
+    if vocabulary is not None:
+        raise CheckpointError(
+            f"{path} contains its vocabulary. Leave out --dictionary, --sentencepiece and "
+            "--languages, which are for files of fairseq (.pt)."
+        )
+    return hugging_face.open_folder(path)
 
 
 def unpack_tokenizer(directory: Path, *, out_dir: Path, overwrite: bool = False) -> int:

@@ -25,11 +25,10 @@ from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import own_source
-from pipeline.checkpoints.exporting import FORMATS, Export, export_checkpoint
-from pipeline.checkpoints.foreign.families import open_foreign
+from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
+from pipeline.checkpoints.foreign.export_to_hugging_face import with_pieces
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
-from pipeline.checkpoints.foreign.written_folder import Format, with_pieces
-from pipeline.checkpoints.importing import import_checkpoint
+from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.cli import checkpoint_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.building import build_model
@@ -275,7 +274,9 @@ def test_an_export_that_fails_leaves_nothing(
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("the last file")
 
-    monkeypatch.setattr("pipeline.checkpoints.exporting.write_vocabulary", fail)
+    monkeypatch.setattr(
+        "pipeline.checkpoints.foreign.export_to_hugging_face.write_vocabulary", fail
+    )
     with pytest.raises(CheckpointError, match="the last file"):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -26,9 +26,8 @@ from pipeline.batching.batch import Batch
 from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan
 from pipeline.checkpoints.assembly.writing import RECEIPT_FILE
 from pipeline.checkpoints.checkpoint import load_model, own_source
-from pipeline.checkpoints.exporting import FORMATS, Export, export_checkpoint
+from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.foreign.written_folder import Format
 from pipeline.checkpoints.names import named_slices, num_parameters
 from pipeline.checkpoints.pruning import fold_checkpoint, prune_languages
 from pipeline.checkpoints.settings import UpcyclingConfig

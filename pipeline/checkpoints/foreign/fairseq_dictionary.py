@@ -19,7 +19,7 @@ from pathlib import Path
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
 from pipeline.artifacts.tokenizer import LanguageTokenScheme, TokenizerFiles
-from pipeline.checkpoints.foreign.vocabularies import numbered, pieces_of
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import numbered, pieces_of
 from pipeline.config.documents import read_bytes
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError, ConfigError

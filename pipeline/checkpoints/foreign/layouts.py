@@ -23,7 +23,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import TokenizerFiles
-from pipeline.checkpoints.foreign.vocabularies import (
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     M2M100_LANGUAGES,
     NLLB_LANGUAGES,
     SPECIALS,

@@ -131,13 +131,3 @@ def refuse_quantized(origin: Path, settings: Mapping[str, object] | None) -> Non
             f"{origin} is quantized (quantization_config: {method}), so its tensors are not plain "
             "weights. Name the checkpoint that it was made from."
         )
-
-
-def refuse_disagreement(origin: Path, **ids: tuple[int, int]) -> None:
-    """Raise CheckpointError if an id, given as (model's, tokenizer's), differs between the two."""
-    for name, (of_model, of_tokenizer) in ids.items():
-        if of_model != of_tokenizer:
-            raise CheckpointError(
-                f"{origin} has {name} = {of_model} in its model's configuration, but its "
-                f"tokenizer has {of_tokenizer}. Name a folder whose files belong together."
-            )

@@ -19,8 +19,7 @@ from support.foreign_models import sentencepiece_model
 from torch import Tensor
 from transformers import MBartTokenizer, NllbTokenizer
 
-from pipeline.checkpoints.foreign.families import open_foreign
-from pipeline.checkpoints.importing import import_checkpoint
+from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -198,7 +197,7 @@ def test_weights_of_another_floating_point_type_are_taken_over_as_they_are(
         ({"model_type": "t5"}, "a model of the unknown type 't5'"),
         ({"model_type": "nllb-moe"}, "described there has"),
         ({"pad_token_id": 0}, "pad_token_id = 0"),
-        ({"eos_token_id": 5, "decoder_start_token_id": 5}, "eos_token_id = 5 in its model's"),
+        ({"eos_token_id": 5, "decoder_start_token_id": 5}, "eos_token_id = (1, 5) in its model's"),
         ({"decoder_start_token_id": 0}, "decoder_start_token_id = 0"),
         ({"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64"),
         (
@@ -229,7 +228,7 @@ def test_mbart_25_is_refused_by_its_tokenizer(tmp_path: Path) -> None:
     mbart50_folder(tmp_path / "model")
     path = tmp_path / "model" / VOCABULARY_FILE
     MBartTokenizer(str(path)).save_pretrained(tmp_path / "model")
-    assert "that of mBART-25" in refusal(tmp_path / "model")
+    assert "the MBartTokenizer of mBART-25" in refusal(tmp_path / "model")
 
 
 # ---------------------------------------------------------------- vocabularies
@@ -292,7 +291,9 @@ def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
     edit_json(path, added_tokens_decoder=added)
     theirs = NllbTokenizer.from_pretrained(folder)
     said = refusal(folder)
-    assert "eos_token_id = 2 in its model's configuration, but its tokenizer has 0" in said
+    assert (
+        "eos_token_id = (1, 2) in its model's configuration, but its tokenizer has (1, 0)" in said
+    )
     edit_json(folder / "config.json", eos_token_id=0, bos_token_id=2, decoder_start_token_id=0)
     ours = open_foreign(folder).tokenizer.build()
     specials = [ours.bos_id, ours.pad_id, ours.eos_id, ours.unk_id]

@@ -12,7 +12,6 @@ the pieces, in the order of transformers' lists.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,16 +143,10 @@ class _SpecialTokens(Described):
     additional_special_tokens: tuple[Token, ...] = ()
 
 
-@dataclass(frozen=True)
-class FolderTokenizer:
-    """A folder's tokenizer under our names, and where its model expects the language tokens."""
-
-    files: TokenizerFiles
-    tag_scheme: TagScheme = "src-tgt"
-
-
-def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> FolderTokenizer:
-    """Read the tokenizer of a folder.
+def folder_tokenizer(
+    folder: ModelFolder, *, usual_class: str, size: int
+) -> tuple[TokenizerFiles, TagScheme]:
+    """Read the tokenizer of a folder, and where its model expects the language tokens.
 
     Args:
         folder: The folder of the model.
@@ -166,19 +159,17 @@ def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> Fol
     config = _tokenizer_config(folder, usual_class=usual_class)
     match config.tokenizer_class:
         case "M2M100Tokenizer":
-            return FolderTokenizer(_m2m100_tokenizer(folder, size=size))
+            return _m2m100_tokenizer(folder, size=size), "src-tgt"
         case "NllbTokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=NLLB_LANGUAGES)
-            scheme: TagScheme = "src-suffix-tgt" if config.legacy_behaviour else "src-tgt"
-            return FolderTokenizer(files, scheme)
+            return files, "src-suffix-tgt" if config.legacy_behaviour else "src-tgt"
         case "MBart50Tokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=MBART50_LANGUAGES)
-            return FolderTokenizer(files)
+            return files, "src-tgt"
         case "MBartTokenizer":
             raise CheckpointError(
-                f"{folder.origin} has an MBartTokenizer, that of mBART-25, whose decoder starts "
-                "from the language's token instead of end-of-sentence. Name a checkpoint of "
-                "mBART-50."
+                f"{folder.origin} has the MBartTokenizer of mBART-25: its decoder starts from the "
+                "language's token instead of end-of-sentence. Name a checkpoint of mBART-50."
             )
     raise CheckpointError(
         f"{folder.origin} has a tokenizer of the unknown class {config.tokenizer_class!r}. Name a "
