@@ -105,24 +105,16 @@ def _inspect_pieces(headers: Iterable[TensorHeader], state: Artifact) -> dict[st
         ranges.setdefault(what, {}).setdefault(tensor, []).append((start, stop))
     described = {}
     for what, by_tensor in sorted(ranges.items()):
-        covered = sum(_covered(found) for found in by_tensor.values())
-        described[what] = {
-            "pieces": sum(map(len, by_tensor.values())),
-            "tensors": len(by_tensor),
-            "values": covered,
-            "missing": sum(max(stop for _, stop in found) for found in by_tensor.values())
-            - covered,
-        }
+        counts = {"pieces": 0, "tensors": len(by_tensor), "values": 0, "missing": 0}
+        for pieces in by_tensor.values():
+            reached = 0
+            for start, stop in sorted(pieces):
+                counts["missing"] += max(start - reached, 0)
+                counts["values"] += max(stop - max(start, reached), 0)
+                reached = max(reached, stop)
+            counts["pieces"] += len(pieces)
+        described[what] = counts
     return described
-
-
-def _covered(ranges: list[tuple[int, int]]) -> int:
-    """Return how many values lie in at least one of the ranges [start, stop)."""
-    covered, reached = 0, 0
-    for start, stop in sorted(ranges):
-        covered += max(stop - max(start, reached), 0)
-        reached = max(reached, stop)
-    return covered
 
 
 def inspection_text(found: Mapping[str, Any]) -> str:
@@ -217,8 +209,8 @@ class CheckpointDifference:
     settings: tuple[str, ...]
     """Changed settings, as in ``model.width: 16 → 32``."""
     other_tokenizer: bool
-    only_in_first: tuple[str, ...]
-    only_in_second: tuple[str, ...]
+    only_in_one: tuple[str, ...]
+    """Tensors of one checkpoint, as in ``decoder.final_norm.bias: only in the first``."""
     shapes: tuple[str, ...]
     """Tensors of another shape or type."""
     values: tuple[TensorDifference, ...]
@@ -228,18 +220,15 @@ class CheckpointDifference:
     @property
     def identical(self) -> bool:
         """Return whether there is no difference."""
-        others = (self.settings, self.only_in_first, self.only_in_second, self.shapes, self.values)
+        others = (self.settings, self.only_in_one, self.shapes, self.values)
         return not self.other_tokenizer and not any(others)
 
     def lines(self) -> list[str]:
         """Return a line per difference (values as a table) and a summary."""
         if self.identical:
             return [f"identical: {counted(self.compared, 'tensor')}, settings and tokenizer"]
-        lines = [*self.settings]
-        lines += ["tokenizer: another one"] * self.other_tokenizer
-        lines += [f"{name}: only in the first" for name in self.only_in_first]
-        lines += [f"{name}: only in the second" for name in self.only_in_second]
-        lines += self.shapes
+        tokenizer = ["tokenizer: another one"] * self.other_tokenizer
+        lines = [*self.settings, *tokenizer, *self.only_in_one, *self.shapes]
         if self.values:
             rows = [
                 [entry.name, f"{entry.max_absolute:.3g}", f"{entry.relative_norm:.3g}"]
@@ -248,7 +237,7 @@ class CheckpointDifference:
             lines.append(text_table(["tensor", "max |a - b|", "‖a - b‖ / ‖a‖"], rows))
         lines.append(
             f"different: {counted(len(self.settings), 'setting')}, "
-            f"{counted(len(self.only_in_first) + len(self.only_in_second), 'tensor')} in only one, "
+            f"{counted(len(self.only_in_one), 'tensor')} in only one, "
             f"{len(self.shapes)} of another shape or type, "
             f"{len(self.values)} of {self.compared} with other values"
         )
@@ -274,15 +263,19 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
         if a.shape != b.shape:
             continue
         compared += 1
-        if not torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True):
-            values.append(_tensor_difference(name, a.double(), b.double()))
+        a, b = a.double(), b.double()
+        if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+            norm = a.norm().item()
+            relative = (a - b).norm().item() / norm if norm else math.inf
+            values.append(TensorDifference(name, (a - b).abs().max().item(), relative))
+    specs = [read_spec(checkpoint).model_dump(mode="json") for checkpoint in (first, second)]
     return CheckpointDifference(
-        settings=tuple(
-            setting_changes(*(read_spec(one).model_dump(mode="json") for one in (first, second)))
-        ),
+        settings=tuple(setting_changes(*specs)),
         other_tokenizer=read_tokenizer(first).fingerprint != read_tokenizer(second).fingerprint,
-        only_in_first=tuple(sorted(first_names - second_names)),
-        only_in_second=tuple(sorted(second_names - first_names)),
+        only_in_one=tuple(
+            f"{name}: only in the {'first' if name in first_names else 'second'}"
+            for name in sorted(first_names ^ second_names)
+        ),
         shapes=tuple(shapes),
         values=tuple(values),
         compared=compared,
@@ -291,13 +284,3 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _tensor_difference(name: str, a: Tensor, b: Tensor) -> TensorDifference:
-    apart = a - b
-    norm = a.norm().item()
-    return TensorDifference(
-        name=name,
-        max_absolute=apart.abs().max().item(),
-        relative_norm=apart.norm().item() / norm if norm else float("inf"),
-    )

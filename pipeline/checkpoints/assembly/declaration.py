@@ -77,8 +77,7 @@ class Assembly(Settings):
     """Name → path of a checkpoint."""
     parts: PartsDeclaration
     model: dict[str, Any] = Field(default_factory=dict)
-    """Settings of ``[model]`` that differ from the sources, as ``encoder_layers`` of a fresh
-    one."""
+    """Settings of ``[model]`` that differ from the sources, for example ``encoder_layers``."""
     experts: MoEConfig | None = None
     """Experts of the result. None: the experts of the sources."""
     upcycling: UpcyclingConfig = UpcyclingConfig()
@@ -147,7 +146,7 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
     tokenizer = _with_new_languages(assembly, present.get("embeddings"), tokenizer)
     resembling = {code: like for code, like in assembly.languages.items() if like != FRESH}
     model = model or _declared_model(assembly, present)
-    rows = _plan_rows(assembly, present.get("embeddings"), tokenizer, resembling)
+    rows = _planned_rows(assembly, present.get("embeddings"), tokenizer, resembling)
     refuse_misfit(present, model)
     built = tokenizer.build()
     numbers = known_groups(present.get("decoder"), groups, resembling=resembling)
@@ -173,12 +172,22 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
 
 def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> ModelConfig:
     """Return the model of the sources with the settings that a declaration changes."""
-    settings: dict[str, Any] = next(iter(present.values())).spec.model.model_dump()
-    if "encoder" in present:
-        settings["encoder_layers"] = present["encoder"].spec.model.encoder_layers
-    if "decoder" in present:
-        settings["decoder_layers"] = present["decoder"].spec.model.decoder_layers
-    moe = assembly.experts or _experts_of(present)
+    models = {part: source.spec.model for part, source in present.items()}
+    settings = next(iter(models.values())).model_dump()
+    if "encoder" in models:
+        settings["encoder_layers"] = models["encoder"].encoder_layers
+    if "decoder" in models:
+        settings["decoder_layers"] = models["decoder"].decoder_layers
+    # The decoder decides the routing; the experts of the encoder must be the same.
+    bodies = (models[part] for part in ("decoder", "encoder") if part in models)
+    experts = [model.moe for model in bodies if model.moe is not None]
+    free = {"decoder_router", "num_groups"}
+    if assembly.experts is None and len({e.model_dump_json(exclude=free) for e in experts}) > 1:
+        raise ConfigError(
+            f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
+            "declare the experts of the model in [experts]."
+        )
+    moe = assembly.experts or next(iter(experts), None)
     try:
         return ModelConfig.model_validate(
             {**settings, "moe": moe and moe.model_dump(), **assembly.model}
@@ -196,8 +205,9 @@ def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> No
         ConfigError: A setting differs; names the source and the setting.
     """
     first = next(present[part] for part in PARTS if part in present)
+    keeps_rows = "embeddings" in present
+    free = FREE if keeps_rows else FREE | FREE_WITH_NEW_ROWS
     for source in present.values():
-        free = FREE if "embeddings" in present else FREE | FREE_WITH_NEW_ROWS
         change = describe_change(
             source.spec.model.model_dump(exclude=free), model.model_dump(exclude=free)
         )
@@ -211,30 +221,12 @@ def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> No
                 f"{source.origin} was trained with other tags than {first.origin} (tag_scheme: "
                 f"{source.spec.tag_scheme} → {first.spec.tag_scheme}): name sources of one scheme."
             )
-        if (
-            "embeddings" in present
-            and source.tokenizer.build().fingerprint != first.tokenizer.build().fingerprint
-        ):
+        fingerprints = {one.tokenizer.build().fingerprint for one in (first, source)}
+        if keeps_rows and len(fingerprints) > 1:
             raise ConfigError(
                 f"The tokenizers of {first.origin} and {source.origin} differ: modules can be "
                 "assembled only from models with one vocabulary."
             )
-
-
-def _experts_of(present: Mapping[Part, ModelSource]) -> MoEConfig | None:
-    """Return the experts of the sources, which must agree; the decoder decides the routing."""
-    experts = {
-        part: moe
-        for part in ("encoder", "decoder")
-        if part in present and (moe := present[part].spec.model.moe) is not None
-    }
-    free = {"decoder_router", "num_groups"}
-    if len({moe.model_dump_json(exclude=free) for moe in experts.values()}) > 1:
-        raise ConfigError(
-            f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
-            "declare the experts of the model in [experts]."
-        )
-    return experts.get("decoder", experts.get("encoder"))
 
 
 def known_groups(
@@ -253,12 +245,12 @@ def known_groups(
     trained: dict[str, int] = {}
     if decoder is not None and decoder.spec.language_groups is not None:
         trained = dict(zip(decoder.spec.languages, decoder.spec.language_groups, strict=True))
-    for code, group in trained.items():
-        if given is not None and given.get(code) != group:
-            raise ConfigError(
-                f"The groups given differ from those {decoder and decoder.origin} was trained with "
-                f"({code}): leave the groups out."
-            )
+        for code, group in trained.items():
+            if given is not None and given.get(code) != group:
+                raise ConfigError(
+                    f"The groups given differ from the groups that {decoder.origin} was trained "
+                    f"with ({code}): leave the groups out."
+                )
     groups = dict(given or trained)
     for code, like in resembling.items():
         if like in groups:
@@ -270,7 +262,7 @@ def _with_new_languages(
     assembly: Assembly, embeddings: ModelSource | None, named: TokenizerFiles | None
 ) -> TokenizerFiles:
     """Return the named tokenizer, or else the embeddings' tokenizer with the new languages."""
-    files = named if embeddings is None or named is not None else embeddings.tokenizer
+    files = named or (embeddings and embeddings.tokenizer)
     if files is None:
         raise ConfigError(
             "The embeddings start fresh, but no vocabulary is named. Name the folder of a "
@@ -278,7 +270,7 @@ def _with_new_languages(
         )
     languages = files.build().languages
     added = [code for code in assembly.languages if code not in languages]
-    if added and assembly.tokenizer:
+    if added and named is not None:
         raise ConfigError(
             f"The named tokenizer has no language {added[0]!r}. Train it on a corpus with that "
             "language, or leave it out of [languages]."
@@ -297,7 +289,7 @@ def _open_vocabulary(path: Path) -> Artifact:
     return open_artifact(path, kind=manifest.kind)
 
 
-def _plan_rows(
+def _planned_rows(
     assembly: Assembly,
     embeddings: ModelSource | None,
     tokenizer: TokenizerFiles,

@@ -110,9 +110,9 @@ def test_words_that_fill_up_and_tokens_of_tasks_are_no_languages(tmp_path: Path)
 
 def test_a_symbol_that_overwrites_has_the_later_id(tmp_path: Path) -> None:
     content = b"a 3\n<s> 1 #fairseq:overwrite\nb 2\na 9 #fairseq:overwrite\n"
-    found = read_dictionary(content, tmp_path)
-    assert found.symbols == SPECIALS | {"<s>": 5, "b": 6, "a": 7}
-    assert found.size == 8
+    symbols, size = read_dictionary(content, tmp_path)
+    assert symbols == SPECIALS | {"<s>": 5, "b": 6, "a": 7}
+    assert size == 8
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_a_broken_line_is_named(content: str, sentence: str, tmp_path: Path) -> 
 
 
 def test_a_line_is_ended_by_nothing_but_a_line_break(tmp_path: Path) -> None:
-    found = read_dictionary("a\u2028b 1\r\nc d 2".encode(), tmp_path)
-    assert found.symbols == SPECIALS | {"a\u2028b": 4, "c d": 5}
+    symbols, _ = read_dictionary("a\u2028b 1\r\nc d 2".encode(), tmp_path)
+    assert symbols == SPECIALS | {"a\u2028b": 4, "c d": 5}
 
 
 def test_a_dictionary_of_subword_nmt_is_refused_by_name(tmp_path: Path) -> None:

@@ -161,11 +161,8 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert set(tmp_path.iterdir()) == before
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_torch_file(tmp_path / "model.pt", keep=["model"])
+        read_torch_file(tmp_path / "missing.pt", keep=["model"])
 
 
 @pytest.mark.parametrize(
@@ -180,16 +177,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         {"a": torch.eye(3).to_sparse()},
         {"a": torch.ones(2, device="meta")},
     ],
-    ids=[
-        "none",
-        "empty",
-        "a list",
-        "a number for a name",
-        "two lines",
-        "expanded",
-        "sparse",
-        "without values",
-    ],
+    ids="none, empty, list, number for name, lines, expanded, sparse, no values".split(", "),
 )
 def test_weights_are_ordinary_tensors_all_of_whose_values_are_there(
     found: object, tmp_path: Path
