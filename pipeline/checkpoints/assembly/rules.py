@@ -40,7 +40,6 @@ Rule = Literal[
     "copied",
     "expert of dense",
     "expert of expert",
-    "rows of kept experts",
     "rows of more experts",
     "group router of token router",
     "rows by piece",
@@ -67,21 +66,20 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ExpertSources:
-    """Mapping from each expert of the result to the expert of the source that it is made from."""
+    """The expert of the source that each expert of the result is made from, in turns."""
 
     num_in_source: int
-    """Number of experts in the source."""
-    ids: tuple[int, ...]
-    """Global id in the result → id in the source."""
+    num_in_result: int
 
     @property
     def unchanged(self) -> bool:
         """Return whether the result has the experts of the source under the same ids."""
-        return self.ids == tuple(range(self.num_in_source))
+        return self.num_in_result == self.num_in_source
 
-    def is_copy(self, expert: int) -> bool:
-        """Return whether an expert is copied: the first one made from its source."""
-        return self.ids.index(self.ids[expert]) == expert
+    @property
+    def ids(self) -> list[int]:
+        """Return the id in the source of each global id in the result."""
+        return [expert % self.num_in_source for expert in range(self.num_in_result)]
 
 
 def part_of(name: str) -> Part:
@@ -97,14 +95,11 @@ def part_of(name: str) -> Part:
     raise CheckpointError(f"Tensor {name} belongs to no part of the model.")
 
 
-def expert_sources(
-    spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig
-) -> ExpertSources | None:
+def expert_sources(spec: ModelSpec, tensors: Tensors) -> ExpertSources | None:
     """Return how experts of a source become experts of a model; None if it has none.
 
     Raises:
-        CheckpointError: The source lacks an expert, or it has more experts than the model and
-            ``upcycling.kept_experts`` does not name those that stay.
+        CheckpointError: The source lacks an expert, or it has more experts than the model.
     """
     ids = {expert_parts(name)[1] for name in tensors.names() if dense_name(name) is not None}
     if not ids or spec.model.moe is None:
@@ -115,16 +110,12 @@ def expert_sources(
             f"{tensors.origin} has experts up to {available - 1} but lacks "
             f"{min(set(range(available)) - ids)}. Name a complete checkpoint."
         )
-    if wanted >= available:
-        return ExpertSources(available, tuple(expert % available for expert in range(wanted)))
-    kept = config.kept_experts
-    if len(set(kept)) != wanted or len(kept) != wanted or max(kept, default=0) >= available:
+    if wanted < available:
         raise CheckpointError(
-            f"{tensors.origin} has {available} experts per layer and the model {wanted}. Name the "
-            f"{wanted} that stay (upcycling.kept_experts), or prune it by its routes first "
-            "(mmnmt checkpoint prune)."
+            f"{tensors.origin} has {available} experts per layer and the model {wanted}. Prune it "
+            "by its routes first (mmnmt checkpoint prune)."
         )
-    return ExpertSources(available, kept)
+    return ExpertSources(available, wanted)
 
 
 class _PartSource:
@@ -164,9 +155,9 @@ class _PartSource:
         if dense is not None:
             layer, expert, tensor = expert_parts(target)
             if experts is not None and not experts.unchanged:
-                origin = f"{layer}.experts.{experts.ids[expert]}.{tensor}"
+                origin = f"{layer}.experts.{expert % experts.num_in_source}.{tensor}"
                 if origin in names:
-                    return origin, "copied" if experts.is_copy(expert) else "expert of expert"
+                    return origin, "copied" if origin == target else "expert of expert"
             if target not in names and dense in names:
                 return dense, "expert of dense"
         if target in EMBEDDINGS:  # an untied output embedding can start as the tied one
@@ -194,8 +185,7 @@ class _PartSource:
                 return None, "fresh"
             if experts is None or experts.unchanged:
                 return target, "copied"
-            is_larger = len(experts.ids) > experts.num_in_source
-            return target, "rows of more experts" if is_larger else "rows of kept experts"
+            return target, "rows of more experts"
         if shared in names:
             grafted = self._grafts and self._keeps_routers
             return (shared, "group router of token router") if grafted else (None, "fresh")
@@ -209,7 +199,7 @@ class _PartSource:
         match rule:
             case "group router of token router":
                 return shape[1:] if experts is None else (experts.num_in_source, *shape[2:])
-            case "rows of kept experts" | "rows of more experts":
+            case "rows of more experts":
                 assert experts is not None
                 return (*shape[:-2], experts.num_in_source, shape[-1])
             case "rows by piece":
@@ -231,12 +221,8 @@ class _PartSource:
             )
 
     def _may_go(self, name: str) -> bool:
-        """Return whether a tensor may remain unused: a pruned expert's or a router's."""
-        if is_router(name):
-            return not self._keeps_routers
-        if self._experts is None or dense_name(name) is None:
-            return False
-        return expert_parts(name)[1] not in self._experts.ids
+        """Return whether a tensor may remain unused: a router's, if routers start fresh."""
+        return is_router(name) and not self._keeps_routers
 
 
 @dataclass
@@ -273,8 +259,7 @@ class AssemblyPlan:
     def experts(self) -> dict[Part, ExpertSources | None]:
         """Return, per part, how the experts of its source become experts of the model."""
         return {
-            part: expert_sources(self.spec, source.tensors, self.config)
-            for part, source in self.present.items()
+            part: expert_sources(self.spec, source.tensors) for part, source in self.present.items()
         }
 
     @cached_property
@@ -341,7 +326,7 @@ class AssemblyPlan:
             case "expert of dense" | "expert of expert":
                 compiled = self._is_worth_compiling
                 return diversified(source, entry.target, self.config, compiled=compiled)
-            case "rows of kept experts" | "rows of more experts" | "group router of token router":
+            case "rows of more experts" | "group router of token router":
                 experts = self.experts[entry.part]
                 if experts is None or experts.unchanged:
                     return source

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.tokenizer import LanguageTokenScheme
@@ -22,7 +22,12 @@ from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.hugging_face import raw_record
-from pipeline.checkpoints.foreign.model_folder import Described, refuse_other
+from pipeline.checkpoints.foreign.model_folder import (
+    Described,
+    described,
+    described_model,
+    refuse_other,
+)
 from pipeline.checkpoints.foreign.tensor_names import (
     FAIRSEQ_OUTPUT,
     FAIRSEQ_TABLE,
@@ -30,10 +35,10 @@ from pipeline.checkpoints.foreign.tensor_names import (
     with_output,
 )
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
-from pipeline.config.settings import describe_validation, shown
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation
-from pipeline.model.settings import EmbeddingConfig, ModelConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec
 
 UNSUPPORTED = """
@@ -128,16 +133,7 @@ def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
     if values.get("task") == _TAGS_AT_END:
         refuse_other(origin, task=(_TAGS_AT_END, "translation"))
     given = {name: value for name, value in values.items() if value is not None}
-    try:
-        return FairseqSettings.model_validate(given, strict=False)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        found = "no such setting" if first["type"] == "missing" else shown(first["input"])
-        raise CheckpointError(
-            f"{origin} has {where} = {found} in its settings ({first['msg']}), which is not "
-            "supported. Name another checkpoint."
-        ) from error
+    return described(FairseqSettings, given, origin)
 
 
 def _is_off(value: object) -> bool:
@@ -183,41 +179,31 @@ def model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
         decoder_embed_dim=(settings.decoder_embed_dim, width),
         decoder_input_dim=(settings.decoder_input_dim or width, width),
         decoder_output_dim=(settings.decoder_output_dim or width, width),
-        decoder_ffn_embed_dim=(settings.decoder_ffn_embed_dim, settings.encoder_ffn_embed_dim),
-        decoder_attention_heads=(
-            settings.decoder_attention_heads,
-            settings.encoder_attention_heads,
-        ),
-        decoder_normalize_before=(
-            settings.decoder_normalize_before,
-            settings.encoder_normalize_before,
-        ),
-        decoder_learned_pos=(settings.decoder_learned_pos, is_learned),
     )
+    for name in ("ffn_embed_dim", "attention_heads", "normalize_before", "learned_pos"):
+        encoder, decoder = (
+            getattr(settings, f"encoder_{name}"),
+            getattr(settings, f"decoder_{name}"),
+        )
+        refuse_other(origin, **{f"decoder_{name}": (decoder, encoder)})
     if is_learned:
-        refuse_other(
-            origin,
-            max_target_positions=(settings.max_target_positions, settings.max_source_positions),
-        )
-    try:
-        return ModelConfig(
-            encoder_layers=settings.encoder_layers,
-            decoder_layers=settings.decoder_layers,
-            width=width,
-            feed_forward_width=settings.encoder_ffn_embed_dim,
-            num_heads=settings.encoder_attention_heads,
-            norm="pre" if settings.encoder_normalize_before else "post",
-            activation=settings.activation_fn,
-            positions="learned" if is_learned else "sinusoidal",
-            max_positions=min(settings.max_source_positions, settings.max_target_positions),
-            scale_embedding=not settings.no_scale_embedding,
-            embedding_norm=settings.layernorm_embedding,
-            embedding=EmbeddingConfig(output="tied" if settings.is_output_tied else "untied"),
-        )
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{origin} describes no valid model: {describe_validation(error, ModelConfig)}"
-        ) from error
+        positions = settings.max_target_positions, settings.max_source_positions
+        refuse_other(origin, max_target_positions=positions)
+    model = {
+        "encoder_layers": settings.encoder_layers,
+        "decoder_layers": settings.decoder_layers,
+        "width": width,
+        "feed_forward_width": settings.encoder_ffn_embed_dim,
+        "num_heads": settings.encoder_attention_heads,
+        "norm": "pre" if settings.encoder_normalize_before else "post",
+        "activation": settings.activation_fn,
+        "positions": "learned" if is_learned else "sinusoidal",
+        "max_positions": min(settings.max_source_positions, settings.max_target_positions),
+        "scale_embedding": not settings.no_scale_embedding,
+        "embedding_norm": settings.layernorm_embedding,
+        "embedding": {"output": "tied" if settings.is_output_tied else "untied"},
+    }
+    return described_model(model, origin)
 
 
 def tag_scheme(settings: FairseqSettings, origin: Path) -> TagScheme:

@@ -14,8 +14,6 @@ The families share most of their configuration:
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
 from pipeline.checkpoints.checkpoint import ModelSource
@@ -24,6 +22,7 @@ from pipeline.checkpoints.foreign.model_folder import (
     CONFIG_FILE,
     Described,
     ModelFolder,
+    described_model,
     refuse_other,
     refuse_quantized,
 )
@@ -35,7 +34,6 @@ from pipeline.checkpoints.foreign.tensor_names import (
     NameTable,
     with_output,
 )
-from pipeline.config.settings import describe_validation
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
@@ -199,13 +197,7 @@ def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelCon
         "scale_embedding": config.scale_embedding,
         "embedding": {"output": "tied" if config.tie_word_embeddings else "untied"},
     }
-    try:
-        return ModelConfig.model_validate(settings | more)
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{origin / CONFIG_FILE} describes no valid model: "
-            f"{describe_validation(error, ModelConfig)}"
-        ) from error
+    return described_model(settings | more, origin / CONFIG_FILE)
 
 
 def moe_model_config(origin: Path, config: NllbMoeConfig) -> ModelConfig:

@@ -123,12 +123,7 @@ class TokenizerConfig(Described):
 
     def specials(self) -> dict[str, str]:
         """Return the spelling of the four specials."""
-        return {
-            "bos": _content(self.bos_token),
-            "pad": _content(self.pad_token),
-            "eos": _content(self.eos_token),
-            "unk": _content(self.unk_token),
-        }
+        return {name: _content(getattr(self, f"{name}_token")) for name in SPECIALS}
 
 
 class _FastTokenizer(Described):

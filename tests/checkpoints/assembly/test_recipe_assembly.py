@@ -219,20 +219,6 @@ def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_the_experts_that_are_named_stay_with_their_rows_of_the_router(moe: Artifact) -> None:
-    config = UpcyclingConfig(mask_ratio=0.5, kept_experts=(3, 1))
-    plan, tensors = assembled(byte_spec(moe=FEWER), [moe, moe, moe], config)
-    whole = TensorFiles(moe, "weights/")
-    layer = "decoder.layers.1.feed_forward"
-    assert {entry.rule for entry in plan} == {"copied", "rows of kept experts"}
-    for new, old in enumerate((3, 1)):
-        for tensor in ("up.weight", "down.bias"):
-            value = tensors[f"{layer}.experts.{new}.{tensor}"]
-            assert torch.equal(value, whole.read(f"{layer}.experts.{old}.{tensor}"))
-    router = whole.read(f"{layer}.router.weight")
-    assert torch.equal(tensors[f"{layer}.router.weight"], router[[3, 1]])
-
-
 def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> None:
     """The first copy of each is as it was; what is masked of the others is their own."""
     more = byte_spec(moe=MOE.model_copy(update={"num_experts": 10}))
@@ -269,7 +255,7 @@ def test_routers_that_a_source_has_can_start_fresh(moe: Artifact) -> None:
 @pytest.mark.parametrize(
     ("source", "spec", "words"),
     [
-        ("moe", byte_spec(moe=FEWER), r"has 4 experts per layer and the model 2\. Name"),
+        ("moe", byte_spec(moe=FEWER), r"has 4 experts per layer and the model 2\. Prune"),
         ("moe", byte_spec(moe=MOE, layers=1), r"29 tensors of the encoder of .* lost \(encoder"),
         ("moe", DENSE, r"nothing for encoder.layers.1.feed_forward.up"),
         ("dense", byte_spec(moe=MOE, layers=3), r"nothing for encoder.layers.2.*\[model\]"),

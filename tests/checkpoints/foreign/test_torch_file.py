@@ -68,7 +68,7 @@ def test_a_bare_pickle_is_refused_unread(tmp_path: Path) -> None:
     target = tmp_path / "made"
     path = tmp_path / "model.pt"
     path.write_bytes(pickle.dumps({"model": Payload(target)}, protocol=2))
-    with pytest.raises(CheckpointError, match=r"no file of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"mkdir.*could run any code"):
         read_torch_file(path, keep=["args", "model"])
     assert not target.exists()
 
@@ -79,15 +79,11 @@ def test_state_of_training_that_nobody_needs_is_passed_over(tmp_path: Path) -> N
     assert torch.equal(read_torch_file(path, keep=["model"])["model"]["a"], WEIGHTS["a"])
 
 
-def archive_with(name: str, *, compression: int = zipfile.ZIP_STORED) -> Callable[[Path], None]:
-    """Adds an entry to a checkpoint's archive."""
-
-    def damage(path: Path) -> None:
-        torch.save({"model": WEIGHTS}, path)
-        with zipfile.ZipFile(path, "a", compression) as archive:
-            archive.writestr(name, b"x" * 1000)
-
-    return damage
+def compressed(path: Path) -> None:
+    """A checkpoint's archive with a compressed entry."""
+    torch.save({"model": WEIGHTS}, path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m/c", b"x" * 1000)
 
 
 def truncated(is_archive: bool) -> Callable[[Path], None]:
@@ -140,10 +136,7 @@ def a_list(path: Path) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        pytest.param(archive_with("../outside"), id="entry outside"),
-        pytest.param(archive_with("/etc/entry"), id="absolute entry"),
-        pytest.param(archive_with("a\\..\\b"), id="backslashes"),
-        pytest.param(archive_with("m/c", compression=zipfile.ZIP_DEFLATED), id="compressed"),
+        pytest.param(compressed, id="compressed"),
         pytest.param(truncated(True), id="truncated archive"),
         pytest.param(truncated(False), id="truncated older file"),
         *(text, empty, tar_file, tar_file_that_begins_as_an_older_file, script, other_zip, a_list),
