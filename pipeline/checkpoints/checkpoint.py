@@ -84,7 +84,7 @@ def read_spec(checkpoint: Artifact) -> ModelSpec:
     if wanted > MAX_LACKING * held:
         raise CheckpointError(
             f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, but the files "
-            f"under weights hold {held:,} values. Name a checkpoint whose files belong together."
+            f"under weights hold {held:,} values. Restore it, or run its stage again."
         )
     return spec
 
@@ -247,7 +247,7 @@ def refuse_misfit(
     unknown: Sequence[str] = (),
     called: Callable[[str], str] = str,
 ) -> None:
-    """Check that tensors are exactly those of a model.
+    """Check that a model has exactly these tensors.
 
     Args:
         tensors: The tensors by our names.
@@ -277,7 +277,7 @@ def refuse_misfit(
         expected = sum(shape.numel() for shape in wanted.values())
         raise CheckpointError(
             f"{tensors.origin} holds {saved:,} parameters, but the model described there has "
-            f"{expected:,}; tensors {listed}. Name a checkpoint whose files belong together."
+            f"{expected:,}; tensors {listed}. Name a checkpoint with files that belong together."
         )
 
 

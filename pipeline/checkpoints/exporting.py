@@ -42,7 +42,7 @@ class Export:
 
     to: Format
     target_group: str | None = None
-    """Number or language of the group whose router a language-group router is reduced to."""
+    """Number or language of the group that a language-group router is reduced to."""
     license: str = "unknown"
     scores_dir: Path | None = None
     """An evaluation to quote in the model card."""
@@ -164,7 +164,7 @@ def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, t
             raise ConfigError(
                 f"{source.origin} routes by language group (model.moe.decoder_router), which "
                 f"{export.to} cannot; for the languages of one group it is an ordinary router: "
-                f"pass --target-group, one of {described_groups(spec)}."
+                f"pass --target-group from {described_groups(spec)}."
             )
         return source, spec.languages
     group = chosen_group(source.origin, spec, choice)
@@ -220,14 +220,14 @@ def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
     if choice.isdecimal():
         if int(choice) >= spec.num_groups:
             raise ConfigError(
-                f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. Name "
-                "one of them."
+                f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. "
+                "Choose from these."
             )
         return int(choice)
     code = find_code(choice, spec.languages)
     if code is None:
         raise ConfigError(
-            f"--target-group {choice}: {origin} has no such language. Name one of "
+            f"--target-group {choice}: {origin} has no such language. Choose from "
             f"{', '.join(spec.languages)}, or the number of a group."
         )
     return spec.language_groups[spec.languages.index(code)]

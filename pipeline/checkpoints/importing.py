@@ -33,7 +33,7 @@ def import_checkpoint(
     vocabulary: FairseqVocabulary | None = None,
     overwrite: bool = False,
 ) -> ModelSource:
-    """Write a checkpoint of other software as one of ours.
+    """Write a checkpoint of other software as a checkpoint of ours.
 
     Args:
         path: The checkpoint of other software.

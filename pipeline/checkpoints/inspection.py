@@ -1,6 +1,6 @@
 """Inspect and verify finished artifacts, and compare two checkpoints.
 
-Nothing is written. Weights are read one tensor at a time, so that a model need not fit in memory.
+Nothing is written. Weights are read one tensor at a time: a model need not fit in memory.
 """
 
 import math
@@ -215,7 +215,7 @@ class CheckpointDifference:
     """Tensors of another shape or type."""
     values: tuple[TensorDifference, ...]
     compared: int
-    """Number of tensors of equal shape, whose values were compared."""
+    """Number of tensors of equal shape, which were compared by value."""
 
     @property
     def identical(self) -> bool:

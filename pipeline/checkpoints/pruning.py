@@ -80,7 +80,7 @@ def prune_experts(
 
     Every MoE layer keeps the same number of experts (see :func:`plan_pruning`), renumbered in the
     order of their old ids, and routers lose the rows of the others. With renormalized combine
-    weights, a token whose experts are all kept has the same result as before.
+    weights, a token has the same result as before if all of its experts are kept.
 
     Raises:
         ConfigError: An option does not fit the model.
@@ -122,7 +122,7 @@ def read_routing(checkpoint: Artifact, spec: ModelSpec) -> RoutingStatistics:
     """Return the routing statistics of a checkpoint.
 
     Raises:
-        ArtifactError: It has none, or those of another model.
+        ArtifactError: It has none, or they were counted on another model.
     """
     if not checkpoint.has(ROUTING_FILE):
         raise ArtifactError(
@@ -265,7 +265,7 @@ def prune_languages(
     """Write a checkpoint without the modules of other languages.
 
     Raises:
-        ConfigError: The model has no language modules, or none for one of the languages.
+        ConfigError: The model has no language modules, or a language has none.
         ArtifactError: It is no checkpoint.
     """
     checkpoint = open_checkpoint(directory)

@@ -120,7 +120,7 @@ class PieceReader:
 
 
 class CheckedState:
-    """A training state whose files are compared with their digests before values are read."""
+    """A training state. Its files are compared with their digests before values are read."""
 
     def __init__(self, state: Artifact) -> None:
         self._state = state

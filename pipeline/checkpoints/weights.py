@@ -2,7 +2,7 @@
 
 Nothing is pickled, and files are checked before they are used. The safetensors library can only
 write a whole file by itself. :func:`file_pieces` yields the same bytes piece by piece, without a
-copy of the tensors, so that they are hashed as they are written. The format: the length of a
+copy of the tensors; they are hashed as they are written. The format: the length of a
 header, the header (JSON, padded with spaces to a multiple of 8), and the values, the widest types
 first, then by name (``serialize`` in its ``tensor.rs``).
 """
@@ -47,7 +47,7 @@ class TensorHeader:
 
 
 def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
-    """Yield the headers of the tensors in the files whose names start with ``prefix``.
+    """Yield the headers of the tensors in the files with names that start with ``prefix``.
 
     Raises:
         CheckpointError: A file is missing or has no readable header.
@@ -257,7 +257,7 @@ _ALIGNMENT = _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor to write, whose values need not be known for the header."""
+    """A tensor to write. The header needs no values."""
 
     name: str
     dtype: torch.dtype
@@ -282,7 +282,7 @@ def file_pieces(
 def file_header(
     places: Sequence[TensorPlace], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the header of a file whose values follow in the order of ``places``."""
+    """Return the header of a file; the values follow in the order of ``places``."""
     described: dict[str, Mapping[str, object]] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for place in places:

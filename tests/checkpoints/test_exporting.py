@@ -118,9 +118,9 @@ def test_routers_of_one_group_are_the_mean_of_the_shared_one_and_the_groups(
 @pytest.mark.parametrize(
     ("moe", "groups", "choice", "said"),
     [
-        (GROUPED, (1, 0, 0), None, r"--target-group, one of 0 \(en, fr\), 1 \(de\)"),
+        (GROUPED, (1, 0, 0), None, r"--target-group from 0 \(en, fr\), 1 \(de\)"),
         (GROUPED, (1, 0, 0), "2", r"--target-group 2: .* has the groups 0 \(en, fr\), 1 \(de\)"),
-        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* Name one of de, en, fr"),
+        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* Choose from de, en, fr"),
         (MOE, None, "0", "has no language groups. Leave out --target-group"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Weights by name: views into memory, and initial values that depend on name and seed alone."""
+"""Weights by name: views into memory, and initial values that depend only on name and seed."""
 
 import math
 from typing import cast

@@ -3,7 +3,7 @@
 A file declares it for the command line:
 
     [sources]
-    dense = "runs/dense"                  # a checkpoint of ours, or one of other software
+    dense = "runs/dense"                  # of ours or of other software
     moe_lgr = "runs/moe_lgr"
 
     [parts]                               # the name of a source, or "fresh"
@@ -262,7 +262,7 @@ def _with_new_languages(
     assembly: Assembly, embeddings: ModelSource | None, named: TokenizerFiles | None
 ) -> TokenizerFiles:
     """Return the named tokenizer, or else the embeddings' tokenizer with the new languages."""
-    files = named or (embeddings and embeddings.tokenizer)
+    files = named if named is not None or embeddings is None else embeddings.tokenizer
     if files is None:
         raise ConfigError(
             "The embeddings start fresh, but no vocabulary is named. Name the folder of a "

@@ -25,7 +25,7 @@ def diversified(
     """Return a tensor of an expert, made from a tensor of a dense feed-forward or another expert.
 
     ``elementwise`` zeroes each entry with probability ``mask_ratio``; ``per_neuron`` zeroes whole
-    hidden neurons, the same ones in all tensors of the expert; ``noise`` adds Gaussian noise of
+    hidden neurons, equal in all tensors of the expert; ``noise`` adds Gaussian noise of
     ``noise_std`` times the tensor's own standard deviation. Nothing is rescaled. A ratio or
     deviation of 0 changes nothing.
 

@@ -156,7 +156,7 @@ def fixed_batch(
 
 
 class ExpertsInTurn(nn.Module):
-    """The experts of an MoE layer, one of which is in memory while its tokens are served.
+    """The experts of an MoE layer; each is in memory only while its tokens are served.
 
     Fresh memory costs more time than reading: a layer of 32 experts would take 16 times the
     memory of a dense one.
@@ -188,7 +188,7 @@ class ExpertsInTurn(nn.Module):
 
 
 class StreamedModel:
-    """A model that keeps only one layer at a time in memory, and one of its experts."""
+    """A model that keeps only one layer at a time in memory, and of its experts only one."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[Part, Tensors], model: Transformer | None = None

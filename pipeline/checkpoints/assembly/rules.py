@@ -135,8 +135,8 @@ class _PartSource:
         assigned = self._of_router(target) if is_router(target) else self._of_other(target)
         if assigned is None:
             raise CheckpointError(
-                f"{self._tensors.origin} has nothing for {target}. Name a checkpoint whose "
-                f"{self.part} has that layer, or change [model]."
+                f"{self._tensors.origin} has nothing for {target}. Name a checkpoint with "
+                f"that layer in its {self.part}, or change [model]."
             )
         source, rule = assigned
         if source is not None:
@@ -267,8 +267,8 @@ class AssemblyPlan:
         """Return one rule for every tensor of the result, in the model's order.
 
         Raises:
-            CheckpointError: A tensor has no source or one of another shape, or a tensor of a source
-                would not be used.
+            CheckpointError: A tensor has no source, or its source has another shape, or a tensor of
+                a source would not be used.
         """
         parts = {
             part: _PartSource(part, source.tensors, self, self.experts[part])

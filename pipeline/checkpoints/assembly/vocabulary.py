@@ -152,7 +152,7 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
 
 
 def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of a piece's text under the old tokenizer, without unknown ones."""
+    """Return the ids of a piece's text under the old tokenizer, without unknown pieces."""
     text = _text(meaning.name)
     targets = old.target_languages if meaning.kind == "target piece" else ()
     ids = old.encode(text, language=next(iter(targets), "")) if text.strip() else []

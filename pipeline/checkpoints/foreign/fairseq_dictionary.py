@@ -144,7 +144,7 @@ class FairseqVocabulary:
         ):
             raise CheckpointError(
                 f"{self.dictionary} numbers pieces of subword-nmt ('…{_CONTINUED}'), which are not "
-                "supported. Name a checkpoint whose dictionary is of a SentencePiece model."
+                "supported. Name a checkpoint with a dictionary of a SentencePiece model."
             )
         known = sum(index is not None for index in pieces)
         if known < _LEAST_KNOWN * len(pieces):
@@ -196,6 +196,8 @@ def _language_tokens(
 
     Without ``languages``, all that have a token. Tokens that the dictionary lacks follow it.
     """
+    wanted: Sequence[str]
+    spelled: Sequence[str]
     for scheme in _SPELLINGS:
         known = _tokens_in(symbols, scheme)
         wanted = languages or list(known)

@@ -93,8 +93,8 @@ def _open(
     if ids != own_ids:
         raise CheckpointError(
             f"{folder.origin} has pad_token_id and eos_token_id = {ids} in its model's "
-            f"configuration, but its tokenizer has {own_ids}. Name a folder whose files belong "
-            "together."
+            f"configuration, but its tokenizer has {own_ids}. Restore it from where "
+            "it was published."
         )
     spec = make_spec(
         model=model,
