@@ -17,8 +17,8 @@ from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tok
 from pipeline.checkpoints.resharding import split_key
 from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
+from pipeline.config.overrides import leaf_settings
 from pipeline.config.recorded import setting_changes
-from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track
@@ -30,15 +30,8 @@ def open_any(directory: Path) -> Artifact:
     Raises:
         ArtifactError: It is missing, unfinished, or of another format version.
     """
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory} does not exist. Name the folder of an artifact.")
-    manifest = read_manifest(directory)
-    if manifest is None:
-        raise ArtifactError(
-            f"{directory} has no manifest, so it is not a finished artifact. Name one, or run its "
-            "stage again."
-        )
-    return open_artifact(directory, kind=manifest.kind)
+    manifest = read_manifest(directory) if directory.is_dir() else None
+    return open_artifact(directory, kind="checkpoint" if manifest is None else manifest.kind)
 
 
 # ---------------------------------------------------------------- inspect
@@ -125,7 +118,7 @@ def inspection_text(found: Mapping[str, Any]) -> str:
         _settings_text(found["statistics"] | found.get("progress", {})),
     ]
     if "model" in found:
-        parts.append("Model\n" + _settings_text(flat_settings(found["model"])))
+        parts.append("Model\n" + _settings_text(dict(leaf_settings(found["model"]))))
         rows = [[part, f"{count:,}"] for part, count in found["parameters"].items()]
         parts.append(text_table(["part", "parameters"], rows))
         stored = (f"{count:,} of {dtype}" for dtype, count in found["dtypes"].items())
@@ -146,17 +139,6 @@ def inspection_text(found: Mapping[str, Any]) -> str:
     files = {**found["files"], "in all": sum(found["files"].values())}
     parts.append(text_table(["file", "bytes"], [[name, f"{n:,}"] for name, n in files.items()]))
     return "\n\n".join(part for part in parts if part)
-
-
-def flat_settings(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables into one, ``model.moe.top_k`` → value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flat_settings(value, prefix=f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _settings_text(settings: Mapping[str, Any]) -> str:

@@ -328,52 +328,31 @@ def test_a_checkpoint_alone_gives_back_model_shape_and_tokenizer(tmp_path: Path)
         assert torch.equal(read_tensor(saved, entry.name), entry.value)
 
 
-def local_names_and_sums(world: World, directory: Path) -> dict[str, float]:
+def sums_and_reads(world: World, directory: Path) -> tuple[dict[str, float], list[str]]:
+    """The sum of each tensor of this rank, and the tensors that it reads from the checkpoint."""
     connect(world)
     saved = open_artifact(directory, kind="checkpoint")
     parallel = expert_parallel_group(world.size, world=world)
-    model = load_model(saved, expert_parallel=parallel)
-    return {entry.name: entry.value.sum().item() for entry in named_slices(model)}
-
-
-def test_every_rank_loads_its_own_experts(pool2: ProcessPool, tmp_path: Path) -> None:
-    model = tiny_model(SPEC)
-    saved_checkpoint(tmp_path / "checkpoint", model)
-    expected = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
-    first, second = pool2.run(local_names_and_sums, tmp_path / "checkpoint")
-    assert first | second == expected
-    shared = {name for name in expected if ".experts." not in name}
-    assert set(first) & set(second) == shared
-
-
-def names_read(world: World, directory: Path) -> list[str]:
-    """Tensors whose values this rank reads of a checkpoint that it loads its part of."""
-    connect(world)
-    saved = open_artifact(directory, kind="checkpoint")
-    parallel = expert_parallel_group(2, world=world)
     original = TensorFiles.read_as_stored
     with mock.patch.object(
         TensorFiles, "read_as_stored", autospec=True, side_effect=original
     ) as reading:
-        load_model(saved, expert_parallel=parallel)
-    return [call.args[1] for call in reading.call_args_list]
+        model = load_model(saved, expert_parallel=parallel)
+    sums = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
+    return sums, [call.args[1] for call in reading.call_args_list]
 
 
-def test_ranks_that_share_experts_read_each_expert_once_together(
+def test_every_rank_loads_its_own_experts_and_reads_no_others(
     pool2: ProcessPool, tmp_path: Path
 ) -> None:
     model = tiny_model(SPEC)
     saved_checkpoint(tmp_path / "checkpoint", model)
-    by_rank = pool2.run(names_read, tmp_path / "checkpoint")
-    experts, others = (
-        sorted(
-            entry.name for entry in named_slices(model) if (entry.expert is not None) == of_expert
-        )
-        for of_expert in (True, False)
-    )
-    assert sorted(name for names in by_rank for name in names if ".experts." in name) == experts
-    for names in by_rank:
-        assert sorted(name for name in names if ".experts." not in name) == others
+    expected = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
+    (first, reads), (second, other_reads) = pool2.run(sums_and_reads, tmp_path / "checkpoint")
+    assert first | second == expected
+    shared = {name for name in expected if ".experts." not in name}
+    assert set(first) & set(second) == shared
+    assert (sorted(reads), sorted(other_reads)) == (sorted(first), sorted(second))
 
 
 def test_a_model_loaded_in_bfloat16_is_the_float32_model_rounded_and_allocated_once(

@@ -90,12 +90,6 @@ def test_a_folded_checkpoint_is_a_plain_one_that_computes_the_shared_route(
     assert not torch.allclose(found, logits(model, batch), atol=1e-2)
 
 
-def test_what_has_no_shared_route_cannot_be_folded(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "clsr", trained_model("clsr"))
-    with pytest.raises(ConfigError, match="no route that all languages share"):
-        fold_checkpoint(tmp_path / "clsr", out_dir=tmp_path / "folded")
-
-
 def test_folding_and_pruning_are_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,28 +130,24 @@ def test_languages_that_are_kept_translate_as_before_to_the_last_bit(
     assert torch.equal(logits(loaded(tmp_path / "pruned"), batch), logits(model, batch))
 
 
-def test_a_language_that_lost_its_module_is_refused_on_its_route_alone(tmp_path: Path) -> None:
+def test_routes_and_modules_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
     prune_languages(whole, languages=["de", "ru"], out_dir=tmp_path / "pruned")
     pruned = open_artifact(tmp_path / "pruned", kind="checkpoint")
     with pytest.raises(ConfigError, match=r"no language module for fr. .* or use the shared"):
         Translator(pruned, DecodingConfig()).language("fr")
     Translator(pruned, DecodingConfig(route="shared")).language("fr")
-
-
-def test_pruning_to_a_language_without_a_module_names_those_there_are(tmp_path: Path) -> None:
-    whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
-    with pytest.raises(ConfigError, match="no module for the language 'xx': choose from"):
-        prune_languages(whole, languages=["xx"], out_dir=tmp_path / "pruned")
-    plain = make_checkpoint(tmp_path / "plain", tiny_model(byte_spec()))
-    with pytest.raises(ConfigError, match="no language modules to prune"):
-        prune_languages(plain, languages=["de"], out_dir=tmp_path / "pruned")
-
-
-def test_a_model_of_one_route_does_not_translate_by_another(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", tiny_model(byte_spec()))
     with pytest.raises(ConfigError, match="has one route"):
         Translator(open_artifact(plain, kind="checkpoint"), DecodingConfig(route="shared"))
+    clsr = make_checkpoint(tmp_path / "clsr", trained_model("clsr"))
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="no route that all languages share"):
+        fold_checkpoint(clsr, out_dir=out)
+    with pytest.raises(ConfigError, match="no module for the language 'xx': choose from"):
+        prune_languages(whole, languages=["xx"], out_dir=out)
+    with pytest.raises(ConfigError, match="no language modules to prune"):
+        prune_languages(plain, languages=["de"], out_dir=out)
 
 
 # ---------------------------------------------------------------- grow
@@ -300,14 +290,3 @@ def test_language_modules_are_not_exported_and_the_way_to_a_plain_model_is_named
         assert command is not None
         assert cli.main([*command[1].split(), "--out", str(tmp_path / "folded")]) == 0
         assert loaded(tmp_path / "folded").spec.model.language_modules is None
-
-
-def test_a_damaged_module_is_named(tmp_path: Path) -> None:
-    name = "encoder.layers.0.feed_forward.up.low_rank.de.flat"
-    broken = make_checkpoint(
-        tmp_path / "broken",
-        trained_model("low_rank"),
-        change=set_to(name, torch.zeros(2, 16)),
-    )
-    with pytest.raises(CheckpointError, match="has shape"):
-        loaded(broken)

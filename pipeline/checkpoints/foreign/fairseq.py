@@ -124,7 +124,7 @@ def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
         if not _is_off(values.get(name)):
             raise CheckpointError(
                 f"{origin} has {name} = {shown(values[name])}: experts of fairseq are not read. "
-                "Name a folder of Hugging Face's NLLB-MoE, which a script of transformers 4 "
+                "Name a folder of Hugging Face's NLLB-MoE, which a script of transformers 4.30 "
                 "(convert_nllb_moe_sharded_original_checkpoint_to_pytorch.py) makes of such files."
             )
     for name in UNSUPPORTED:

@@ -202,18 +202,23 @@ def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
     )
 
 
-def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
-    config = UpcyclingConfig(graft_group_routers="fresh")
-    _, tensors = assembled(GROUP_ROUTED, [moe, moe, moe], config)
-    name = "decoder.layers.1.feed_forward.router.group_weight"
-    first, second = tensors[name]
-    assert not torch.equal(first, second)
-    bound = GROUP_ROUTED.model.width**-0.5
-    assert tensors[name].abs().max() <= bound
-    assert torch.equal(
-        tensors[name.replace("group_weight", "weight")],
-        TensorFiles(moe, "weights/").read(name.replace("group_weight", "weight")),
-    )
+@pytest.mark.parametrize(
+    ("spec", "setting", "names"),
+    [
+        (TOKEN_ROUTED, "token_routers", ["encoder.{}.weight", "decoder.{}.weight"]),
+        (GROUP_ROUTED, "graft_group_routers", ["decoder.{}.group_weight"]),
+    ],
+)
+def test_routers_can_start_fresh_instead(
+    moe: Artifact, spec: ModelSpec, setting: str, names: list[str]
+) -> None:
+    config = UpcyclingConfig.model_validate({setting: "fresh"})
+    plan, tensors = assembled(spec, [moe, moe, moe], config)
+    fresh = {entry.target for entry in plan if entry.rule == "fresh"}
+    assert fresh == {name.format("layers.1.feed_forward.router") for name in names}
+    for name in fresh:
+        expected = initialize(name, tensors[name].shape, spec=spec, seed=1)
+        assert torch.equal(tensors[name], expected)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -240,16 +245,6 @@ def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> No
     assert torch.equal(router, expected[[index % 4 for index in range(10)]])
     rules = {entry.rule for entry in plan}
     assert rules == {"copied", "expert of expert", "rows of more experts"}
-
-
-def test_routers_that_a_source_has_can_start_fresh(moe: Artifact) -> None:
-    parts = [moe, moe, moe]
-    plan, tensors = assembled(TOKEN_ROUTED, parts, UpcyclingConfig(token_routers="fresh"))
-    fresh = {entry.target for entry in plan if entry.rule == "fresh"}
-    assert fresh == {f"{side}.layers.1.feed_forward.router.weight" for side in PARTS[1:]}
-    for name in fresh:
-        expected = initialize(name, tensors[name].shape, spec=TOKEN_ROUTED, seed=1)
-        assert torch.equal(tensors[name], expected)
 
 
 @pytest.mark.parametrize(
@@ -379,33 +374,33 @@ def test_a_fresh_group_routed_decoder_takes_its_groups_from_the_groups_given(
         "encoder": dense,
         "groups": make_groups(tmp_path / "groups", numbers),
     }
-    upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
-    made = open_artifact(tmp_path / "made", kind="checkpoint")
-    assert read_spec(made).language_groups == (1, 0, 1, 1)
+    model = GROUP_ROUTED.model.model_copy(update={"initialization": "fairseq"})  # not the sources'
+    upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
+    spec = read_spec(open_artifact(tmp_path / "made", kind="checkpoint"))
+    assert (spec.language_groups, spec.model.initialization) == ((1, 0, 1, 1), "fairseq")
 
 
-def test_groups_other_than_those_the_decoder_was_trained_with_are_refused(
+def test_sources_that_do_not_belong_together_are_refused(
     dense: Artifact, moe_lgr: Artifact, tmp_path: Path
 ) -> None:
-    artifacts = {
-        "embeddings": dense,
-        "encoder": dense,
-        "decoder": moe_lgr,
-        "groups": make_groups(
-            tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True))
-        ),
-    }
-    with pytest.raises(ConfigError, match="leave the groups out"):
-        upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
-    assert not (tmp_path / "made").exists()
-
-
-def test_sources_of_another_vocabulary_are_refused(dense: Artifact, tmp_path: Path) -> None:
-    spec = DENSE.model_copy(update={"languages": ("de", "en", "fr", "zh")})
-    other = make_checkpoint(tmp_path / "other", tiny_model(spec))
-    artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
-    with pytest.raises(ConfigError, match=r"The tokenizers of .* differ"):
-        upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))
+    groups = make_groups(tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True)))
+    languages = DENSE.model_copy(update={"languages": ("de", "en", "fr", "zh")})
+    tags = DENSE.model_copy(update={"tag_scheme": "tgt"})
+    languages_of = make_checkpoint(tmp_path / "languages", tiny_model(languages))
+    tags_of = make_checkpoint(tmp_path / "tags", tiny_model(tags))
+    for changes, words in (
+        ({"decoder": moe_lgr, "groups": groups}, "leave the groups out"),
+        ({"decoder": languages_of}, r"The tokenizers of .* differ"),
+        ({"decoder": tags_of}, "tag_scheme: tgt → src-tgt"),
+    ):
+        call = upcycle_call(
+            tmp_path / "made",
+            (GROUP_ROUTED if "groups" in changes else TOKEN_ROUTED).model,
+            {"embeddings": dense, "encoder": dense, **changes},
+        )
+        with pytest.raises(ConfigError, match=words):
+            upcycle.run(call)
+        assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
@@ -422,27 +417,8 @@ def test_a_recipe_that_would_compute_something_else_with_the_same_tensors_is_ref
     dense: Artifact, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     model = TOKEN_ROUTED.model.model_copy(update=change)
-    artifacts = {"embeddings": dense, "encoder": dense, "decoder": dense}
     with pytest.raises(ConfigError, match=words):
-        upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
-
-
-def test_sources_may_have_started_from_other_initial_values(
-    dense: Artifact, tmp_path: Path
-) -> None:
-    model = TOKEN_ROUTED.model.model_copy(update={"initialization": "fairseq"})
-    artifacts = {"embeddings": dense, "encoder": dense}
-    upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
-    made = open_artifact(tmp_path / "made", kind="checkpoint")
-    assert read_spec(made).model.initialization == "fairseq"
-
-
-def test_sources_trained_with_other_tags_are_refused(dense: Artifact, tmp_path: Path) -> None:
-    spec = DENSE.model_copy(update={"tag_scheme": "tgt"})
-    other = make_checkpoint(tmp_path / "other", tiny_model(spec))
-    artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
-    with pytest.raises(ConfigError, match="tag_scheme: tgt → src-tgt"):
-        upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))
+        upcycle.run(upcycle_call(tmp_path / "made", model, dict.fromkeys(PARTS, dense)))
 
 
 def test_a_damaged_source_leaves_no_checkpoint(dense: Artifact, tmp_path: Path) -> None:

@@ -136,40 +136,45 @@ def test_a_line_is_ended_by_nothing_but_a_line_break(tmp_path: Path) -> None:
     assert symbols == SPECIALS | {"a\u2028b": 4, "c d": 5}
 
 
-def test_a_dictionary_of_subword_nmt_is_refused_by_name(tmp_path: Path) -> None:
-    vocabulary = write(tmp_path, ["the@@ 9", "re 8", "LANG_TOK_EN 7"])
-    with pytest.raises(CheckpointError, match="subword-nmt"):
-        vocabulary.tokenizer(size=7, style="underscores")
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["the@@ 9", "re 8", "LANG_TOK_EN 7"], "subword-nmt"),
+        (["▁nothing 9", "▁of 8", "__en__ 1"], "of one checkpoint"),
+    ],
+)
+def test_a_dictionary_of_other_pieces_is_refused(
+    lines: list[str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        write(tmp_path, lines).tokenizer(size=7, style="underscores")
 
 
-def test_a_dictionary_of_another_sentencepiece_model_is_refused(tmp_path: Path) -> None:
-    vocabulary = write(tmp_path, ["▁nothing 9", "▁of 8", "__en__ 1"])
-    with pytest.raises(CheckpointError, match="of one checkpoint"):
-        vocabulary.tokenizer(size=7, style="underscores")
-
-
-@pytest.mark.parametrize("difference", [-1, 100])
-def test_a_dictionary_of_another_model_is_refused(difference: int, tmp_path: Path) -> None:
-    files = vocabulary_files(tmp_path)
-    with pytest.raises(CheckpointError, match=f"model has {files.size + difference} embeddings"):
-        files.vocabulary.tokenizer(size=files.size + difference, style="underscores")
-
-
-def test_without_languages_one_sentence_says_how_to_name_them(tmp_path: Path) -> None:
-    files = vocabulary_files(tmp_path, languages=())
-    with pytest.raises(CheckpointError, match="--languages de en"):
-        files.vocabulary.tokenizer(size=files.size, style="underscores")
+@pytest.mark.parametrize(
+    ("difference", "languages", "words"),
+    [
+        (-1, ("de", "en"), "model has {} embeddings"),
+        (100, ("de", "en"), "model has {} embeddings"),
+        (0, (), "--languages de en"),
+    ],
+)
+def test_a_dictionary_of_another_model_or_without_languages_is_refused(
+    difference: int, languages: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    files = vocabulary_files(tmp_path, languages=languages)
+    size = files.size + difference
+    with pytest.raises(CheckpointError, match=words.format(size)):
+        files.vocabulary.tokenizer(size=size, style="underscores")
 
 
 @pytest.mark.parametrize("name", ["dict.txt", "spm.model"])
 def test_a_missing_or_foreign_file_is_named(name: str, tmp_path: Path) -> None:
     files = vocabulary_files(tmp_path)
-    (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match=name):
-        files.vocabulary.tokenizer(size=files.size, style="underscores")
-    (tmp_path / name).unlink()
-    with pytest.raises(CheckpointError, match=name):
-        files.vocabulary.tokenizer(size=files.size, style="underscores")
+    path = tmp_path / name
+    for spoil in (lambda: path.write_bytes(b"\xff\xfe\x00"), path.unlink):
+        spoil()
+        with pytest.raises(CheckpointError, match=name):
+            files.vocabulary.tokenizer(size=files.size, style="underscores")
 
 
 @pytest.mark.parametrize("named", [{"dictionary"}, {"sentencepiece"}, {"languages"}])
