@@ -131,8 +131,8 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
         UserError: Something named cannot be used, or does not fit.
     """
     opened = {name: open_model(Path(path)) for name, path in assembly.sources.items()}
-    sources = {part: opened.get(getattr(assembly.parts, part)) for part in PARTS}
-    present = {part: source for part, source in sources.items() if source is not None}
+    named = {part: getattr(assembly.parts, part) for part in PARTS}
+    present = {part: opened[name] for part, name in named.items() if name != FRESH}
     inputs = {str(part): source.record for part, source in present.items()}
     tokenizer = groups = None
     if assembly.tokenizer:
@@ -161,7 +161,7 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
     )
     return AssemblyPlan(
         spec,
-        sources,
+        present,
         assembly.upcycling,
         tokenizer,
         rows=rows,

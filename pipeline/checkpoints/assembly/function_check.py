@@ -73,9 +73,9 @@ def check_function(plan: AssemblyPlan, tensors: Tensors) -> Divergence | None:
     Returns:
         None if a part started fresh, or if the vocabularies have no text in common.
     """
-    if len(plan.present) < len(PARTS):
+    if len(plan.sources) < len(PARTS):
         return None
-    old, new = plan.present["embeddings"].tokenizer.build(), plan.tokenizer.build()
+    old, new = plan.sources["embeddings"].tokenizer.build(), plan.tokenizer.build()
     ids = shared_ids(old, new)
     outputs = [pair for pair in ids if _is_output(pair[0], old) and _is_output(pair[1], new)]
     codes = set(old.languages) & set(new.languages)
@@ -83,7 +83,7 @@ def check_function(plan: AssemblyPlan, tensors: Tensors) -> Divergence | None:
     if not targets or not any(old.piece(old_id) for old_id, _ in outputs):
         return None
     old_ids, new_ids = (list(side) for side in zip(*ids, strict=True))
-    reference_spec = plan.present["decoder"].spec
+    reference_spec = plan.sources["decoder"].spec
     with sparing_loops():
         batch = fixed_batch(old, old_ids, reference_spec, targets=targets)
         before_LV = StreamedModel.of_sources(plan).logits(batch)
@@ -205,7 +205,7 @@ class StreamedModel:
     @classmethod
     def of_sources(cls, plan: AssemblyPlan) -> "StreamedModel":
         """Return the model of the embeddings, the encoder and the decoder of three models."""
-        sources = plan.present
+        sources = plan.sources
         model = shape_of_model(sources["decoder"].spec)
         of_encoder = shape_of_model(sources["encoder"].spec)
         model.encoder, model.front = of_encoder.encoder, of_encoder.front

@@ -230,8 +230,8 @@ class AssemblyPlan:
     """An assembly to write: the model, the source of each part, and the settings."""
 
     spec: ModelSpec
-    sources: Mapping[Part, ModelSource | None]
-    """None: the part starts fresh."""
+    sources: Mapping[Part, ModelSource]
+    """The source of each part; other parts start fresh."""
     config: UpcyclingConfig
     tokenizer: TokenizerFiles
     rows: RowPlan | None = None
@@ -246,11 +246,6 @@ class AssemblyPlan:
         return DTYPES[self.precision]
 
     @cached_property
-    def present(self) -> dict[Part, ModelSource]:
-        """Return the sources of the parts that do not start fresh."""
-        return {part: source for part, source in self.sources.items() if source is not None}
-
-    @cached_property
     def targets(self) -> dict[str, NamedSlice]:
         """Return the tensors of the result by name, without values."""
         return {target.name: target for target in named_slices(shape_of_model(self.spec))}
@@ -259,7 +254,7 @@ class AssemblyPlan:
     def experts(self) -> dict[Part, ExpertSources | None]:
         """Return, per part, how the experts of its source become experts of the model."""
         return {
-            part: expert_sources(self.spec, source.tensors) for part, source in self.present.items()
+            part: expert_sources(self.spec, source.tensors) for part, source in self.sources.items()
         }
 
     @cached_property
@@ -272,7 +267,7 @@ class AssemblyPlan:
         """
         parts = {
             part: _PartSource(part, source.tensors, self, self.experts[part])
-            for part, source in self.present.items()
+            for part, source in self.sources.items()
         }
         assignments = [
             Assignment(target, part_of(target), None, "fresh")
@@ -288,13 +283,13 @@ class AssemblyPlan:
         """Return source → its unused tensors: all of unused parts, and tensors that may be lost."""
         used: dict[str, set[str | None]] = {}
         for entry in self.assignments:
-            if entry.part in self.present:
-                used.setdefault(str(self.present[entry.part].origin), set()).add(entry.source)
+            if entry.part in self.sources:
+                used.setdefault(str(self.sources[entry.part].origin), set()).add(entry.source)
         return {
             str(source.origin): [
                 name for name in source.tensors.names() if name not in used[str(source.origin)]
             ]
-            for source in self.present.values()
+            for source in self.sources.values()
         }
 
     def shape(self, target: str) -> tuple[int, ...]:
@@ -314,7 +309,7 @@ class AssemblyPlan:
             is_exact = entry.rule == "rows by piece" or self.config.method == "noise"
             if entry.source is not None and source_name != (entry.part, entry.source):
                 source_name = (entry.part, entry.source)
-                stored = self.present[entry.part].tensors.read(entry.source)
+                stored = self.sources[entry.part].tensors.read(entry.source)
                 source = stored if is_exact else stored.to(self.dtype)
             value = self._value(entry, source).to(self.dtype)
             yield value.expand(self.shape(entry.target)).contiguous()

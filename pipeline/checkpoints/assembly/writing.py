@@ -168,7 +168,7 @@ def make_declared(
 def plan_lines(plan: AssemblyPlan) -> list[str]:
     """Return a summary of a plan to print before it is carried out."""
     names: dict[Part, str] = {
-        part: plan.present[part].origin.name if part in plan.present else "–" for part in PARTS
+        part: plan.sources[part].origin.name if part in plan.sources else "–" for part in PARTS
     }
     return [_headline(plan, names), "", _summary_table(plan, names), *_changes(plan)]
 

@@ -74,9 +74,9 @@ def planned(
     spec: ModelSpec, parts: Sequence[Artifact | None], config: UpcyclingConfig
 ) -> AssemblyPlan:
     """The plan of a model from its embeddings, encoder and decoder."""
-    sources = [None if artifact is None else own_source(artifact) for artifact in parts]
-    assert sources[0] is not None
-    return AssemblyPlan(spec, dict(zip(PARTS, sources, strict=True)), config, sources[0].tokenizer)
+    named = zip(PARTS, parts, strict=True)
+    sources = {part: own_source(artifact) for part, artifact in named if artifact is not None}
+    return AssemblyPlan(spec, sources, config, sources["embeddings"].tokenizer)
 
 
 def assembled(
