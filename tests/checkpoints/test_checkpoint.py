@@ -198,7 +198,7 @@ def test_a_state_goes_on_bit_for_bit_on_the_same_ranks_and_to_the_same_weights_o
         train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight"
     )
     pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(2), save_as="half")
-    on = {"resume": "half", "updates": range(2, 4)}
+    on: dict[str, Any] = {"resume": "half", "updates": range(2, 4)}
     resumed = pool2.run(train_and_save, tmp_path, parallel_size=2, save_as="resumed", **on)
     assert_same_weights(weights_of_all(resumed), weights_of_all(straight))
     assert_same_state(assembled(tmp_path, "resumed"), assembled(tmp_path, "straight"))
