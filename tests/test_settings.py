@@ -53,7 +53,6 @@ ZERO_IS_SENSIBLE = {
     "synthetic_share": "natural pairs alone",
     "min_score": "only certain translations",
     "min_round_trip": "every round trip is kept",
-    "kept_experts": "the first expert",
     "mask_ratio": "copies",
     "noise_std": "copies",
     "length_penalty": "scores are sums",

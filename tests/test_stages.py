@@ -92,8 +92,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "upcycle": {
         "model": MODEL,
         "upcycling": {
-            *("graft_group_routers", "kept_experts", "mask_ratio", "method", "noise_std"),
-            *("seed", "token_routers"),
+            *("graft_group_routers", "mask_ratio", "method", "noise_std", "seed", "token_routers"),
         },
     },
     "finetune": TRAINING,

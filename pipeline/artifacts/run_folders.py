@@ -41,14 +41,13 @@ from pipeline.config.recorded import (
 )
 from pipeline.errors import ArtifactError, UserError
 
-Work = Literal["training", "translation", "assembly", "sharding"]
+Work = Literal["training", "translation", "sharding"]
 """Kind of stage that owns a run folder."""
 
 
 RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "training": ("states", "best", "metrics.jsonl"),
     "translation": ("identity.json",),
-    "assembly": ("assembly.json",),
     "sharding": ("sharding.json",),
 }
 """Kind of work → entries that only its run folder has."""

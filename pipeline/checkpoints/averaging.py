@@ -1,31 +1,30 @@
 """Average checkpoints of one model, or the last training states of a run.
 
-Weights are read one tensor at a time, so that a model need not fit in memory.
+Weights are read one tensor at a time: a model need not fit in memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact, read_manifest
-from pipeline.artifacts.tokenizer import tokenizer_folder
+from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
 from pipeline.checkpoints.checkpoint import (
     open_checkpoint,
     read_spec,
     read_tokenizer,
-    write_model_files,
+    refuse_misfit,
+    write_derived,
 )
 from pipeline.checkpoints.names import tensor_shapes
-from pipeline.checkpoints.training_state import PieceReader
-from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.checkpoints.resharding import PieceReader
+from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.recorded import describe_change
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.terminal import counted, track
 
-ReadTensor = Callable[[str, torch.Size], Tensor]
+TensorReader = Callable[[str, torch.Size], Tensor]
 """Turns the name and shape of a tensor into its values, in that shape."""
 
 
@@ -40,12 +39,11 @@ def average_checkpoints(
     checkpoints = [open_checkpoint(path) for path in directories]
     for checkpoint in checkpoints[1:]:
         _refuse_other_model(checkpoints[0], checkpoint)
-    shapes = tensor_shapes(read_spec(checkpoints[0]))
     _write_mean(
-        [_weights_reader(checkpoint, shapes) for checkpoint in checkpoints],
+        [_weights_reader(checkpoint) for checkpoint in checkpoints],
         model_of=checkpoints[0],
-        config={"average": {"of": "weights"}},
-        inputs={f"checkpoints/{index}": entry for index, entry in enumerate(checkpoints)},
+        averaged={f"checkpoints/{index}": entry for index, entry in enumerate(checkpoints)},
+        what="weights",
         out_dir=out_dir,
         overwrite=overwrite,
     )
@@ -54,7 +52,7 @@ def average_checkpoints(
 def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool = False) -> None:
     """Write the mean of the master weights of the ``last`` training states of ``OUT.run``.
 
-    The model's shape and tokenizer are those of ``OUT.run/best``.
+    The model's shape and tokenizer come from ``OUT.run/best``.
 
     Raises:
         ArtifactError: The folder holds no run, or fewer states.
@@ -70,12 +68,11 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
             'training.keep_last and saving.keep_states = "all", which keeps them.'
         )
     states = [open_artifact(path, kind="training_state") for path in state_dirs[-last:]]
-    best = open_checkpoint(run_dir / "best")
     _write_mean(
         [_master_reader(state) for state in states],
-        model_of=best,
-        config={"average": {"of": "master weights"}},
-        inputs={"model": best} | {f"states/{state.directory.name}": state for state in states},
+        model_of=open_checkpoint(run_dir / "best"),
+        averaged={f"states/{state.directory.name}": state for state in states},
+        what="master weights",
         out_dir=out_dir,
         overwrite=overwrite,
     )
@@ -118,28 +115,13 @@ def _refuse_other_model(first: Artifact, other: Artifact) -> None:
         )
 
 
-def _weights_reader(checkpoint: Artifact, shapes: Mapping[str, torch.Size]) -> ReadTensor:
-    files = TensorFiles(checkpoint, "weights/")
-    unknown = sorted(set(files.names()) - set(shapes))
-    if unknown:
-        raise CheckpointError(
-            f"{checkpoint.directory} has a tensor {unknown[0]!r} that is not in the model of its "
-            "model.json. Run its stage again."
-        )
-
-    def read(name: str, shape: torch.Size) -> Tensor:
-        value = files.read(name)
-        if value.shape != shape:
-            raise CheckpointError(
-                f"{checkpoint.directory}: Tensor {name} has shape {tuple(value.shape)}, but its "
-                f"model.json describes {tuple(shape)}. Run its stage again."
-            )
-        return value
-
-    return read
+def _weights_reader(checkpoint: Artifact) -> TensorReader:
+    tensors = TensorFiles(checkpoint, "weights/")
+    refuse_misfit(tensors, read_spec(checkpoint))
+    return lambda name, _: tensors.read(name)
 
 
-def _master_reader(state: Artifact) -> ReadTensor:
+def _master_reader(state: Artifact) -> TensorReader:
     pieces = PieceReader(state)
 
     def read(name: str, shape: torch.Size) -> Tensor:
@@ -150,35 +132,31 @@ def _master_reader(state: Artifact) -> ReadTensor:
 
 
 def _write_mean(
-    readers: Sequence[ReadTensor],
+    readers: Sequence[TensorReader],
     *,
     model_of: Artifact,
-    config: Mapping[str, Any],
-    inputs: Mapping[str, Artifact],
+    averaged: Mapping[str, Artifact],
+    what: str,
     out_dir: Path,
     overwrite: bool,
 ) -> None:
     """Write the checkpoint of the means, with the shape and the tokenizer of ``model_of``."""
     spec = read_spec(model_of)
-    averaged = [entry for name, entry in inputs.items() if name != "model"]
-    with new_artifact(
-        out_dir,
-        kind="checkpoint",
-        stage="average",
-        config=config,
-        inputs={name: entry.as_input for name, entry in inputs.items()},
-        overwrite=overwrite,
-    ) as writer:
-        means = (
+    updates = [entry.statistics.get("update") for entry in averaged.values()]
+    write_derived(
+        model_of,
+        (
             (name, _mean((read(name, shape) for read in readers), shape))
             for name, shape in track(tensor_shapes(spec).items(), label="average")
-        )
-        writer.settled |= write_weights(writer.directory / "weights", means)
-        write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_folder(model_of))
-        writer.statistics["averaged"] = len(averaged)
-        writer.statistics["averaged_updates"] = [
-            entry.statistics.get("update") for entry in averaged
-        ]
+        ),
+        spec=spec,
+        out_dir=out_dir,
+        stage="average",
+        config={"average": {"of": what}},
+        inputs={**averaged} if model_of in averaged.values() else {"model": model_of, **averaged},
+        statistics={"averaged": len(averaged), "averaged_updates": updates},
+        overwrite=overwrite,
+    )
 
 
 def _mean(values: Iterable[Tensor], shape: torch.Size) -> Tensor:

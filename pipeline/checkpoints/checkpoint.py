@@ -1,21 +1,32 @@
 """Read and write checkpoints: shape (``model.json``), tokenizer (``tokenizer/``) and weights.
 
-Weights are float32, in tensors named per global expert (``names``). :func:`unpack_tokenizer` and
-:func:`recipe_text` write out the tokenizer and the shape of a model that was imported or assembled:
-shards are made with the one, and the recipe that trains the model must have the other.
+Weights are float32, in tensors named per global expert (``names``). :class:`ModelSource` is a model
+of any origin, ours or of other software: its tensors have our names, their names and shapes are
+known without reading values, and values are read one tensor at a time.
 """
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, new_artifact, open_artifact
-from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
-from pipeline.checkpoints.names import named_slices, num_parameters
-from pipeline.checkpoints.weights import TensorFiles, tensor_headers
+from pipeline.artifacts.manifest import InputRecord
+from pipeline.artifacts.tokenizer import (
+    Tokenizer,
+    TokenizerFiles,
+    copy_tokenizer,
+    load_tokenizer,
+    read_tokenizer_files,
+    tokenizer_folder,
+)
+from pipeline.checkpoints.names import named_slices, num_parameters, tensor_shapes
+from pipeline.checkpoints.weights import TensorFiles, Tensors, tensor_headers, write_weights
 from pipeline.config.documents import toml_lines
 from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
@@ -28,6 +39,8 @@ from pipeline.model.transformer import Transformer
 MODEL_FILE = "model.json"
 MAX_LACKING = 2
 """Largest ratio of a model's parameters to the values in its files."""
+_LISTED = 8
+"""Upper bound of the names that an error lists per problem."""
 
 
 def open_checkpoint(directory: Path) -> Artifact:
@@ -71,7 +84,7 @@ def read_spec(checkpoint: Artifact) -> ModelSpec:
     if wanted > MAX_LACKING * held:
         raise CheckpointError(
             f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, but the files "
-            f"under weights hold {held:,} values. Name a checkpoint whose files belong together."
+            f"under weights hold {held:,} values. Restore it, or run its stage again."
         )
     return spec
 
@@ -79,21 +92,18 @@ def read_spec(checkpoint: Artifact) -> ModelSpec:
 def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:
     """Raise CheckpointError if a checkpoint's model was not made for a tokenizer."""
     spec = read_spec(checkpoint)
-    for what, of_model, of_tokenizer in (
+    outputs = spec.output_size or spec.vocabulary_size, tokenizer.output_size or tokenizer.size
+    for what, expected, found in (
         ("ids", spec.vocabulary_size, tokenizer.size),
         ("padding", spec.pad_id, tokenizer.pad_id),
         ("languages", spec.languages, tokenizer.languages),
-        ("ids of the target", spec.output_size or spec.vocabulary_size, _outputs(tokenizer)),
+        ("ids of the target", *outputs),
     ):
-        if of_model != of_tokenizer:
+        if expected != found:
             raise CheckpointError(
                 f"The model and the tokenizer of {checkpoint.directory} do not belong together "
-                f"({what}: {shown(of_model)} and {shown(of_tokenizer)}). Run its stage again."
+                f"({what}: {shown(expected)} and {shown(found)}). Run its stage again."
             )
-
-
-def _outputs(tokenizer: Tokenizer) -> int:
-    return tokenizer.output_size or tokenizer.size
 
 
 def read_tokenizer(checkpoint: Artifact) -> Tokenizer:
@@ -148,6 +158,45 @@ def write_model_files(writer: ArtifactWriter, *, spec: ModelSpec, tokenizer_dir:
     copy_tokenizer(tokenizer_dir, tokenizer_directory(writer))
 
 
+def write_derived(
+    model_of: Artifact,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    spec: ModelSpec,
+    out_dir: Path,
+    stage: str,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, Artifact] | None = None,
+    statistics: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint that was made from others without training.
+
+    Args:
+        model_of: The checkpoint with the tokenizer.
+        weights: Names and values of all tensors, requested one at a time.
+        spec: The shape of the result.
+        out_dir: The checkpoint to write.
+        stage: Name of the command, for the manifest.
+        config: Its options, for the manifest.
+        inputs: Everything that it read; None: only ``model_of``.
+        statistics: Statistics for the manifest.
+        overwrite: Replace an existing checkpoint.
+    """
+    inputs = inputs or {"checkpoint": model_of}
+    with new_artifact(
+        out_dir,
+        kind="checkpoint",
+        stage=stage,
+        config=config,
+        inputs={name: artifact.as_input for name, artifact in inputs.items()},
+        overwrite=overwrite,
+    ) as writer:
+        writer.settled |= write_weights(writer.directory / "weights", weights)
+        write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_folder(model_of))
+        writer.statistics |= statistics or {}
+
+
 def write_spec(writer: ArtifactWriter, spec: ModelSpec) -> None:
     """Write the shape of a checkpoint's model."""
     writer.write_json(MODEL_FILE, spec.model_dump(mode="json"))
@@ -156,27 +205,6 @@ def write_spec(writer: ArtifactWriter, spec: ModelSpec) -> None:
 def tokenizer_directory(writer: ArtifactWriter) -> Path:
     """Return the folder for the tokenizer of a checkpoint that is being written."""
     return writer.path(f"tokenizer/{MODEL_FILE}").parent
-
-
-def unpack_tokenizer(directory: Path, *, out_dir: Path, overwrite: bool = False) -> int:
-    """Write the tokenizer of a checkpoint as an artifact; return its number of ids.
-
-    Raises:
-        ArtifactError: It is no checkpoint, or is damaged.
-    """
-    checkpoint = open_checkpoint(directory)
-    size = read_tokenizer(checkpoint).size
-    with new_artifact(
-        out_dir,
-        kind="tokenizer",
-        stage="unpack_tokenizer",
-        config={},
-        inputs={"checkpoint": checkpoint.as_input},
-        overwrite=overwrite,
-    ) as writer:
-        copy_tokenizer(tokenizer_folder(checkpoint), writer.directory)
-        writer.summary.append(f"{size:,} ids, as the checkpoint has them")
-    return size
 
 
 def recipe_text(directory: Path) -> str:
@@ -192,3 +220,81 @@ def recipe_text(directory: Path) -> str:
     }
     lines = [f"# Settings of the checkpoint {directory}, an overlay: RECIPE+THIS.toml"]
     return "\n".join([*lines, *toml_lines(document)]) + "\n"
+
+
+# ---------------------------------------------------------------- a model as a source
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that exists: shape, tokenizer, weights, and its record for a manifest."""
+
+    spec: ModelSpec
+    tokenizer: TokenizerFiles
+    tensors: Tensors
+    record: InputRecord
+
+    @property
+    def origin(self) -> Path:
+        """Return the folder or file that holds the weights."""
+        return self.tensors.origin
+
+
+def refuse_misfit(
+    tensors: Tensors,
+    spec: ModelSpec,
+    *,
+    unknown: Sequence[str] = (),
+    called: Callable[[str], str] = str,
+) -> None:
+    """Check that a model has exactly these tensors.
+
+    Args:
+        tensors: The tensors by our names.
+        spec: The model.
+        unknown: Names in the files that have no name of ours.
+        called: Turns our name into the name in the files.
+
+    Raises:
+        CheckpointError: Some are unknown, missing, superfluous or of another shape; lists them.
+    """
+    wanted = tensor_shapes(spec)
+    found = set(tensors.names())
+    shapes = {name: tensors.shape(name) for name in sorted(found & set(wanted))}
+    problems: dict[str, Sequence[str]] = {
+        "unknown": unknown,
+        "missing": sorted(set(wanted) - found),
+        "beyond the model": sorted(found - set(wanted)),
+        "of another shape": [
+            f"{called(name)} {list(shape)} instead of {list(wanted[name])}"
+            for name, shape in shapes.items()
+            if shape != tuple(wanted[name])
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(_listing(what, names) for what, names in problems.items() if names)
+        saved = sum(torch.Size(tensors.shape(name)).numel() for name in found)
+        expected = sum(shape.numel() for shape in wanted.values())
+        raise CheckpointError(
+            f"{tensors.origin} holds {saved:,} parameters, but the model described there has "
+            f"{expected:,}; tensors {listed}. Name a checkpoint with files that belong together."
+        )
+
+
+def own_source(checkpoint: Artifact) -> ModelSource:
+    """Return the model of a checkpoint of ours, and check the digests of its weights.
+
+    Raises:
+        CheckpointError: Its files do not belong together.
+    """
+    spec = stated_spec(checkpoint)
+    files = read_tokenizer_files(tokenizer_folder(checkpoint))
+    refuse_other_tokenizer(checkpoint, files.build())
+    tensors = TensorFiles(checkpoint, "weights/")
+    refuse_misfit(tensors, spec)
+    return ModelSource(spec=spec, tokenizer=files, tensors=tensors, record=checkpoint.as_input)
+
+
+def _listing(what: str, names: Sequence[str]) -> str:
+    more = f", and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return f"{what} ({len(names):,}): {', '.join(names[:_LISTED])}{more}"

@@ -2,47 +2,38 @@
 
 The folder has a manifest like every output of ours: it appears when it is complete, and
 ``--overwrite`` recognizes it. Other software ignores the manifest.
+
+No format has language groups. A language-group router averages W x and W_g x (MMNMT, eq. 1): for
+one group g that is an ordinary router with W' = (W + W_g) / 2.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
-from pipeline.artifacts.artifact import (
-    Artifact,
-    ArtifactWriter,
-    InputRecord,
-    new_artifact,
-    open_artifact,
-)
-from pipeline.checkpoints.checkpoint import open_checkpoint
-from pipeline.checkpoints.foreign import ctranslate2_model
-from pipeline.checkpoints.foreign.families import M2M100_TABLE, NLLB_MOE_TABLE
-from pipeline.checkpoints.foreign.layouts import Layout, chosen_layout, entries_of
+from torch import Tensor
+
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.checkpoints.checkpoint import ModelSource, open_checkpoint, own_source
+from pipeline.checkpoints.foreign import export_to_ctranslate2, export_to_hugging_face
+from pipeline.checkpoints.foreign.layouts import Entries, Layout, chosen_layout, entries_of
 from pipeline.checkpoints.foreign.model_card import Card
-from pipeline.checkpoints.foreign.one_group import (
-    chosen_group,
-    described_groups,
-    languages_of_group,
-    of_one_group,
-)
-from pipeline.checkpoints.foreign.written_folder import (
-    Format,
-    foreign_tensors,
-    model_config,
-    refuse_unknown_pieces,
-    refuse_unwritable,
-    write_configs,
-    write_tensors,
-    write_vocabulary,
-)
-from pipeline.checkpoints.opening import own_source
-from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.weights import Tensors
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.languages import find_code
+from pipeline.model.settings import DenseConfig
+from pipeline.model.spec import ModelSpec
 
+Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 CARD_FILE = "README.md"
+_TAG_SCHEMES = {
+    "hf-m2m100": ("src-tgt",),
+    "hf-nllb-moe": ("src-tgt",),
+    "ctranslate2": ("src-tgt", "tgt"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Export:
 
     to: Format
     target_group: str | None = None
-    """Number or language of the group whose router a language-group router is reduced to."""
+    """Number or language of the group that a language-group router is reduced to."""
     license: str = "unknown"
     scores_dir: Path | None = None
     """An evaluation to quote in the model card."""
@@ -67,89 +58,190 @@ def export_checkpoint(
         ConfigError: An option does not fit the model, or a package is missing.
     """
     checkpoint = open_checkpoint(directory)
-    scores = None
+    inputs: dict[str, Artifact] = {"checkpoint": checkpoint}
     if export.scores_dir is not None:
-        scores = open_artifact(export.scores_dir, kind="evaluation")
-    whole = own_source(checkpoint)
-    _refuse_variants(whole, directory)
-    source, targets = _fitted(whole, export)
+        inputs["scores"] = open_artifact(export.scores_dir, kind="evaluation")
+    source = own_source(checkpoint)
+    for variant in source.spec.model.variants:
+        if problem := variant.export_problem(directory):
+            raise CheckpointError(problem)
+    source, targets = _without_groups(source, export)
     if export.to == "ctranslate2":
-        ctranslate2_model.installed_package()
+        export_to_ctranslate2.installed_package()
     refuse_unwritable(source.origin, source.spec, to=export.to)
     card = Card(
         checkpoint=checkpoint,
         spec=source.spec,
-        tokenizer=source.tokenizer,
         to=export.to,
         license=export.license,
         targets=targets,
-        scores=scores,
+        scores=inputs.get("scores"),
     )
-    inputs = {"checkpoint": checkpoint.as_input} | _as_input(scores)
+    options = asdict(export)
+    del options["scores_dir"]  # an input
     with new_artifact(
         out_dir,
         kind="export",
         stage="export",
-        config=_settings(export),
-        inputs=inputs,
+        config=options,
+        inputs={name: artifact.as_input for name, artifact in inputs.items()},
         overwrite=overwrite,
     ) as writer:
-        _write(writer, source, card, to=export.to)
+        entries = entries_of(source.tokenizer, source.origin)
+        if export.to == "ctranslate2":
+            export_to_ctranslate2.write_model(writer.directory, source, entries)
+            text = card.text(entries.tokens)
+        else:
+            layout = chosen_layout(entries)
+            refuse_unknown_pieces(source.origin, entries, layout)
+            export_to_hugging_face.write_model(writer, source, layout)
+            text = card.text(layout.token_of, is_m2m100=layout.of_hundred)
+        (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
+        writer.statistics["languages"] = len(source.spec.languages)
     return source
 
 
-def _refuse_variants(source: ModelSource, directory: Path) -> None:
-    """Raise CheckpointError for a model with a variant that no format has."""
-    for variant in source.spec.model.variants:
-        if problem := variant.export_problem(directory):
-            raise CheckpointError(problem)
+def refuse_unwritable(origin: Path, spec: ModelSpec, *, to: Format) -> None:
+    """Raise CheckpointError if a format does not support a setting of a model."""
+    model, is_hugging_face = spec.model, to != "ctranslate2"
+    wanted, other = ("experts", "hf-m2m100") if to == "hf-nllb-moe" else ("none", "hf-nllb-moe")
+    instead = "ctranslate2" if to == "hf-m2m100" else ""
+    # setting, value, the values that the format supports, a format that supports the others
+    limits: list[tuple[str, object, tuple[object, ...], str]] = [
+        ("model.moe", "experts" if model.moe else "none", (wanted,), other),
+        ("model.converter_layers", model.converter_layers, (0,), ""),
+        ("model.embedding.input", model.embedding.input, ("learned", "frozen"), ""),
+        ("model.front", model.front.kind, ("subwords",), ""),
+        ("model.feed_forward", model.feed_forward, (DenseConfig(),), ""),
+        ("batches.tag_scheme", spec.tag_scheme, _TAG_SCHEMES[to], instead),
+    ]
+    if is_hugging_face:
+        limits += [
+            ("model.norm", model.norm, ("pre",), instead),
+            ("model.positions", model.positions, ("sinusoidal",), instead),
+            ("model.embedding_norm", model.embedding_norm, (False,), instead),
+            ("model.embedding.output", model.embedding.output, ("tied",), instead),
+        ]
+    if to == "hf-nllb-moe" and (moe := model.moe) is not None:
+        factor = moe.evaluation_capacity_factor
+        limits += [
+            ("model.moe.top_k", moe.top_k, (2,), ""),
+            ("model.moe.combine_weights", moe.combine_weights, ("renormalized",), ""),
+            ("model.moe.decoder_router", moe.decoder_router, ("token",), ""),
+            ("model.moe.evaluation_capacity_factor", factor, (None,), ""),
+        ]
+    for setting, found, possible, instead in limits:
+        if found not in possible:
+            values = " or ".join(map(repr, possible))
+            fix = f"Export it --to {instead}." if instead else "No format supports it."
+            raise CheckpointError(
+                f"{origin} has {setting} = {found!r}; {to} supports only {values}. {fix}"
+            )
 
 
-def _settings(export: Export) -> Mapping[str, object]:
-    return {"to": export.to, "target_group": export.target_group, "license": export.license}
-
-
-def _as_input(scores: Artifact | None) -> dict[str, InputRecord]:
-    return {} if scores is None else {"scores": scores.as_input}
-
-
-def _fitted(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str, ...]]:
-    """Return the model to export, and its target languages."""
-    spec = source.spec
-    if export.target_group is not None:
-        group = chosen_group(source.origin, spec, export.target_group)
-        return of_one_group(source, group), tuple(languages_of_group(spec, group))
-    if spec.language_groups is not None:
-        raise ConfigError(
-            f"{source.origin} routes by language group (model.moe.decoder_router), which "
-            f"{export.to} cannot; for the languages of one group it is an ordinary router: pass "
-            f"--target-group, one of {described_groups(spec)}."
+def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> None:
+    """Raise CheckpointError if NllbTokenizer would assign ids to pieces that have none."""
+    if entries.unknown_pieces and not layout.of_hundred:
+        raise CheckpointError(
+            f"The vocabulary of {origin} has {entries.unknown_pieces:,} pieces without an id, but "
+            "NllbTokenizer, which languages and tokens other than M2M-100's need, assigns ids to "
+            "all pieces. Export it --to ctranslate2."
         )
-    return source, spec.languages
 
 
-def _write(writer: ArtifactWriter, source: ModelSource, card: Card, *, to: Format) -> None:
-    entries = entries_of(source.tokenizer, source.origin)
-    if to == "ctranslate2":
-        ctranslate2_model.write_model(writer.directory, source, entries)
-        text = card.text(loading=card.ctranslate2_loading(), tokens=entries.tokens)
-    else:
-        layout = chosen_layout(entries)
-        refuse_unknown_pieces(source.origin, entries, layout)
-        _write_folder(writer, source, layout)
-        text = card.text(loading=card.transformers_loading(layout), tokens=layout.token_of)
-    (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
-    writer.statistics["languages"] = len(source.spec.languages)
+# ---------------------------------------------------------------- language groups
 
 
-def _write_folder(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> None:
-    spec, directory = source.spec, writer.directory
-    config = model_config(spec, vocabulary_size=len(layout.rows))
-    config["torch_dtype"] = str(source.tensors.read("embedding.weight").dtype).removeprefix(
-        "torch."
+def _without_groups(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str, ...]]:
+    """Return the model to export, for the languages of one group only, and its target languages.
+
+    Raises:
+        ConfigError: The model has groups and none is chosen, or it has no such group.
+    """
+    spec, choice = source.spec, export.target_group
+    if choice is None:
+        if spec.language_groups is not None:
+            raise ConfigError(
+                f"{source.origin} routes by language group (model.moe.decoder_router), which "
+                f"{export.to} cannot; for the languages of one group it is an ordinary router: "
+                f"pass --target-group from {described_groups(spec)}."
+            )
+        return source, spec.languages
+    group = chosen_group(source.origin, spec, choice)
+    assert spec.model.moe is not None
+    moe = spec.model.moe.model_copy(update={"decoder_router": "token", "num_groups": None})
+    model = spec.model.model_copy(update={"moe": moe})
+    reduced = spec.model_copy(update={"model": model, "language_groups": None})
+    group_weights = tensor_shapes(spec).keys() - tensor_shapes(reduced).keys()
+    weights = {name.removesuffix("group_weight") + "weight": name for name in group_weights}
+    tensors = OneGroupTensors(source.tensors, group, weights)
+    exported = ModelSource(reduced, source.tokenizer, tensors, source.record)
+    return exported, tuple(languages_of_group(spec, group))
+
+
+@dataclass(frozen=True)
+class OneGroupTensors:
+    """The tensors of a model with language-group routers, reduced to one group."""
+
+    tensors: Tensors
+    group: int
+    group_weights: Mapping[str, str]
+    """Name of a router's weight → name of the stacked weights of its groups."""
+
+    @property
+    def origin(self) -> Path:
+        """Return the checkpoint that holds the tensors."""
+        return self.tensors.origin
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
+        return sorted(set(self.tensors.names()) - set(self.group_weights.values()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self.tensors.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor; a router has the weight of the group."""
+        value = self.tensors.read(name)
+        if name not in self.group_weights:
+            return value
+        return (value + self.tensors.read(self.group_weights[name])[self.group]) / 2
+
+
+def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
+    """Return the group that ``--target-group`` names by its number or by a language.
+
+    Raises:
+        ConfigError: The model has no groups, or no such group or language.
+    """
+    if spec.language_groups is None:
+        raise ConfigError(f"{origin} has no language groups. Leave out --target-group.")
+    if choice.isdecimal():
+        if int(choice) >= spec.num_groups:
+            raise ConfigError(
+                f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. "
+                "Choose from these."
+            )
+        return int(choice)
+    code = find_code(choice, spec.languages)
+    if code is None:
+        raise ConfigError(
+            f"--target-group {choice}: {origin} has no such language. Choose from "
+            f"{', '.join(spec.languages)}, or the number of a group."
+        )
+    return spec.language_groups[spec.languages.index(code)]
+
+
+def languages_of_group(spec: ModelSpec, group: int) -> list[str]:
+    """Return the codes of the languages of a group."""
+    groups = spec.language_groups or ()
+    return [code for code, own in zip(spec.languages, groups, strict=True) if own == group]
+
+
+def described_groups(spec: ModelSpec) -> str:
+    """Return the groups with their languages, as in ``0 (de, en), 1 (ru)``."""
+    return ", ".join(
+        f"{group} ({', '.join(languages_of_group(spec, group))})"
+        for group in range(spec.num_groups)
     )
-    write_configs(directory, config, layout)
-    table = NLLB_MOE_TABLE if spec.model.moe else M2M100_TABLE
-    writer.settled |= write_tensors(directory, foreign_tensors(source, table, layout))
-    assert source.tokenizer.model is not None
-    write_vocabulary(directory, source.tokenizer.model, layout, max_length=spec.model.max_positions)

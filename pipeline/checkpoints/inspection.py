@@ -1,6 +1,6 @@
 """Inspect and verify finished artifacts, and compare two checkpoints.
 
-Nothing is written. Weights are read one tensor at a time, so that a model need not fit in memory.
+Nothing is written. Weights are read one tensor at a time: a model need not fit in memory.
 """
 
 import math
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
-from pipeline.checkpoints.training_state import read_position, split_key
+from pipeline.checkpoints.resharding import split_key
+from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
+from pipeline.config.overrides import leaf_settings
 from pipeline.config.recorded import setting_changes
-from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track
@@ -29,15 +30,8 @@ def open_any(directory: Path) -> Artifact:
     Raises:
         ArtifactError: It is missing, unfinished, or of another format version.
     """
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory} does not exist. Name the folder of an artifact.")
-    manifest = read_manifest(directory)
-    if manifest is None:
-        raise ArtifactError(
-            f"{directory} has no manifest, so it is not a finished artifact. Name one, or run its "
-            "stage again."
-        )
-    return open_artifact(directory, kind=manifest.kind)
+    manifest = read_manifest(directory) if directory.is_dir() else None
+    return open_artifact(directory, kind="checkpoint" if manifest is None else manifest.kind)
 
 
 # ---------------------------------------------------------------- inspect
@@ -104,24 +98,16 @@ def _inspect_pieces(headers: Iterable[TensorHeader], state: Artifact) -> dict[st
         ranges.setdefault(what, {}).setdefault(tensor, []).append((start, stop))
     described = {}
     for what, by_tensor in sorted(ranges.items()):
-        covered = sum(_covered(found) for found in by_tensor.values())
-        described[what] = {
-            "pieces": sum(map(len, by_tensor.values())),
-            "tensors": len(by_tensor),
-            "values": covered,
-            "missing": sum(max(stop for _, stop in found) for found in by_tensor.values())
-            - covered,
-        }
+        counts = {"pieces": 0, "tensors": len(by_tensor), "values": 0, "missing": 0}
+        for pieces in by_tensor.values():
+            reached = 0
+            for start, stop in sorted(pieces):
+                counts["missing"] += max(start - reached, 0)
+                counts["values"] += max(stop - max(start, reached), 0)
+                reached = max(reached, stop)
+            counts["pieces"] += len(pieces)
+        described[what] = counts
     return described
-
-
-def _covered(ranges: list[tuple[int, int]]) -> int:
-    """Return how many values lie in at least one of the ranges [start, stop)."""
-    covered, reached = 0, 0
-    for start, stop in sorted(ranges):
-        covered += max(stop - max(start, reached), 0)
-        reached = max(reached, stop)
-    return covered
 
 
 def inspection_text(found: Mapping[str, Any]) -> str:
@@ -132,7 +118,7 @@ def inspection_text(found: Mapping[str, Any]) -> str:
         _settings_text(found["statistics"] | found.get("progress", {})),
     ]
     if "model" in found:
-        parts.append("Model\n" + _settings_text(flat_settings(found["model"])))
+        parts.append("Model\n" + _settings_text(dict(leaf_settings(found["model"]))))
         rows = [[part, f"{count:,}"] for part, count in found["parameters"].items()]
         parts.append(text_table(["part", "parameters"], rows))
         stored = (f"{count:,} of {dtype}" for dtype, count in found["dtypes"].items())
@@ -153,17 +139,6 @@ def inspection_text(found: Mapping[str, Any]) -> str:
     files = {**found["files"], "in all": sum(found["files"].values())}
     parts.append(text_table(["file", "bytes"], [[name, f"{n:,}"] for name, n in files.items()]))
     return "\n\n".join(part for part in parts if part)
-
-
-def flat_settings(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables into one, ``model.moe.top_k`` → value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flat_settings(value, prefix=f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _settings_text(settings: Mapping[str, Any]) -> str:
@@ -216,29 +191,26 @@ class CheckpointDifference:
     settings: tuple[str, ...]
     """Changed settings, as in ``model.width: 16 → 32``."""
     other_tokenizer: bool
-    only_in_first: tuple[str, ...]
-    only_in_second: tuple[str, ...]
+    only_in_one: tuple[str, ...]
+    """Tensors of one checkpoint, as in ``decoder.final_norm.bias: only in the first``."""
     shapes: tuple[str, ...]
     """Tensors of another shape or type."""
     values: tuple[TensorDifference, ...]
     compared: int
-    """Number of tensors of equal shape, whose values were compared."""
+    """Number of tensors of equal shape, which were compared by value."""
 
     @property
     def identical(self) -> bool:
         """Return whether there is no difference."""
-        others = (self.settings, self.only_in_first, self.only_in_second, self.shapes, self.values)
+        others = (self.settings, self.only_in_one, self.shapes, self.values)
         return not self.other_tokenizer and not any(others)
 
     def lines(self) -> list[str]:
         """Return a line per difference (values as a table) and a summary."""
         if self.identical:
             return [f"identical: {counted(self.compared, 'tensor')}, settings and tokenizer"]
-        lines = [*self.settings]
-        lines += ["tokenizer: another one"] * self.other_tokenizer
-        lines += [f"{name}: only in the first" for name in self.only_in_first]
-        lines += [f"{name}: only in the second" for name in self.only_in_second]
-        lines += self.shapes
+        tokenizer = ["tokenizer: another one"] * self.other_tokenizer
+        lines = [*self.settings, *tokenizer, *self.only_in_one, *self.shapes]
         if self.values:
             rows = [
                 [entry.name, f"{entry.max_absolute:.3g}", f"{entry.relative_norm:.3g}"]
@@ -247,7 +219,7 @@ class CheckpointDifference:
             lines.append(text_table(["tensor", "max |a - b|", "‖a - b‖ / ‖a‖"], rows))
         lines.append(
             f"different: {counted(len(self.settings), 'setting')}, "
-            f"{counted(len(self.only_in_first) + len(self.only_in_second), 'tensor')} in only one, "
+            f"{counted(len(self.only_in_one), 'tensor')} in only one, "
             f"{len(self.shapes)} of another shape or type, "
             f"{len(self.values)} of {self.compared} with other values"
         )
@@ -273,15 +245,19 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
         if a.shape != b.shape:
             continue
         compared += 1
-        if not torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True):
-            values.append(_tensor_difference(name, a.double(), b.double()))
+        a, b = a.double(), b.double()
+        if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+            norm = a.norm().item()
+            relative = (a - b).norm().item() / norm if norm else math.inf
+            values.append(TensorDifference(name, (a - b).abs().max().item(), relative))
+    specs = [read_spec(checkpoint).model_dump(mode="json") for checkpoint in (first, second)]
     return CheckpointDifference(
-        settings=tuple(
-            setting_changes(*(read_spec(one).model_dump(mode="json") for one in (first, second)))
-        ),
+        settings=tuple(setting_changes(*specs)),
         other_tokenizer=read_tokenizer(first).fingerprint != read_tokenizer(second).fingerprint,
-        only_in_first=tuple(sorted(first_names - second_names)),
-        only_in_second=tuple(sorted(second_names - first_names)),
+        only_in_one=tuple(
+            f"{name}: only in the {'first' if name in first_names else 'second'}"
+            for name in sorted(first_names ^ second_names)
+        ),
         shapes=tuple(shapes),
         values=tuple(values),
         compared=compared,
@@ -290,13 +266,3 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _tensor_difference(name: str, a: Tensor, b: Tensor) -> TensorDifference:
-    apart = a - b
-    norm = a.norm().item()
-    return TensorDifference(
-        name=name,
-        max_absolute=apart.abs().max().item(),
-        relative_norm=apart.norm().item() / norm if norm else float("inf"),
-    )

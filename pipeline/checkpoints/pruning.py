@@ -1,7 +1,14 @@
-"""Remove the experts of a checkpoint that some target languages use least.
+"""Remove experts or language modules from a checkpoint.
 
-The routing statistics of the checkpoint decide. Weights are read one tensor at a time, so that a
-model need not fit in memory.
+- :func:`prune_experts` removes the experts that some target languages use least, by the routing
+  statistics of the checkpoint.
+- :func:`prune_languages` removes the language modules of other languages. Vocabulary and indices of
+  languages stay: translations between kept languages are the same to the last bit.
+- :func:`fold_checkpoint` writes the route that all languages share as a plain model. With low-rank
+  modules, W + V F of the shared module replaces W; with language experts, the shared feed-forward
+  already has the names of a plain one.
+
+Weights are read one tensor at a time: a model need not fit in memory.
 
 Legend: L MoE layers, G target languages, E experts.
 """
@@ -15,13 +22,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, new_artifact
-from pipeline.artifacts.tokenizer import tokenizer_folder
-from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_model_files
-from pipeline.checkpoints.names import tensor_shapes
-from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.artifacts.artifact import Artifact
+from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_derived
+from pipeline.checkpoints.names import num_parameters, tensor_shapes
+from pipeline.checkpoints.weights import TensorFiles
+from pipeline.config.variants import SHARED
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
+from pipeline.model.extension import extensions
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track
@@ -72,7 +80,7 @@ def prune_experts(
 
     Every MoE layer keeps the same number of experts (see :func:`plan_pruning`), renumbered in the
     order of their old ids, and routers lose the rows of the others. With renormalized combine
-    weights, a token whose experts are all kept has the same result as before.
+    weights, a token has the same result as before if all of its experts are kept.
 
     Raises:
         ConfigError: An option does not fit the model.
@@ -89,25 +97,24 @@ def prune_experts(
         experts=experts,
         keep_mass=keep_mass,
     )
-    target = _with_experts(spec, plan.num_experts)
-    asked = {"experts": experts} if keep_mass is None else {"keep_mass": keep_mass}
-    with new_artifact(
-        out_dir,
-        kind="checkpoint",
+    target = _with_model(
+        spec, moe=spec.model.moe.model_copy(update={"num_experts": plan.num_experts})
+    )
+    limit = {"experts": experts} if keep_mass is None else {"keep_mass": keep_mass}
+    layers = {
+        entry.layer: {"experts": list(entry.experts), "kept_mass": entry.kept_mass}
+        for entry in plan.layers
+    }
+    write_derived(
+        checkpoint,
+        _pruned(checkpoint, plan, target),
+        spec=target,
+        out_dir=out_dir,
         stage="prune_experts",
-        config={"prune_experts": {"languages": list(languages), **asked}},
-        inputs={"checkpoint": checkpoint.as_input},
+        config={"prune_experts": {"languages": list(languages), **limit}},
+        statistics={"kept_mass": plan.kept_mass, "layers": layers},
         overwrite=overwrite,
-    ) as writer:
-        writer.settled |= write_weights(
-            writer.directory / "weights", _pruned(checkpoint, plan, target)
-        )
-        write_model_files(writer, spec=target, tokenizer_dir=tokenizer_folder(checkpoint))
-        writer.statistics["kept_mass"] = plan.kept_mass
-        writer.statistics["layers"] = {
-            entry.layer: {"experts": list(entry.experts), "kept_mass": entry.kept_mass}
-            for entry in plan.layers
-        }
+    )
     return plan
 
 
@@ -115,7 +122,7 @@ def read_routing(checkpoint: Artifact, spec: ModelSpec) -> RoutingStatistics:
     """Return the routing statistics of a checkpoint.
 
     Raises:
-        ArtifactError: It has none, or those of another model.
+        ArtifactError: It has none, or they were counted on another model.
     """
     if not checkpoint.has(ROUTING_FILE):
         raise ArtifactError(
@@ -209,10 +216,9 @@ def _mass(routing: RoutingStatistics, languages: Sequence[str]) -> npt.NDArray[n
     return mass_LE
 
 
-def _with_experts(spec: ModelSpec, num_experts: int) -> ModelSpec:
-    values = spec.model_dump(mode="json")
-    values["model"]["moe"]["num_experts"] = num_experts
-    return ModelSpec.model_validate(values)
+def _with_model(spec: ModelSpec, **settings: object) -> ModelSpec:
+    """Return the shape of a model with some of its settings replaced."""
+    return spec.model_copy(update={"model": spec.model.model_copy(update=settings)})
 
 
 def _pruned(
@@ -234,3 +240,102 @@ def _pruned(
                 yield name, files.read(name).index_select(-2, rows)
             case _:
                 yield name, files.read(name)
+
+
+# ---------------------------------------------------------------- language modules
+
+
+@dataclass(frozen=True)
+class SmallerModel:
+    """The result of removing language modules."""
+
+    before: int
+    """Number of parameters before."""
+    after: int
+    """Number of parameters after."""
+    languages: tuple[str, ...] = ()
+    """Languages with modules that were kept."""
+    matrices: int = 0
+    """Number of matrices that were folded."""
+
+
+def prune_languages(
+    directory: Path, *, languages: Sequence[str], out_dir: Path, overwrite: bool = False
+) -> SmallerModel:
+    """Write a checkpoint without the modules of other languages.
+
+    Raises:
+        ConfigError: The model has no language modules, or a language has none.
+        ArtifactError: It is no checkpoint.
+    """
+    checkpoint = open_checkpoint(directory)
+    spec = read_spec(checkpoint)
+    modules = spec.model.language_modules
+    if modules is None:
+        raise ConfigError(
+            f"{directory} has no language modules to prune: name a checkpoint that has "
+            "(model.language_modules)."
+        )
+    had = spec.languages if modules.languages is None else modules.languages
+    for code in languages:
+        if code not in had:
+            candidates = nearest_codes(code, had) or had
+            raise ConfigError(
+                f"{directory} has no module for the language {code!r}: choose from "
+                f"{', '.join(candidates)}."
+            )
+    kept = tuple(code for code in had if code in set(languages))
+    target = _with_model(spec, language_modules=modules.model_copy(update={"languages": kept}))
+    files = TensorFiles(checkpoint, "weights/")
+    write_derived(
+        checkpoint,
+        ((name, files.read(name)) for name in track(tensor_shapes(target), label="prune")),
+        spec=target,
+        out_dir=out_dir,
+        stage="prune_languages",
+        config={"prune_languages": {"languages": list(kept)}},
+        overwrite=overwrite,
+    )
+    return SmallerModel(num_parameters(spec), num_parameters(target), languages=kept)
+
+
+def fold_checkpoint(directory: Path, *, out_dir: Path, overwrite: bool = False) -> SmallerModel:
+    """Write the shared route of a checkpoint as a model without language modules.
+
+    Raises:
+        ConfigError: It has no shared route.
+        ArtifactError: It is no checkpoint.
+    """
+    checkpoint = open_checkpoint(directory)
+    spec = read_spec(checkpoint)
+    if not spec.model.has_shared_route:
+        raise ConfigError(
+            f"{directory} has no route that all languages share (model.language_modules.shared): "
+            "name a checkpoint of fuse distillation."
+        )
+    target = _with_model(spec, language_modules=None)
+    files = TensorFiles(checkpoint, "weights/")
+    folded: list[str] = []
+    write_derived(
+        checkpoint,
+        _folded(files, target, folded),
+        spec=target,
+        out_dir=out_dir,
+        stage="fold",
+        config={"fold": {"route": SHARED}},
+        overwrite=overwrite,
+    )
+    return SmallerModel(num_parameters(spec), num_parameters(target), matrices=len(folded))
+
+
+def _folded(
+    files: TensorFiles, target: ModelSpec, folded: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the folded model, in its order; add the names of sums to ``folded``."""
+    names = set(files.names())
+    for name in track(tensor_shapes(target), label="fold"):
+        sums = (extension.folded(name, names, files.read) for extension in extensions())
+        weight = next((tensor for tensor in sums if tensor is not None), None)
+        if weight is not None:
+            folded.append(name)
+        yield name, files.read(name) if weight is None else weight

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pipeline.config.settings import MAX_EXPERTS, DropRate, Seed, Settings, number, whole
+from pipeline.config.settings import DropRate, Seed, Settings, number
 
 
 class UpcyclingConfig(Settings):
@@ -21,7 +21,5 @@ class UpcyclingConfig(Settings):
     graft_group_routers: Literal["copy", "fresh"] = "copy"
     """Group routers over a token router: copies of the token router leave the function
     unchanged."""
-    kept_experts: tuple[Annotated[int, whole(0, MAX_EXPERTS)], ...] = ()
-    """Experts to keep, in this order, of sources that have more experts than the model."""
     seed: Seed = 1
     """Seed of masks, noise and fresh routers."""

@@ -1,169 +1,15 @@
-"""Write and read training states, which all ranks write and any topology can resume from.
+"""Describe the progress of a training run: everything but tensors that resuming needs."""
 
-A state has the optimizer's master weights and moments, which ZeRO divides into flat ranges. Each
-rank writes its own ranges as ``{what}:{tensor}:{start}``. A reader, on any number of ranks, picks
-the pieces that overlap the range it needs. Nothing is gathered on one rank.
-"""
-
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
-import torch
 from pydantic import Field, TypeAdapter, ValidationError
-from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, FileRecord, check_together
-from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.artifacts.artifact import Artifact
 from pipeline.config.settings import shown
-from pipeline.distributed.collectives import gather_objects
-from pipeline.errors import CheckpointError, UserError
+from pipeline.errors import CheckpointError
 
 PROGRESS_FILE = "progress.json"
-MAX_DIGITS = 19
-"""Upper bound of the digits of a place within a tensor."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A contiguous range of a named tensor, flattened: one rank's share of it under ZeRO."""
-
-    what: str
-    """Kind of value: ``master``, or the optimizer's name of a moment."""
-    tensor: str
-    start: int
-    values: Tensor
-
-    @property
-    def key(self) -> str:
-        """Return the name of the piece in a file."""
-        return f"{self.what}:{self.tensor}:{self.start}"
-
-
-@dataclass(frozen=True)
-class Target:
-    """Memory to fill with a range of a flattened tensor of a state."""
-
-    what: str
-    tensor: str
-    start: int
-    values: Tensor
-    """One dimension; of any type and device."""
-
-
-class Fills(Protocol):
-    """A source of values for targets."""
-
-    def fill(self, targets: Sequence[Target]) -> None:
-        """Fill all targets; all ranks call this."""
-
-
-class Ranges(Protocol):
-    """A reader of ranges of flattened tensors."""
-
-    def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
-        """Return values [start, start + length), which must not be modified."""
-
-
-class PieceReader:
-    """Reads ranges of tensors from the pieces of a training state of any topology."""
-
-    def __init__(self, state: Artifact) -> None:
-        self._files = TensorFiles(state, "optimizer/")
-        self._pieces: dict[tuple[str, str], list[tuple[int, str]]] = {}
-        for key in self._files.names():
-            what, tensor, start = split_key(key, state)
-            self._pieces.setdefault((what, tensor), []).append((start, key))
-        for pieces in self._pieces.values():
-            pieces.sort()
-        self._cached: tuple[str, Tensor] = ("", torch.empty(0))
-
-    def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
-        """Return values [start, start + length) of a flattened tensor, which must not be modified.
-
-        Raises:
-            CheckpointError: The state does not cover that range.
-        """
-        parts: list[Tensor] = []
-        for piece_start, key in self._pieces.get((what, tensor), []):
-            if piece_start >= start + length:
-                break
-            values = self._piece(key)
-            low = max(start, piece_start)
-            high = min(start + length, piece_start + len(values))
-            if low < high:
-                parts.append(values[low - piece_start : high - piece_start].float())
-        filled = sum(len(part) for part in parts)
-        if filled != length:
-            target = Target(what, tensor, start, torch.empty(length, device="meta"))
-            raise incomplete(self._files.artifact, target, filled=filled)
-        return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
-
-    def fill(self, targets: Sequence[Target]) -> None:
-        """Fill all targets, one after the other."""
-        for target in targets:
-            values = self.read(
-                what=target.what,
-                tensor=target.tensor,
-                start=target.start,
-                length=len(target.values),
-            )
-            target.values.copy_(values)
-
-    def let_go(self) -> None:
-        """Free the piece that was read last."""
-        self._cached = ("", torch.empty(0))
-
-    def _piece(self, key: str) -> Tensor:
-        if self._cached[0] != key:
-            self._cached = (key, self._files.read(key).flatten())
-        return self._cached[1]
-
-
-class CheckedState:
-    """A training state whose files are compared with their digests before values are read."""
-
-    def __init__(self, state: Artifact) -> None:
-        self._state = state
-
-    def fill(self, targets: Sequence[Target]) -> None:
-        """Fill all targets from the pieces of any topology; all ranks call this.
-
-        Raises:
-            ArtifactError: A file is missing or damaged; the same error on all ranks.
-            CheckpointError: A value is missing or not finite; the same error on all ranks.
-        """
-        check_together(self._state)
-        problem: str | None = None
-        try:
-            PieceReader(self._state).fill(targets)
-        except (UserError, OSError) as error:
-            problem = str(error)
-        problem = next(filter(None, gather_objects(problem)), None)
-        if problem is not None:
-            raise CheckpointError(problem)
-
-
-def incomplete(state: Artifact, target: Target, *, filled: int) -> CheckpointError:
-    """Return the error of a state that has only ``filled`` of the values of a target."""
-    return CheckpointError(
-        f"{state.directory} is incomplete: it has {filled} of {len(target.values)} values of "
-        f"{target.what} of {target.tensor}. Resume from an earlier state."
-    )
-
-
-def split_key(key: str, state: Artifact) -> tuple[str, str, int]:
-    """Split a :attr:`Piece.key` into the kind of value, the tensor, and the start."""
-    what, _, place = key.partition(":")
-    tensor, _, start = place.rpartition(":")
-    if not (what and tensor and start.isascii() and start.isdecimal() and len(start) < MAX_DIGITS):
-        raise CheckpointError(
-            f"{state.directory} has a piece {shown(key)!r}, which is no name of a piece. Resume "
-            "from an earlier state."
-        )
-    return what, tensor, int(start)
-
 
 Whole = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -227,8 +73,3 @@ def read_position(state: Artifact) -> Position:
             f"{path} describes no progress of a run ({where}: {first['msg']}). Resume from an "
             "earlier state."
         ) from error
-
-
-def write_pieces(directory: Path, pieces: Iterator[Piece], *, part: int) -> dict[Path, FileRecord]:
-    """Write one rank's pieces; return the record of each file for a manifest."""
-    return write_weights(directory, ((piece.key, piece.values) for piece in pieces), part=part)

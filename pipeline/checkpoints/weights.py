@@ -2,7 +2,7 @@
 
 Nothing is pickled, and files are checked before they are used. The safetensors library can only
 write a whole file by itself. :func:`file_pieces` yields the same bytes piece by piece, without a
-copy of the tensors, so that they are hashed as they are written. The format: the length of a
+copy of the tensors; they are hashed as they are written. The format: the length of a
 header, the header (JSON, padded with spaces to a multiple of 8), and the values, the widest types
 first, then by name (``serialize`` in its ``tensor.rs``).
 """
@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,7 @@ class TensorHeader:
 
 
 def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
-    """Yield the headers of the tensors in the files whose names start with ``prefix``.
+    """Yield the headers of the tensors in the files with names that start with ``prefix``.
 
     Raises:
         CheckpointError: A file is missing or has no readable header.
@@ -67,98 +68,33 @@ def _headers(path: Path, file: str) -> Iterator[TensorHeader]:
             yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
 
 
-def _read(path: Path, name: str, *, fix: str) -> Tensor:
-    try:
-        with safe_open(path, framework="pt") as stream:
-            tensor: Tensor = stream.get_tensor(name)
-    except _UNREADABLE as error:
-        raise CheckpointError(
-            f"{path}: Tensor {name} cannot be read ({one_line(error)}). {fix}"
-        ) from error
-    return tensor
-
-
 def _unreadable(path: Path, error: Exception, *, fix: str) -> CheckpointError:
     return CheckpointError(f"{path} cannot be read as safetensors ({one_line(error)}). {fix}")
 
 
-def is_finite(values: Tensor) -> bool:
-    """Return whether all values are finite numbers."""
-    # The sum is one pass without a copy. Every value is looked at only if it overflows.
-    return bool(values.sum().isfinite() or values.isfinite().all())
-
-
-def not_finite(directory: Path, name: str) -> str:
-    """Return the message for a tensor with values that are not finite."""
-    return (
-        f"{directory}: Tensor {name} has values that are not finite numbers. Name another "
-        "checkpoint, or train this one again with a lower learning rate."
-    )
-
-
-class TensorFiles:
-    """Tensors of an artifact by name, read one at a time from its safetensors files.
-
-    The files' digests are checked at opening, before anything is read from them.
-    """
-
-    def __init__(self, artifact: Artifact, prefix: str) -> None:
-        self.artifact = artifact
-        self._file_of: dict[str, str] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._file_names = artifact.names(prefix)
-        artifact.check(self._file_names)
-        for header in tensor_headers(artifact, prefix):
-            self._file_of[header.name] = header.file
-            self._shapes[header.name] = header.shape
+class Tensors(Protocol):
+    """Weights by our names, read one tensor at a time."""
 
     @property
     def origin(self) -> Path:
-        """Return the folder of the artifact."""
-        return self.artifact.directory
+        """Return the folder or file that holds them, for messages."""
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
-        return sorted(self._file_of)
+        """Return all names, sorted."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading its values."""
-        return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, and check that its values are finite.
+        """Return one tensor of finite floating-point numbers, as stored.
 
         Raises:
-            CheckpointError: There is no such tensor, or its values are not finite floating-point
-                numbers.
+            CheckpointError: There is no such tensor, or it cannot be used.
         """
-        tensor = self.read_as_stored(name)
-        if tensor.dtype not in FLOATING_TYPES:
-            raise CheckpointError(
-                f"{self.artifact.directory}: Tensor {name} has the type {tensor.dtype}, not a "
-                "floating-point type. Run its stage again."
-            )
-        if not is_finite(tensor):
-            raise CheckpointError(not_finite(self.artifact.directory, name))
-        return tensor
-
-    def read_as_stored(self, name: str) -> Tensor:
-        """Return one tensor with any values.
-
-        Raises:
-            CheckpointError: There is no such tensor, or it cannot be read.
-        """
-        if name not in self._file_of:
-            raise CheckpointError(
-                f"{self.artifact.directory} has no tensor {name!r}, so it is of another model. "
-                "Name a checkpoint of this one."
-            )
-        progress.advance()
-        return _read(self.artifact.file(self._file_of[name]), name, fix="Run its stage again.")
 
 
 class TensorFolder:
-    """Tensors by name, read one at a time from safetensors files outside of an artifact.
+    """Tensors by name, mapped from safetensors files outside of an artifact.
 
     Raises:
         CheckpointError: A file cannot be read; ``fix`` says what to do.
@@ -191,8 +127,69 @@ class TensorFolder:
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, mapped from its file."""
-        return _read(self._file_of[name], name, fix=self._fix)
+        """Return one tensor with any values."""
+        path = self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as stream:
+                tensor: Tensor = stream.get_tensor(name)
+        except _UNREADABLE as error:
+            raise CheckpointError(
+                f"{path}: Tensor {name} cannot be read ({one_line(error)}). {self._fix}"
+            ) from error
+        return tensor
+
+
+class TensorFiles(TensorFolder):
+    """Tensors of an artifact by name, read one at a time from its safetensors files.
+
+    The files' digests are checked at opening, before anything is read from them.
+    """
+
+    def __init__(self, artifact: Artifact, prefix: str) -> None:
+        self.artifact = artifact
+        names = artifact.names(prefix)
+        artifact.check(names)
+        super().__init__(artifact.directory, map(artifact.unchecked_file, names), fix=_FIX)
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, and check that its values are finite.
+
+        Raises:
+            CheckpointError: There is no such tensor, or its values are not finite floating-point
+                numbers.
+        """
+        return refuse_not_finite(self.read_as_stored(name), name, self.origin)
+
+    def read_as_stored(self, name: str) -> Tensor:
+        """Return one tensor with any values.
+
+        Raises:
+            CheckpointError: There is no such tensor, or it cannot be read.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(
+                f"{self.origin} has no tensor {name!r}, so it is of another model. Name a "
+                "checkpoint of this model."
+            )
+        progress.advance()
+        self.artifact.check([self._file_of[name].relative_to(self.origin).as_posix()])
+        return super().read(name)
+
+
+def refuse_not_finite(tensor: Tensor, name: str, origin: Path) -> Tensor:
+    """Return a tensor; raise CheckpointError unless it has finite floating-point numbers."""
+    if tensor.dtype not in FLOATING_TYPES:
+        raise CheckpointError(
+            f"{origin}: Tensor {name} has the type {tensor.dtype}, not a floating-point type. Name "
+            "a checkpoint that is not quantized."
+        )
+    # The sum is one pass without a copy. Every value is looked at only if it overflows.
+    if not (tensor.sum().isfinite() or tensor.isfinite().all()):
+        raise CheckpointError(
+            f"{origin}: Tensor {name} has values that are not finite numbers. Name another "
+            "checkpoint, or train this one again with a lower learning rate."
+        )
+    return tensor
 
 
 def read_tensor(checkpoint: Artifact, name: str) -> Tensor:
@@ -260,7 +257,7 @@ _ALIGNMENT = _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor to write, whose values need not be known for the header."""
+    """A tensor to write. The header needs no values."""
 
     name: str
     dtype: torch.dtype
@@ -285,7 +282,7 @@ def file_pieces(
 def file_header(
     places: Sequence[TensorPlace], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the header of a file whose values follow in the order of ``places``."""
+    """Return the header of a file; the values follow in the order of ``places``."""
     described: dict[str, Mapping[str, object]] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for place in places:

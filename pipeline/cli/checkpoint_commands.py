@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.locks import sole_writer
-from pipeline.artifacts.places import run_dir
-from pipeline.artifacts.run_folders import refuse_run_folder
 from pipeline.cli.ending import say
 from pipeline.cli.parser import JSON, OUTPUT, OVERWRITE, Command, option, share, whole_number
 from pipeline.config.settings import MAX_EXPERTS, MAX_STATES
@@ -35,16 +33,15 @@ def _making(make: Callable[..., str]) -> Callable[[argparse.Namespace], int]:
 
 def _upcycle(options: argparse.Namespace) -> int:
     """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
-    from pipeline.checkpoints.assembly.declaration import plan_declared, read_assembly
-    from pipeline.checkpoints.assembly.making import make_declared, plan_lines
+    from pipeline.checkpoints.assembly.declaration import plan_assembly, read_assembly
+    from pipeline.checkpoints.assembly.writing import make_declared, plan_lines
 
     assembly = read_assembly(options.assembly)
     if options.dry_run:
-        print("\n".join(plan_lines(plan_declared(assembly))))
+        print("\n".join(plan_lines(plan_assembly(assembly))))
         return 0
     if options.out is None:
         raise ConfigError("An assembly needs a directory. Pass --out DIR, or --dry-run.")
-    refuse_run_folder(run_dir(options.out), work="assembly")
     with interruptible(), sole_writer(options.out):
         summary = make_declared(
             assembly, out_dir=options.out, processes=options.processes, overwrite=options.overwrite
@@ -99,10 +96,9 @@ def _mean(options: argparse.Namespace, **given: Any) -> str:
 
 
 def _import(options: argparse.Namespace, **given: Any) -> str:
-    from pipeline.checkpoints.checkpoint import unpack_tokenizer
     from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
+    from pipeline.checkpoints.importing import import_checkpoint, unpack_tokenizer
     from pipeline.checkpoints.names import num_parameters
-    from pipeline.checkpoints.opening import import_checkpoint
 
     files = (options.dictionary, options.sentencepiece, options.languages)
     if options.tokenizer:
@@ -119,8 +115,7 @@ def _import(options: argparse.Namespace, **given: Any) -> str:
 
 def _prune(options: argparse.Namespace, **given: Any) -> str:
     """Prune experts if the options say how many to keep, and language modules otherwise."""
-    from pipeline.checkpoints.language_pruning import prune_languages
-    from pipeline.checkpoints.pruning import prune_experts
+    from pipeline.checkpoints.pruning import prune_experts, prune_languages
 
     directory, languages = options.directory, options.languages
     number = {"experts": options.experts, "keep_mass": options.keep_mass}
@@ -135,7 +130,7 @@ def _prune(options: argparse.Namespace, **given: Any) -> str:
 
 
 def _fold(options: argparse.Namespace, **given: Any) -> str:
-    from pipeline.checkpoints.folding import fold_checkpoint
+    from pipeline.checkpoints.pruning import fold_checkpoint
 
     folded = fold_checkpoint(options.directory, **given)
     line = f"{options.out}: the shared route, {folded.after:,} of {folded.before:,} parameters"

@@ -31,6 +31,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "evaluation.word_lines": (100_000,),
     "shards.segmentation_nbest": (64,),
     "training.cpu_kernels": ("processor", "measured"),
+    "upcycling.kept_experts": ([],),
 }
 """Settings of earlier versions, which manifests still note, → values with the result of today."""
 

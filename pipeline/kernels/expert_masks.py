@@ -1,8 +1,7 @@
 """Loop that zeroes entries of a tensor at random, compiled by numba: experts of a dense layer.
 
-Drawing by numpy, comparing, multiplying, subtracting and summing by torch would be passes over
-memory of their own. The generator is Philox4x64-10 as numpy has it, so
-that the words are those of ``numpy.random.Philox``.
+Drawing by numpy, comparing and multiplying by torch would be passes over memory of their own. The
+generator is Philox4x64-10, with the same words as ``numpy.random.Philox``.
 
 Legend: N entries, L entries of a block.
 """
@@ -13,7 +12,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from pipeline.kernels.compiled_loops import Floats, States, compiled, widened
+from pipeline.kernels.compiled_loops import States, compiled
 
 BLOCK = 4096
 """Entries drawn at a time: their words stay in a core's first cache."""
@@ -41,20 +40,16 @@ _high: Any = intrinsic(_multiply_high)
 
 
 @compiled()
-def mask_entries(
-    dense_N: States, key: int, lowest_kept: int, masked_N: States, sum_L: Floats
-) -> None:
-    """Copy the kept entries, zero the others, and add the squares of the latter to ``sum_L``.
+def mask_entries(dense_N: States, key: int, lowest_kept: int, masked_N: States) -> None:
+    """Copy the kept entries and zero the others.
 
-    An entry is kept if its own 16 random bits are at least ``lowest_kept``. The order of the sums
-    does not depend on the processor or on threads.
+    An entry is kept if its own 16 random bits are at least ``lowest_kept``.
 
     Args:
         dense_N: Entries of a tensor.
         key: Key of the generator.
         lowest_kept: 1 to 65,535.
         masked_N: Entries of the result.
-        sum_L: Sums per place within a block of ``BLOCK`` entries.
     """
     word_L = np.empty(BLOCK // 4, np.uint64)
     drawn_L = word_L.view(np.uint16)
@@ -78,7 +73,4 @@ def mask_entries(
             word_L[place], word_L[place + 1] = a, b
             word_L[place + 2], word_L[place + 3] = c, d
         for n in range(len(dense_L)):
-            is_kept = drawn_L[n] >= bound
-            masked_L[n] = dense_L[n] if is_kept else zero
-            dropped = np.float32(0) if is_kept else widened(dense_L[n])
-            sum_L[n] += dropped * dropped
+            masked_L[n] = dense_L[n] if drawn_L[n] >= bound else zero

@@ -84,8 +84,6 @@ class Stage:
     @property
     def work(self) -> Work | None:
         """Kind of work that ``OUT.run`` keeps of an interrupted run, if any."""
-        if self.name == "upcycle":
-            return "assembly"
         if self.name == "make_shards":
             return "sharding"
         if self.parallel == "ranks":

@@ -38,7 +38,8 @@ from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.passes import Pass
 from pipeline.batching.world_sizes import even_per_pass, passes_per_update
 from pipeline.checkpoints.names import NamedSlice, named_slices
-from pipeline.checkpoints.training_state import Fills, LossScale, Piece, Ranges, Target
+from pipeline.checkpoints.resharding import Fills, Piece, Ranges, Target
+from pipeline.checkpoints.training_state import LossScale
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,

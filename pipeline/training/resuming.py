@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pipeline.artifacts.artifact import check_together, open_artifact
 from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.training_state import CheckedState, Position, read_position
+from pipeline.checkpoints.resharding import CheckedState
+from pipeline.checkpoints.training_state import Position, read_position
 from pipeline.errors import CheckpointError
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import Engine

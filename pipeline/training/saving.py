@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from pipeline.artifacts.places import link_or_copy
-from pipeline.checkpoints.training_state import PROGRESS_FILE, Position, write_pieces
+from pipeline.checkpoints.resharding import write_pieces
+from pipeline.checkpoints.training_state import PROGRESS_FILE, Position
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World

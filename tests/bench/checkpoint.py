@@ -41,7 +41,7 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from pipeline.artifacts.digests import READ_BYTES
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.checkpoints.training_state import CheckedState, Piece, write_pieces
+from pipeline.checkpoints.resharding import CheckedState, Piece, write_pieces
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.model.building import build_model

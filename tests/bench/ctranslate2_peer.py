@@ -19,9 +19,9 @@ from support.tiny_models import EOS_ID
 from torch import Tensor
 
 from pipeline.batching.batch import Example
-from pipeline.checkpoints.foreign.ctranslate2_model import _Specification
+from pipeline.checkpoints.checkpoint import ModelSource
+from pipeline.checkpoints.foreign.export_to_ctranslate2 import filled_specification
 from pipeline.checkpoints.names import named_slices
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.model.transformer import Transformer
 
 Sequences = list[tuple[int, ...]]
@@ -37,9 +37,7 @@ def write_model(directory: Path, model: Transformer) -> None:
     """As ``mmnmt export --to ctranslate2`` does, without a tokenizer: pieces are called by id."""
     tensors: dict[str, Tensor] = {one.name: one.value.cpu() for one in named_slices(model)}
     source = SimpleNamespace(spec=model.spec, tensors=SimpleNamespace(read=tensors.__getitem__))
-    specification = _Specification(ctranslate2, cast(ModelSource, source))
-    specification.fill()
-    spec = specification.spec
+    spec = filled_specification(ctranslate2, cast(ModelSource, source))
     names = [str(index) for index in range(model.spec.vocabulary_size)]
     spec.register_source_vocabulary([*names])
     spec.register_target_vocabulary([*names])

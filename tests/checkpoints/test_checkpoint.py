@@ -27,14 +27,8 @@ from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.checkpoints.training_state import (
-    CheckedState,
-    Piece,
-    PieceReader,
-    Position,
-    Target,
-    write_pieces,
-)
+from pipeline.checkpoints.resharding import CheckedState, Piece, PieceReader, Target, write_pieces
+from pipeline.checkpoints.training_state import Position
 from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
@@ -183,7 +177,10 @@ def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
         updates=range(2, 2),
         save_as="two-again",
     )
+    paths = [path for path in state_path(tmp_path, "two").rglob("*") if path.is_file()]
+    assert [path.suffix for path in sorted(paths)] == [".json", ".safetensors", ".safetensors"]
     state = assembled(tmp_path, "two")
+    assert {values.dtype for what in state.values() for values in what.values()} == {torch.float32}
     assert set(state["master"]) == {entry.name for entry in named_slices(tiny_model(SPEC))}
     assert all(values.count_nonzero() > 0 for values in state["exp_avg_sq"].values())
     assert_same_state(assembled(tmp_path, "one"), state)
@@ -194,58 +191,27 @@ def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
 
 
 @pytest.mark.slow
-def test_the_same_ranks_go_on_from_a_state_as_if_they_had_never_stopped(
-    pool2: ProcessPool, tmp_path: Path
+def test_a_state_goes_on_bit_for_bit_on_the_same_ranks_and_to_the_same_weights_on_others(
+    request: pytest.FixtureRequest, pool2: ProcessPool, tmp_path: Path
 ) -> None:
     straight = pool2.run(
         train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight"
     )
     pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(2), save_as="half")
-    resumed = pool2.run(
-        train_and_save,
-        tmp_path,
-        parallel_size=2,
-        resume="half",
-        updates=range(2, 4),
-        save_as="resumed",
-    )
+    on: dict[str, Any] = {"resume": "half", "updates": range(2, 4)}
+    resumed = pool2.run(train_and_save, tmp_path, parallel_size=2, save_as="resumed", **on)
     assert_same_weights(weights_of_all(resumed), weights_of_all(straight))
     assert_same_state(assembled(tmp_path, "resumed"), assembled(tmp_path, "straight"))
-
-
-@pytest.mark.slow
-def test_other_ranks_go_on_from_a_state_to_the_same_weights(
-    request: pytest.FixtureRequest, pool2: ProcessPool, tmp_path: Path
-) -> None:
-    straight = weights_of_all(
-        pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight")
-    )
-    pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(2), save_as="half")
     for size, parallel_size in ((1, 1), (2, 1), (4, 2), (4, 4)):
         pool: ProcessPool = request.getfixturevalue(f"pool{size}")
         resumed = pool.run(
-            train_and_save,
-            tmp_path,
-            parallel_size=parallel_size,
-            zero_stage=2,
-            resume="half",
-            updates=range(2, 4),
+            train_and_save, tmp_path, parallel_size=parallel_size, zero_stage=2, **on
         )
         for name, value in weights_of_all(resumed).items():
             if name.endswith("attention.key.bias"):
                 continue  # its gradient is zero but for rounding, which Adam makes updates of
-            torch.testing.assert_close(value, straight[name], rtol=1e-5, atol=1e-6)
-
-
-def test_a_state_consists_of_safetensors_and_json_alone(pool2: ProcessPool, tmp_path: Path) -> None:
-    pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(1), save_as="state")
-    paths = [path for path in state_path(tmp_path, "state").rglob("*") if path.is_file()]
-    assert len(paths) == 3
-    for path in paths:
-        if path.suffix == ".safetensors":
-            assert {value.dtype for value in load_file(path).values()} == {torch.float32}
-        else:
-            json.loads(path.read_text())
+            expected = weights_of_all(straight)[name]
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def make_state(directory: Path, pieces: list[Piece], *, parts: int = 1) -> Artifact:
@@ -266,17 +232,6 @@ def test_a_range_is_read_from_whatever_pieces_cover_it(tmp_path: Path) -> None:
         for stop in range(start + 1, 21):
             found = reader.read(what="master", tensor="a.b", start=start, length=stop - start)
             assert torch.equal(found, values[start:stop])
-
-
-def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
-    tmp_path: Path,
-) -> None:
-    pieces = [Piece("exp_avg", "a", 0, torch.ones(3)), Piece("exp_avg", "a", 5, torch.ones(2))]
-    reader = PieceReader(make_state(tmp_path / "state", pieces))
-    with pytest.raises(CheckpointError, match="has 5 of 7 values of exp_avg of a"):
-        reader.read(what="exp_avg", tensor="a", start=0, length=7)
-    with pytest.raises(CheckpointError, match="has 0 of 1 values of exp_avg of b"):
-        reader.read(what="exp_avg", tensor="b", start=0, length=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -321,10 +276,13 @@ def test_targets_that_a_state_cannot_fill_are_refused(tmp_path: Path) -> None:
         Piece("master", "a", 0, torch.tensor([1.0, math.inf])),
     ]
     state = make_state(tmp_path / "state", pieces)
-    with pytest.raises(CheckpointError, match="has 5 of 7 values of exp_avg of a"):
-        CheckedState(state).fill([Target("exp_avg", "a", 0, torch.zeros(7))])
-    with pytest.raises(CheckpointError, match="master:a:0 has values that are not finite"):
-        CheckedState(state).fill([Target("master", "a", 0, torch.zeros(2))])
+    for target, words in (
+        (Target("exp_avg", "a", 0, torch.zeros(7)), "has 5 of 7 values of exp_avg of a"),
+        (Target("exp_avg", "b", 0, torch.zeros(1)), "has 0 of 1 values of exp_avg of b"),
+        (Target("master", "a", 0, torch.zeros(2)), "master:a:0 has values that are not finite"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            CheckedState(state).fill([target])
 
 
 @pytest.mark.parametrize(
@@ -370,52 +328,31 @@ def test_a_checkpoint_alone_gives_back_model_shape_and_tokenizer(tmp_path: Path)
         assert torch.equal(read_tensor(saved, entry.name), entry.value)
 
 
-def local_names_and_sums(world: World, directory: Path) -> dict[str, float]:
+def sums_and_reads(world: World, directory: Path) -> tuple[dict[str, float], list[str]]:
+    """The sum of each tensor of this rank, and the tensors that it reads from the checkpoint."""
     connect(world)
     saved = open_artifact(directory, kind="checkpoint")
     parallel = expert_parallel_group(world.size, world=world)
-    model = load_model(saved, expert_parallel=parallel)
-    return {entry.name: entry.value.sum().item() for entry in named_slices(model)}
-
-
-def test_every_rank_loads_its_own_experts(pool2: ProcessPool, tmp_path: Path) -> None:
-    model = tiny_model(SPEC)
-    saved_checkpoint(tmp_path / "checkpoint", model)
-    expected = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
-    first, second = pool2.run(local_names_and_sums, tmp_path / "checkpoint")
-    assert first | second == expected
-    shared = {name for name in expected if ".experts." not in name}
-    assert set(first) & set(second) == shared
-
-
-def names_read(world: World, directory: Path) -> list[str]:
-    """Tensors whose values this rank reads of a checkpoint that it loads its part of."""
-    connect(world)
-    saved = open_artifact(directory, kind="checkpoint")
-    parallel = expert_parallel_group(2, world=world)
     original = TensorFiles.read_as_stored
     with mock.patch.object(
         TensorFiles, "read_as_stored", autospec=True, side_effect=original
     ) as reading:
-        load_model(saved, expert_parallel=parallel)
-    return [call.args[1] for call in reading.call_args_list]
+        model = load_model(saved, expert_parallel=parallel)
+    sums = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
+    return sums, [call.args[1] for call in reading.call_args_list]
 
 
-def test_ranks_that_share_experts_read_each_expert_once_together(
+def test_every_rank_loads_its_own_experts_and_reads_no_others(
     pool2: ProcessPool, tmp_path: Path
 ) -> None:
     model = tiny_model(SPEC)
     saved_checkpoint(tmp_path / "checkpoint", model)
-    by_rank = pool2.run(names_read, tmp_path / "checkpoint")
-    experts, others = (
-        sorted(
-            entry.name for entry in named_slices(model) if (entry.expert is not None) == of_expert
-        )
-        for of_expert in (True, False)
-    )
-    assert sorted(name for names in by_rank for name in names if ".experts." in name) == experts
-    for names in by_rank:
-        assert sorted(name for name in names if ".experts." not in name) == others
+    expected = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
+    (first, reads), (second, other_reads) = pool2.run(sums_and_reads, tmp_path / "checkpoint")
+    assert first | second == expected
+    shared = {name for name in expected if ".experts." not in name}
+    assert set(first) & set(second) == shared
+    assert (sorted(reads), sorted(other_reads)) == (sorted(first), sorted(second))
 
 
 def test_a_model_loaded_in_bfloat16_is_the_float32_model_rounded_and_allocated_once(
@@ -453,21 +390,16 @@ def test_files_stay_within_their_size_and_keep_the_order_of_tensors(
     assert found == [["t0", "t1"], ["t2", "t3"], ["t4"], ["t5", "t6"]]
 
 
-def test_a_missing_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_missing_tensor_and_one_of_another_shape_are_errors_that_name_it(tmp_path: Path) -> None:
     lost = "decoder.layers.1.feed_forward.experts.2.down.weight"
-    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC), leave_out=lost)
+    saved = saved_checkpoint(tmp_path / "lost", tiny_model(SPEC), leave_out=lost)
     with pytest.raises(CheckpointError, match=r"has no tensor 'decoder.layers.1.*experts.2.down"):
         load_model(saved)
-
-
-def test_a_tensor_of_another_shape_is_an_error_that_names_both_shapes(tmp_path: Path) -> None:
-    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    whole = saved_checkpoint(tmp_path / "whole", tiny_model(SPEC))
     wider = build_model(SPEC.model_copy(update={"vocabulary_size": 41}))
-    with pytest.raises(
-        CheckpointError,
-        match=r"embedding.weight has shape \(40, 16\), but the model needs \(41, 16\)",
-    ):
-        load_weights(wider, saved)
+    words = r"embedding.weight has shape \(40, 16\), but the model needs \(41, 16\)"
+    with pytest.raises(CheckpointError, match=words):
+        load_weights(wider, whole)
 
 
 def flip(path: Path, position: int) -> None:
@@ -476,18 +408,11 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_value_is_an_error_that_names_its_file(tmp_path: Path) -> None:
-    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
-    name = "weights/part-00001-000.safetensors"
-    flip(saved.file(name), 2 * 4096 + 17)
-    with pytest.raises(ArtifactError, match=rf"{name} is damaged"):
-        load_model(saved)
-
-
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "length of the header": lambda path: flip(path, 0),
     "header": lambda path: flip(path, 20),
     "name in the header": lambda path: flip(path, path.read_bytes().index(b"a:0")),
+    "value": lambda path: flip(path, path.stat().st_size - 1),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "empty": lambda path: path.write_bytes(b""),
     "removed": lambda path: path.unlink(),

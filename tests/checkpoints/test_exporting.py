@@ -24,11 +24,11 @@ from transformers import M2M100ForConditionalGeneration
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
-from pipeline.checkpoints.exporting import FORMATS, Export, export_checkpoint
-from pipeline.checkpoints.foreign.families import open_foreign
+from pipeline.checkpoints.checkpoint import own_source
+from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
+from pipeline.checkpoints.foreign.export_to_hugging_face import with_pieces
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
-from pipeline.checkpoints.foreign.written_folder import Format, with_pieces
-from pipeline.checkpoints.opening import import_checkpoint, own_source
+from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.cli import checkpoint_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.building import build_model
@@ -79,24 +79,16 @@ def test_what_a_format_cannot_express_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_vocabulary_of_bytes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])
+def test_vocabularies_of_bytes_and_of_two_sides_are_refused(to: Format, tmp_path: Path) -> None:
     spec = tiny_spec(vocabulary=264).model_copy(
         update={"pad_id": 0, "languages": ("de", "en", "fr", "ru")}
     )
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", build_model(spec))
-    for to in ("hf-m2m100", "ctranslate2"):
-        with pytest.raises(CheckpointError, match=r"vocabulary of bytes \(tokenizer.kind\)"):
-            export_checkpoint(checkpoint, out_dir=tmp_path / "out", export=Export(to=to))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_vocabulary_of_source_and_one_of_target_are_refused(tmp_path: Path) -> None:
-    own_checkpoint(tmp_path / "checkpoint", tokenizer=tokenizer_of_two())
-    for to in ("hf-m2m100", "ctranslate2"):
-        with pytest.raises(CheckpointError, match="one vocabulary for the source and one for"):
-            export_checkpoint(
-                tmp_path / "checkpoint", out_dir=tmp_path / "out", export=Export(to=to)
-            )
+    make_checkpoint(tmp_path / "bytes", build_model(spec))
+    own_checkpoint(tmp_path / "two", tokenizer=tokenizer_of_two())
+    for name, words in (("bytes", r"of bytes \(tokenizer.kind\)"), ("two", "vocabulary per side")):
+        with pytest.raises(CheckpointError, match=words):
+            export_checkpoint(tmp_path / name, out_dir=tmp_path / "out", export=Export(to=to))
     assert not (tmp_path / "out").exists()
 
 
@@ -126,9 +118,9 @@ def test_routers_of_one_group_are_the_mean_of_the_shared_one_and_the_groups(
 @pytest.mark.parametrize(
     ("moe", "groups", "choice", "said"),
     [
-        (GROUPED, (1, 0, 0), None, r"--target-group, one of 0 \(en, fr\), 1 \(de\)"),
+        (GROUPED, (1, 0, 0), None, r"--target-group from 0 \(en, fr\), 1 \(de\)"),
         (GROUPED, (1, 0, 0), "2", r"--target-group 2: .* has the groups 0 \(en, fr\), 1 \(de\)"),
-        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* Name one of de, en, fr"),
+        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* Choose from de, en, fr"),
         (MOE, None, "0", "has no language groups. Leave out --target-group"),
     ],
 )
@@ -274,7 +266,9 @@ def test_an_export_that_fails_leaves_nothing(
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("the last file")
 
-    monkeypatch.setattr("pipeline.checkpoints.exporting.write_vocabulary", fail)
+    monkeypatch.setattr(
+        "pipeline.checkpoints.foreign.export_to_hugging_face.write_vocabulary", fail
+    )
     with pytest.raises(CheckpointError, match="the last file"):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -283,6 +277,7 @@ def test_an_export_that_fails_leaves_nothing(
 def test_the_command_exports_and_verifies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert checkpoint_commands.FORMATS == FORMATS
     source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
     command = ["export", str(source.origin), "--to", "hf-m2m100", "--out", str(out)]
     assert cli.main(command) == 0
@@ -290,10 +285,6 @@ def test_the_command_exports_and_verifies(
     assert cli.main(["checkpoint", "verify", str(out)]) == 0
     assert cli.main(["export", str(out), "--to", "hf-m2m100", "--out", str(out / "x")]) == 2
     assert "is an export where a checkpoint is wanted" in capsys.readouterr().err
-
-
-def test_the_command_offers_all_formats() -> None:
-    assert checkpoint_commands.FORMATS == FORMATS
 
 
 def test_a_trained_model_is_exported_for_a_group_of_its_languages(
@@ -407,24 +398,35 @@ def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("languages", "lines", "expected"),
+    ("languages", "lines", "targets", "expected"),
     [
-        (("ace", "de", "en"), {}, ("en", "ace")),
-        (("cop", "de", "el", "en"), {"el-en": 500, "cop-en": 20}, ("en", "el")),
-        (("ace", "de", "en"), {"ace-de": 7}, ("ace", "de")),
+        (("ace", "de", "en"), {}, (), ("en", "ace")),
+        (("cop", "de", "el", "en"), {"el-en": 500, "cop-en": 20}, (), ("en", "el")),
+        (("ace", "de", "en"), {"ace-de": 7}, (), ("ace", "de")),
+        (("chr", "de", "en"), {}, ("en",), ("chr", "en")),
     ],
 )
-def test_the_example_of_a_card_is_of_the_pair_with_most_text(
-    languages: tuple[str, ...], lines: dict[str, int], expected: tuple[str, str], tmp_path: Path
+def test_the_example_of_a_card_is_of_the_trained_pair_with_most_text(
+    languages: tuple[str, ...],
+    lines: dict[str, int],
+    targets: tuple[str, ...],
+    expected: tuple[str, str],
+    tmp_path: Path,
 ) -> None:
     source, target = expected
     checkpoint = own_checkpoint(tmp_path / "plain", languages=languages).origin
+    config = {"mixture": {"targets": targets}}
+    with new_artifact(tmp_path / "mix", kind="mixture", stage="mix", config=config, inputs={}):
+        pass
     with new_artifact(
         tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
     ) as writer:
         writer.statistics["pairs"] = {pair: {"train": count} for pair, count in lines.items()}
     taken = open_artifact(checkpoint, kind="checkpoint")
-    inputs = {"shards": open_artifact(tmp_path / "shards", kind="shards").as_input}
+    inputs = {
+        "mixture": open_artifact(tmp_path / "mix", kind="mixture").as_input,
+        "shards": open_artifact(tmp_path / "shards", kind="shards").as_input,
+    }
     with new_artifact(
         tmp_path / "trained", kind="checkpoint", stage="pretrain", config={}, inputs=inputs
     ) as writer:
@@ -438,25 +440,6 @@ def test_the_example_of_a_card_is_of_the_pair_with_most_text(
     assert f'convert_tokens_to_ids("{nllb_token(target)}")' in code
     for language in languages:
         assert f"| `{language}` | `{nllb_token(language)}` |\n" in card
-
-
-def test_the_example_of_a_card_keeps_to_the_targets_of_the_mixture(tmp_path: Path) -> None:
-    checkpoint = own_checkpoint(tmp_path / "plain", languages=BEYOND).origin
-    config = {"mixture": {"targets": ["en"]}}
-    with new_artifact(tmp_path / "mix", kind="mixture", stage="mix", config=config, inputs={}):
-        pass
-    taken = open_artifact(checkpoint, kind="checkpoint")
-    inputs = {"mixture": open_artifact(tmp_path / "mix", kind="mixture").as_input}
-    with new_artifact(
-        tmp_path / "trained", kind="checkpoint", stage="pretrain", config={}, inputs=inputs
-    ) as writer:
-        for name in taken.names():
-            writer.take_over(name, taken)
-    export = Export(to="hf-m2m100")
-    export_checkpoint(tmp_path / "trained", out_dir=tmp_path / "out", export=export)
-    code = (tmp_path / "out" / "README.md").read_text("utf-8").split("```python\n")[1]
-    assert f'src_lang="{nllb_token(min(set(BEYOND) - {"en"}))}"' in code
-    assert 'convert_tokens_to_ids("eng_Latn")' in code
 
 
 def test_an_imported_model_has_its_own_tokens_in_ctranslate2(
@@ -486,17 +469,3 @@ def test_the_lines_that_a_card_gives_load_the_model(
     out = str(tmp_path / "out")
     exec(code.replace('"DIR', f'"{out}').replace("(DIR", f'("{out}"'), {"DIR": out})
     assert capsys.readouterr().out.strip()
-
-
-def test_an_own_source_refuses_tensors_of_another_shape(tmp_path: Path) -> None:
-    spec = tiny_spec(vocabulary=264).model_copy(
-        update={"pad_id": 0, "languages": ("de", "en", "fr", "ru")}
-    )
-    name = "encoder.layers.0.feed_forward.up.weight"
-    directory = make_checkpoint(
-        tmp_path / "checkpoint",
-        build_model(spec),
-        change=lambda weights: {**weights, name: weights[name][1:].clone()},
-    )
-    with pytest.raises(CheckpointError, match=rf"{name} \[31, 16\] instead of \[32, 16\]"):
-        own_source(open_artifact(directory, kind="checkpoint"))

@@ -23,17 +23,14 @@ from transformers import M2M100ForConditionalGeneration, M2M100Tokenizer
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.batching.batch import Batch
-from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
-from pipeline.checkpoints.assembly.rules import PARTS, Blueprint, Part
-from pipeline.checkpoints.checkpoint import load_model
-from pipeline.checkpoints.exporting import FORMATS, Export, export_checkpoint
-from pipeline.checkpoints.folding import fold_checkpoint
+from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan
+from pipeline.checkpoints.assembly.writing import RECEIPT_FILE
+from pipeline.checkpoints.checkpoint import load_model, own_source
+from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.foreign.written_folder import Format
-from pipeline.checkpoints.language_pruning import prune_languages
 from pipeline.checkpoints.names import named_slices, num_parameters
+from pipeline.checkpoints.pruning import fold_checkpoint, prune_languages
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.settings import Route
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
@@ -93,12 +90,6 @@ def test_a_folded_checkpoint_is_a_plain_one_that_computes_the_shared_route(
     assert not torch.allclose(found, logits(model, batch), atol=1e-2)
 
 
-def test_what_has_no_shared_route_cannot_be_folded(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "clsr", trained_model("clsr"))
-    with pytest.raises(ConfigError, match="no route that all languages share"):
-        fold_checkpoint(tmp_path / "clsr", out_dir=tmp_path / "folded")
-
-
 def test_folding_and_pruning_are_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,31 +130,33 @@ def test_languages_that_are_kept_translate_as_before_to_the_last_bit(
     assert torch.equal(logits(loaded(tmp_path / "pruned"), batch), logits(model, batch))
 
 
-def test_a_language_that_lost_its_module_is_refused_on_its_route_alone(tmp_path: Path) -> None:
+def test_routes_and_modules_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
     prune_languages(whole, languages=["de", "ru"], out_dir=tmp_path / "pruned")
     pruned = open_artifact(tmp_path / "pruned", kind="checkpoint")
     with pytest.raises(ConfigError, match=r"no language module for fr. .* or use the shared"):
         Translator(pruned, DecodingConfig()).language("fr")
     Translator(pruned, DecodingConfig(route="shared")).language("fr")
-
-
-def test_pruning_to_a_language_without_a_module_names_those_there_are(tmp_path: Path) -> None:
-    whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
-    with pytest.raises(ConfigError, match="no module for the language 'xx': choose from"):
-        prune_languages(whole, languages=["xx"], out_dir=tmp_path / "pruned")
-    plain = make_checkpoint(tmp_path / "plain", tiny_model(byte_spec()))
-    with pytest.raises(ConfigError, match="no language modules to prune"):
-        prune_languages(plain, languages=["de"], out_dir=tmp_path / "pruned")
-
-
-def test_a_model_of_one_route_does_not_translate_by_another(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", tiny_model(byte_spec()))
     with pytest.raises(ConfigError, match="has one route"):
         Translator(open_artifact(plain, kind="checkpoint"), DecodingConfig(route="shared"))
+    clsr = make_checkpoint(tmp_path / "clsr", trained_model("clsr"))
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="no route that all languages share"):
+        fold_checkpoint(clsr, out_dir=out)
+    with pytest.raises(ConfigError, match="no module for the language 'xx': choose from"):
+        prune_languages(whole, languages=["xx"], out_dir=out)
+    with pytest.raises(ConfigError, match="no language modules to prune"):
+        prune_languages(plain, languages=["de"], out_dir=out)
 
 
 # ---------------------------------------------------------------- grow
+
+
+def growing(directory: Path, spec: ModelSpec) -> AssemblyPlan:
+    """The plan of a model whose parts are all of one checkpoint."""
+    source = own_source(open_artifact(directory, kind="checkpoint"))
+    return AssemblyPlan(spec, dict.fromkeys(PARTS, source), UpcyclingConfig(), source.tokenizer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,15 +165,12 @@ def test_a_plain_checkpoint_grows_language_modules_without_computing_anything_el
 ) -> None:
     dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
     spec = spec_of(kind)
-    files = TensorFiles(open_artifact(dense, kind="checkpoint"), "weights/")
-    sources: dict[Part, TensorFiles | None] = dict.fromkeys(PARTS, files)
-    blueprint = Blueprint(spec, sources, UpcyclingConfig())
-    rules = {entry.rule for entry in blueprint.plan}
+    plan = growing(dense, spec)
+    rules = {entry.rule for entry in plan.assignments}
     assert rules == {"copied", "language of dense" if kind == "language_experts" else "fresh"}
     grown = tiny_model(spec, seed=9)
-    values = {entry.target: blueprint.value(entry) for entry in blueprint.plan}
-    for entry in named_slices(grown):
-        entry.value.copy_(values[entry.name])
+    for entry, value in zip(named_slices(grown), plan.values(plan.assignments), strict=True):
+        entry.value.copy_(value)
     batch = random_batch(spec, sentences=6, seed=1)
     expected = logits(tiny_model(byte_spec()), batch)
     for route in ("specific", "shared") if kind != "clsr" else ("specific",):
@@ -191,49 +181,14 @@ def test_shared_maps_of_clsr_grow_from_the_output_of_attention_that_they_replace
     tmp_path: Path,
 ) -> None:
     dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
-    files = TensorFiles(open_artifact(dense, kind="checkpoint"), "weights/")
-    sources: dict[Part, TensorFiles | None] = dict.fromkeys(PARTS, files)
-    blueprint = Blueprint(
-        spec_of("clsr", shared_projection="per_sublayer"), sources, UpcyclingConfig()
-    )
-    origins = {entry.target: (entry.source, entry.rule) for entry in blueprint.plan}
+    plan = growing(dense, spec_of("clsr", shared_projection="per_sublayer"))
+    origins = {entry.target: (entry.source, entry.rule) for entry in plan.assignments}
     layer = "decoder.layers.1"
     assert origins[f"{layer}.cross_attention_routing.shared.weight"] == (
         f"{layer}.cross_attention.output.weight",
         "language of dense",
     )
     assert origins[f"{layer}.feed_forward_routing.shared.weight"] == (None, "fresh")
-
-
-def test_growing_by_a_recipe_leaves_a_receipt(tmp_path: Path) -> None:
-    dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
-    (tmp_path / "grown.toml").write_text(GROWN)
-    sources = [f"--{part}={dense}" for part in PARTS]
-    recipe = ["--recipe", str(tmp_path / "grown.toml")]
-    assert cli.main(["upcycle", *recipe, *sources, "--out", str(tmp_path / "grown")]) == 0
-    made = open_artifact(tmp_path / "grown", kind="checkpoint")
-    receipt = made.read_json(RECEIPT_FILE)
-    rules = {entry["target"]: entry["rule"] for entry in receipt["tensors"]}
-    assert rules["encoder.layers.0.feed_forward.up.low_rank.de.vertical"] == "fresh"
-    assert rules["encoder.layers.0.feed_forward.up.weight"] == "copied"
-    assert receipt["function_check"]["largest"] == 0
-    with pytest.raises(CheckpointError, match="would be lost"):
-        files = TensorFiles(made, "weights/")
-        _ = Blueprint(byte_spec(), dict.fromkeys(PARTS, files), UpcyclingConfig()).plan
-
-
-GROWN = """
-[model]
-encoder_layers = 2
-decoder_layers = 2
-width = 16
-feed_forward_width = 32
-num_heads = 2
-max_positions = 64
-[model.language_modules]
-kind = "low_rank"
-rank = 3
-"""
 
 
 @pytest.mark.parametrize("kind", ["low_rank", "language_experts"])
@@ -254,6 +209,8 @@ def test_a_declaration_grows_language_modules_with_a_receipt(
         "language of dense" if kind == "language_experts" else "fresh",
     }
     assert receipt["function_check"]["largest"] < 1e-6
+    with pytest.raises(CheckpointError, match="would be lost"):
+        _ = growing(Path("grown"), byte_spec()).assignments
 
 
 DECLARED = """
@@ -333,14 +290,3 @@ def test_language_modules_are_not_exported_and_the_way_to_a_plain_model_is_named
         assert command is not None
         assert cli.main([*command[1].split(), "--out", str(tmp_path / "folded")]) == 0
         assert loaded(tmp_path / "folded").spec.model.language_modules is None
-
-
-def test_a_damaged_module_is_named(tmp_path: Path) -> None:
-    name = "encoder.layers.0.feed_forward.up.low_rank.de.flat"
-    broken = make_checkpoint(
-        tmp_path / "broken",
-        trained_model("low_rank"),
-        change=set_to(name, torch.zeros(2, 16)),
-    )
-    with pytest.raises(CheckpointError, match="has shape"):
-        loaded(broken)

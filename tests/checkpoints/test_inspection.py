@@ -21,7 +21,7 @@ from support.tiny_models import tiny_model, tiny_spec
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.inspection import TensorDifference, diff, inspect, inspection_text, verify
-from pipeline.checkpoints.training_state import Piece
+from pipeline.checkpoints.resharding import Piece
 from pipeline.errors import ArtifactError
 from pipeline.model.settings import MoEConfig
 
@@ -33,7 +33,10 @@ def test_an_inspected_checkpoint_tells_shape_parameters_and_where_it_comes_from(
 ) -> None:
     model = tiny_model(SPEC)
     made = make_checkpoint(
-        tmp_path / "model", model, statistics={"update": 700, "perplexity": 12.5}
+        tmp_path / "model",
+        model,
+        change=set_to("embedding.weight", torch.zeros(40, 16, dtype=torch.bfloat16)),
+        statistics={"update": 700, "perplexity": 12.5},
     )
     found = inspect(made)
     assert (found["kind"], found["stage"]) == ("checkpoint", "pretrain")
@@ -44,29 +47,19 @@ def test_an_inspected_checkpoint_tells_shape_parameters_and_where_it_comes_from(
     assert parameters["total"] == sum(p.numel() for p in model.parameters())
     assert parameters["experts"] == experts
     assert parameters["active"] == parameters["total"] - experts * 4 // 6
-    assert found["dtypes"] == {"F32": len(weights_of(model))}
+    assert found["dtypes"] == {"F32": len(weights_of(model)) - 1, "BF16": 1}
     assert found["files"] == {
         path.relative_to(made).as_posix(): path.stat().st_size
         for path in made.rglob("*")
         if path.is_file() and path.name != "manifest.json"
     }
     assert "tensors" not in found
-
-
-def test_tensors_are_listed_where_asked_for_with_shape_type_and_file(tmp_path: Path) -> None:
-    half = torch.zeros(40, 16, dtype=torch.bfloat16)
-    made = make_checkpoint(
-        tmp_path / "model", tiny_model(SPEC), change=set_to("embedding.weight", half)
-    )
-    found = inspect(made, tensors=True)
-    entries = {entry["name"]: entry for entry in found["tensors"]}
+    entries = {entry["name"]: entry for entry in inspect(made, tensors=True)["tensors"]}
     assert {name: entry["shape"] for name, entry in entries.items()} == {
-        name: tuple(value.shape) for name, value in weights_of(tiny_model(SPEC)).items()
+        name: tuple(value.shape) for name, value in weights_of(model).items()
     }
-    assert found["dtypes"]["BF16"] == 1
-    entry = entries["embedding.weight"]
-    assert entry["dtype"] == "BF16"
-    assert "embedding.weight" in load_file(made / entry["file"])
+    assert entries["embedding.weight"]["dtype"] == "BF16"
+    assert "embedding.weight" in load_file(made / entries["embedding.weight"]["file"])
 
 
 def test_an_inspected_training_state_counts_pieces_values_and_holes(tmp_path: Path) -> None:
@@ -117,41 +110,33 @@ def test_any_kind_of_artifact_can_be_inspected_and_verified(tmp_path: Path) -> N
     assert "all of 1 file (8 bytes) of this corpus" in verify(tmp_path / "corpus")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("nowhere", "nowhere does not exist"), ("empty", "empty has no manifest")]
-)
-def test_what_is_no_artifact_is_refused(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "empty").mkdir()
-    for look in (inspect, verify):
-        with pytest.raises(ArtifactError, match=message):
-            look(tmp_path / name)
-
-
 @pytest.mark.parametrize("file", ["model.json", "weights/part-00001-000.safetensors"])
-def test_a_damaged_file_is_named_when_it_is_inspected(tmp_path: Path, file: str) -> None:
+def test_what_is_no_artifact_or_is_damaged_is_named(tmp_path: Path, file: str) -> None:
     made = make_checkpoint(tmp_path / "model", tiny_model(SPEC))
     flip(made / file, 3)
     with pytest.raises(ArtifactError, match=file):
         inspect(made)
+    (tmp_path / "empty").mkdir()
+    for name, words in (("nowhere", "nowhere does not exist"), ("empty", "empty has no manifest")):
+        for look in (inspect, verify):
+            with pytest.raises(ArtifactError, match=words):
+                look(tmp_path / name)
 
 
 # ---------------------------------------------------------------- verify
 
 
-def test_verifying_names_the_file_that_differs(tmp_path: Path) -> None:
+def test_verifying_looks_at_every_file_and_names_the_one_that_differs(tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "model", tiny_model(SPEC))
     files = inspect(made)["files"]
     assert f"all of {len(files)} files ({sum(files.values()):,} bytes)" in verify(made)
+    for file in ("model.json", "tokenizer/tokenizer.json"):
+        (made / file).rename(tmp_path / "aside")
+        with pytest.raises(ArtifactError, match=f"{file} is missing"):
+            verify(made)
+        (tmp_path / "aside").rename(made / file)
     flip(made / "weights/part-00000-000.safetensors", 2 * 4096 + 17)
     with pytest.raises(ArtifactError, match=r"part-00000-000.safetensors is damaged"):
-        verify(made)
-
-
-@pytest.mark.parametrize("file", ["model.json", "tokenizer/tokenizer.json"])
-def test_verifying_looks_at_every_file(tmp_path: Path, file: str) -> None:
-    made = make_checkpoint(tmp_path / "model", tiny_model(SPEC))
-    (made / file).unlink()
-    with pytest.raises(ArtifactError, match=f"{file} is missing"):
         verify(made)
 
 
@@ -171,7 +156,7 @@ def test_checkpoints_of_the_same_values_are_identical_however_they_are_cut(
     assert found.lines() == [f"identical: {count} tensors, settings and tokenizer"]
 
 
-def test_a_checkpoint_with_values_that_are_not_numbers_is_identical_to_itself(
+def test_values_that_are_not_numbers_equal_themselves_and_another_type_is_a_difference(
     tmp_path: Path,
 ) -> None:
     name = next(iter(weights_of(tiny_model(SPEC))))
@@ -184,6 +169,11 @@ def test_a_checkpoint_with_values_that_are_not_numbers_is_identical_to_itself(
     )
     assert diff(a, a).identical
     assert [entry.name for entry in diff(a, b).values] == [name]
+    value = torch.ones(shape, dtype=torch.bfloat16)
+    c = make_checkpoint(tmp_path / "c", tiny_model(SPEC), change=set_to(name, value))
+    kinds = f"{name}: float32 {tuple(shape)} → bfloat16 {tuple(shape)}"
+    assert (diff(b, c).shapes, diff(b, c).values) == ((kinds,), ())
+    assert not diff(b, c).identical
 
 
 def test_values_that_differ_are_measured_per_tensor(tmp_path: Path) -> None:
@@ -222,9 +212,8 @@ def test_settings_tokenizers_shapes_and_single_tensors_are_compared(tmp_path: Pa
         "model.moe.num_experts: 6 → 7",
     )
     assert found.other_tokenizer
-    assert found.only_in_first == ()
-    assert found.only_in_second == tuple(
-        f"{layer}.feed_forward.experts.6.{linear}.{part}"
+    assert found.only_in_one == tuple(
+        f"{layer}.feed_forward.experts.6.{linear}.{part}: only in the second"
         for layer in sorted(LAYERS)
         for linear in ("down", "up")
         for part in ("bias", "weight")
@@ -232,24 +221,8 @@ def test_settings_tokenizers_shapes_and_single_tensors_are_compared(tmp_path: Pa
     shape = "encoder.layers.0.feed_forward.up.weight: float32 (32, 16) → float32 (24, 16)"
     assert shape in found.lines()
     assert "tokenizer: another one" in found.lines()
-    assert diff(second, first).only_in_first == found.only_in_second
-
-
-def test_another_type_of_number_is_a_difference_even_with_the_same_values(tmp_path: Path) -> None:
-    name = "decoder.final_norm.bias"
-    kinds = (torch.float32, torch.bfloat16)
-    first, second = (
-        make_checkpoint(
-            tmp_path / str(kind),
-            tiny_model(SPEC),
-            change=set_to(name, torch.ones(16, dtype=kind)),
-        )
-        for kind in kinds
-    )
-    found = diff(first, second)
-    assert found.shapes == (f"{name}: float32 (16,) → bfloat16 (16,)",)
-    assert found.values == ()
-    assert not found.identical
+    turned = (line.replace("second", "first") for line in found.only_in_one)
+    assert diff(second, first).only_in_one == tuple(turned)
 
 
 @pytest.mark.parametrize(

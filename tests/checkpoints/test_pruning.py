@@ -84,7 +84,7 @@ IDLE = {"encoder.layers.1": [1, 4], "decoder.layers.1": [0, 5]}
 
 
 @pytest.mark.parametrize("groups", [0, 2])
-def test_without_experts_that_are_never_chosen_a_model_computes_the_same(
+def test_without_experts_that_are_never_chosen_a_model_has_its_other_tensors_and_computes_the_same(
     tmp_path: Path, groups: int
 ) -> None:
     spec = tiny_spec(moe=MoEConfig(num_experts=6, every=2), groups=groups)
@@ -104,6 +104,18 @@ def test_without_experts_that_are_never_chosen_a_model_computes_the_same(
         torch.testing.assert_close(found.logits_LV, expected.logits_LV, rtol=1e-5, atol=1e-6)
         for entry, old, new in zip(plan.layers, expected.routing, found.routing, strict=True):
             assert torch.equal(torch.tensor(entry.experts)[new.expert_NC], old.expert_NC)
+    before, after = stored(whole), stored(tmp_path / "pruned")
+    layer, kept = "decoder.layers.1.feed_forward", [1, 2, 3, 4]
+    for new_id, old_id in enumerate(kept):
+        for inner in ("up.weight", "up.bias", "down.weight", "down.bias"):
+            value = after[f"{layer}.experts.{new_id}.{inner}"]
+            assert torch.equal(value, before[f"{layer}.experts.{old_id}.{inner}"])
+    for name in [name for name in before if name.startswith(f"{layer}.router.")]:
+        assert torch.equal(after[name], before[name].index_select(-2, torch.tensor(kept)))
+    unchanged = [name for name in before if ".experts." not in name and ".router." not in name]
+    assert all(torch.equal(after[name], before[name]) for name in unchanged)
+    routers = 2 + (groups > 0)
+    assert len(after) == len(unchanged) + 4 * 4 * 2 + routers
 
 
 def restrict(model: Transformer, plan: PruningPlan) -> None:
@@ -170,25 +182,6 @@ def test_the_most_routed_experts_are_kept_and_their_share_is_that_of_single_rout
     )
     assert not made.has(ROUTING_FILE)
     assert plan.lines()[-1] == f"3 experts per layer keep {kept / total:.4f} of all routes"
-
-
-def test_tensors_of_kept_experts_are_those_of_their_old_ids(tmp_path: Path) -> None:
-    model = with_idle_experts(SPEC, IDLE)
-    whole = make_checkpoint(tmp_path / "whole", model, routing=count_routes(model)[0])
-    prune_experts(whole, languages=["de", "en", "fr"], experts=4, out_dir=tmp_path / "pruned")
-    before, after = stored(whole), stored(tmp_path / "pruned")
-    layer, kept = "decoder.layers.1.feed_forward", [1, 2, 3, 4]
-    for new, old in enumerate(kept):
-        for inner in ("up.weight", "up.bias", "down.weight", "down.bias"):
-            found = after[f"{layer}.experts.{new}.{inner}"]
-            assert torch.equal(found, before[f"{layer}.experts.{old}.{inner}"])
-    router = f"{layer}.router"
-    assert torch.equal(after[f"{router}.weight"], before[f"{router}.weight"][kept])
-    assert torch.equal(after[f"{router}.group_weight"], before[f"{router}.group_weight"][:, kept])
-    unchanged = [name for name in before if ".experts." not in name and ".router." not in name]
-    assert all(torch.equal(after[name], before[name]) for name in unchanged)
-    experts = 4 * 4 * 2
-    assert len(after) == len(unchanged) + experts + 3
 
 
 def statistics_of(routed_LGE: Any) -> RoutingStatistics:
@@ -270,22 +263,18 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         plan_pruning(routing, **{"languages": ["de"], "top_k": 2, **options})
 
 
-def test_a_checkpoint_without_routing_statistics_is_refused_with_the_remedy(
-    tmp_path: Path,
-) -> None:
-    whole = make_checkpoint(tmp_path / "whole", tiny_model(SPEC))
-    with pytest.raises(ArtifactError, match=r"whole has no routing.json.*fine-tune this one"):
-        prune_experts(whole, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
-    dense = make_checkpoint(tmp_path / "dense", tiny_model(tiny_spec()))
-    with pytest.raises(ConfigError, match="dense has no experts to prune"):
-        prune_experts(dense, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
-
-
-def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
-    routing = statistics_of(np.ones((2, 4, 6)))
-    whole = make_checkpoint(tmp_path / "whole", tiny_model(SPEC), routing=routing)
-    with pytest.raises(ArtifactError, match=r"routing.json was counted on another model"):
-        prune_experts(whole, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
+def test_checkpoints_without_experts_or_their_own_statistics_are_refused(tmp_path: Path) -> None:
+    other = statistics_of(np.ones((2, 4, 6)))
+    make_checkpoint(tmp_path / "whole", tiny_model(SPEC))
+    make_checkpoint(tmp_path / "dense", tiny_model(tiny_spec()))
+    make_checkpoint(tmp_path / "counted", tiny_model(SPEC), routing=other)
+    for name, error, words in (
+        ("whole", ArtifactError, r"whole has no routing.json.*fine-tune this one"),
+        ("dense", ConfigError, "dense has no experts to prune"),
+        ("counted", ArtifactError, r"routing.json was counted on another model"),
+    ):
+        with pytest.raises(error, match=words):
+            prune_experts(tmp_path / name, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
 
 
 @pytest.mark.slow

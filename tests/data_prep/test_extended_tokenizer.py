@@ -11,7 +11,7 @@ from data_prep import train_tokenizer
 from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer, read_tokenizer_files
-from pipeline.checkpoints.foreign.vocabularies import numbered
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import numbered
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.stages.registry import STAGES

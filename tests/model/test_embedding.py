@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
-from pipeline.checkpoints.training_state import PieceReader, write_pieces
+from pipeline.checkpoints.resharding import PieceReader, write_pieces
 from pipeline.decoding.cached_keys import DecoderStates
 from pipeline.decoding.hypotheses import Source
 from pipeline.distributed.world import World

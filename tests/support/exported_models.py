@@ -13,10 +13,8 @@ from transformers.utils.import_utils import is_protobuf_available
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
 from pipeline.batching.settings import TagScheme
-from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
+from pipeline.checkpoints.checkpoint import ModelSource, own_source, tokenizer_directory, write_spec
 from pipeline.checkpoints.names import named_slices
-from pipeline.checkpoints.opening import own_source
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import write_weights
 from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig, MoEConfig

@@ -18,7 +18,7 @@ from transformers import M2M100Config, M2M100ForConditionalGeneration, M2M100Tok
 from pipeline.artifacts.tokenizer import Tokenizer, tags
 from pipeline.batching.batch import Example, collate
 from pipeline.batching.settings import TagScheme
-from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig

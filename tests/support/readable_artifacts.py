@@ -33,7 +33,8 @@ from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_m
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.pruning import prune_experts
-from pipeline.checkpoints.training_state import Piece, PieceReader, read_position
+from pipeline.checkpoints.resharding import Piece, PieceReader
+from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe

@@ -33,7 +33,7 @@ from torch import Tensor
 from pipeline.batching.batch import Batch
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.checkpoints.training_state import PieceReader
+from pipeline.checkpoints.resharding import PieceReader
 from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
 from pipeline.distributed import progress
 from pipeline.distributed.world import World

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.checkpoints.names import NamedSlice
-from pipeline.checkpoints.training_state import Piece, Position, read_position
+from pipeline.checkpoints.resharding import Piece
+from pipeline.checkpoints.training_state import Position, read_position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.moe.routing_statistics import RoutingCounter

@@ -20,7 +20,7 @@ from transformers import M2M100ForConditionalGeneration, NllbTokenizer
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.opening import open_model
+from pipeline.checkpoints.importing import open_model
 from pipeline.cli import main
 
 pytestmark = pytest.mark.slow

@@ -41,7 +41,7 @@ from support.tiny_models import tiny_spec
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.checkpoints.training_state import CheckedState, write_pieces
+from pipeline.checkpoints.resharding import CheckedState, write_pieces
 from pipeline.distributed.world import World
 from pipeline.kernels import cpu
 from pipeline.kernels import products as linear

@@ -16,7 +16,7 @@ import transformers
 from support.forked import run_command
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.checkpoints.opening import open_model
+from pipeline.checkpoints.importing import open_model
 from pipeline.cli import main
 
 pytestmark = pytest.mark.slow

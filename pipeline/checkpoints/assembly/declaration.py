@@ -1,9 +1,9 @@
 """Describe an assembly: the source of each part, and the rules; and plan it.
 
-A file declares it for the command line, and a recipe with inputs for plans:
+A file declares it for the command line:
 
     [sources]
-    dense = "runs/dense"                  # a checkpoint of ours, or one of other software
+    dense = "runs/dense"                  # of ours or of other software
     moe_lgr = "runs/moe_lgr"
 
     [parts]                               # the name of a source, or "fresh"
@@ -18,27 +18,27 @@ A file declares it for the command line, and a recipe with inputs for plans:
     [upcycling]                           # as [upcycling] of a recipe
     mask_ratio = 0.1
 
-Paths are relative to the current directory, as on a command line. :func:`plan_parts` derives the
-shape of the result from the sources; both forms meet there.
+Paths are relative to the current directory, as on a command line. The stage ``upcycle`` of a plan
+declares its inputs and the model of its recipe. :func:`plan_assembly` derives the shape of the
+result from the sources.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.extended_tokenizer import with_languages
-from pipeline.artifacts.manifest import InputRecord, read_manifest
+from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import TokenizerFiles, read_tokenizer_files, tokenizer_folder
-from pipeline.checkpoints.assembly.rules import PARTS, Blueprint, Part
+from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan, Part
 from pipeline.checkpoints.assembly.vocabulary import RowPlan, plan_rows
-from pipeline.checkpoints.opening import open_model
+from pipeline.checkpoints.checkpoint import ModelSource
+from pipeline.checkpoints.importing import open_model
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.checkpoints.sources import ModelSource, Tensors
 from pipeline.config.documents import read_toml
 from pipeline.config.recorded import describe_change
 from pipeline.config.settings import Settings, describe_validation
@@ -62,10 +62,6 @@ makes or leaves out, and of ``converter_layers``, which have no weights."""
 FREE_WITH_NEW_ROWS = {"embedding", "front"}
 
 
-Sources: TypeAlias = Mapping[Part, ModelSource | None]
-"""The source of each part; None: it starts fresh."""
-
-
 class PartsDeclaration(Settings):
     """The source of each part of the model, or ``fresh``."""
 
@@ -81,8 +77,7 @@ class Assembly(Settings):
     """Name → path of a checkpoint."""
     parts: PartsDeclaration
     model: dict[str, Any] = Field(default_factory=dict)
-    """Settings of ``[model]`` that differ from the sources, as ``encoder_layers`` of a fresh
-    one."""
+    """Settings of ``[model]`` that differ from the sources, for example ``encoder_layers``."""
     experts: MoEConfig | None = None
     """Experts of the result. None: the experts of the sources."""
     upcycling: UpcyclingConfig = UpcyclingConfig()
@@ -124,131 +119,75 @@ def read_assembly(path: str) -> Assembly:
         raise ConfigError(f"{path}: {describe_validation(error, Assembly)}") from error
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A planned assembly: the blueprint, its sources, and the tokenizer of the result."""
-
-    blueprint: Blueprint
-    sources: Sources
-    tokenizer: TokenizerFiles
-    inputs: dict[str, InputRecord] = field(default_factory=dict)
-    """Records of all inputs of a declaration, for a manifest."""
-
-    @property
-    def names(self) -> dict[Part, str]:
-        """Return the name of each part's source, to print."""
-        return {
-            part: source.origin.name if source is not None else "–"
-            for part, source in self.sources.items()
-        }
-
-    def identity(self) -> dict[str, Any]:
-        """Return JSON of everything that the bytes of the result depend on."""
-        blueprint = self.blueprint
-        return {
-            "spec": blueprint.spec.model_dump(mode="json"),
-            "config": blueprint.config.model_dump(mode="json"),
-            "precision": blueprint.precision,
-            "rows": blueprint.rows and blueprint.rows.sources,
-            "plan": [[entry.target, entry.source, entry.rule] for entry in blueprint.plan],
-            "sources": {
-                part: source and source.record.digest for part, source in self.sources.items()
-            },
-        }
-
-
-def plan_declared(assembly: Assembly) -> Parts:
+def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> AssemblyPlan:
     """Open everything that a declaration names and plan the assembly; write nothing.
+
+    Args:
+        assembly: The declaration.
+        model: The model of the result; None: the model of the sources, with the settings that the
+            declaration changes.
 
     Raises:
         UserError: Something named cannot be used, or does not fit.
     """
     opened = {name: open_model(Path(path)) for name, path in assembly.sources.items()}
-    sources: Sources = {part: opened.get(getattr(assembly.parts, part)) for part in PARTS}
-    inputs = {str(part): source.record for part, source in sources.items() if source is not None}
+    named = {part: getattr(assembly.parts, part) for part in PARTS}
+    present = {part: opened[name] for part, name in named.items() if name != FRESH}
+    inputs = {str(part): source.record for part, source in present.items()}
     tokenizer = groups = None
     if assembly.tokenizer:
-        vocabulary = _vocabulary(Path(assembly.tokenizer))
+        vocabulary = _open_vocabulary(Path(assembly.tokenizer))
         inputs["tokenizer"] = vocabulary.as_input
         tokenizer = read_tokenizer_files(tokenizer_folder(vocabulary))
     if assembly.groups:
-        groups = open_artifact(Path(assembly.groups), kind="groups")
-        inputs["groups"] = groups.as_input
-    tokenizer = _with_new_languages(assembly, sources, tokenizer)
+        artifact = open_artifact(Path(assembly.groups), kind="groups")
+        inputs["groups"] = artifact.as_input
+        groups = read_groups(artifact)
+    tokenizer = _with_new_languages(assembly, present.get("embeddings"), tokenizer)
     resembling = {code: like for code, like in assembly.languages.items() if like != FRESH}
-    return plan_parts(
-        sources,
-        model=_declared_model(assembly, sources),
-        config=assembly.upcycling,
-        tokenizer=tokenizer,
-        rows=_rows(assembly, sources["embeddings"], tokenizer, resembling),
-        groups=groups,
-        resembling=resembling,
-        precision=assembly.precision,
-        inputs=inputs,
-    )
-
-
-def plan_parts(
-    sources: Sources,
-    *,
-    model: ModelConfig,
-    config: UpcyclingConfig,
-    tokenizer: TokenizerFiles,
-    rows: RowPlan | None = None,
-    groups: Artifact | None = None,
-    resembling: Mapping[str, str] | None = None,
-    precision: str = "float32",
-    inputs: dict[str, InputRecord] | None = None,
-) -> Parts:
-    """Plan the whole assembly of opened sources; write nothing.
-
-    Args:
-        sources: The source of each part.
-        model: The model of the result.
-        config: The settings of upcycling.
-        tokenizer: The tokenizer of the result.
-        rows: The sources of the embedding rows, if the vocabulary changes.
-        groups: The language groups, for a language-group router that no source has.
-        resembling: New language → the language that gives it a row and a group.
-        precision: Type of the written tensors.
-        inputs: Records of all inputs.
-
-    Raises:
-        UserError: The sources do not fit each other or the model.
-    """
-    present = {part: source for part, source in sources.items() if source is not None}
-    base = next(iter(present.values())).spec
+    model = model or _declared_model(assembly, present)
+    rows = _planned_rows(assembly, present.get("embeddings"), tokenizer, resembling)
     refuse_misfit(present, model)
     built = tokenizer.build()
-    given = None if groups is None else read_groups(groups)
-    numbers = known_groups(present.get("decoder"), given, resembling=resembling or {})
+    numbers = known_groups(present.get("decoder"), groups, resembling=resembling)
     spec = make_spec(
         model=model,
         vocabulary_size=built.size,
         pad_id=built.pad_id,
         languages=built.languages,
         language_groups=groups_of_languages(model, languages=built.languages, groups=numbers),
-        tag_scheme=base.tag_scheme,
+        tag_scheme=next(iter(present.values())).spec.tag_scheme,
         **marks_of_vocabulary(model, built),
     )
-    blueprint = Blueprint(spec, tensors_of(sources), config, rows=rows, precision=precision)
-    return Parts(blueprint, sources, tokenizer, inputs or {})
+    return AssemblyPlan(
+        spec,
+        present,
+        assembly.upcycling,
+        tokenizer,
+        rows=rows,
+        precision=assembly.precision,
+        inputs=inputs,
+    )
 
 
-def tensors_of(sources: Sources) -> dict[Part, Tensors | None]:
-    """Return the weights of each part's source."""
-    return {part: None if one is None else one.tensors for part, one in sources.items()}
-
-
-def _declared_model(assembly: Assembly, sources: Sources) -> ModelConfig:
+def _declared_model(assembly: Assembly, present: Mapping[Part, ModelSource]) -> ModelConfig:
     """Return the model of the sources with the settings that a declaration changes."""
-    present = {part: source for part, source in sources.items() if source is not None}
-    settings: dict[str, Any] = next(iter(present.values())).spec.model.model_dump()
-    for part, name in (("encoder", "encoder_layers"), ("decoder", "decoder_layers")):
-        if part in present:
-            settings[name] = getattr(present[part].spec.model, name)
-    moe = assembly.experts or _experts_of(present)
+    models = {part: source.spec.model for part, source in present.items()}
+    settings = next(iter(models.values())).model_dump()
+    if "encoder" in models:
+        settings["encoder_layers"] = models["encoder"].encoder_layers
+    if "decoder" in models:
+        settings["decoder_layers"] = models["decoder"].decoder_layers
+    # The decoder decides the routing; the experts of the encoder must be the same.
+    bodies = (models[part] for part in ("decoder", "encoder") if part in models)
+    experts = [model.moe for model in bodies if model.moe is not None]
+    free = {"decoder_router", "num_groups"}
+    if assembly.experts is None and len({e.model_dump_json(exclude=free) for e in experts}) > 1:
+        raise ConfigError(
+            f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
+            "declare the experts of the model in [experts]."
+        )
+    moe = assembly.experts or next(iter(experts), None)
     try:
         return ModelConfig.model_validate(
             {**settings, "moe": moe and moe.model_dump(), **assembly.model}
@@ -266,8 +205,9 @@ def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> No
         ConfigError: A setting differs; names the source and the setting.
     """
     first = next(present[part] for part in PARTS if part in present)
+    keeps_rows = "embeddings" in present
+    free = FREE if keeps_rows else FREE | FREE_WITH_NEW_ROWS
     for source in present.values():
-        free = FREE if "embeddings" in present else FREE | FREE_WITH_NEW_ROWS
         change = describe_change(
             source.spec.model.model_dump(exclude=free), model.model_dump(exclude=free)
         )
@@ -281,36 +221,18 @@ def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> No
                 f"{source.origin} was trained with other tags than {first.origin} (tag_scheme: "
                 f"{source.spec.tag_scheme} → {first.spec.tag_scheme}): name sources of one scheme."
             )
-        if (
-            "embeddings" in present
-            and source.tokenizer.build().fingerprint != first.tokenizer.build().fingerprint
-        ):
+        fingerprints = {one.tokenizer.build().fingerprint for one in (first, source)}
+        if keeps_rows and len(fingerprints) > 1:
             raise ConfigError(
                 f"The tokenizers of {first.origin} and {source.origin} differ: modules can be "
                 "assembled only from models with one vocabulary."
             )
 
 
-def _experts_of(present: Mapping[Part, ModelSource]) -> MoEConfig | None:
-    """Return the experts of the sources, which must agree; the decoder decides the routing."""
-    found = {
-        part: moe
-        for part in ("encoder", "decoder")
-        if part in present and (moe := present[part].spec.model.moe) is not None
-    }
-    of_decoder = {"decoder_router", "num_groups"}
-    if len({moe.model_dump_json(exclude=of_decoder) for moe in found.values()}) > 1:
-        raise ConfigError(
-            f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
-            "say in [experts] what the model is to have."
-        )
-    return found.get("decoder", found.get("encoder"))
-
-
 def known_groups(
     decoder: ModelSource | None, given: Mapping[str, int] | None, *, resembling: Mapping[str, str]
 ) -> dict[str, int] | None:
-    """Return language → group: the decoder's, or else those given; None without either.
+    """Return language → group: of the decoder, or else of a groups artifact; None without either.
 
     Args:
         decoder: The source of the decoder.
@@ -318,30 +240,29 @@ def known_groups(
         resembling: New language → the language that gives it a group.
 
     Raises:
-        ConfigError: The decoder was trained with other groups than those given.
+        ConfigError: The decoder was trained with other groups than the artifact has.
     """
     trained: dict[str, int] = {}
     if decoder is not None and decoder.spec.language_groups is not None:
         trained = dict(zip(decoder.spec.languages, decoder.spec.language_groups, strict=True))
-    for code, group in trained.items():
-        if given is not None and given.get(code) != group:
-            raise ConfigError(
-                f"The groups given differ from those {decoder and decoder.origin} was trained with "
-                f"({code}): leave the groups out."
-            )
-    found = dict(given or trained)
+        for code, group in trained.items():
+            if given is not None and given.get(code) != group:
+                raise ConfigError(
+                    f"The groups given differ from the groups that {decoder.origin} was trained "
+                    f"with ({code}): leave the groups out."
+                )
+    groups = dict(given or trained)
     for code, like in resembling.items():
-        if like in found:
-            found.setdefault(code, found[like])
-    return found or None
+        if like in groups:
+            groups.setdefault(code, groups[like])
+    return groups or None
 
 
 def _with_new_languages(
-    assembly: Assembly, sources: Sources, named: TokenizerFiles | None
+    assembly: Assembly, embeddings: ModelSource | None, named: TokenizerFiles | None
 ) -> TokenizerFiles:
     """Return the named tokenizer, or else the embeddings' tokenizer with the new languages."""
-    embeddings = sources["embeddings"]
-    files = named if embeddings is None or named is not None else embeddings.tokenizer
+    files = named if named is not None or embeddings is None else embeddings.tokenizer
     if files is None:
         raise ConfigError(
             "The embeddings start fresh, but no vocabulary is named. Name the folder of a "
@@ -349,7 +270,7 @@ def _with_new_languages(
         )
     languages = files.build().languages
     added = [code for code in assembly.languages if code not in languages]
-    if added and assembly.tokenizer:
+    if added and named is not None:
         raise ConfigError(
             f"The named tokenizer has no language {added[0]!r}. Train it on a corpus with that "
             "language, or leave it out of [languages]."
@@ -357,7 +278,7 @@ def _with_new_languages(
     return with_languages(files, added) if added else files
 
 
-def _vocabulary(path: Path) -> Artifact:
+def _open_vocabulary(path: Path) -> Artifact:
     """Open an artifact that contains a tokenizer: a tokenizer, a checkpoint or shards."""
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is None or manifest.kind not in ("tokenizer", "checkpoint", "shards"):
@@ -368,7 +289,7 @@ def _vocabulary(path: Path) -> Artifact:
     return open_artifact(path, kind=manifest.kind)
 
 
-def _rows(
+def _planned_rows(
     assembly: Assembly,
     embeddings: ModelSource | None,
     tokenizer: TokenizerFiles,

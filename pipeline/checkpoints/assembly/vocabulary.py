@@ -50,18 +50,16 @@ class RowPlan:
     fresh: int
     lost: int
 
-    def lines(self) -> list[str]:
+    def line(self) -> str:
         """Return a summary to print."""
-        meaningful = max(self.kept + self.averaged + self.fresh, 1)
-        shares = ", ".join(
-            f"{count:,} {what} ({count / meaningful:.1%})"
-            for count, what in (
-                (self.kept, "kept by piece"),
-                (self.averaged, "means of their old pieces"),
-                (self.fresh, "fresh"),
-            )
-        )
-        return [f"rows of the vocabulary: {shares}; {self.lost:,} old pieces are gone"]
+        counts = {
+            "kept by piece": self.kept,
+            "means of their old pieces": self.averaged,
+            "fresh": self.fresh,
+        }
+        total = max(sum(counts.values()), 1)
+        shares = ", ".join(f"{n:,} {what} ({n / total:.1%})" for what, n in counts.items())
+        return f"rows of the vocabulary: {shares}; {self.lost:,} old pieces are gone"
 
     def applied(self, old_VD: Tensor, fresh_VD: Tensor) -> Tensor:
         """Return the new rows: kept, averaged, or from ``fresh_VD``.
@@ -154,7 +152,7 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
 
 
 def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of a piece's text under the old tokenizer, without unknown ones."""
+    """Return the ids of a piece's text under the old tokenizer, without unknown pieces."""
     text = _text(meaning.name)
     targets = old.target_languages if meaning.kind == "target piece" else ()
     ids = old.encode(text, language=next(iter(targets), "")) if text.strip() else []

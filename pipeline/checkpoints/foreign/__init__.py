@@ -1,7 +1,7 @@
 """Read and write checkpoints of other software.
 
-``families.open_foreign`` opens a folder of Hugging Face's or a file of fairseq as a model of ours.
-``families`` and ``fairseq`` have tables of names and read configurations; ``tensors`` applies the
-tables. ``vocabularies`` numbers a SentencePiece model as the family does. Export goes the other
-way: ``layouts`` orders the ids, ``written_folder`` and ``ctranslate2_model`` write the files.
+``hugging_face`` opens folders and ``fairseq`` files as models of ours; ``tensor_names`` has their
+names of tensors and ours. ``hugging_face_tokenizer`` and ``fairseq_dictionary`` number a
+SentencePiece model as they do. Export goes the other way: ``layouts`` orders the ids,
+``export_to_hugging_face`` and ``export_to_ctranslate2`` write the files, ``model_card`` the card.
 """

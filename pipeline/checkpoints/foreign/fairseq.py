@@ -1,114 +1,66 @@
-"""fairseq's Transformer, dense or with experts: mRASP2, transformer_big, NLLB and their relatives.
+"""Open fairseq's Transformer as a model of ours: mRASP2, transformer_big and their relatives.
 
 fairseq is not installed here. Names, defaults and meaning come from its public source:
 ``fairseq/models/transformer/transformer_{base,config,legacy}.py``,
-``fairseq/modules/transformer_layer.py`` and ``fairseq/modules/multihead_attention.py``, with the
-upgrades of older files that ``upgrade_state_dict_named`` has there; mRASP2's shape is that of
-``transformer_big_t2t_12e12d`` in PANXiao1994/mRASP2 (``mcolt/arches/transformer.py``): pre-norm,
-learned positions, unscaled embeddings with a norm. As here, positions count from the padding's
-id + 1, and sinusoids are sines, then cosines.
-
-Experts come from fairseq's branches ``moe`` and ``nllb``
-(``fairseq/moe_checkpoint_utils.py``, ``fairseq/modules/transformer_layer.py``,
-``fairseq/modules/moe/{moe_layer,top1gate,top2gate}.py``) and from Hugging Face's converter of
-NLLB-MoE. ``X-shared.pt`` holds all tensors but the experts', which lie in ``X-rank-K.pt`` under
-their number on rank K: with n experts per rank, number i of rank K is expert K · n + i of the
-model. A layer has experts if its number from 1 is a multiple of ``moe_freq``. The probabilities of
-two kept experts are renormalized; the probability of a single expert is not.
-
-fairseq's evaluation drops tokens beyond an expert's capacity. A model of ours does so only if a
-recipe says so, because the result depends on the other sentences of a batch.
+``fairseq/modules/transformer_layer.py`` and ``fairseq/modules/multihead_attention.py``; mRASP2's
+shape is that of ``transformer_big_t2t_12e12d`` in PANXiao1994/mRASP2
+(``mcolt/arches/transformer.py``): pre-norm, learned positions, unscaled embeddings with a norm. As
+here, positions count from the padding's id + 1, and sinusoids are sines, then cosines.
 """
 
-import re
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationError, field_validator
-from torch import Tensor
+from pydantic import Field, field_validator
 
+from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.tokenizer import LanguageTokenScheme
 from pipeline.batching.settings import TagScheme
-from pipeline.checkpoints.foreign.model_folder import Described, refuse_other
-from pipeline.checkpoints.foreign.tensors import NameTable
+from pipeline.checkpoints.checkpoint import ModelSource
+from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
+from pipeline.checkpoints.foreign.hugging_face import raw_record
+from pipeline.checkpoints.foreign.model_folder import (
+    Described,
+    described,
+    described_model,
+    refuse_other,
+)
+from pipeline.checkpoints.foreign.tensor_names import (
+    FAIRSEQ_OUTPUT,
+    FAIRSEQ_TABLE,
+    ForeignTensors,
+    with_output,
+)
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
-from pipeline.config.settings import DropRate, describe_validation, shown
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation
-from pipeline.model.settings import EmbeddingConfig, ModelConfig, MoEConfig
+from pipeline.model.settings import ModelConfig
+from pipeline.model.spec import make_spec
 
-STACKS = NameTable.parse("""
-{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
-{stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
-{stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
-{stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
-{stack}.layers.{layer}.self_attn.v_proj.{kind}         {stack}.layers.{layer}.self_attention.value.{kind}
-{stack}.layers.{layer}.self_attn.out_proj.{kind}       {stack}.layers.{layer}.self_attention.output.{kind}
-{stack}.layers.{layer}.encoder_attn_layer_norm.{kind}  {stack}.layers.{layer}.cross_attention_norm.{kind}
-{stack}.layers.{layer}.encoder_attn.q_proj.{kind}      {stack}.layers.{layer}.cross_attention.query.{kind}
-{stack}.layers.{layer}.encoder_attn.k_proj.{kind}      {stack}.layers.{layer}.cross_attention.key.{kind}
-{stack}.layers.{layer}.encoder_attn.v_proj.{kind}      {stack}.layers.{layer}.cross_attention.value.{kind}
-{stack}.layers.{layer}.encoder_attn.out_proj.{kind}    {stack}.layers.{layer}.cross_attention.output.{kind}
-{stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
-{stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
-{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
-""")  # noqa: E501 (a table)
-"""The layers, which Hugging Face's M2M-100 and mBART name like fairseq."""
-TABLE = STACKS + NameTable.parse("""
-encoder.embed_tokens.weight                  embedding.weight
-decoder.embed_tokens.weight                  embedding.weight                                    # tied, saved once more
-encoder.version                              -                                                   # 3 since norms follow the last layer
-decoder.version                              -                                                   # 3 since norms follow the last layer
-{stack}.embed_positions._float_tensor        -                                                   # sinusoids: computed
-{stack}.embed_positions.weights              -                                                   # sinusoids: computed
-{stack}.embed_positions.weight               {stack}.positions.weight                            # learned; row 2 is the first
-{stack}.layernorm_embedding.{kind}           {stack}.embedding_norm.{kind}
-encoder.layers.{layer}.layer_norms.0.{kind}  encoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
-encoder.layers.{layer}.layer_norms.1.{kind}  encoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
-decoder.layers.{layer}.layer_norms.0.{kind}  decoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
-decoder.layers.{layer}.layer_norms.1.{kind}  decoder.layers.{layer}.cross_attention_norm.{kind}  # before 0.6
-decoder.layers.{layer}.layer_norms.2.{kind}  decoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
-""")  # noqa: E501 (a table)
-
-TIED_OUTPUT = NameTable.parse("""
-decoder.output_projection.weight    embedding.weight           # tied, saved once more
-""")
-UNTIED_OUTPUT = NameTable.parse("""
-decoder.output_projection.weight    embedding.output_weight
-decoder.embed_out                   embedding.output_weight    # before 0.10
-""")
-
-EXPERTS = NameTable.parse("""
-{stack}.layers.{layer}.moe_layer.gate.wg.weight                {stack}.layers.{layer}.feed_forward.router.weight
-{stack}.layers.{layer}.moe_layer.experts.{expert}.fc1.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.up.{kind}
-{stack}.layers.{layer}.moe_layer.experts.{expert}.fc2.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times what training kept
-""")  # noqa: E501 (a table)
-
-UNSUPPORTED = (
-    *("adaptive_softmax_cutoff", "adaptive_input", "tie_adaptive_weights", "char_inputs"),
-    *("cross_self_attention", "no_cross_attention", "no_token_positional_embeddings"),
-    *("no_decoder_final_norm", "quant_noise_pq", "quant_noise_scalar", "use_stable_embedding"),
-    *("encoder_layers_to_keep", "decoder_layers_to_keep", "base_layers", "mix_prepost_norm"),
-    *("re_zero", "scale_attn", "scale_fc", "scale_heads", "scale_resids", "deepnorm", "subln"),
-    *("lang_tok_replacing_bos_eos", "use_xmoe", "encoder_moe_layers", "decoder_moe_layers"),
-    *("transformer_moe_layers", "insert_transformer_moe_layers", "alternate_ffn_embed_dim"),
-    *("alternate_encoder_ffn_embed_dim", "alternate_decoder_ffn_embed_dim", "moe_cmr"),
-)
+UNSUPPORTED = """
+    adaptive_softmax_cutoff adaptive_input tie_adaptive_weights char_inputs cross_self_attention
+    no_cross_attention no_token_positional_embeddings no_decoder_final_norm quant_noise_pq
+    quant_noise_scalar use_stable_embedding encoder_layers_to_keep decoder_layers_to_keep
+    base_layers mix_prepost_norm re_zero scale_attn scale_fc scale_heads scale_resids deepnorm
+    subln lang_tok_replacing_bos_eos use_xmoe encoder_moe_layers decoder_moe_layers
+    transformer_moe_layers insert_transformer_moe_layers alternate_ffn_embed_dim
+    alternate_encoder_ffn_embed_dim alternate_decoder_ffn_embed_dim moe_cmr
+""".split()
 """Settings of a model or task that ours does not have, also of mCOLT (mRASP2)."""
+MOE_SETTINGS = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
+PAD_ID = 1
+"""The id of padding in every dictionary of fairseq."""
+_EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_OLD_NAMES = (".in_proj_", ".layer_norms.", "decoder.embed_out")
+"""Parts of names that fairseq before 0.10 gave to tensors."""
 _TAGS_AT_END = "translation_from_pretrained_bart"
 """The task of mBART, where the source ends with its tag."""
 _FINAL_NORM_VERSION = 3
 """A stack of an earlier version has no norm after its last layer, whatever its settings say."""
-
-_SHARED = "-shared.pt"
-_RANK = re.compile(r"-rank-(0|[1-9]\d{0,4})\.pt", re.ASCII)
-_EXPERT = re.compile(
-    r"(?P<layer>.+\.moe_layer\.experts)\.(?P<number>0|[1-9]\d{0,4})\.(?P<rest>.+)", re.ASCII
-)
 
 
 class FairseqSettings(Described):
@@ -144,16 +96,6 @@ class FairseqSettings(Described):
     langtoks: dict[str, tuple[str | None, str | None]] = Field(default_factory=dict)
     lang_tok_style: Literal["multilingual", "mbart"] = "multilingual"
     langs: tuple[str, ...] = ()
-    moe_freq: int = 0
-    encoder_moe_freq: int = 0
-    decoder_moe_freq: int = 0
-    moe_expert_count: int = 0
-    moe_expert_ffn_dim: int | None = None
-    moe_top1_expert: bool = False
-    moe_second_expert_policy: str = "sampling"
-    moe_eom: DropRate = 0.0
-    moe_fom: DropRate = 0.0
-    moe_batch_prioritized_routing: bool = False
 
     @field_validator("langs", mode="before")
     @classmethod
@@ -170,11 +112,6 @@ class FairseqSettings(Described):
         """Return how the task spells the language tokens that it appends to the dictionary."""
         return "brackets" if self.lang_tok_style == "mbart" else "underscores"
 
-    def table(self) -> NameTable:
-        """Return the names of the tensors of a model with these settings."""
-        output = TIED_OUTPUT if self.is_output_tied else UNTIED_OUTPUT
-        return TABLE + output + EXPERTS
-
 
 def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
     """Read the settings of a checkpoint: ``args`` before fairseq 0.10, ``cfg`` by section since.
@@ -183,22 +120,20 @@ def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
         CheckpointError: There are none, or one is not supported.
     """
     values = _flat_settings(state, origin)
+    for name in MOE_SETTINGS:
+        if not _is_off(values.get(name)):
+            raise CheckpointError(
+                f"{origin} has {name} = {shown(values[name])}: experts of fairseq are not read. "
+                "Name a folder of Hugging Face's NLLB-MoE, which a script of transformers 4.30 "
+                "(convert_nllb_moe_sharded_original_checkpoint_to_pytorch.py) makes of such files."
+            )
     for name in UNSUPPORTED:
         if not _is_off(values.get(name)):
             refuse_other(origin, **{name: (values[name], None)})
     if values.get("task") == _TAGS_AT_END:
         refuse_other(origin, task=(_TAGS_AT_END, "translation"))
     given = {name: value for name, value in values.items() if value is not None}
-    try:
-        return FairseqSettings.model_validate(given, strict=False)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        found = "no such setting" if first["type"] == "missing" else shown(first["input"])
-        raise CheckpointError(
-            f"{origin} has {where} = {found} in its settings ({first['msg']}), which is not "
-            "supported. Name another checkpoint."
-        ) from error
+    return described(FairseqSettings, given, origin)
 
 
 def _is_off(value: object) -> bool:
@@ -237,15 +172,6 @@ def model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
     Raises:
         CheckpointError: A setting is not supported, or the settings describe no model.
     """
-    try:
-        return _model_config(settings, origin)
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{origin} describes no valid model: {describe_validation(error, ModelConfig)}"
-        ) from error
-
-
-def _model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
     width = settings.encoder_embed_dim
     is_learned = settings.encoder_learned_pos
     refuse_other(
@@ -253,67 +179,31 @@ def _model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
         decoder_embed_dim=(settings.decoder_embed_dim, width),
         decoder_input_dim=(settings.decoder_input_dim or width, width),
         decoder_output_dim=(settings.decoder_output_dim or width, width),
-        decoder_ffn_embed_dim=(settings.decoder_ffn_embed_dim, settings.encoder_ffn_embed_dim),
-        decoder_attention_heads=(
-            settings.decoder_attention_heads,
-            settings.encoder_attention_heads,
-        ),
-        decoder_normalize_before=(
-            settings.decoder_normalize_before,
-            settings.encoder_normalize_before,
-        ),
-        decoder_learned_pos=(settings.decoder_learned_pos, is_learned),
     )
-    if is_learned:
-        refuse_other(
-            origin,
-            max_target_positions=(settings.max_target_positions, settings.max_source_positions),
+    for name in ("ffn_embed_dim", "attention_heads", "normalize_before", "learned_pos"):
+        encoder, decoder = (
+            getattr(settings, f"encoder_{name}"),
+            getattr(settings, f"decoder_{name}"),
         )
-    return ModelConfig(
-        encoder_layers=settings.encoder_layers,
-        decoder_layers=settings.decoder_layers,
-        width=width,
-        feed_forward_width=settings.encoder_ffn_embed_dim,
-        num_heads=settings.encoder_attention_heads,
-        norm="pre" if settings.encoder_normalize_before else "post",
-        activation=settings.activation_fn,
-        positions="learned" if is_learned else "sinusoidal",
-        max_positions=min(settings.max_source_positions, settings.max_target_positions),
-        scale_embedding=not settings.no_scale_embedding,
-        embedding_norm=settings.layernorm_embedding,
-        embedding=EmbeddingConfig(output="tied" if settings.is_output_tied else "untied"),
-        moe=_moe_config(settings, origin),
-    )
-
-
-def _moe_config(settings: FairseqSettings, origin: Path) -> MoEConfig | None:
-    encoder = max(settings.encoder_moe_freq, settings.moe_freq)
-    decoder = max(settings.decoder_moe_freq, settings.moe_freq)
-    if not encoder and not decoder:
-        return None
-    width = settings.encoder_ffn_embed_dim
-    refuse_other(
-        origin,
-        decoder_moe_freq=(decoder, encoder),
-        moe_expert_ffn_dim=(settings.moe_expert_ffn_dim or width, width),
-    )
-    if not settings.moe_top1_expert:  # other policies draw the second expert, in evaluation too
-        refuse_other(origin, moe_second_expert_policy=(settings.moe_second_expert_policy, "all"))
-    return MoEConfig(
-        num_experts=settings.moe_expert_count,
-        top_k=1 if settings.moe_top1_expert else 2,
-        every=encoder,
-        combine_weights="probability" if settings.moe_top1_expert else "renormalized",
-        batch_prioritized=settings.moe_batch_prioritized_routing,
-    )
-
-
-def kept_share(settings: FairseqSettings) -> float:
-    """Return the factor that fairseq's evaluation multiplies outputs of experts by.
-
-    Training masks outputs of experts (``moe_eom``) and of whole layers (``moe_fom``).
-    """
-    return (1 - settings.moe_eom) * (1 - settings.moe_fom)
+        refuse_other(origin, **{f"decoder_{name}": (decoder, encoder)})
+    if is_learned:
+        positions = settings.max_target_positions, settings.max_source_positions
+        refuse_other(origin, max_target_positions=positions)
+    model = {
+        "encoder_layers": settings.encoder_layers,
+        "decoder_layers": settings.decoder_layers,
+        "width": width,
+        "feed_forward_width": settings.encoder_ffn_embed_dim,
+        "num_heads": settings.encoder_attention_heads,
+        "norm": "pre" if settings.encoder_normalize_before else "post",
+        "activation": settings.activation_fn,
+        "positions": "learned" if is_learned else "sinusoidal",
+        "max_positions": min(settings.max_source_positions, settings.max_target_positions),
+        "scale_embedding": not settings.no_scale_embedding,
+        "embedding_norm": settings.layernorm_embedding,
+        "embedding": {"output": "tied" if settings.is_output_tied else "untied"},
+    }
+    return described_model(model, origin)
 
 
 def tag_scheme(settings: FairseqSettings, origin: Path) -> TagScheme:
@@ -342,10 +232,15 @@ def check_weights(weights: StateDict, settings: FairseqSettings) -> None:
     """Check that encoder and decoder share their embedding and end with a norm if pre-norm.
 
     Raises:
-        CheckpointError: One of both does not hold.
+        CheckpointError: One of both does not hold, or the names are older than fairseq 0.10.
     """
-    encoder = weights.tensors.get("encoder.embed_tokens.weight")
-    decoder = weights.tensors.get("decoder.embed_tokens.weight")
+    old = next((n for n in weights.names() if any(part in n for part in _OLD_NAMES)), None)
+    if old is not None:
+        raise CheckpointError(
+            f"{weights.origin} has the tensor {old}, as fairseq before 0.10 names it. Load the "
+            "checkpoint with fairseq 0.12 and save it again, which renames its tensors."
+        )
+    encoder, decoder = (weights.tensors.get(name) for name in _EMBEDDINGS)
     if encoder is not None and decoder is not None:
         is_one = encoder.dtype == decoder.dtype and torch.equal(encoder, decoder)
         refuse_other(weights.origin, share_all_embeddings=(is_one, True))
@@ -357,102 +252,45 @@ def check_weights(weights: StateDict, settings: FairseqSettings) -> None:
             refuse_other(weights.origin, **{name: (found, _FINAL_NORM_VERSION)})
 
 
-def with_split_projections(weights: StateDict) -> StateDict:
-    """Split query, key and value projections that are one matrix, as before fairseq 0.8."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in weights.tensors.items():
-        module, joined, kind = name.rpartition(".in_proj_")
-        if joined and kind in ("weight", "bias") and value.dim() and len(value) % 3 == 0:
-            for part, third in zip("qkv", value.chunk(3), strict=True):
-                tensors[f"{module}.{part}_proj.{kind}"] = third
-        else:
-            tensors[name] = value
-    return replace(weights, tensors=tensors)
-
-
-def is_shared_file(path: Path) -> bool:
-    """Return whether files of ranks belong to this file."""
-    return path.name.endswith(_SHARED)
-
-
-def refuse_rank_file(path: Path) -> None:
-    """Raise CheckpointError if a file holds the experts of one rank; names the shared file."""
-    if _RANK.search(path.name) is not None:
-        shared = _RANK.sub(_SHARED, path.name)
-        raise CheckpointError(f"{path} holds only the experts of one rank. Name {shared} instead.")
-
-
-def rank_files(shared: Path) -> list[Path]:
-    """Return the files of all ranks next to the shared file, in the order of ranks.
+def open_file(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSource:
+    """Open a checkpoint (``.pt``) by our names of its tensors.
 
     Raises:
-        CheckpointError: One is missing, or all are.
+        CheckpointError: The file or the vocabulary cannot be read, or has something that ours does
+            not have.
     """
-    stem = shared.name.removesuffix(_SHARED)
-    names = [path.name for path in shared.parent.iterdir() if path.name.startswith(stem)]
-    matches = filter(None, (_RANK.fullmatch(name.removeprefix(stem)) for name in names))
-    found = {int(match[1]) for match in matches}
-    for rank in range(max(found, default=0) + 1):
-        if rank not in found:
-            raise _missing(shared, rank)
-    return [_rank_file(shared, rank) for rank in sorted(found)]
-
-
-def with_experts(weights: StateDict, num_experts: int) -> StateDict:
-    """Return the shared weights together with the experts in the files of all ranks.
-
-    Raises:
-        CheckpointError: A file is missing, holds other tensors than experts', or another number of
-            experts than the first file.
-    """
-    shared = weights.origin
-    tensors = dict(weights.tensors)
-    local = None
-    files = rank_files(shared)
-    for rank, path in enumerate(files):
-        experts = StateDict.checked(path, read_torch_file(path, keep=["model"]).get("model"))
-        numbers = _numbers(experts)
-        if local is None:
-            local = len(numbers)
-            if len(files) * local < num_experts and num_experts % local == 0:
-                raise _missing(shared, len(files))
-        if numbers != set(range(local)) or len(files) * local != num_experts:
-            raise CheckpointError(
-                f"{path} holds {len(numbers):,} experts of a layer, but {len(files):,} files "
-                f"share {num_experts:,}. Restore the files of all ranks from one checkpoint."
-            )
-        tensors |= _renumbered(experts, first=rank * local)
-    return replace(weights, tensors=tensors)
-
-
-def _numbers(experts: StateDict) -> set[int]:
-    """Return the numbers of the experts on their rank."""
-    matches = {name: _EXPERT.fullmatch(name) for name in experts.names()}
-    others = [name for name, match in matches.items() if match is None]
-    if others:
+    if vocabulary is None:
         raise CheckpointError(
-            f"{experts.origin} holds {others[0]}, which belongs to no expert. Restore the files of "
-            "all ranks from one checkpoint."
+            f"{path} contains no vocabulary. Import it with its dictionary and its SentencePiece "
+            f"model (mmnmt checkpoint import {path} --dictionary dict.txt --sentencepiece "
+            "spm.model --out DIR), and use the result."
         )
-    return {int(match["number"]) for match in matches.values() if match is not None}
-
-
-def _renumbered(experts: StateDict, *, first: int) -> dict[str, Tensor]:
-    """Return the tensors of a rank under the numbers of their experts in the model."""
-    tensors = {}
-    for name, value in experts.tensors.items():
-        match = _EXPERT.fullmatch(name)
-        assert match is not None
-        tensors[f"{match['layer']}.{first + int(match['number'])}.{match['rest']}"] = value
-    return tensors
-
-
-def _rank_file(shared: Path, rank: int) -> Path:
-    return shared.with_name(f"{shared.name.removesuffix(_SHARED)}-rank-{rank}.pt")
-
-
-def _missing(shared: Path, rank: int) -> CheckpointError:
-    return CheckpointError(
-        f"{_rank_file(shared, rank)}, which holds the experts of a rank, is missing. Put the files "
-        f"of all ranks beside {shared.name}."
+    state = read_torch_file(path, keep=["args", "cfg", "model"])
+    weights = StateDict.checked(path, state.get("model"))
+    settings = read_settings(state, path)
+    model = model_config(settings, path)
+    check_weights(weights, settings)
+    tables = (weights.tensors[name] for name in _EMBEDDINGS if name in weights.tensors)
+    size = next((len(table) for table in tables if table.dim() == 2), None)
+    if size is None:
+        raise CheckpointError(
+            f"{path} has no table of embeddings (encoder.embed_tokens.weight). Name a checkpoint "
+            "of a Transformer that translates."
+        )
+    tokenizer = vocabulary.tokenizer(
+        size=size, languages=settings.langs, style=settings.token_style
+    )
+    spec = make_spec(
+        model=model,
+        vocabulary_size=size,
+        pad_id=PAD_ID,
+        languages=tokenizer.description.languages,
+        tag_scheme=tag_scheme(settings, path),
+    )
+    table = with_output(FAIRSEQ_TABLE, FAIRSEQ_OUTPUT, tied=settings.is_output_tied)
+    return ModelSource(
+        spec=spec,
+        tokenizer=tokenizer,
+        tensors=ForeignTensors.through(table, weights, spec=spec),
+        record=raw_record(path, raw_digest(path)),
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
 from pipeline.artifacts.tokenizer import LanguageTokenScheme, TokenizerFiles
-from pipeline.checkpoints.foreign.vocabularies import numbered, pieces_of
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import numbered, pieces_of
 from pipeline.config.documents import read_bytes
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError, ConfigError
@@ -104,24 +104,25 @@ class FairseqVocabulary:
         Raises:
             CheckpointError: A file cannot be read, or does not belong to the model.
         """
-        content = read_bytes(
-            self.dictionary,
-            limit=_MAX_BYTES,
-            error=CheckpointError,
-            fix="name the dictionary of this model (dict.txt)",
+        content, model = (
+            read_bytes(path, limit=_MAX_BYTES, error=CheckpointError, fix=f"name the {what}")
+            for path, what in (
+                (self.dictionary, "dictionary of this model (dict.txt)"),
+                (self.sentencepiece, "SentencePiece model whose pieces the dictionary numbers"),
+            )
         )
-        ids = read_dictionary(content, self.dictionary)
-        model = read_bytes(
-            self.sentencepiece,
-            limit=_MAX_BYTES,
-            error=CheckpointError,
-            fix="name the SentencePiece model whose pieces the dictionary numbers",
-        )
+        symbols, num_ids = read_dictionary(content, self.dictionary)
         folder, name = self.sentencepiece.parent, self.sentencepiece.name
-        pieces = [ids.symbols.get(piece) for piece in pieces_of(model, folder, name=name)]
-        self._check_pieces(ids, pieces)
-        scheme, tokens, count = _language_tokens(ids, self.languages or languages, style)
-        self._check_size(count, size)
+        pieces = [symbols.get(piece) for piece in pieces_of(model, folder, name=name)]
+        self._check_pieces(symbols, pieces)
+        scheme, tokens = _language_tokens(symbols, num_ids, self.languages or languages, style)
+        count = max(num_ids, *(index + 1 for index in tokens.values())) if tokens else num_ids
+        if not size - _MOST_SPARE_ROWS <= count <= size:
+            raise CheckpointError(
+                f"{self.dictionary} makes {count:,} ids with the language tokens, but the model "
+                f"has {size:,} embeddings. Name its own dictionary, and all of its languages in "
+                "their order (--languages)."
+            )
         if not tokens:
             raise CheckpointError(
                 f"{self.dictionary} has no language tokens, and the checkpoint lists no languages. "
@@ -137,14 +138,13 @@ class FairseqVocabulary:
             scheme=scheme,
         )
 
-    def _check_pieces(self, ids: "Dictionary", pieces: Sequence[int | None]) -> None:
-        symbols = ids.symbols
+    def _check_pieces(self, symbols: Mapping[str, int], pieces: Sequence[int | None]) -> None:
         if any(symbol.endswith(_CONTINUED) for symbol in symbols) and not any(
             symbol.startswith("▁") for symbol in symbols
         ):
             raise CheckpointError(
                 f"{self.dictionary} numbers pieces of subword-nmt ('…{_CONTINUED}'), which are not "
-                "supported. Name a checkpoint whose dictionary is of a SentencePiece model."
+                "supported. Name a checkpoint with a dictionary of a SentencePiece model."
             )
         known = sum(index is not None for index in pieces)
         if known < _LEAST_KNOWN * len(pieces):
@@ -154,27 +154,9 @@ class FairseqVocabulary:
                 "checkpoint."
             )
 
-    def _check_size(self, count: int, size: int) -> None:
-        if not size - _MOST_SPARE_ROWS <= count <= size:
-            raise CheckpointError(
-                f"{self.dictionary} makes {count:,} ids with the language tokens, but the model "
-                f"has {size:,} embeddings. Name its own dictionary, and all of its languages in "
-                "their order (--languages)."
-            )
 
-
-@dataclass(frozen=True)
-class Dictionary:
-    """The lines of a ``dict.txt``."""
-
-    symbols: dict[str, int]
-    """Symbol → id."""
-    size: int
-    """Number of ids, overwritten symbols included."""
-
-
-def read_dictionary(content: bytes, path: Path) -> Dictionary:
-    """Parse a ``dict.txt``.
+def read_dictionary(content: bytes, path: Path) -> tuple[dict[str, int], int]:
+    """Return symbol → id of a ``dict.txt``, and the number of ids, overwritten symbols included.
 
     Raises:
         CheckpointError: A line is broken or repeats a symbol; names the first.
@@ -204,49 +186,36 @@ def read_dictionary(content: bytes, path: Path) -> Dictionary:
                 f"end the line with {_OVERWRITE} if the later one is meant."
             )
         symbols[symbol] = len(SPECIAL_IDS) + number - 1
-    return Dictionary(symbols, len(SPECIAL_IDS) + len(lines))
+    return symbols, len(SPECIAL_IDS) + len(lines)
 
 
 def _language_tokens(
-    ids: Dictionary, languages: Sequence[str], style: LanguageTokenScheme
-) -> tuple[LanguageTokenScheme, dict[str, int], int]:
-    """Return the spelling of language tokens, language → id, and the number of ids with them."""
+    symbols: Mapping[str, int], num_ids: int, languages: Sequence[str], style: LanguageTokenScheme
+) -> tuple[LanguageTokenScheme, dict[str, int]]:
+    """Return the spelling of language tokens, and language → id.
+
+    Without ``languages``, all that have a token. Tokens that the dictionary lacks follow it.
+    """
+    wanted: Sequence[str]
+    spelled: Sequence[str]
     for scheme in _SPELLINGS:
-        found = _tokens_in(ids, scheme)
-        if not languages and found:
-            return scheme, found, ids.size
-        wanted = {language: _spelled(language, scheme) for language in languages}
-        if found and any(code in found for code in wanted.values()):
-            return scheme, *_with_appended(found, wanted, ids.size)
-    return style, *_with_appended({}, dict(zip(languages, languages, strict=True)), ids.size)
+        known = _tokens_in(symbols, scheme)
+        wanted = languages or list(known)
+        spelled = [code.upper() if scheme == "lang_tok" else code for code in wanted]
+        if not known.keys().isdisjoint(spelled):
+            break
+    else:
+        scheme, known, wanted, spelled = style, {}, languages, languages
+    lacking = [code for code in spelled if code not in known]
+    ids = known | {code: num_ids + index for index, code in enumerate(lacking)}
+    return scheme, {language: ids[code] for language, code in zip(wanted, spelled, strict=True)}
 
 
-def _with_appended(
-    found: Mapping[str, int], wanted: Mapping[str, str], size: int
-) -> tuple[dict[str, int], int]:
-    """Return language → id and the number of ids; tokens not ``found`` follow the dictionary."""
-    tokens = {}
-    for language, code in wanted.items():
-        if code in found:
-            tokens[language] = found[code]
-        else:
-            tokens[language] = size
-            size += 1
-    return tokens, size
-
-
-def _tokens_in(ids: Dictionary, scheme: LanguageTokenScheme) -> dict[str, int]:
+def _tokens_in(symbols: Mapping[str, int], scheme: LanguageTokenScheme) -> dict[str, int]:
     """Return code as spelled → id, of the symbols that are language tokens in a spelling."""
-    found = {}
-    for symbol, index in ids.symbols.items():
-        match = _SPELLINGS[scheme].fullmatch(symbol)
-        if match is not None and match["code"] not in _TASKS and _is_code(match["code"]):
-            found[match["code"]] = index
-    return found
-
-
-def _spelled(language: str, scheme: LanguageTokenScheme) -> str:
-    return language.upper() if scheme == "lang_tok" else language
+    matches = ((_SPELLINGS[scheme].fullmatch(symbol), index) for symbol, index in symbols.items())
+    codes = {match["code"]: index for match, index in matches if match is not None}
+    return {code: index for code, index in codes.items() if code not in _TASKS and _is_code(code)}
 
 
 def _is_code(spelling: str) -> bool:

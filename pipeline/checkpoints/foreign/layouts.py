@@ -23,7 +23,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import TokenizerFiles
-from pipeline.checkpoints.foreign.vocabularies import (
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     M2M100_LANGUAGES,
     NLLB_LANGUAGES,
     SPECIALS,
@@ -44,50 +44,53 @@ _NLLB_OF_FAIRSEQ = re.compile(r"__([a-z]{3}_[A-Z][a-z]{3})__")
 
 @dataclass(frozen=True)
 class Entries:
-    """The meaning of each id of a tokenizer of ours."""
+    """The meaning of each id of a tokenizer of ours.
+
+    Attributes:
+        specials: Ids of bos, pad, eos and unk, in the order of SPECIALS.
+        pieces: Piece → id without specials, in the order of ids.
+        unknown_pieces: Number of pieces of the SentencePiece model that have no id.
+        languages: Code of a language → id, in the order of ids.
+        tokens: Code of a language → its token.
+        spare: Ids without a token.
+        origin: The checkpoint that an error names.
+        given: Languages with tokens that were imported with the model.
+    """
 
     specials: tuple[int, ...]
-    """Ids of bos, pad, eos and unk, in the order of SPECIALS."""
     pieces: dict[str, int]
-    """Piece → id without specials, in the order of ids."""
     unknown_pieces: int
-    """Number of pieces of the SentencePiece model that have no id."""
     languages: dict[str, int]
-    """Code of a language → id, in the order of ids."""
     tokens: dict[str, str]
-    """Code of a language → its token."""
     spare: list[int]
-    """Ids without a token."""
     origin: Path
-    """The checkpoint that an error names."""
     given: frozenset[str] = frozenset()
-    """Languages with tokens that were imported with the model."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The ids of an exported vocabulary: specials, pieces, languages, spare rows."""
+    """The ids of an exported vocabulary: specials, pieces, languages, spare rows.
+
+    Attributes:
+        pieces: Pieces, from id 4 on.
+        language_tokens: Language tokens, after the pieces.
+        token_of: Code of a language of the model → its token.
+        rows: Our id for each exported id; None: the model has none, and the row is zeros.
+        num_spare: Number of rows after the languages.
+        of_hundred: True: ``M2M100Tokenizer``; False: ``NllbTokenizer``.
+    """
 
     pieces: tuple[str, ...]
-    """Pieces, from id 4 on."""
     language_tokens: tuple[str, ...]
-    """Language tokens, after the pieces."""
     token_of: Mapping[str, str]
-    """Code of a language of the model → its token."""
     rows: tuple[int | None, ...]
-    """Our id for each exported id; None: the model has none, and the row is zeros."""
+    num_spare: int
     of_hundred: bool
-    """True: ``M2M100Tokenizer``; False: ``NllbTokenizer``."""
 
     @property
     def absent(self) -> list[int]:
         """Return the ids that the model must never predict."""
         return [index for index, row in enumerate(self.rows) if row is None]
-
-    @property
-    def num_spare(self) -> int:
-        """Return the number of rows after the languages."""
-        return len(self.rows) - len(SPECIALS) - len(self.pieces) - len(self.language_tokens)
 
     def rearranged(self, weight_VD: Tensor) -> Tensor:
         """Return our embedding with its rows in this order."""
@@ -104,15 +107,12 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
         CheckpointError: Its vocabulary is no single SentencePiece model, or a piece is spelled like
             a special or a language token.
     """
-    if files.model is None or files.description.kind == "byte_bpe":
+    is_single = files.target_model is None
+    if files.model is None or files.description.kind == "byte_bpe" or not is_single:
+        kind = "vocabulary of bytes (tokenizer.kind)" if is_single else "vocabulary per side"
         raise CheckpointError(
-            f"{origin} has a vocabulary of bytes (tokenizer.kind), which no format can express. "
-            "Name a checkpoint with a SentencePiece vocabulary."
-        )
-    if files.target_model is not None:
-        raise CheckpointError(
-            f"{origin} has one vocabulary for the source and one for the target, which no format "
-            "can express. Name a checkpoint with a single vocabulary."
+            f"{origin} has a {kind}, which no format can express. Name a checkpoint with a single "
+            "SentencePiece vocabulary."
         )
     tokenizer, description = files.build(), files.description
     processor = SentencePieceProcessor(model_proto=files.model)
@@ -130,12 +130,12 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
     used = {*specials, *language_ids.values(), *(own for own, _ in known)}
     pieces = {piece: own for own, piece in known}
     _refuse_clash(origin, pieces, [*SPECIALS.values(), *tokens.values()])
+    lacking = (index for index, own in enumerate(ids) if own is None)
     return Entries(
         specials=specials,
         pieces=pieces,
         unknown_pieces=sum(
-            own is None and not processor.is_control(index) and not processor.is_unknown(index)
-            for index, own in enumerate(ids)
+            not (processor.is_control(i) or processor.is_unknown(i)) for i in lacking
         ),
         languages=language_ids,
         tokens=tokens,
@@ -170,6 +170,7 @@ def chosen_layout(entries: Entries) -> Layout:
         language_tokens=tuple(tokens.values()),
         token_of={code: tokens[code] for code in entries.languages},
         rows=(*entries.specials, *entries.pieces.values(), *language_rows, *entries.spare),
+        num_spare=len(entries.spare),
         of_hundred=of_hundred,
     )
 
@@ -210,8 +211,8 @@ def nllb_token(code: str) -> str:
         return published[code]
     tag = parse_tag(code)
     usual = published.get(tag.language) or iso_639_3(tag.language)
-    parts = [usual.partition("_")[0], written_script(code) or UNKNOWN_SCRIPT, tag.region]
-    return "_".join(part for part in parts if part)
+    parts = (usual.partition("_")[0], written_script(code) or UNKNOWN_SCRIPT, tag.region)
+    return "_".join(filter(None, parts))
 
 
 @cache

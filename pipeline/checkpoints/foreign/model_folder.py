@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.checkpoints.weights import TensorFolder
 from pipeline.config.documents import parse_json, read_bytes
-from pipeline.config.settings import shown
+from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
+from pipeline.model.settings import ModelConfig
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -61,15 +62,7 @@ class ModelFolder:
 
     def described(self, kind: type[AnyDescribed], name: str = CONFIG_FILE) -> AnyDescribed:
         """Return the fields of ``kind`` in a JSON file of the folder."""
-        try:
-            return kind.model_validate(self.read_object(name), strict=False)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise CheckpointError(
-                f"{self.origin / name} says {where} = {shown(first['input'])} "
-                f"({first['msg']}). {RESTORE}"
-            ) from error
+        return described(kind, self.read_object(name), self.origin / name)
 
     def has(self, name: str) -> bool:
         """Return whether the folder has a file of this name."""
@@ -113,6 +106,29 @@ class _Index(Described):
     """Name of a tensor → name of its file."""
 
 
+def described(kind: type[AnyDescribed], values: Mapping[str, object], origin: Path) -> AnyDescribed:
+    """Return the fields of ``kind``; raise CheckpointError for the first that is invalid."""
+    try:
+        return kind.model_validate(values, strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        found = "no such setting" if first["type"] == "missing" else shown(first["input"])
+        raise CheckpointError(
+            f"{origin} has {where} = {found} ({first['msg']}), which is not supported. {RESTORE}"
+        ) from error
+
+
+def described_model(settings: Mapping[str, object], origin: Path) -> ModelConfig:
+    """Return the model with settings; raise CheckpointError if there is no such model."""
+    try:
+        return ModelConfig.model_validate(settings)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{origin} describes no valid model: {describe_validation(error, ModelConfig)}"
+        ) from error
+
+
 def refuse_other(origin: Path, **settings: tuple[object, object]) -> None:
     """Raise CheckpointError if a setting, given as (found, supported value), is not supported."""
     for name, (found, supported) in settings.items():
@@ -131,13 +147,3 @@ def refuse_quantized(origin: Path, settings: Mapping[str, object] | None) -> Non
             f"{origin} is quantized (quantization_config: {method}), so its tensors are not plain "
             "weights. Name the checkpoint that it was made from."
         )
-
-
-def refuse_disagreement(origin: Path, **ids: tuple[int, int]) -> None:
-    """Raise CheckpointError if an id, given as (model's, tokenizer's), differs between the two."""
-    for name, (of_model, of_tokenizer) in ids.items():
-        if of_model != of_tokenizer:
-            raise CheckpointError(
-                f"{origin} has {name} = {of_model} in its model's configuration, but its "
-                f"tokenizer has {of_tokenizer}. Name a folder whose files belong together."
-            )

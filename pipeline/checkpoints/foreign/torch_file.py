@@ -1,19 +1,18 @@
 """Read files of ``torch.save``, which are pickles, without running any code that they name.
 
-A pickle may construct tensors and plain containers (torch's own list, with ``weights_only``), an
-``argparse.Namespace``, and a few classes that are not needed and that an empty class replaces. A
-file that names anything else is refused before it is constructed. Archives are mapped, not read:
-entries that are not used, such as the optimizer's state, take no memory.
+A pickle may construct tensors and plain containers (torch's own list, with ``weights_only``, which
+also refuses tar files and scripts), an ``argparse.Namespace``, and a few classes that are not
+needed and that an empty class replaces. A file that names anything else is refused before it is
+constructed. Archives are mapped, not read: entries that are not used, such as the optimizer's
+state, take no memory.
 """
 
-import pickle
 import re
-import tarfile
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +26,6 @@ _SAVE_ANEW = (
     "If you trust it, read it with the software that wrote it and save only its settings and "
     "weights: torch.save({'args': argparse.Namespace(...), 'model': model.state_dict()}, FILE)"
 )
-_ARCHIVE = b"PK\x03\x04"
-_OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The pickled number at the beginning of files of PyTorch before 1.6."""
 _FORBIDDEN = re.compile(r"GLOBAL (\S+) (?:was not|whose module)")
 """Finds the forbidden name in the message of torch 2.11."""
 
@@ -58,22 +54,24 @@ def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[st
         CheckpointError: It is no file of torch.save, holds no dictionary, is damaged, or asks for
             more than data.
     """
-    is_archive = _check_container(path)
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [Namespace]
     allowed += [(_Unneeded, name) for name in _UNNEEDED]
     try:
         with torch.serialization.safe_globals(allowed):
-            state = torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
-    except pickle.UnpicklingError as error:
-        forbidden = _FORBIDDEN.search(str(error))
-        if forbidden is None:
-            raise _damaged(path, error) from error
-        raise CheckpointError(
-            f"{path} asks for {shown(forbidden[1])} as it is read, which could run any code. "
-            f"{_SAVE_ANEW}."
-        ) from error
+            state = torch.load(path, map_location="cpu", mmap=_is_archive(path), weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # a broken pickle can raise anything
-        raise _damaged(path, error) from error
+        forbidden = _FORBIDDEN.search(str(error))
+        if forbidden is not None:
+            raise CheckpointError(
+                f"{path} asks for {shown(forbidden[1])} as it is read, which could run any code. "
+                f"{_SAVE_ANEW}."
+            ) from error
+        raise CheckpointError(
+            f"{path} cannot be read as a file of torch.save ({one_line(error)}). Name a checkpoint "
+            "(.pt), or restore it from where it was published."
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path} holds a {shown(type(state).__name__)}, not the dictionary of a checkpoint. "
@@ -82,47 +80,23 @@ def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[st
     return state if keep is None else {name: state[name] for name in keep if name in state}
 
 
-def _check_container(path: Path) -> bool:
-    """Return whether the file is an archive (PyTorch 1.6 and later) or an older file.
+def _is_archive(path: Path) -> bool:
+    """Return whether the file is an archive (PyTorch 1.6 and later); it is mapped.
 
-    Files that torch would unpack in other ways are refused: tar files, compressed archives, and
-    names that lead out of the archive.
+    Mapped values of a compressed entry would be wrong: torch.save never compresses, and such a file
+    is refused.
     """
-    try:
-        with path.open("rb") as stream:
-            start = stream.read(len(_OLDER))
-        is_archive = start.startswith(_ARCHIVE)
-        if not is_archive and (start != _OLDER or tarfile.is_tarfile(path)):
-            raise CheckpointError(f"{path} is no file of torch.save. Name a checkpoint (.pt).")
-        if is_archive:
-            with zipfile.ZipFile(path) as archive:
-                entries = archive.infolist()
-            odd = [entry.filename for entry in entries if _is_odd(entry)]
-            if odd:
-                raise CheckpointError(
-                    f"{path} has an entry {shown(odd[0])!r}, which torch.save does not write "
-                    f"(compressed, or outside of the archive's folder). {RESTORE}"
-                )
-    except OSError as error:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    compressed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+    if compressed:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): name a checkpoint (.pt)."
-        ) from error
-    # zipfile raises NotImplementedError for a compression method that it does not know.
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise _damaged(path, error) from error
-    return is_archive
-
-
-def _is_odd(entry: zipfile.ZipInfo) -> bool:
-    name = entry.orig_filename
-    outside = name.startswith("/") or "\\" in name or ".." in PurePosixPath(name).parts
-    return outside or entry.compress_type != zipfile.ZIP_STORED
-
-
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read as a file of torch.save ({one_line(error)}). {RESTORE}"
-    )
+            f"{path} has a compressed entry {shown(compressed[0].filename)!r}, which torch.save "
+            f"does not write. {RESTORE}"
+        )
+    return True
 
 
 @dataclass(frozen=True)

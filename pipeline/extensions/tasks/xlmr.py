@@ -28,10 +28,10 @@ from pipeline.checkpoints.foreign.model_folder import (
     refuse_other,
     refuse_quantized,
 )
-from pipeline.checkpoints.foreign.tensors import NameTable, Stored
+from pipeline.checkpoints.foreign.tensor_names import NameTable
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.names import initial_value, named_slices
-from pipeline.checkpoints.weights import FLOATING_TYPES
+from pipeline.checkpoints.weights import FLOATING_TYPES, Tensors
 from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.settings import LanguageModulesConfig, ModelConfig
@@ -280,7 +280,7 @@ def _read_config(folder: ModelFolder) -> _Config:
     return config
 
 
-def _stored(folder: ModelFolder) -> Stored:
+def _stored(folder: ModelFolder) -> Tensors:
     """Return the folder's weights; safetensors take precedence."""
     path = folder.origin / PICKLED[0]
     if folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE) or not path.is_file():

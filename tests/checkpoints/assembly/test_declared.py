@@ -12,13 +12,13 @@ from support.tiny_models import tiny_model
 from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.tokenizer import tags
 from pipeline.batching.batch import Batch, Example, collate
-from pipeline.checkpoints.assembly import making
+from pipeline.checkpoints.assembly import writing
+from pipeline.checkpoints.assembly.diversity import diversified
 from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
-from pipeline.checkpoints.opening import open_model
+from pipeline.checkpoints.importing import open_model
+from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.cli import main
 from pipeline.model.settings import MoEConfig
@@ -97,17 +97,16 @@ def test_row_12_is_declared_in_ten_lines() -> None:
     of_dense = TensorFiles(open_artifact(Path("dense"), kind="checkpoint"), "weights/")
     of_lgr = TensorFiles(open_artifact(Path("moe_lgr"), kind="checkpoint"), "weights/")
     tensors = TensorFiles(made, "weights/")
-    for entry in receipt_of("made")["tensors"]:
+    receipt, config = receipt_of("made"), UpcyclingConfig(mask_ratio=0.1, seed=3)
+    for entry in receipt["tensors"]:
         value = tensors.read(entry["target"])
         source = {"decoder": of_lgr}.get(entry["part"], of_dense)
         if entry["rule"] == "copied":
             assert torch.equal(value, source.read(entry["source"]))
-            assert (entry["norm"], entry["seed"]) == (0.0, None)
         elif entry["rule"] == "expert of dense":
-            difference = value - source.read(entry["source"])
-            assert entry["norm"] == pytest.approx(difference.norm().item(), rel=1e-5)
-            assert entry["seed"] == 3
-    assert not run_dir(Path("made")).exists()
+            expected = diversified(source.read(entry["source"]), entry["target"], config)
+            assert torch.equal(value, expected)
+    assert receipt["upcycling"] == config.model_dump(mode="json")
 
 
 @pytest.mark.usefixtures("at_shelf")
@@ -135,7 +134,7 @@ def files_of(directory: str) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("at_shelf")
 def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "FILE_BYTES", 4096)
+    monkeypatch.setattr(writing, "FILE_BYTES", 4096)
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "one"]) == 0
     assert main(["upcycle", name, "--out", "four", "--processes", "4"]) == 0
@@ -145,88 +144,13 @@ def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_32_experts_have_32_masks() -> None:
-    text = ALL_DENSE.format(source="dense", ratio=0.1).replace("= 4", "= 32")
-    assert main(["upcycle", declare(text), "--out", "made"]) == 0
-    tensors = TensorFiles(open_artifact(Path("made"), kind="checkpoint"), "weights/")
-    for tensor in ("up.weight", "down.weight"):
-        name = "decoder.layers.1.feed_forward.experts.{}." + tensor
-        masks = {(tensors.read(name.format(e)) == 0).numpy().tobytes() for e in range(32)}
-        assert len(masks) == 32
-
-
-@pytest.mark.usefixtures("at_shelf")
-def test_an_interrupted_assembly_goes_on_behind_its_last_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(making, "FILE_BYTES", 4096)
-    name = declare(ROW_12)
-    assert main(["upcycle", name, "--out", "whole"]) == 0
-    written: list[int] = []
-    real = making.write_file
-
-    def counted(blueprint: Any, file: making.WeightFile) -> None:
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(file.number)
-        real(blueprint, file)
-
-    monkeypatch.setattr(making, "write_file", counted)
-    assert main(["upcycle", name, "--out", "made"]) == 130
-    assert not Path("made").exists()
-    assert written == [0, 1]
-
-    def counted_to_the_end(blueprint: Any, file: making.WeightFile) -> None:
-        written.append(file.number)
-        real(blueprint, file)
-
-    monkeypatch.setattr(making, "write_file", counted_to_the_end)
-    assert main(["upcycle", name, "--out", "made"]) == 0
-    assert written[2:] == list(range(2, len(files_of("whole"))))
-    assert files_of("made") == files_of("whole")
-    assert not run_dir(Path("made")).exists()
-    capsys.readouterr()
-
-
-@pytest.mark.usefixtures("at_shelf")
-@pytest.mark.parametrize("damage", ["receipt cut off", "weights cut off", "weights gone"])
-def test_what_is_not_whole_of_an_interrupted_assembly_is_made_again(
-    damage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a file of the user's in the working folder stays."""
-    name = declare(ROW_12)
-    assert main(["upcycle", name, "--out", "expected"]) == 0
-
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(making, "divergence", stopped)
-        assert main(["upcycle", name, "--out", "made"]) == 130
-    work = run_dir(Path("made"))
-    weights = work / "part-00000-000.safetensors"
-    match damage:
-        case "receipt cut off":
-            weights.with_suffix(".json").write_text('{"file": {', encoding="utf-8")
-        case "weights cut off":
-            weights.write_bytes(weights.read_bytes()[:-8])
-        case "weights gone":
-            weights.unlink()
-    (work / "part-00000-notes.txt").write_text("mine", encoding="utf-8")
-    assert main(["upcycle", name, "--out", "made"]) == 0
-    assert files_of("made") == files_of("expected")
-    left = [path.name for path in work.iterdir() if path.name != MARKER_NAME]
-    assert left == ["part-00000-notes.txt"]
-
-
-@pytest.mark.usefixtures("at_shelf")
 def test_what_is_made_already_is_not_made_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "made"]) == 0
     before = Path("made/manifest.json").read_bytes()
-    monkeypatch.setattr(making, "write_file", pytest.fail)
+    monkeypatch.setattr(writing, "make_assembly", pytest.fail)
     assert main(["upcycle", name, "--out", "made"]) == 0
     assert "already done, made is up to date" in capsys.readouterr().out
     assert Path("made/manifest.json").read_bytes() == before
@@ -235,23 +159,6 @@ def test_what_is_made_already_is_not_made_again(
     found = capsys.readouterr()
     assert "pass --overwrite to replace it" in found.err
     assert not found.out, "refused before anything is said of the plan"
-
-
-@pytest.mark.usefixtures("at_shelf")
-def test_what_was_kept_of_another_assembly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = making.write_file
-
-    def stopped(blueprint: Any, file: making.WeightFile) -> None:
-        real(blueprint, file)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(making, "write_file", stopped)
-    assert main(["upcycle", declare(ROW_12), "--out", "made"]) == 130
-    monkeypatch.setattr(making, "write_file", real)
-    other = declare(ROW_12.replace("seed = 3", "seed = 4"), "other.toml")
-    assert main(["upcycle", other, "--out", "made"]) == 0
-    assert main(["upcycle", other, "--out", "expected"]) == 0
-    assert files_of("made") == files_of("expected")
 
 
 # ---------------------------------------------------------------- what it computes

@@ -170,35 +170,30 @@ def test_the_language_vectors_follow_the_tokens_of_a_language_more(folder: Path)
     assert made.read_json("receipt.json")["function_check"]["largest"] < 1e-5
 
 
-def test_a_front_that_the_model_is_not_to_have_is_not_lost_silently(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("case", ["lost", "words of pieces", "no front to keep"])
+def test_fronts_that_cannot_be_made_are_refused(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_checkpoint(folder / "subwords", tiny_model(fronted_byte_spec(FRONTS["ncf"])))
-    byte_tokenizer(folder / "bytes", ("de", "en"))
-    text = FROM_SUBWORDS.format(front='{ kind = "msc", kernels = [0, 3] }')
+    text, words = {
+        "lost": (FROM_SUBWORDS.format(front=TABLES["msc"]), "front.mixture"),
+        "words of pieces": (
+            FROM_SUBWORDS.format(front=TABLES["wsf"]).replace('"bytes"', '"subwords"'),
+            "Use one of bytes or characters",
+        ),
+        "no front to keep": (
+            EXPERTS.format(router="token") + '[model.front]\nkind = "ncf"\n',
+            "model.front",
+        ),
+    }[case]
+    if case == "words of pieces":
+        own_checkpoint(folder / "subwords")
+    else:
+        make_checkpoint(folder / "subwords", tiny_model(fronted_byte_spec(FRONTS["ncf"])))
+        make_checkpoint(folder / "dense", tiny_model(byte_spec()))
+        byte_tokenizer(folder / "bytes", ("de", "en"))
     Path("assembly.toml").write_text(text, encoding="utf-8")
     assert main(["upcycle", "assembly.toml", "--out", "made"]) == 2
-    said = capsys.readouterr().err
-    assert "front.mixture" in said
-    assert "would be lost" in said
+    error = capsys.readouterr().err
+    assert words in error
+    assert ("would be lost" in error) == (case == "lost")
     assert not Path("made").exists()
-
-
-def test_words_of_pieces_that_hold_spaces_and_text_cannot_be_told(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own_checkpoint(folder / "subwords")
-    text = FROM_SUBWORDS.format(front=TABLES["wsf"])
-    Path("assembly.toml").write_text(text.replace('"bytes"', '"subwords"'), encoding="utf-8")
-    assert main(["upcycle", "assembly.toml", "--out", "made"]) == 2
-    assert "Use one of bytes or characters" in capsys.readouterr().err
-
-
-def test_a_plain_byte_model_is_no_source_of_a_front_where_its_embeddings_stay(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_checkpoint(folder / "dense", tiny_model(byte_spec()))
-    text = EXPERTS.format(router="token") + '[model.front]\nkind = "ncf"\n'
-    Path("assembly.toml").write_text(text, encoding="utf-8")
-    assert main(["upcycle", "assembly.toml", "--out", "made"]) == 2
-    assert "model.front" in capsys.readouterr().err

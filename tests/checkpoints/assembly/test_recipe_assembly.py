@@ -1,7 +1,7 @@
 """Assembling a mixture of experts from the modules of trained models."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from torch import Tensor
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.assembly import rules
-from pipeline.checkpoints.assembly.rules import Assignment, Blueprint, Part, part_of, plan_assembly
+from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan, Assignment, part_of
 from pipeline.checkpoints.checkpoint import (
     load_model,
+    own_source,
     read_spec,
     read_tokenizer,
     write_model_files,
@@ -39,9 +40,9 @@ MOE = MoEConfig(num_experts=4, every=2)
 DENSE = byte_spec()
 TOKEN_ROUTED = byte_spec(moe=MOE)
 GROUP_ROUTED = byte_spec(moe=MOE, groups=2)
-PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
 
 COPY = UpcyclingConfig(mask_ratio=0.0)
+FEWER = MOE.model_copy(update={"num_experts": 2})
 
 
 def make_checkpoint(
@@ -69,24 +70,21 @@ def make_checkpoint(
     return open_artifact(directory / "checkpoint", kind="checkpoint")
 
 
-def files_of(
-    *, embeddings: Artifact, encoder: Artifact | None, decoder: Artifact | None
-) -> dict[Part, TensorFiles | None]:
-    given: dict[Part, Artifact | None] = {
-        "embeddings": embeddings,
-        "encoder": encoder,
-        "decoder": decoder,
-    }
-    return {part: TensorFiles(a, "weights/") if a else None for part, a in given.items()}
+def planned(
+    spec: ModelSpec, parts: Sequence[Artifact | None], config: UpcyclingConfig
+) -> AssemblyPlan:
+    """The plan of a model from its embeddings, encoder and decoder."""
+    named = zip(PARTS, parts, strict=True)
+    sources = {part: own_source(artifact) for part, artifact in named if artifact is not None}
+    return AssemblyPlan(spec, sources, config, sources["embeddings"].tokenizer)
 
 
 def assembled(
-    spec: ModelSpec, sources: Mapping[Part, TensorFiles | None], config: UpcyclingConfig
+    spec: ModelSpec, parts: Sequence[Artifact | None], config: UpcyclingConfig
 ) -> tuple[list[Assignment], dict[str, Tensor]]:
-    blueprint = Blueprint(spec, sources, config)
-    return blueprint.plan, {
-        entry.target: blueprint.value(entry).clone() for entry in blueprint.plan
-    }
+    plan = planned(spec, parts, config)
+    names = [entry.target for entry in plan.assignments]
+    return plan.assignments, dict(zip(names, plan.values(plan.assignments), strict=True))
 
 
 def model_of(spec: ModelSpec, tensors: dict[str, Tensor]) -> Transformer:
@@ -120,44 +118,26 @@ def moe_lgr(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 # ---------------------------------------------------------------- what is assembled
 
 
-@pytest.mark.parametrize("worth", [1, 2**40], ids=["compiled", "plain"])
-def test_tensors_and_the_norms_of_their_differences_do_not_depend_on_compiled_loops(
-    dense: Artifact, monkeypatch: pytest.MonkeyPatch, worth: int
+def test_tensors_do_not_depend_on_compiled_loops(
+    dense: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "WORTH_COMPILING", worth)
-    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    blueprint = Blueprint(TOKEN_ROUTED, sources, UpcyclingConfig(seed=3))
-    for entry in blueprint.plan:
-        value, norm = blueprint.value_and_norm(entry)
-        assert torch.equal(value, blueprint.value(entry))
-        match entry.rule:
-            case "copied":
-                assert norm == 0.0
-            case "expert of dense":
-                source = TensorFiles(dense, "weights/").read(entry.source or "")
-                assert norm == pytest.approx((value - source).norm().item(), rel=1e-5)
-            case _:
-                assert norm == pytest.approx(value.norm().item(), rel=1e-5)
+    made = []
+    for worth in (1, 2**40):
+        monkeypatch.setattr(rules, "WORTH_COMPILING", worth)
+        made.append(assembled(TOKEN_ROUTED, [dense] * 3, UpcyclingConfig(seed=3))[1])
+    for name, value in made[0].items():
+        assert torch.equal(value, made[1][name])
 
 
 @pytest.mark.parametrize("spec", [TOKEN_ROUTED, GROUP_ROUTED], ids=["token", "group"])
 def test_experts_that_are_copies_of_the_dense_layer_compute_what_it_computed(
     dense: Artifact, spec: ModelSpec
 ) -> None:
-    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    _, tensors = assembled(spec, sources, COPY)
+    parts = [dense, dense, dense]
+    _, tensors = assembled(spec, parts, COPY)
     torch.testing.assert_close(
         logits(model_of(spec, tensors), spec), logits(load_model(dense), DENSE)
     )
-
-
-def test_masked_experts_compute_something_else(dense: Artifact) -> None:
-    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    _, tensors = assembled(TOKEN_ROUTED, sources, UpcyclingConfig(mask_ratio=0.1))
-    difference = logits(model_of(TOKEN_ROUTED, tensors), TOKEN_ROUTED) - logits(
-        load_model(dense), DENSE
-    )
-    assert difference.abs().max() > 1e-3
 
 
 def test_every_tensor_has_one_rule_and_the_value_that_the_rule_says(
@@ -165,14 +145,12 @@ def test_every_tensor_has_one_rule_and_the_value_that_the_rule_says(
 ) -> None:
     """Enc(dense)-Dec(MoE-LGR): system 12 of the paper's Table 2."""
     config = UpcyclingConfig(mask_ratio=0.3, seed=7)
-    sources = files_of(embeddings=dense, encoder=dense, decoder=moe_lgr)
-    plan, tensors = assembled(GROUP_ROUTED, sources, config)
+    parts = [dense, dense, moe_lgr]
+    plan, tensors = assembled(GROUP_ROUTED, parts, config)
     names = [entry.name for entry in named_slices(tiny_model(GROUP_ROUTED))]
     assert [entry.target for entry in plan] == names
     assert list(tensors) == names
-    dense_files, lgr_files = sources["encoder"], sources["decoder"]
-    assert dense_files is not None
-    assert lgr_files is not None
+    dense_files, lgr_files = (TensorFiles(source, "weights/") for source in (dense, moe_lgr))
     seen = set()
     for entry in plan:
         value = tensors[entry.target]
@@ -201,8 +179,8 @@ def test_every_tensor_has_one_rule_and_the_value_that_the_rule_says(
 
 
 def test_a_part_without_a_source_starts_fresh(dense: Artifact) -> None:
-    sources = files_of(embeddings=dense, encoder=dense, decoder=None)
-    plan, tensors = assembled(TOKEN_ROUTED, sources, UpcyclingConfig(seed=4))
+    parts = [dense, dense, None]
+    plan, tensors = assembled(TOKEN_ROUTED, parts, UpcyclingConfig(seed=4))
     decoder = [entry for entry in plan if entry.part == "decoder"]
     assert decoder
     for entry in decoder:
@@ -215,8 +193,8 @@ def test_a_part_without_a_source_starts_fresh(dense: Artifact) -> None:
 def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
     moe: Artifact,
 ) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    plan, tensors = assembled(GROUP_ROUTED, sources, UpcyclingConfig(mask_ratio=0.5))
+    parts = [moe, moe, moe]
+    plan, tensors = assembled(GROUP_ROUTED, parts, UpcyclingConfig(mask_ratio=0.5))
     assert {entry.rule for entry in plan} == {"copied", "group router of token router"}
     torch.testing.assert_close(
         logits(model_of(GROUP_ROUTED, tensors), GROUP_ROUTED),
@@ -224,53 +202,33 @@ def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
     )
 
 
-def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    config = UpcyclingConfig(graft_group_routers="fresh")
-    _, tensors = assembled(GROUP_ROUTED, sources, config)
-    name = "decoder.layers.1.feed_forward.router.group_weight"
-    first, second = tensors[name]
-    assert not torch.equal(first, second)
-    bound = GROUP_ROUTED.model.width**-0.5
-    assert tensors[name].abs().max() <= bound
-    assert torch.equal(
-        tensors[name.replace("group_weight", "weight")],
-        TensorFiles(moe, "weights/").read(name.replace("group_weight", "weight")),
-    )
+@pytest.mark.parametrize(
+    ("spec", "setting", "names"),
+    [
+        (TOKEN_ROUTED, "token_routers", ["encoder.{}.weight", "decoder.{}.weight"]),
+        (GROUP_ROUTED, "graft_group_routers", ["decoder.{}.group_weight"]),
+    ],
+)
+def test_routers_can_start_fresh_instead(
+    moe: Artifact, spec: ModelSpec, setting: str, names: list[str]
+) -> None:
+    config = UpcyclingConfig.model_validate({setting: "fresh"})
+    plan, tensors = assembled(spec, [moe, moe, moe], config)
+    fresh = {entry.target for entry in plan if entry.rule == "fresh"}
+    assert fresh == {name.format("layers.1.feed_forward.router") for name in names}
+    for name in fresh:
+        expected = initialize(name, tensors[name].shape, spec=spec, seed=1)
+        assert torch.equal(tensors[name], expected)
 
 
 # ---------------------------------------------------------------- what is refused
 
 
-def test_fewer_experts_than_the_source_has_must_be_named(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=None)
-    fewer = byte_spec(moe=MOE.model_copy(update={"num_experts": 2}))
-    with pytest.raises(CheckpointError, match=r"has 4 experts per layer and the model 2\. Name"):
-        plan_assembly(fewer, sources, COPY)
-
-
-def test_the_experts_that_are_named_stay_with_their_rows_of_the_router(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    fewer = byte_spec(moe=MOE.model_copy(update={"num_experts": 2}))
-    config = UpcyclingConfig(mask_ratio=0.5, kept_experts=(3, 1))
-    plan, tensors = assembled(fewer, sources, config)
-    whole = TensorFiles(moe, "weights/")
-    layer = "decoder.layers.1.feed_forward"
-    assert {entry.rule for entry in plan} == {"copied", "rows of kept experts"}
-    for new, old in enumerate((3, 1)):
-        for tensor in ("up.weight", "down.bias"):
-            value = tensors[f"{layer}.experts.{new}.{tensor}"]
-            assert torch.equal(value, whole.read(f"{layer}.experts.{old}.{tensor}"))
-    router = whole.read(f"{layer}.router.weight")
-    assert torch.equal(tensors[f"{layer}.router.weight"], router[[3, 1]])
-
-
 def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> None:
     """The first copy of each is as it was; what is masked of the others is their own."""
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
     more = byte_spec(moe=MOE.model_copy(update={"num_experts": 10}))
     config = UpcyclingConfig(mask_ratio=0.3)
-    plan, tensors = assembled(more, sources, config)
+    plan, tensors = assembled(more, [moe, moe, moe], config)
     whole = TensorFiles(moe, "weights/")
     layer = "encoder.layers.1.feed_forward"
     made = []
@@ -289,57 +247,33 @@ def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> No
     assert rules == {"copied", "expert of expert", "rows of more experts"}
 
 
-def test_routers_that_a_source_has_can_start_fresh(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    plan, tensors = assembled(TOKEN_ROUTED, sources, UpcyclingConfig(token_routers="fresh"))
-    fresh = {entry.target for entry in plan if entry.rule == "fresh"}
-    assert fresh == {f"{side}.layers.1.feed_forward.router.weight" for side in PARTS[1:]}
-    for name in fresh:
-        expected = initialize(name, tensors[name].shape, spec=TOKEN_ROUTED, seed=1)
-        assert torch.equal(tensors[name], expected)
-
-
-def test_a_tensor_that_would_be_lost_is_an_error_that_names_it(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=None)
-    with pytest.raises(
-        CheckpointError, match=r"29 tensors of the encoder of .* would be lost \(encoder.layers.1"
-    ):
-        plan_assembly(byte_spec(moe=MOE, layers=1), sources, COPY)
-
-
-def test_experts_cannot_become_a_dense_layer(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    with pytest.raises(CheckpointError, match=r"nothing for encoder.layers.1.feed_forward.up"):
-        plan_assembly(DENSE, sources, COPY)
-
-
-def test_a_layer_the_source_does_not_have_is_an_error_that_names_it(dense: Artifact) -> None:
-    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    with pytest.raises(CheckpointError, match=r"nothing for encoder.layers.2.*\[model\]"):
-        plan_assembly(byte_spec(moe=MOE, layers=3), sources, COPY)
-
-
 @pytest.mark.parametrize(
-    "spec",
+    ("source", "spec", "words"),
     [
-        byte_spec(moe=MOE, feed_forward_width=48),
-        byte_spec(moe=MOE, width=32),
+        ("moe", byte_spec(moe=FEWER), r"has 4 experts per layer and the model 2\. Prune"),
+        ("moe", byte_spec(moe=MOE, layers=1), r"29 tensors of the encoder of .* lost \(encoder"),
+        ("moe", DENSE, r"nothing for encoder.layers.1.feed_forward.up"),
+        ("dense", byte_spec(moe=MOE, layers=3), r"nothing for encoder.layers.2.*\[model\]"),
+        (
+            "dense",
+            byte_spec(moe=MOE, feed_forward_width=48),
+            r"has shape \(\d+, 16\), .* needs \(48, 16\)",
+        ),
+        ("dense", byte_spec(moe=MOE, width=32), r"has shape \(\d+, 16\), .* needs \(\d+, 32\)"),
+        (
+            "moe_lgr",
+            byte_spec(moe=MOE, groups=4),
+            r"shape \(2, 4, 16\), .* needs \(4, 4, 16\)",
+        ),
     ],
-    ids=["width of the feed-forward", "width of the model"],
+    ids=["experts", "lost", "to dense", "no layer", "width", "model width", "groups"],
 )
-def test_a_source_of_another_size_is_an_error_that_names_both_shapes(
-    dense: Artifact, spec: ModelSpec
+def test_a_source_that_does_not_fit_is_an_error_that_names_the_tensor(
+    source: str, spec: ModelSpec, words: str, request: pytest.FixtureRequest
 ) -> None:
-    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    with pytest.raises(CheckpointError, match=r"has shape \(\d+, 16\), .* needs \(\d+, \d+\)"):
-        plan_assembly(spec, sources, COPY)
-
-
-def test_routers_of_another_number_of_groups_are_refused(moe_lgr: Artifact) -> None:
-    sources = files_of(embeddings=moe_lgr, encoder=moe_lgr, decoder=moe_lgr)
-    spec = byte_spec(moe=MOE, groups=4)
-    with pytest.raises(CheckpointError, match=r"shape \(2, 4, 16\), .* needs \(4, 4, 16\)"):
-        plan_assembly(spec, sources, COPY)
+    artifact: Artifact = request.getfixturevalue(source)
+    with pytest.raises(CheckpointError, match=words):
+        assembled(spec, [artifact] * 3, COPY)
 
 
 def test_a_tensor_of_no_part_is_refused() -> None:
@@ -440,33 +374,33 @@ def test_a_fresh_group_routed_decoder_takes_its_groups_from_the_groups_given(
         "encoder": dense,
         "groups": make_groups(tmp_path / "groups", numbers),
     }
-    upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
-    made = open_artifact(tmp_path / "made", kind="checkpoint")
-    assert read_spec(made).language_groups == (1, 0, 1, 1)
+    model = GROUP_ROUTED.model.model_copy(update={"initialization": "fairseq"})  # not the sources'
+    upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
+    spec = read_spec(open_artifact(tmp_path / "made", kind="checkpoint"))
+    assert (spec.language_groups, spec.model.initialization) == ((1, 0, 1, 1), "fairseq")
 
 
-def test_groups_other_than_those_the_decoder_was_trained_with_are_refused(
+def test_sources_that_do_not_belong_together_are_refused(
     dense: Artifact, moe_lgr: Artifact, tmp_path: Path
 ) -> None:
-    artifacts = {
-        "embeddings": dense,
-        "encoder": dense,
-        "decoder": moe_lgr,
-        "groups": make_groups(
-            tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True))
-        ),
-    }
-    with pytest.raises(ConfigError, match="leave the groups out"):
-        upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
-    assert not (tmp_path / "made").exists()
-
-
-def test_sources_of_another_vocabulary_are_refused(dense: Artifact, tmp_path: Path) -> None:
-    spec = DENSE.model_copy(update={"languages": ("de", "en", "fr", "zh")})
-    other = make_checkpoint(tmp_path / "other", tiny_model(spec))
-    artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
-    with pytest.raises(ConfigError, match=r"The tokenizers of .* differ"):
-        upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))
+    groups = make_groups(tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True)))
+    languages = DENSE.model_copy(update={"languages": ("de", "en", "fr", "zh")})
+    tags = DENSE.model_copy(update={"tag_scheme": "tgt"})
+    languages_of = make_checkpoint(tmp_path / "languages", tiny_model(languages))
+    tags_of = make_checkpoint(tmp_path / "tags", tiny_model(tags))
+    for changes, words in (
+        ({"decoder": moe_lgr, "groups": groups}, "leave the groups out"),
+        ({"decoder": languages_of}, r"The tokenizers of .* differ"),
+        ({"decoder": tags_of}, "tag_scheme: tgt → src-tgt"),
+    ):
+        call = upcycle_call(
+            tmp_path / "made",
+            (GROUP_ROUTED if "groups" in changes else TOKEN_ROUTED).model,
+            {"embeddings": dense, "encoder": dense, **changes},
+        )
+        with pytest.raises(ConfigError, match=words):
+            upcycle.run(call)
+        assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
@@ -483,27 +417,8 @@ def test_a_recipe_that_would_compute_something_else_with_the_same_tensors_is_ref
     dense: Artifact, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     model = TOKEN_ROUTED.model.model_copy(update=change)
-    artifacts = {"embeddings": dense, "encoder": dense, "decoder": dense}
     with pytest.raises(ConfigError, match=words):
-        upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
-
-
-def test_sources_may_have_started_from_other_initial_values(
-    dense: Artifact, tmp_path: Path
-) -> None:
-    model = TOKEN_ROUTED.model.model_copy(update={"initialization": "fairseq"})
-    artifacts = {"embeddings": dense, "encoder": dense}
-    upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
-    made = open_artifact(tmp_path / "made", kind="checkpoint")
-    assert read_spec(made).model.initialization == "fairseq"
-
-
-def test_sources_trained_with_other_tags_are_refused(dense: Artifact, tmp_path: Path) -> None:
-    spec = DENSE.model_copy(update={"tag_scheme": "tgt"})
-    other = make_checkpoint(tmp_path / "other", tiny_model(spec))
-    artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
-    with pytest.raises(ConfigError, match="tag_scheme: tgt → src-tgt"):
-        upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))
+        upcycle.run(upcycle_call(tmp_path / "made", model, dict.fromkeys(PARTS, dense)))
 
 
 def test_a_damaged_source_leaves_no_checkpoint(dense: Artifact, tmp_path: Path) -> None:

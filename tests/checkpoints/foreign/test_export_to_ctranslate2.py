@@ -13,10 +13,9 @@ from support.foreign_models import LINES, PAIRS, model_of, our_logits
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.tokenizer import tags
+from pipeline.checkpoints.checkpoint import ModelSource, own_source
 from pipeline.checkpoints.exporting import Export, export_checkpoint
-from pipeline.checkpoints.foreign import ctranslate2_model
-from pipeline.checkpoints.opening import own_source
-from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.foreign import export_to_ctranslate2
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
@@ -147,7 +146,7 @@ def test_without_the_package_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ctranslate2", None)
     with pytest.raises(ConfigError, match=r"pip install 'mmnmt\[export\]'"):
-        ctranslate2_model.installed_package()
+        export_to_ctranslate2.installed_package()
 
 
 def searched(

@@ -22,9 +22,9 @@ from transformers import (
     NllbMoeForConditionalGeneration,
 )
 
+from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.exporting import Export, export_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.model.settings import MoEConfig
 
 MOE = MoEConfig(num_experts=4, every=2)

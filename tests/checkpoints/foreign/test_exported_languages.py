@@ -34,18 +34,16 @@ from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.extended_tokenizer import with_languages
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles, read_tokenizer_files
-from pipeline.checkpoints.exporting import Export, export_checkpoint
-from pipeline.checkpoints.foreign.families import open_foreign
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
-from pipeline.checkpoints.foreign.vocabularies import (
+from pipeline.checkpoints.checkpoint import ModelSource, own_source
+from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     NLLB_LANGUAGES,
     model_codes,
     numbered,
     pieces_of,
 )
-from pipeline.checkpoints.foreign.written_folder import Format
-from pipeline.checkpoints.opening import import_checkpoint, own_source
-from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
+from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.errors import CheckpointError
 from pipeline.languages import ALIASES, FAMILIES, canonical, iso_639_3
 

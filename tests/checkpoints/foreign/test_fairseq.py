@@ -23,7 +23,6 @@ from support.fairseq_files import (
     write_checkpoint,
 )
 from support.foreign_models import LINES, PAIRS, model_of, our_logits, our_translations, spread
-from torch import Tensor
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -37,14 +36,9 @@ from transformers import (
 
 from pipeline import cli
 from pipeline.artifacts.tokenizer import load_tokenizer
-from pipeline.checkpoints.checkpoint import open_checkpoint
-from pipeline.checkpoints.foreign.families import open_foreign
-from pipeline.checkpoints.opening import import_checkpoint
-from pipeline.checkpoints.sources import ModelSource
-from pipeline.checkpoints.weights import read_tensor
+from pipeline.checkpoints.checkpoint import ModelSource
+from pipeline.checkpoints.importing import open_foreign
 from pipeline.errors import EXIT_USER_ERROR, CheckpointError
-
-Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,8 @@ def test_logits_are_those_of_a_library_with_the_same_values(
     name: str, files: Files, tmp_path: Path
 ) -> None:
     peer = make_peer(KINDS[name], files)
-    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(peer), settings(**KINDS[name].ours))
+    args = settings(**KINDS[name].ours, encoder_layerdrop=0.2)  # belongs to training
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(peer), args)
     assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), peer)
 
 
@@ -189,55 +184,16 @@ def pre_norm(files: Files) -> Any:
     return make_peer(KINDS["pre-norm, sinusoids"], files)
 
 
-def joined_projections(weights: Weights) -> Weights:
-    """Queries, keys and values in one matrix, as before fairseq 0.8."""
-    joined = dict(weights)
-    for name in weights:
-        module, found, kind = name.rpartition(".q_proj.")
-        if found:
-            parts = [joined.pop(f"{module}.{part}_proj.{kind}") for part in "qkv"]
-            joined[f"{module}.in_proj_{kind}"] = torch.cat(parts)
-    return joined
-
-
-def numbered_norms(weights: Weights) -> Weights:
-    """The norms of layers by number, as before fairseq 0.6."""
-    numbers = {
-        "encoder": ("self_attn_layer_norm", "final_layer_norm"),
-        "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-    }
-    renamed = {}
-    for name, value in weights.items():
-        side, _, _ = name.partition(".")
-        for number, norm in enumerate(numbers[side]):
-            name = name.replace(f".{norm}.", f".layer_norms.{number}.")
-        renamed[name] = value
-    return renamed
-
-
-@pytest.mark.parametrize("older", [joined_projections, numbered_norms])
-def test_older_layouts_are_the_same_model(
-    older: Callable[[Weights], Weights], pre_norm: Any, files: Files, tmp_path: Path
+@pytest.mark.parametrize(
+    "name", ["encoder.layers.0.self_attn.in_proj_weight", "decoder.layers.1.layer_norms.2.bias"]
+)
+def test_names_of_fairseq_before_0_10_are_refused_with_the_way_to_rename_them(
+    name: str, pre_norm: Any, files: Files, tmp_path: Path
 ) -> None:
-    weights = older(as_fairseq(pre_norm))
-    assert set(weights) != set(as_fairseq(pre_norm))
+    weights = as_fairseq(pre_norm) | {name: torch.zeros(3)}
     path = write_checkpoint(tmp_path / "old.pt", weights, settings(**TIED, **PRE_NORM))
-    assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), pre_norm)
-
-
-@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "older"])
-def test_views_of_one_matrix_are_written_as_tensors_of_their_own(
-    is_archive: bool, pre_norm: Any, files: Files, tmp_path: Path
-) -> None:
-    weights = as_fairseq(pre_norm)
-    state = {"args": settings(**TIED, **PRE_NORM), "model": joined_projections(weights)}
-    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=is_archive)
-    out = tmp_path / "imported"
-    import_checkpoint(tmp_path / "old.pt", out_dir=out, vocabulary=files.vocabulary)
-    checkpoint = open_checkpoint(out)
-    for theirs, ours in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
-        found = read_tensor(checkpoint, f"decoder.layers.1.cross_attention.{ours}.weight")
-        assert torch.equal(found, weights[f"decoder.layers.1.encoder_attn.{theirs}.weight"])
+    with pytest.raises(CheckpointError, match=f"{name}, as fairseq before 0.10 .* save it again"):
+        open_foreign(path, vocabulary=files.vocabulary)
 
 
 def sections(args: Namespace) -> dict[str, object]:
@@ -309,6 +265,7 @@ def test_tags_stand_where_the_task_put_them(
         {"encoder_langtok": "tgt", "decoder_langtok": True},
         {"task": "translation_from_pretrained_bart"},
         {"encoder_layers": -1},
+        {"moe_freq": 2},
         {"encoder_attention_heads": 3, "decoder_attention_heads": 3},
     ],
 )
@@ -323,28 +280,20 @@ def test_what_our_model_lacks_is_refused_by_its_name(
     assert "\n" not in str(caught.value)
 
 
-def test_layer_drop_belongs_to_training(pre_norm: Any, files: Files, tmp_path: Path) -> None:
-    args = settings(**TIED, **PRE_NORM, encoder_layerdrop=0.2, decoder_layerdrop=0.2)
-    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), args)
-    assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), pre_norm)
-
-
-def test_embeddings_of_encoder_and_decoder_that_differ_are_refused(
-    pre_norm: Any, files: Files, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("encoder.embed_tokens.weight", 1.0, "share_all_embeddings"),
+        ("decoder.version", -2.0, r"decoder\.version"),
+    ],
+)
+def test_embeddings_that_differ_and_stacks_without_a_final_norm_are_refused(
+    name: str, value: float, words: str, pre_norm: Any, files: Files, tmp_path: Path
 ) -> None:
     weights = as_fairseq(pre_norm)
-    weights["encoder.embed_tokens.weight"] = weights["encoder.embed_tokens.weight"] + 1
-    path = write_checkpoint(tmp_path / "model.pt", weights, settings(**PRE_NORM))
-    with pytest.raises(CheckpointError, match="share_all_embeddings"):
-        open_foreign(path, vocabulary=files.vocabulary)
-
-
-def test_a_stack_without_a_norm_behind_it_is_refused_by_its_version(
-    pre_norm: Any, files: Files, tmp_path: Path
-) -> None:
-    weights = as_fairseq(pre_norm) | {"decoder.version": torch.tensor([1.0])}
+    weights[name] = weights[name] + value
     path = write_checkpoint(tmp_path / "model.pt", weights, settings(**TIED, **PRE_NORM))
-    with pytest.raises(CheckpointError, match=r"decoder\.version"):
+    with pytest.raises(CheckpointError, match=words):
         open_foreign(path, vocabulary=files.vocabulary)
 
 
@@ -359,18 +308,13 @@ def test_missing_and_unknown_tensors_are_all_reported(
     assert "encoder.layers.0.feed_forward.up.weight" in str(caught.value)
 
 
-def test_sizes_must_be_said(pre_norm: Any, files: Files, tmp_path: Path) -> None:
+def test_settings_that_are_missing_are_named(pre_norm: Any, files: Files, tmp_path: Path) -> None:
     args = settings(**TIED, **PRE_NORM)
     del args.encoder_layers
-    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), args)
-    with pytest.raises(CheckpointError, match="encoder_layers = no such setting"):
-        open_foreign(path, vocabulary=files.vocabulary)
-
-
-def test_a_file_without_settings_is_refused(pre_norm: Any, files: Files, tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), None)
-    with pytest.raises(CheckpointError, match="no settings of a model"):
-        open_foreign(path, vocabulary=files.vocabulary)
+    for given, words in ((args, "encoder_layers = no such"), (None, "no settings of a model")):
+        path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), given)
+        with pytest.raises(CheckpointError, match=words):
+            open_foreign(path, vocabulary=files.vocabulary)
 
 
 def test_a_file_needs_its_vocabulary_and_a_folder_has_one(

@@ -110,9 +110,9 @@ def test_words_that_fill_up_and_tokens_of_tasks_are_no_languages(tmp_path: Path)
 
 def test_a_symbol_that_overwrites_has_the_later_id(tmp_path: Path) -> None:
     content = b"a 3\n<s> 1 #fairseq:overwrite\nb 2\na 9 #fairseq:overwrite\n"
-    found = read_dictionary(content, tmp_path)
-    assert found.symbols == SPECIALS | {"<s>": 5, "b": 6, "a": 7}
-    assert found.size == 8
+    symbols, size = read_dictionary(content, tmp_path)
+    assert symbols == SPECIALS | {"<s>": 5, "b": 6, "a": 7}
+    assert size == 8
 
 
 @pytest.mark.parametrize(
@@ -132,44 +132,49 @@ def test_a_broken_line_is_named(content: str, sentence: str, tmp_path: Path) -> 
 
 
 def test_a_line_is_ended_by_nothing_but_a_line_break(tmp_path: Path) -> None:
-    found = read_dictionary("a\u2028b 1\r\nc d 2".encode(), tmp_path)
-    assert found.symbols == SPECIALS | {"a\u2028b": 4, "c d": 5}
+    symbols, _ = read_dictionary("a\u2028b 1\r\nc d 2".encode(), tmp_path)
+    assert symbols == SPECIALS | {"a\u2028b": 4, "c d": 5}
 
 
-def test_a_dictionary_of_subword_nmt_is_refused_by_name(tmp_path: Path) -> None:
-    vocabulary = write(tmp_path, ["the@@ 9", "re 8", "LANG_TOK_EN 7"])
-    with pytest.raises(CheckpointError, match="subword-nmt"):
-        vocabulary.tokenizer(size=7, style="underscores")
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["the@@ 9", "re 8", "LANG_TOK_EN 7"], "subword-nmt"),
+        (["▁nothing 9", "▁of 8", "__en__ 1"], "of one checkpoint"),
+    ],
+)
+def test_a_dictionary_of_other_pieces_is_refused(
+    lines: list[str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        write(tmp_path, lines).tokenizer(size=7, style="underscores")
 
 
-def test_a_dictionary_of_another_sentencepiece_model_is_refused(tmp_path: Path) -> None:
-    vocabulary = write(tmp_path, ["▁nothing 9", "▁of 8", "__en__ 1"])
-    with pytest.raises(CheckpointError, match="of one checkpoint"):
-        vocabulary.tokenizer(size=7, style="underscores")
-
-
-@pytest.mark.parametrize("difference", [-1, 100])
-def test_a_dictionary_of_another_model_is_refused(difference: int, tmp_path: Path) -> None:
-    files = vocabulary_files(tmp_path)
-    with pytest.raises(CheckpointError, match=f"model has {files.size + difference} embeddings"):
-        files.vocabulary.tokenizer(size=files.size + difference, style="underscores")
-
-
-def test_without_languages_one_sentence_says_how_to_name_them(tmp_path: Path) -> None:
-    files = vocabulary_files(tmp_path, languages=())
-    with pytest.raises(CheckpointError, match="--languages de en"):
-        files.vocabulary.tokenizer(size=files.size, style="underscores")
+@pytest.mark.parametrize(
+    ("difference", "languages", "words"),
+    [
+        (-1, ("de", "en"), "model has {} embeddings"),
+        (100, ("de", "en"), "model has {} embeddings"),
+        (0, (), "--languages de en"),
+    ],
+)
+def test_a_dictionary_of_another_model_or_without_languages_is_refused(
+    difference: int, languages: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    files = vocabulary_files(tmp_path, languages=languages)
+    size = files.size + difference
+    with pytest.raises(CheckpointError, match=words.format(size)):
+        files.vocabulary.tokenizer(size=size, style="underscores")
 
 
 @pytest.mark.parametrize("name", ["dict.txt", "spm.model"])
 def test_a_missing_or_foreign_file_is_named(name: str, tmp_path: Path) -> None:
     files = vocabulary_files(tmp_path)
-    (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match=name):
-        files.vocabulary.tokenizer(size=files.size, style="underscores")
-    (tmp_path / name).unlink()
-    with pytest.raises(CheckpointError, match=name):
-        files.vocabulary.tokenizer(size=files.size, style="underscores")
+    path = tmp_path / name
+    for spoil in (lambda: path.write_bytes(b"\xff\xfe\x00"), path.unlink):
+        spoil()
+        with pytest.raises(CheckpointError, match=name):
+            files.vocabulary.tokenizer(size=files.size, style="underscores")
 
 
 @pytest.mark.parametrize("named", [{"dictionary"}, {"sentencepiece"}, {"languages"}])

@@ -8,7 +8,7 @@ import torch
 from support.foreign_families import FAMILIES, forced_logits, nllb_moe_folder
 from support.foreign_models import LINES, PAIRS, model_of, our_logits
 
-from pipeline.checkpoints.foreign.families import open_foreign
+from pipeline.checkpoints.importing import open_foreign
 from pipeline.errors import CheckpointError
 
 ALONE = [(LINES[5], LINES[5])]

@@ -17,7 +17,7 @@ from support.foreign_models import (
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import tags
-from pipeline.checkpoints.foreign.families import open_foreign
+from pipeline.checkpoints.importing import open_foreign
 
 
 class Opened:

@@ -13,15 +13,15 @@ from support.foreign_models import SPECIALS, pieces_of, sentencepiece_model
 from transformers import M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 
 from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.foreign.model_folder import ModelFolder
-from pipeline.checkpoints.foreign.vocabularies import (
+from pipeline.checkpoints.foreign.export_to_hugging_face import write_vocabulary
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     MBART50_LANGUAGES,
     NLLB_LANGUAGES,
     folder_tokenizer,
     model_codes,
 )
-from pipeline.checkpoints.foreign.written_folder import write_vocabulary
+from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.model_folder import ModelFolder
 
 PIECES = 3000
 TRAINED_LINES, TEST_LINES = 60, 200
@@ -65,7 +65,7 @@ def both(kind: str, model: bytes, folder: Path) -> tuple[Any, Tokenizer]:
     theirs.save_pretrained(folder)
     size = len(pieces_of(model)) + BEYOND
     found = folder_tokenizer(ModelFolder(folder), usual_class="", size=size)
-    return theirs, found.files.build()
+    return theirs, found[0].build()
 
 
 def reversed_vocabulary(model: bytes) -> dict[str, int]:
@@ -156,35 +156,32 @@ def test_nllb_s_languages_have_the_registry_s_codes_and_stay_apart(
     assert model_codes(NLLB_LANGUAGES)[spelling] == code
 
 
-WHERE = {
-    "tokenizer_config.json": {"added_tokens_decoder": {"70": {"content": "deu_Latn"}}},
-    "added_tokens.json": {"deu_Latn": 70},
-    "tokenizer.json": {"added_tokens": [{"id": 70, "content": "deu_Latn"}]},
-}
-"""Where the versions of transformers write ids of added tokens."""
+LISTED = {"additional_special_tokens": ["fra_Latn", {"content": "deu_Latn"}, "<other>"]}
 
 
-@pytest.mark.parametrize("name", WHERE)
-def test_a_language_s_id_is_read_from_the_file_that_has_it(name: str, tmp_path: Path) -> None:
-    (tmp_path / VOCABULARY_FILE).write_bytes(sentencepiece_model())
-    (tmp_path / name).write_text(json.dumps(WHERE[name]))
-    found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
-    assert found.files.build().language_token_id("de") == 70
-
-
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_listed_languages_follow_the_pieces_in_the_order_of_the_list(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "content", "offsets"),
+    [
+        # where the versions of transformers write ids of added tokens
+        ("tokenizer_config.json", {"added_tokens_decoder": {"70": {"content": "deu_Latn"}}}, None),
+        ("added_tokens.json", {"deu_Latn": 70}, None),
+        ("tokenizer.json", {"added_tokens": [{"id": 70, "content": "deu_Latn"}]}, None),
+        # lists, in the order of which they follow the pieces
+        ("tokenizer_config.json", LISTED, {"fr": 0, "de": 1}),
+        ("special_tokens_map.json", LISTED, {"fr": 0, "de": 1}),
+    ],
+)
+def test_ids_of_languages_are_read_from_the_file_that_has_them(
+    name: str, content: dict[str, Any], offsets: dict[str, int] | None, tmp_path: Path
 ) -> None:
     model = sentencepiece_model()
     (tmp_path / VOCABULARY_FILE).write_bytes(model)
-    listed = {"additional_special_tokens": ["fra_Latn", {"content": "deu_Latn"}, "<other>"]}
-    (tmp_path / name).write_text(json.dumps(listed))
-    found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
+    (tmp_path / name).write_text(json.dumps(content))
+    files, _ = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
     first = len(pieces_of(model)) + 1
-    tokens = {"fr": first, "de": first + 1}
-    assert found.files.description.numbering is not None
-    assert found.files.description.numbering.language_tokens == tokens
+    tokens = {code: first + offset for code, offset in (offsets or {}).items()}
+    assert files.description.numbering is not None
+    assert files.description.numbering.language_tokens == (tokens or {"de": 70})
 
 
 def test_languages_of_a_folder_that_lists_none_are_those_of_the_published_models(
@@ -193,7 +190,7 @@ def test_languages_of_a_folder_that_lists_none_are_those_of_the_published_models
     model = sentencepiece_model()
     (tmp_path / VOCABULARY_FILE).write_bytes(model)
     found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
-    tokenizer = found.files.build()
+    tokenizer = found[0].build()
     first = len(pieces_of(model)) + 1
     assert tokenizer.language_token_id("ace_Arab") == first
     assert tokenizer.language_token_id("zu") == first + 201

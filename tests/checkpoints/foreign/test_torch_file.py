@@ -68,7 +68,7 @@ def test_a_bare_pickle_is_refused_unread(tmp_path: Path) -> None:
     target = tmp_path / "made"
     path = tmp_path / "model.pt"
     path.write_bytes(pickle.dumps({"model": Payload(target)}, protocol=2))
-    with pytest.raises(CheckpointError, match=r"no file of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"mkdir.*could run any code"):
         read_torch_file(path, keep=["args", "model"])
     assert not target.exists()
 
@@ -79,15 +79,11 @@ def test_state_of_training_that_nobody_needs_is_passed_over(tmp_path: Path) -> N
     assert torch.equal(read_torch_file(path, keep=["model"])["model"]["a"], WEIGHTS["a"])
 
 
-def archive_with(name: str, *, compression: int = zipfile.ZIP_STORED) -> Callable[[Path], None]:
-    """Adds an entry to a checkpoint's archive."""
-
-    def damage(path: Path) -> None:
-        torch.save({"model": WEIGHTS}, path)
-        with zipfile.ZipFile(path, "a", compression) as archive:
-            archive.writestr(name, b"x" * 1000)
-
-    return damage
+def compressed(path: Path) -> None:
+    """A checkpoint's archive with a compressed entry."""
+    torch.save({"model": WEIGHTS}, path)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m/c", b"x" * 1000)
 
 
 def truncated(is_archive: bool) -> Callable[[Path], None]:
@@ -140,10 +136,7 @@ def a_list(path: Path) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        pytest.param(archive_with("../outside"), id="entry outside"),
-        pytest.param(archive_with("/etc/entry"), id="absolute entry"),
-        pytest.param(archive_with("a\\..\\b"), id="backslashes"),
-        pytest.param(archive_with("m/c", compression=zipfile.ZIP_DEFLATED), id="compressed"),
+        pytest.param(compressed, id="compressed"),
         pytest.param(truncated(True), id="truncated archive"),
         pytest.param(truncated(False), id="truncated older file"),
         *(text, empty, tar_file, tar_file_that_begins_as_an_older_file, script, other_zip, a_list),
@@ -161,11 +154,8 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert set(tmp_path.iterdir()) == before
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_torch_file(tmp_path / "model.pt", keep=["model"])
+        read_torch_file(tmp_path / "missing.pt", keep=["model"])
 
 
 @pytest.mark.parametrize(
@@ -180,16 +170,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         {"a": torch.eye(3).to_sparse()},
         {"a": torch.ones(2, device="meta")},
     ],
-    ids=[
-        "none",
-        "empty",
-        "a list",
-        "a number for a name",
-        "two lines",
-        "expanded",
-        "sparse",
-        "without values",
-    ],
+    ids="none, empty, list, number for name, lines, expanded, sparse, no values".split(", "),
 )
 def test_weights_are_ordinary_tensors_all_of_whose_values_are_there(
     found: object, tmp_path: Path

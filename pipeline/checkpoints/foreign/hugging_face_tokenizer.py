@@ -12,11 +12,10 @@ the pieces, in the order of transformers' lists.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from sentencepiece import SentencePieceProcessor
 
 from pipeline.artifacts.tokenizer import (
@@ -96,15 +95,12 @@ _LANGUAGE = re.compile(
 which the export of a model that came from fairseq keeps."""
 
 
-class AddedToken(Described):
-    """A token that is no piece of the vocabulary."""
-
-    content: str
-    id: int | None = None
-    """The token's id, if the file has it here; in other files the id is the key."""
+def _content(token: object) -> object:
+    return token.get("content") if isinstance(token, dict) else token
 
 
-Token = str | AddedToken
+Token = Annotated[str, BeforeValidator(_content)]
+"""A token's spelling, which files also have within a description of the token."""
 
 
 class TokenizerConfig(Described):
@@ -115,7 +111,7 @@ class TokenizerConfig(Described):
     pad_token: Token = "<pad>"
     eos_token: Token = "</s>"
     unk_token: Token = "<unk>"
-    added_tokens_decoder: dict[int, AddedToken] = Field(default_factory=dict)
+    added_tokens_decoder: dict[int, Token] = Field(default_factory=dict)
     additional_special_tokens: tuple[Token, ...] | None = None
     legacy_behaviour: bool = False
     language_codes: Literal["m2m100"] = "m2m100"
@@ -124,18 +120,18 @@ class TokenizerConfig(Described):
 
     def specials(self) -> dict[str, str]:
         """Return the spelling of the four specials."""
-        return {
-            "bos": _content(self.bos_token),
-            "pad": _content(self.pad_token),
-            "eos": _content(self.eos_token),
-            "unk": _content(self.unk_token),
-        }
+        return {name: getattr(self, f"{name}_token") for name in SPECIALS}
+
+
+class _AddedToken(Described):
+    content: str
+    id: int
 
 
 class _FastTokenizer(Described):
     """``tokenizer.json`` of the tokenizers library."""
 
-    added_tokens: tuple[AddedToken, ...] = ()
+    added_tokens: tuple[_AddedToken, ...] = ()
 
 
 class _SpecialTokens(Described):
@@ -144,16 +140,10 @@ class _SpecialTokens(Described):
     additional_special_tokens: tuple[Token, ...] = ()
 
 
-@dataclass(frozen=True)
-class FolderTokenizer:
-    """A folder's tokenizer under our names, and where its model expects the language tokens."""
-
-    files: TokenizerFiles
-    tag_scheme: TagScheme = "src-tgt"
-
-
-def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> FolderTokenizer:
-    """Read the tokenizer of a folder.
+def folder_tokenizer(
+    folder: ModelFolder, *, usual_class: str, size: int
+) -> tuple[TokenizerFiles, TagScheme]:
+    """Read the tokenizer of a folder, and where its model expects the language tokens.
 
     Args:
         folder: The folder of the model.
@@ -166,19 +156,17 @@ def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> Fol
     config = _tokenizer_config(folder, usual_class=usual_class)
     match config.tokenizer_class:
         case "M2M100Tokenizer":
-            return FolderTokenizer(_m2m100_tokenizer(folder, size=size))
+            return _m2m100_tokenizer(folder, size=size), "src-tgt"
         case "NllbTokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=NLLB_LANGUAGES)
-            scheme: TagScheme = "src-suffix-tgt" if config.legacy_behaviour else "src-tgt"
-            return FolderTokenizer(files, scheme)
+            return files, "src-suffix-tgt" if config.legacy_behaviour else "src-tgt"
         case "MBart50Tokenizer":
             files = _shifted_tokenizer(folder, config, size=size, published=MBART50_LANGUAGES)
-            return FolderTokenizer(files)
+            return files, "src-tgt"
         case "MBartTokenizer":
             raise CheckpointError(
-                f"{folder.origin} has an MBartTokenizer, that of mBART-25, whose decoder starts "
-                "from the language's token instead of end-of-sentence. Name a checkpoint of "
-                "mBART-50."
+                f"{folder.origin} has the MBartTokenizer of mBART-25: its decoder starts from the "
+                "language's token instead of end-of-sentence. Name a checkpoint of mBART-50."
             )
     raise CheckpointError(
         f"{folder.origin} has a tokenizer of the unknown class {config.tokenizer_class!r}. Name a "
@@ -221,7 +209,7 @@ def _shifted_tokenizer(
     if not folder.has(SENTENCEPIECE_FILE) and folder.has(FAST_TOKENIZER_FILE):
         raise CheckpointError(
             f"{folder.origin} has its vocabulary only in {FAST_TOKENIZER_FILE}. Put the "
-            f"{SENTENCEPIECE_FILE} that it was made from beside it."
+            f"{SENTENCEPIECE_FILE} that it was made from next to it."
         )
     model = folder.read_bytes(SENTENCEPIECE_FILE)
     pieces = pieces_of(model, folder.origin)
@@ -254,13 +242,13 @@ def _added_tokens(folder: ModelFolder, config: TokenizerConfig) -> dict[str, int
     older ones into ``added_tokens.json``, the tokenizers library into ``tokenizer.json``.
     """
     if config.added_tokens_decoder:
-        return {token.content: index for index, token in config.added_tokens_decoder.items()}
+        return {token: index for index, token in config.added_tokens_decoder.items()}
     if folder.has(ADDED_TOKENS_FILE):
         found = folder.read_object(ADDED_TOKENS_FILE)
         return {token: index for token, index in found.items() if isinstance(index, int)}
     if folder.has(FAST_TOKENIZER_FILE):
         tokens = folder.described(_FastTokenizer, FAST_TOKENIZER_FILE).added_tokens
-        return {token.content: token.id for token in tokens if token.id is not None}
+        return {token.content: token.id for token in tokens}
     return {}
 
 
@@ -277,10 +265,10 @@ def _language_tokens(
     if found:
         # Of two spellings of one code the first has it: files that sort ids as text change nothing.
         return dict(sorted(found.items(), key=lambda entry: entry[1]))
-    listed: Sequence[Token] = config.additional_special_tokens or ()
+    listed: Sequence[str] = config.additional_special_tokens or ()
     if not listed and folder.has(SPECIAL_TOKENS_FILE):
         listed = folder.described(_SpecialTokens, SPECIAL_TOKENS_FILE).additional_special_tokens
-    order = [token for token in map(_content, listed) if _LANGUAGE.fullmatch(token)]
+    order = [token for token in listed if _LANGUAGE.fullmatch(token)]
     return {token: first_id + index for index, token in enumerate(order or published)}
 
 
@@ -288,10 +276,6 @@ def language_of_token(token: str) -> str | None:
     """Return the language within a token, ``en`` of ``__en__``; None if it is no such token."""
     found = _LANGUAGE.fullmatch(token)
     return found[found.lastgroup] if found and found.lastgroup else None
-
-
-def _content(token: Token) -> str:
-    return token if isinstance(token, str) else token.content
 
 
 def numbered(

@@ -1,26 +1,27 @@
-"""Open a model at a path, ours or of other software, and import one of other software."""
+"""Open a model at a path, ours or of other software, and import what a checkpoint contains."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, new_artifact
+from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import refuse_inputs
-from pipeline.artifacts.tokenizer import read_tokenizer_files, tokenizer_folder
+from pipeline.artifacts.tokenizer import copy_tokenizer, tokenizer_folder
 from pipeline.checkpoints.checkpoint import (
+    ModelSource,
     open_checkpoint,
-    refuse_other_tokenizer,
-    stated_spec,
+    own_source,
+    read_tokenizer,
     tokenizer_directory,
     write_spec,
 )
+from pipeline.checkpoints.foreign import fairseq, hugging_face
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from pipeline.checkpoints.foreign.families import open_foreign
+from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE
 from pipeline.checkpoints.names import tensor_shapes
-from pipeline.checkpoints.sources import ModelSource, refuse_misfit
-from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.checkpoints.weights import write_weights
 from pipeline.errors import CheckpointError
 from pipeline.terminal import track
 
@@ -32,7 +33,7 @@ def import_checkpoint(
     vocabulary: FairseqVocabulary | None = None,
     overwrite: bool = False,
 ) -> ModelSource:
-    """Write a checkpoint of other software as one of ours.
+    """Write a checkpoint of other software as a checkpoint of ours.
 
     Args:
         path: The checkpoint of other software.
@@ -80,15 +81,47 @@ def open_model(path: Path) -> ModelSource:
     return own_source(open_checkpoint(path))
 
 
-def own_source(checkpoint: Artifact) -> ModelSource:
-    """Return the model of a checkpoint of ours, and check the digests of its weights.
+def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> ModelSource:
+    """Open a checkpoint of other software by our names of its tensors.
+
+    Args:
+        path: A folder of Hugging Face's, or a file of fairseq (``.pt``).
+        vocabulary: The vocabulary of a file of fairseq, which does not contain one.
 
     Raises:
-        CheckpointError: Its files do not belong together.
+        CheckpointError: Its family is not known, or its files are invalid.
     """
-    spec = stated_spec(checkpoint)
-    files = read_tokenizer_files(tokenizer_folder(checkpoint))
-    refuse_other_tokenizer(checkpoint, files.build())
-    tensors = TensorFiles(checkpoint, "weights/")
-    refuse_misfit(tensors, spec)
-    return ModelSource(spec=spec, tokenizer=files, tensors=tensors, record=checkpoint.as_input)
+    if path.is_file():
+        return fairseq.open_file(path, vocabulary)
+    if not (path / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is no checkpoint that can be read. Name a folder with {CONFIG_FILE} and "
+            "safetensors, or a file of fairseq (.pt)."
+        )
+    if vocabulary is not None:
+        raise CheckpointError(
+            f"{path} contains its vocabulary. Leave out --dictionary, --sentencepiece and "
+            "--languages, which are for files of fairseq (.pt)."
+        )
+    return hugging_face.open_folder(path)
+
+
+def unpack_tokenizer(directory: Path, *, out_dir: Path, overwrite: bool = False) -> int:
+    """Write the tokenizer of a checkpoint as an artifact; return its number of ids.
+
+    Raises:
+        ArtifactError: It is no checkpoint, or is damaged.
+    """
+    checkpoint = open_checkpoint(directory)
+    size = read_tokenizer(checkpoint).size
+    with new_artifact(
+        out_dir,
+        kind="tokenizer",
+        stage="unpack_tokenizer",
+        config={},
+        inputs={"checkpoint": checkpoint.as_input},
+        overwrite=overwrite,
+    ) as writer:
+        copy_tokenizer(tokenizer_folder(checkpoint), writer.directory)
+        writer.summary.append(f"{size:,} ids, as the checkpoint has them")
+    return size

@@ -1,38 +1,37 @@
 """Write a model of ours as a folder of Hugging Face's: configuration, weights and tokenizer files.
 
-M2M-100 and NLLB-MoE can be written, with ``M2M100Tokenizer`` or ``NllbTokenizer``. The first
-functions refuse models that these formats cannot express. Weights are written in files of bounded
-size; at most one is in memory. The ids that the tokenizers assign to a text are ours,
-renumbered by a :class:`Layout`; if a text contains a special or a language token, theirs read the
-token and ours read text.
+M2M-100 and NLLB-MoE can be written, with ``M2M100Tokenizer`` or ``NllbTokenizer``. Weights are
+written in files of bounded size; at most one is in memory. The ids that the tokenizers assign to a
+text are ours, renumbered by a :class:`Layout`; if a text contains a special or a language token,
+theirs read the token and ours read text.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
+from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.digests import write_hashed
 from pipeline.artifacts.extended_tokenizer import piece_field
-from pipeline.artifacts.manifest import FileRecord, to_json
-from pipeline.checkpoints.foreign.layouts import Entries, Layout
-from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from pipeline.checkpoints.foreign.tensors import NameTable
-from pipeline.checkpoints.foreign.vocabularies import (
+from pipeline.artifacts.manifest import to_json
+from pipeline.checkpoints.checkpoint import ModelSource
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     SENTENCEPIECE_FILE,
     SPECIAL_TOKENS_FILE,
     SPECIALS,
     TOKENIZER_CONFIG_FILE,
     VOCABULARY_FILE,
 )
+from pipeline.checkpoints.foreign.layouts import Layout
+from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from pipeline.checkpoints.foreign.tensor_names import M2M100_TABLE, NLLB_MOE_TABLE
 from pipeline.checkpoints.names import tensor_shapes
-from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import file_pieces, files_of
 from pipeline.errors import CheckpointError
-from pipeline.model.settings import DenseConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import track
 
@@ -42,62 +41,24 @@ METADATA = {"format": "pt"}
 """Metadata of safetensors as ``save_pretrained`` writes it; transformers asks for it."""
 LONGEST_OUTPUT = 200
 """Default limit of a translation in tokens, as in the published M2M-100."""
-Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
-_TAG_SCHEMES = {
-    "hf-m2m100": ("src-tgt",),
-    "hf-nllb-moe": ("src-tgt",),
-    "ctranslate2": ("src-tgt", "tgt"),
-}
-_PIECES = 1
-"""Number of the field of pieces in a SentencePiece model."""
+_PIECES_KEY = 0x0A
+"""Key of the field of pieces in a SentencePiece model: number 1, with a length."""
 
 
-def refuse_unwritable(origin: Path, spec: ModelSpec, *, to: Format) -> None:
-    """Raise CheckpointError if a format does not support a setting of a model."""
-    model, is_hugging_face = spec.model, to != "ctranslate2"
-    wanted, other = ("experts", "hf-m2m100") if to == "hf-nllb-moe" else ("none", "hf-nllb-moe")
-    instead = "ctranslate2" if to == "hf-m2m100" else ""
-    # setting, value, the values that the format supports, a format that supports the others
-    limits: list[tuple[str, object, tuple[object, ...], str]] = [
-        ("model.moe", "experts" if model.moe else "none", (wanted,), other),
-        ("model.converter_layers", model.converter_layers, (0,), ""),
-        ("model.embedding.input", model.embedding.input, ("learned", "frozen"), ""),
-        ("model.front", model.front.kind, ("subwords",), ""),
-        ("model.feed_forward", model.feed_forward, (DenseConfig(),), ""),
-        ("batches.tag_scheme", spec.tag_scheme, _TAG_SCHEMES[to], instead),
-    ]
-    if is_hugging_face:
-        limits += [
-            ("model.norm", model.norm, ("pre",), instead),
-            ("model.positions", model.positions, ("sinusoidal",), instead),
-            ("model.embedding_norm", model.embedding_norm, (False,), instead),
-            ("model.embedding.output", model.embedding.output, ("tied",), instead),
-        ]
-    if to == "hf-nllb-moe" and (moe := model.moe) is not None:
-        factor = moe.evaluation_capacity_factor
-        limits += [
-            ("model.moe.top_k", moe.top_k, (2,), ""),
-            ("model.moe.combine_weights", moe.combine_weights, ("renormalized",), ""),
-            ("model.moe.decoder_router", moe.decoder_router, ("token",), ""),
-            ("model.moe.evaluation_capacity_factor", factor, (None,), ""),
-        ]
-    for setting, found, possible, instead in limits:
-        if found not in possible:
-            values = " or ".join(map(repr, possible))
-            fix = f"Export it --to {instead}." if instead else "No format supports it."
-            raise CheckpointError(
-                f"{origin} has {setting} = {found!r}; {to} supports only {values}. {fix}"
-            )
+def write_model(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> None:
+    """Write configuration, weights and tokenizer files of a model.
 
-
-def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> None:
-    """Raise CheckpointError if NllbTokenizer would assign ids to pieces that have none."""
-    if entries.unknown_pieces and not layout.of_hundred:
-        raise CheckpointError(
-            f"The vocabulary of {origin} has {entries.unknown_pieces:,} pieces without an id, but "
-            "NllbTokenizer, which languages and tokens other than M2M-100's need, assigns ids to "
-            "all pieces. Export it --to ctranslate2."
-        )
+    Raises:
+        CheckpointError: The format has no name for a tensor; before any is read.
+    """
+    spec, directory = source.spec, writer.directory
+    config = model_config(spec, vocabulary_size=len(layout.rows))
+    dtype = source.tensors.read(EMBEDDING).dtype
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    _write_configs(directory, config, layout)
+    _write_tensors(writer, foreign_tensors(source, layout))
+    assert source.tokenizer.model is not None
+    write_vocabulary(directory, source.tokenizer.model, layout, max_length=spec.model.max_positions)
 
 
 def model_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
@@ -144,7 +105,7 @@ def model_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
     }
 
 
-def write_configs(directory: Path, config: dict[str, Any], layout: Layout) -> None:
+def _write_configs(directory: Path, config: dict[str, Any], layout: Layout) -> None:
     """Write ``config.json`` and ``generation_config.json``."""
     (directory / CONFIG_FILE).write_text(to_json(config), encoding="utf-8")
     longest = min(LONGEST_OUTPUT, config["max_position_embeddings"])
@@ -156,14 +117,13 @@ def write_configs(directory: Path, config: dict[str, Any], layout: Layout) -> No
     (directory / GENERATION_FILE).write_text(to_json(generation), encoding="utf-8")
 
 
-def foreign_tensors(
-    source: ModelSource, table: NameTable, layout: Layout
-) -> Iterator[tuple[str, Tensor]]:
+def foreign_tensors(source: ModelSource, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors by their names in the format, read one at a time.
 
     Raises:
         CheckpointError: The format has no name for a tensor; before any is read.
     """
+    table = NLLB_MOE_TABLE if source.spec.model.moe else M2M100_TABLE
     names = {name: table.to_theirs(name) for name in tensor_shapes(source.spec)}
     lacking = [name for name, theirs in names.items() if theirs is None]
     if lacking:
@@ -177,44 +137,27 @@ def foreign_tensors(
         yield theirs, layout.rearranged(value) if name == EMBEDDING else value
 
 
-def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[Path, FileRecord]:
-    """Write ``model.safetensors``, or several files and their index if they are large.
-
-    Returns:
-        The record of each file for a manifest.
-    """
-    sizes: list[dict[str, int]] = []
-    written: list[FileRecord] = []
+def _write_tensors(writer: ArtifactWriter, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write ``model.safetensors``, or several files and their index if they are large."""
+    directory = writer.directory
+    parts, sizes = [], []
     for number, held in enumerate(files_of(tensors)):
-        written.append(
-            write_hashed(_passing(directory, number), file_pieces(held, metadata=METADATA))
-        )
+        path = directory / f"part-{number:05d}.safetensors"
+        parts.append((path, write_hashed(path, file_pieces(held, metadata=METADATA))))
         sizes.append({name: value.nbytes for name, value in held.items()})
-    names = _names(len(sizes))
-    if len(names) > 1:
-        _write_index(directory, dict(zip(names, sizes, strict=True)))
-    return {
-        _passing(directory, number).rename(directory / name): record
-        for number, (name, record) in enumerate(zip(names, written, strict=True))
-    }
-
-
-def _names(count: int) -> list[str]:
-    """Return the names of ``count`` files of weights."""
-    if count == 1:
-        return [WEIGHTS_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _write_index(directory: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
-    weight_map = {tensor: name for name, tensors in sizes.items() for tensor in tensors}
-    total = sum(sum(tensors.values()) for tensors in sizes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(to_json(index), encoding="utf-8")
-
-
-def _passing(directory: Path, number: int) -> Path:
-    return directory / f"part-{number:05d}.safetensors"
+    names = [WEIGHTS_FILE]
+    if len(parts) > 1:  # their names have the number of files, which is known now
+        numbers = range(1, len(parts) + 1)
+        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in numbers]
+        index = {
+            "metadata": {"total_size": sum(sum(held.values()) for held in sizes)},
+            "weight_map": {
+                tensor: name for name, held in zip(names, sizes, strict=True) for tensor in held
+            },
+        }
+        (directory / INDEX_FILE).write_text(to_json(index), encoding="utf-8")
+    for (path, record), name in zip(parts, names, strict=True):
+        writer.settled[path.rename(directory / name)] = record
 
 
 def write_vocabulary(directory: Path, model: bytes, layout: Layout, *, max_length: int) -> None:
@@ -275,37 +218,25 @@ def with_pieces(model: bytes, pieces: Sequence[str]) -> bytes:
         pieces: Some or all of its ordinary pieces.
     """
     processor = SentencePieceProcessor(model_proto=model)
-    found = list(_fields(model))
-    stored = [value for number, value in found if number == _PIECES]
-    rest = b"".join(value for number, value in found if number != _PIECES)
+    fields = list(_fields(model))
+    stored = [field for field in fields if field[0] == _PIECES_KEY]
     chosen = [
         stored[processor.unk_id()],
         piece_field("<s>", control=True),
         piece_field("</s>", control=True),
         *(stored[processor.piece_to_id(piece)] for piece in pieces),
     ]
-    return b"".join(chosen) + rest
+    return b"".join([*chosen, *(field for field in fields if field[0] != _PIECES_KEY)])
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the number of each field, and the field with its key."""
+def _fields(message: bytes) -> Iterator[bytes]:
+    """Yield each field with its key; all fields of a model are messages, stored with a length."""
     start = 0
     while start < len(message):
-        key, position = _varint(message, start)
-        match key & 7:
-            case 0:
-                _, position = _varint(message, position)
-            case 1:
-                position += 8
-            case 2:
-                length, position = _varint(message, position)
-                position += length
-            case 5:
-                position += 4
-            case wire_type:
-                raise ValueError(f"wire type {wire_type}")
-        yield key >> 3, message[start:position]
-        start = position
+        _, position = _varint(message, start)
+        length, position = _varint(message, position)
+        yield message[start : position + length]
+        start = position + length
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:

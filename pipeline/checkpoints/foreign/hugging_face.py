@@ -1,0 +1,264 @@
+"""Open folders of Hugging Face's as models of ours, by family.
+
+The families share most of their configuration:
+
+- M2M-100 and the dense NLLB-200: pre-norm, tied embeddings, sinusoidal positions that count from
+  ``pad_token_id`` + 1;
+- mBART-50: the same with learned positions and a norm after the embeddings;
+- NLLB-200 with experts in every n-th layer. A token goes to its two best experts; their weights sum
+  to 1. NLLB masks outputs of experts in training without scaling up the others, and evaluation
+  multiplies every output by the share that was kept. Here that factor is part of the last linear
+  layer of an expert.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.digests import raw_digest
+from pipeline.artifacts.manifest import InputRecord
+from pipeline.checkpoints.checkpoint import ModelSource
+from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
+from pipeline.checkpoints.foreign.model_folder import (
+    CONFIG_FILE,
+    Described,
+    ModelFolder,
+    described_model,
+    refuse_other,
+    refuse_quantized,
+)
+from pipeline.checkpoints.foreign.tensor_names import (
+    M2M100_TABLE,
+    MBART50_TABLE,
+    NLLB_MOE_TABLE,
+    ForeignTensors,
+    NameTable,
+    with_output,
+)
+from pipeline.errors import CheckpointError
+from pipeline.kernels.products import Activation
+from pipeline.model.settings import ModelConfig
+from pipeline.model.spec import make_spec
+from pipeline.model.transformer import POSITION_OFFSET
+
+FINAL_BIAS = "final_logits_bias"
+TOP_K = 2
+"""The number of experts per token, which is fixed in NllbMoeTop2Router."""
+FAMILIES = "m2m_100, mbart, nllb-moe"
+
+
+def open_folder(path: Path) -> ModelSource:
+    """Open a folder with ``config.json`` and safetensors by our names of its tensors.
+
+    Raises:
+        CheckpointError: Its family is not known, or its files are invalid.
+    """
+    folder = ModelFolder(path)
+    model_type = folder.read_object(CONFIG_FILE).get("model_type")
+    match model_type:
+        case "m2m_100":
+            config = folder.described(M2M100Config)
+            model = model_config(path, config)
+            return _open(folder, config, model, M2M100_TABLE, "M2M100Tokenizer")
+        case "mbart":
+            mbart = folder.described(MBartConfig)
+            model = model_config(path, mbart, positions="learned", embedding_norm=True)
+            source = _open(folder, mbart, model, MBART50_TABLE, "MBartTokenizer")
+            refuse_final_bias(folder)
+            return source
+        case "nllb-moe":
+            moe = folder.described(NllbMoeConfig)
+            model = moe_model_config(path, moe)
+            scale = 1 - moe.moe_token_dropout
+            return _open(folder, moe, model, NLLB_MOE_TABLE, "NllbTokenizer", scale)
+    raise CheckpointError(
+        f"{path} holds a model of the unknown type {model_type!r}. Name one of {FAMILIES}."
+    )
+
+
+def _open(
+    folder: ModelFolder,
+    config: "M2M100Config",
+    model: ModelConfig,
+    table: NameTable,
+    usual_tokenizer: str,
+    expert_output_scale: float = 1.0,
+) -> ModelSource:
+    """Open a folder of any family; ``usual_tokenizer`` applies if the folder names no class."""
+    files, tag_scheme = folder_tokenizer(
+        folder, usual_class=usual_tokenizer, size=config.vocab_size
+    )
+    tokenizer = files.build()
+    ids = config.pad_token_id, config.eos_token_id
+    own_ids = tokenizer.pad_id, tokenizer.eos_id
+    if ids != own_ids:
+        raise CheckpointError(
+            f"{folder.origin} has pad_token_id and eos_token_id = {ids} in its model's "
+            f"configuration, but its tokenizer has {own_ids}. Restore it from where "
+            "it was published."
+        )
+    spec = make_spec(
+        model=model,
+        vocabulary_size=config.vocab_size,
+        pad_id=config.pad_token_id,
+        languages=tokenizer.languages,
+        tag_scheme=tag_scheme,
+    )
+    table = with_output(table, "lm_head.weight", tied=config.tie_word_embeddings)
+    return ModelSource(
+        spec=spec,
+        tokenizer=files,
+        tensors=ForeignTensors.through(
+            table, folder.tensors, spec=spec, expert_output_scale=expert_output_scale
+        ),
+        record=raw_record(folder.origin, raw_digest(folder.origin)),
+    )
+
+
+def raw_record(path: Path, digest: str) -> InputRecord:
+    """Return the record of files of other software for a manifest."""
+    return InputRecord(kind="raw", path=str(path.absolute()), digest=digest)
+
+
+class M2M100Config(Described):
+    """The fields of ``config.json`` that describe the model."""
+
+    vocab_size: int
+    d_model: int
+    encoder_layers: int
+    decoder_layers: int
+    encoder_attention_heads: int
+    decoder_attention_heads: int
+    encoder_ffn_dim: int
+    decoder_ffn_dim: int
+    max_position_embeddings: int = 1024
+    activation_function: Activation = "relu"
+    scale_embedding: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int = 1
+    eos_token_id: int = 2
+    bos_token_id: int = 0
+    decoder_start_token_id: int | None = 2
+    quantization_config: dict[str, Any] | None = None
+
+
+class MBartConfig(M2M100Config):
+    """The fields of ``config.json`` that describe the model, with the defaults of transformers."""
+
+    activation_function: Activation = "gelu"
+    scale_embedding: bool = False
+    decoder_start_token_id: int | None = None
+    """None: transformers begins a translation as mBART-25 does, with the language's token."""
+
+
+class NllbMoeConfig(M2M100Config):
+    """The fields of ``config.json`` that describe the model, with the defaults of transformers."""
+
+    num_experts: int = 128
+    encoder_sparse_step: int = 4
+    decoder_sparse_step: int = 4
+    router_bias: bool = False
+    router_dtype: str = "float32"
+    second_expert_policy: str = "all"
+    normalize_router_prob_before_dropping: bool = False
+    batch_prioritized_routing: bool = False
+    moe_eval_capacity_token_fraction: float = 1.0
+    moe_token_dropout: float = 0.2
+
+
+def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelConfig:
+    """Return the model that ``config.json`` describes.
+
+    Args:
+        origin: The folder that an error names.
+        config: The fields of ``config.json``.
+        **more: Settings of the model that its family has beyond M2M-100's.
+
+    Raises:
+        CheckpointError: A setting is not supported.
+    """
+    refuse_quantized(origin, config.quantization_config)
+    refuse_other(
+        origin,
+        decoder_attention_heads=(config.decoder_attention_heads, config.encoder_attention_heads),
+        decoder_ffn_dim=(config.decoder_ffn_dim, config.encoder_ffn_dim),
+        pad_token_id=(config.pad_token_id, POSITION_OFFSET - 1),
+        decoder_start_token_id=(config.decoder_start_token_id, config.eos_token_id),
+    )
+    settings: dict[str, object] = {
+        "encoder_layers": config.encoder_layers,
+        "decoder_layers": config.decoder_layers,
+        "width": config.d_model,
+        "feed_forward_width": config.encoder_ffn_dim,
+        "num_heads": config.encoder_attention_heads,
+        "norm": "pre",
+        "activation": config.activation_function,
+        "positions": "sinusoidal",
+        "max_positions": config.max_position_embeddings,
+        "scale_embedding": config.scale_embedding,
+        "embedding": {"output": "tied" if config.tie_word_embeddings else "untied"},
+    }
+    return described_model(settings | more, origin / CONFIG_FILE)
+
+
+def moe_model_config(origin: Path, config: NllbMoeConfig) -> ModelConfig:
+    """Return the model that ``config.json`` describes.
+
+    Raises:
+        CheckpointError: A setting is not supported.
+    """
+    refuse_other(
+        origin,
+        router_bias=(config.router_bias, False),
+        router_dtype=(config.router_dtype, "float32"),
+        second_expert_policy=(config.second_expert_policy, "all"),
+        decoder_sparse_step=(config.decoder_sparse_step, config.encoder_sparse_step),
+    )
+    if not 0 <= config.moe_token_dropout < 1:
+        raise CheckpointError(
+            f"{origin} has moe_token_dropout = {config.moe_token_dropout}, which is no rate from 0 "
+            "to below 1. Name another checkpoint."
+        )
+    moe = None
+    if config.encoder_sparse_step > 0:
+        moe = {
+            "num_experts": config.num_experts,
+            "top_k": TOP_K,
+            "every": config.encoder_sparse_step,
+            "combine_weights": "renormalized",
+            "batch_prioritized": config.batch_prioritized_routing,
+            **_evaluation_capacity(origin, config),
+        }
+    return model_config(origin, config, moe=moe)
+
+
+def _evaluation_capacity(origin: Path, config: NllbMoeConfig) -> dict[str, object]:
+    """Return the settings of the number of tokens that an expert takes in evaluation.
+
+    Theirs is a share of all tokens, padding included; 1 drops none. Ours is a multiple of the mean
+    load, top_k · tokens / experts, padding excluded.
+    """
+    fraction = config.moe_eval_capacity_token_fraction
+    if fraction >= 1:
+        return {"dispatch": "dropless"}
+    if fraction <= 0:
+        raise CheckpointError(
+            f"{origin} has moe_eval_capacity_token_fraction = {fraction}: its experts take "
+            "expert_capacity tokens of any batch, but ours take a share of it. Name a checkpoint "
+            "with a fraction above 0."
+        )
+    refuse_other(
+        origin,
+        normalize_router_prob_before_dropping=(config.normalize_router_prob_before_dropping, False),
+    )
+    factor = fraction * config.num_experts / TOP_K
+    return {"dispatch": "capacity", "evaluation_capacity_factor": factor}
+
+
+def refuse_final_bias(folder: ModelFolder) -> None:
+    """Raise CheckpointError if the logits have a bias that is not zero."""
+    tensors = folder.tensors
+    if FINAL_BIAS in tensors.names() and tensors.read(FINAL_BIAS).count_nonzero() > 0:
+        raise CheckpointError(
+            f"{folder.origin} has a {FINAL_BIAS} that is not zero, which is not supported. Name a "
+            "checkpoint without it."
+        )
