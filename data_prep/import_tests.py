@@ -9,14 +9,21 @@ it.
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TextIO
 
-from data_prep.import_corpus import QUARANTINE_NAME
-from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
+from data_prep.raw_lines import (
+    QUARANTINE_NAME,
+    REASONS,
+    LineCounts,
+    checked_lines,
+    good_lines,
+    refuse_damaged,
+)
 from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
 from data_prep.readers.raw_files import FilesInStep, source_of
 from data_prep.readers.section import SPLITS
@@ -26,158 +33,134 @@ from pipeline.errors import DataError
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
+SETTING = "tests.max_line_bytes"
 
-@dataclass
-class Tally:
-    """Counts of lines written and set aside, for the statistics and the summary."""
 
-    pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
-    characters: dict[str, dict[Split, dict[str, int]]] = field(default_factory=dict)
-    lines: Counter[Split] = field(default_factory=Counter)
-    """Lines of each split; for pairs of files, the sum over all of them."""
-    counts: Counter[str] = field(default_factory=Counter)
-    no_text: Counter[str] = field(default_factory=Counter)
-    """``invalid_utf8 in de`` → lines."""
+@dataclass(frozen=True)
+class ImportedFiles:
+    """Aligned files, and the counts of their lines."""
+
+    files: AlignedFiles
+    counts: LineCounts
+    """Counts with a side per language, in the order of the files."""
+    characters: Counter[str] = field(default_factory=Counter)
+    """Language → characters of its good lines."""
 
 
 def run(call: StageCall) -> None:
     """Write the lines of every language once per pair that it is in."""
-    root, config = call.raw["raw"].only_path(), call.recipe.tests
-    tests = find_tests(root, config)
-    tally = Tally()
+    root, max_line_bytes = call.raw["raw"].only_path(), call.recipe.tests.max_line_bytes
+    tests = find_tests(root, call.recipe.tests)
     with call.new_artifact() as writer:
-        with writer.path(QUARANTINE_NAME).open("w", encoding="utf-8", newline="\n") as stream:
-            quarantine = Quarantine(stream)
-            for files in track(tests.aligned, label="import"):
-                import_aligned(
-                    files,
-                    root,
-                    writer,
-                    max_line_bytes=config.max_line_bytes,
-                    quarantine=quarantine,
-                    tally=tally,
-                )
-        if not tally.lines["test"] and not tally.lines["valid"]:
+        with writer.path(QUARANTINE_NAME).open("w", encoding="utf-8", newline="\n") as quarantine:
+            found = [
+                import_aligned(files, root, writer, quarantine, max_line_bytes=max_line_bytes)
+                for files in track(tests.aligned, label="import")
+            ]
+        if not any(one.counts.kept for one in found):
             raise DataError(f"{root} has no lines. Fetch its files again.")
-        writer.statistics |= statistics(tests, tally)
-        writer.summary += summary(tests, tally)
+        writer.statistics |= statistics(tests, found)
+        writer.summary += summary(tests, found)
 
 
 def import_aligned(
     files: AlignedFiles,
     root: Path,
     writer: ArtifactWriter,
+    quarantine: TextIO,
     *,
     max_line_bytes: int,
-    quarantine: Quarantine,
-    tally: Tally,
-) -> None:
+) -> ImportedFiles:
     """Read aligned files once, in step, and copy their good lines to all their pairs.
 
     Raises:
         DataError: The files have different numbers of lines, or are damaged.
     """
-    languages = sorted({code for pair in files.pairs for code in pair})
-    paths = [files.paths[code] for code in languages]
-    found, characters = LineCounts.for_sides(len(languages)), Counter[str]()
-    with folder_for_now(writer.directory / "languages") as folder:
+    sources = [source_of(path, root) for path in files.paths.values()]
+    found = ImportedFiles(files, LineCounts.for_sides(len(sources)))
+    lines = FilesInStep(tuple(files.paths.values()), max_line_bytes)
+    with TemporaryDirectory(dir=writer.directory) as name:
+        texts = {code: Path(name) / code for code in files.paths}
         with ExitStack() as stack:
-            streams = [stack.enter_context(_open_text(folder / code)) for code in languages]
-            for texts in good_lines(
-                FilesInStep(tuple(paths), max_line_bytes),
-                [source_of(path, root) for path in paths],
-                limit=None,
-                max_line_bytes=max_line_bytes,
+            streams = [
+                stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+                for path in texts.values()
+            ]
+            for line in good_lines(
+                checked_lines(lines, max_line_bytes=max_line_bytes),
+                sources,
                 quarantine=quarantine,
-                counts=found,
-                setting="tests.max_line_bytes",
+                counts=found.counts,
             ):
-                for code, stream, text in zip(languages, streams, texts, strict=True):
+                for code, stream, text in zip(texts, streams, line, strict=True):
                     stream.write(text + "\n")
-                    characters[code] += len(text)
+                    found.characters[code] += len(text)
+        refuse_damaged(sources, found.counts, setting=SETTING)
         for pair in files.pairs:
             for code in pair:
                 path = writer.path(text_name(files.split, pair_name(*pair), code))
-                shutil.copyfile(folder / code, path)
-    _tally(files, found, languages=languages, characters=characters, tally=tally)
+                shutil.copyfile(texts[code], path)
+    return found
 
 
-@contextmanager
-def folder_for_now(folder: Path) -> Iterator[Path]:
-    """Make a folder that is removed at the end of the block."""
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def statistics(tests: OutsideTests, tally: Tally) -> dict[str, object]:
+def statistics(tests: OutsideTests, found: Sequence[ImportedFiles]) -> dict[str, object]:
     """Return lines and characters per pair and split, and counts of defects."""
+    pairs: dict[str, dict[Split, int]] = {}
+    characters: dict[str, dict[Split, dict[str, int]]] = {}
+    for one in found:
+        split = one.files.split
+        for pair in one.files.pairs:
+            name = pair_name(*pair)
+            pairs.setdefault(name, dict.fromkeys(SPLITS, 0))[split] = one.counts.kept
+            sides = {code: one.characters[code] for code in pair}
+            characters.setdefault(name, {})[split] = sides
     return {
-        "pairs": tally.pairs,
-        "characters": tally.characters,
-        "counts": dict(sorted(tally.counts.items())),
+        "pairs": pairs,
+        "characters": characters,
+        "counts": _counts(found),
         "languages": {code: {"spellings": [s]} for code, s in sorted(tests.spellings.items())},
         "layout": tests.layout,
         "other_versions": list(tests.other_versions),
     }
 
 
-def summary(tests: OutsideTests, tally: Tally) -> list[str]:
+def summary(tests: OutsideTests, found: Sequence[ImportedFiles]) -> list[str]:
     """Summarize the layout and lines read, the lines set aside, and the files not read."""
-    directions = sum(1 for counts in tally.pairs.values() if counts["test"]) * 2
-    lines = [
-        f"{tests.layout}: {counted(tally.lines['test'], 'test line')} and "
-        f"{counted(tally.lines['valid'], 'valid line')} of "
-        f"{counted(len(tests.spellings), 'language')}, in {counted(len(tally.pairs), 'pair')} "
-        f"({counted(directions, 'test direction')})"
+    lines, counts = Counter[Split](), _counts(found)
+    tested, pairs = set[tuple[str, str]](), set[tuple[str, str]]()
+    for one in found:
+        lines[one.files.split] += one.counts.kept
+        pairs |= {*one.files.pairs}
+        if one.files.split == "test" and one.counts.kept:
+            tested |= {*one.files.pairs}
+    parts = [
+        f"{tests.layout}: {counted(lines['test'], 'test line')} and "
+        f"{counted(lines['valid'], 'valid line')} of "
+        f"{counted(len(tests.spellings), 'language')}, in {counted(len(pairs), 'pair')} "
+        f"({counted(2 * len(tested), 'test direction')})"
     ]
-    if tally.counts["quarantined"]:
-        number = counted(tally.counts["quarantined"], "line")
-        lines.append(
-            f"left out: {number} in all languages, into {QUARANTINE_NAME} "
-            f"({tallied(dict(sorted(tally.no_text.items())))})"
+    if counts["quarantined"]:
+        reasons = Counter[str]()
+        for one in found:
+            for code, side in zip(one.files.paths, one.counts.no_text, strict=True):
+                reasons.update({f"{reason} in {code}": side[reason] for reason in REASONS})
+        parts.append(
+            f"left out: {counted(counts['quarantined'], 'line')} in all languages, into "
+            f"{QUARANTINE_NAME} ({tallied(dict(sorted(reasons.items())))})"
         )
-    if tally.counts["lines_without_text"]:
-        lines.append(f"no text (kept) in {counted(tally.counts['lines_without_text'], 'line')}")
+    if counts["lines_without_text"]:
+        parts.append(f"no text (kept) in {counted(counts['lines_without_text'], 'line')}")
     if tests.other_versions:
-        lines.append(
-            f"not read, since another file of the same language is: {listed(tests.other_versions)}"
-        )
+        names = listed(tests.other_versions)
+        parts.append(f"not read, since another file of the same language is: {names}")
     if tests.ignored or tests.not_wanted:
-        parts = {"of other languages": tests.not_wanted, "of other names": tests.ignored}
-        lines.append(f"files not read: {tallied(parts)}")
-    return lines
+        ignored = {"of other languages": tests.not_wanted, "of other names": tests.ignored}
+        parts.append(f"files not read: {tallied(ignored)}")
+    return parts
 
 
-def _open_text(path: Path) -> TextIO:
-    return path.open("w", encoding="utf-8", newline="\n")
-
-
-def _tally(
-    files: AlignedFiles,
-    found: LineCounts,
-    *,
-    languages: list[str],
-    characters: Counter[str],
-    tally: Tally,
-) -> None:
-    for pair in files.pairs:
-        name = pair_name(*pair)
-        tally.pairs.setdefault(name, dict.fromkeys(SPLITS, 0))[files.split] = found.kept
-        sides = {code: characters[code] for code in pair}
-        tally.characters.setdefault(name, {})[files.split] = sides
-    tally.lines[files.split] += found.kept
-    tally.counts["lines_read"] += found.read
-    tally.counts["quarantined"] += found.quarantined
-    tally.counts["byte_order_marks"] += found.byte_order_marks
-    tally.counts["carriage_returns"] += found.carriage_returns
-    tally.counts["lines_with_inner_separator"] += found.separators
-    tally.counts["lines_without_text"] += sum(found.without_text)
-    for code, of_side in zip(languages, found.no_text, strict=True):
-        for reason in REASONS:
-            tally.no_text[f"{reason} in {code}"] += of_side[reason]
+def _counts(found: Sequence[ImportedFiles]) -> Counter[str]:
+    return sum((one.counts.statistics() for one in found), Counter())
 
 
 if __name__ == "__main__":

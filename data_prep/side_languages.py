@@ -57,13 +57,6 @@ class EvenSample:
                 self.lines.append((first[:SAMPLE_CHARACTERS], second[:SAMPLE_CHARACTERS]))
         self._seen += 1
 
-    def offer_all(self, first: Sequence[str], second: Sequence[str]) -> None:
-        """Consider the next pairs of lines, looking only at those to be taken."""
-        begin, end = self._seen, self._seen + len(first)
-        while self._seen < end:
-            self.offer(first[self._seen - begin], second[self._seen - begin])
-            self._seen = min(end, -(-self._seen // self.stride) * self.stride)
-
     def side(self, index: int) -> list[str]:
         """Return the sampled lines of one side."""
         return [line[index] for line in self.lines]

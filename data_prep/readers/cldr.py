@@ -30,7 +30,7 @@ from babel.lists import format_list
 from babel.numbers import format_currency, format_percent
 from babel.units import format_unit
 
-from data_prep.readers.section import RawLine, RawText, Section, Source, require_languages
+from data_prep.readers.section import RawLine, RawText, Section, Source, wanted_codes
 from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.errors import ConfigError
@@ -135,14 +135,12 @@ def read_phrases(config: CorpusConfig) -> RawText:
         ConfigError: As ``make_phrases``, or a wanted language is in no pair of wanted languages.
     """
     cldr = check_languages(config.cldr)
-    known = {cldr.pivot, *cldr.train_pairs}
-    wanted = {canonical(code) for code in config.languages} or known
     splits = _splits_of_pairs(make_phrases(cldr), cldr)
-    selected = {pair: of for pair, of in splits.items() if wanted.issuperset(pair.split("-"))}
-    require_languages(wanted, (pair.split("-") for pair in selected), present=known)
+    wanted = wanted_codes(config.languages, [pair.split("-") for pair in splits])
     sections = [
         _section(phrases, pair, split)
-        for pair, of_pair in sorted(selected.items())
+        for pair, of_pair in sorted(splits.items())
+        if wanted.issuperset(pair.split("-"))
         for split, phrases in of_pair.items()
     ]
     return RawText(sections, is_found=False)

@@ -77,7 +77,7 @@ def _section(
     if len(files) == 2:
         return section_of(FilePair((files[0], files[1]), entry.split, pair), config)
     opened = _open(files[0], entry, pair, config, left_out)
-    return section_of_pair(opened, pair, config, left_out=left_out)
+    return section_of_pair(opened, pair, config)
 
 
 def _file(root: Path, name: str) -> RawFile:

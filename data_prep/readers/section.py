@@ -1,12 +1,14 @@
 """Common types of all readers: pairs by name, and raw lines in sections.
 
-A reader returns a :class:`RawText`: sections of one split of one pair, each with its raw lines.
+A reader returns a :class:`RawText`: sections of one split of one pair, each with its raw lines or,
+for a file with text in several languages, with its part of the records of this file.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 from pipeline.artifacts.corpus import Split, pair_name
@@ -55,35 +57,25 @@ def name_pairs(names: Iterable[str], *, regions: Regions) -> list[NamedPair]:
 
 
 def select_pairs(pairs: Sequence[NamedPair], wanted: Sequence[str]) -> set[NamedPair]:
-    """Return the pairs with two wanted languages; all pairs if none is named.
+    """Return the pairs with two wanted languages, as :func:`wanted_codes`."""
+    codes = wanted_codes(wanted, [pair.codes for pair in pairs])
+    return {pair for pair in pairs if codes.issuperset(pair.codes)}
+
+
+def wanted_codes(wanted: Sequence[str], pairs: Collection[Sequence[str]]) -> set[str]:
+    """Return the codes of wanted languages, in any spelling; of all languages if none is named.
 
     Raises:
-        ConfigError: A wanted language is in no pair of wanted languages.
+        ConfigError: A wanted language is in no pair of wanted languages. Names the nearest codes.
     """
+    present = {code for pair in pairs for code in pair}
     if not wanted:
-        return set(pairs)
-    present = {code for pair in pairs for code in pair.codes}
+        return present
     codes = {find_code(spelling, present) or spelling for spelling in wanted}
-    selected = {pair for pair in pairs if codes.issuperset(pair.codes)}
-    require_languages(codes, (pair.codes for pair in selected), present=present)
-    return selected
-
-
-def require_languages(
-    wanted: Iterable[str], pairs: Iterable[Sequence[str]], *, present: Iterable[str]
-) -> None:
-    """Refuse wanted languages that are in none of the pairs.
-
-    Raises:
-        ConfigError: Names the nearest codes present.
-    """
-    missing = sorted(set(wanted) - {code for pair in pairs for code in pair})
+    missing = sorted(codes - {code for pair in pairs if codes.issuperset(pair) for code in pair})
     if not missing:
-        return
-    there = set(present)
-    near = sorted(
-        {code for name in missing if name not in there for code in nearest_codes(name, there)}
-    )
+        return codes
+    near = sorted({code for name in {*missing} - present for code in nearest_codes(name, present)})
     hint = f" (nearest codes that are there: {', '.join(near)})" if near else ""
     raise ConfigError(
         f"corpus.languages asks for {', '.join(missing)}, which no pair of the languages asked "
@@ -121,6 +113,35 @@ class Source(NamedTuple):
     """Path for messages."""
 
 
+class Record(NamedTuple):
+    """Entry of a file with text in several languages."""
+
+    line: int
+    """Line in the file, from 1, at which it begins; row of a table."""
+    texts: Mapping[str, bytes]
+    """Spelling of a language → text; missing and blank texts are left out."""
+    is_malformed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class RecordFile:
+    """File with text in several languages, which is read once for all sections made of it."""
+
+    records: Callable[[], Iterable[Record]]
+    """Function that reads the file from its beginning."""
+    is_surveyed: bool
+    """Whether records without a pair were counted before; otherwise each pair counts its own."""
+
+
+@dataclass(frozen=True)
+class LinesOfPair:
+    """Records of a file that have text in both of two languages."""
+
+    file: RecordFile
+    spellings: tuple[tuple[str, ...], tuple[str, ...]]
+    """Spellings of each language in the file, by preference."""
+
+
 @dataclass(frozen=True)
 class Section:
     """Lines of one split of one pair from one place; it may have none."""
@@ -131,7 +152,7 @@ class Section:
     spellings: tuple[str, str]
     """Spellings of the languages in the raw text."""
     sources: tuple[Source, Source]
-    lines: Iterable[RawLine]
+    lines: Iterable[RawLine] | LinesOfPair
     """Lines, which can be iterated once; the file is opened for the first."""
     to_the_end: bool = True
     """Whether to read and count the lines beyond the number wanted, which compares files to their
@@ -143,14 +164,14 @@ class Section:
         return pair_name(*self.languages)
 
 
-FILES_IGNORED, FOLDERS_IGNORED = "files_ignored", "folders_ignored"
+FILES_IGNORED, FOLDERS_IGNORED, ONE_SIDED = "files_ignored", "folders_ignored", "records_one_sided"
 
 
 class LeftOut(Counter[str]):
     """Counts of text that was not read, by statistic, and the names of ignored items."""
 
-    def __init__(self, **counts: int) -> None:
-        super().__init__(**counts)
+    def __init__(self, counts: Mapping[str, int] = MappingProxyType({}), /, **more: int) -> None:
+        super().__init__(counts, **more)
         self.names: dict[str, list[str]] = {}
 
     def ignore(self, what: str, names: Iterable[str]) -> None:
@@ -170,3 +191,5 @@ class RawText:
     """Counts of text that was not read, complete when all sections are read."""
     is_found: bool = True
     """False for text made here, which has no bad lines and no swapped sides."""
+    files: Sequence[RecordFile] = ()
+    """Files with text in several languages, in the order in which a pair takes lines of them."""

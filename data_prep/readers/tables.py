@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from data_prep.readers.multiway import MultiwayFile, Record, is_language, pair_up
+from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
 from data_prep.readers.raw_files import RawFile, find_files
-from data_prep.readers.section import RawText
+from data_prep.readers.section import RawText, Record
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_raw_lines, table_rows
@@ -74,6 +74,7 @@ def open_table(
         file=file,
         split=split,
         together=(frozenset(columns.spellings.values()),),
+        is_surveyed=False,
         records=lambda: iterate_rows(file, columns, max_line_bytes=config.max_line_bytes),
     )
 
@@ -185,6 +186,7 @@ def open_columns(
         file=file,
         split=split,
         together=(frozenset(languages),),
+        is_surveyed=False,
         records=lambda: iterate_records(file, columns, max_line_bytes=config.max_line_bytes),
     )
 

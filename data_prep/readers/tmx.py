@@ -23,14 +23,12 @@ from typing import NoReturn
 from xml.parsers import expat
 
 from data_prep.readers.multiway import (
-    ONE_SIDED,
     MultiwayFile,
-    Record,
     pair_up,
     without_variant,
 )
 from data_prep.readers.raw_files import RawFile, find_files
-from data_prep.readers.section import RawText
+from data_prep.readers.section import ONE_SIDED, RawText, Record
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_blocks

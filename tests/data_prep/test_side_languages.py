@@ -49,19 +49,6 @@ def test_a_sample_is_spread_evenly_over_all_lines(count: int) -> None:
     assert [int(line) for line in sample.side(1)] == [-number for number in taken]
 
 
-@given(st.lists(st.integers(0, 700), max_size=12))
-def test_a_sample_of_lines_offered_together_is_that_of_lines_offered_one_by_one(
-    counts: list[int],
-) -> None:
-    alone, together = EvenSample(), EvenSample()
-    for count in counts:
-        lines = [str(number) for number in range(count)]
-        together.offer_all(lines, lines[::-1])
-        for one, other in zip(lines, lines[::-1], strict=True):
-            alone.offer(one, other)
-    assert together == alone
-
-
 @pytest.mark.parametrize(
     ("codes", "first", "second"),
     [
