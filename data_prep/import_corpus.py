@@ -15,7 +15,10 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
+from typing import Self, TextIO
 
 from data_prep.raw_lines import (
     MALFORMED,
@@ -24,6 +27,7 @@ from data_prep.raw_lines import (
     Checked,
     CheckedLine,
     LineCounts,
+    Repair,
     checked,
     checked_lines,
     good_lines,
@@ -61,6 +65,9 @@ from pipeline.terminal import counted, listed, tallied, track
 
 BLOCK_RECORDS, BLOCK_BYTES = 2**13, 2**23
 """Records of a block, and bytes of their texts; a block ends with the record that reaches one."""
+
+CHUNK_LINES = 32
+"""Lines written at a time, each of which may have ``corpus.max_line_bytes``."""
 
 Spellings = tuple[str, ...]
 """Spellings of one language in a file, by preference."""
@@ -149,9 +156,10 @@ class Importing:
         """Join the quarantines of all sections in their order."""
         with self.writer.path(QUARANTINE_NAME).open("wb") as whole:
             for path in map(self.quarantine_path, range(len(self.raw.sections))):
-                with path.open("rb") as part:
-                    shutil.copyfileobj(part, whole)
-                path.unlink()
+                if path.exists():
+                    with path.open("rb") as part:
+                        shutil.copyfileobj(part, whole)
+                    path.unlink()
 
 
 class SectionImport:
@@ -165,7 +173,17 @@ class SectionImport:
             for code in section.languages
         ]
         self._quarantine_path = importing.quarantine_path(number)
+        self._streams: list[TextIO] = []
         self._counts, self._characters, self._sample = LineCounts(), [0, 0], EvenSample()
+
+    def __enter__(self) -> Self:
+        """Open the text files, to which several sections may append."""
+        self._streams = [path.open("a", encoding="utf-8", newline="\n") for path in self._paths]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams:
+            stream.close()
 
     def add(self, lines: Iterable[CheckedLine]) -> None:
         """Append the lines that are text, and quarantine those that are not.
@@ -173,25 +191,31 @@ class SectionImport:
         Raises:
             DataError: The lines cannot be read.
         """
-        characters, sample = self._characters, self._sample
-        first, second, quarantine = (
-            path.open("a", encoding="utf-8", newline="\n")
-            for path in (*self._paths, self._quarantine_path)
+        good = good_lines(
+            lines,
+            self.section.sources,
+            counts=self._counts,
+            quarantine_path=self._quarantine_path,
+            limit=self._limit,
+            to_the_end=self.section.to_the_end,
         )
-        with first, second, quarantine:
-            for one, other in good_lines(
-                lines,
-                self.section.sources,
-                quarantine=quarantine,
-                counts=self._counts,
-                limit=self._limit,
-                to_the_end=self.section.to_the_end,
-            ):
-                first.write(one + "\n")
-                second.write(other + "\n")
-                characters[0] += len(one)
-                characters[1] += len(other)
-                sample.offer(one, other)
+        while chunk := list(islice(good, CHUNK_LINES)):
+            self._append(chunk)
+
+    def add_plain(self, lines: Sequence[Sequence[str]]) -> None:
+        """Append lines that were checked before, as far as they are wanted."""
+        counts = self._counts
+        room = len(lines) if self._limit is None else max(self._limit - counts.kept, 0)
+        counts.kept += min(room, len(lines))
+        counts.over_limit += max(len(lines) - room, 0)
+        self._append(lines[:room])
+
+    def _append(self, lines: Sequence[Sequence[str]]) -> None:
+        for side, stream in enumerate(self._streams):
+            text = "".join([f"{line[side]}\n" for line in lines])
+            stream.write(text)
+            self._characters[side] += len(text) - len(lines)
+        self._sample.offer(lines)
 
     def end(self) -> ImportedSection:
         """Return the counts, and check the languages of the sides unless the text was made here.
@@ -273,7 +297,8 @@ def import_group(importing: Importing, numbers: Sequence[int]) -> dict[int, Impo
         return {number: importer.end() for number, importer in importers.items()}
     for number in numbers:
         importer = SectionImport(importing, number)
-        importer.add(checked_lines(importer.section.lines, max_line_bytes=max_line_bytes))
+        with importer:
+            importer.add(checked_lines(importer.section.lines, max_line_bytes=max_line_bytes))
         found[number] = importer.end()
     return found
 
@@ -290,11 +315,12 @@ def import_records(
     languages = {spellings for both in sides.values() for spellings in both}
     num_one_sided = 0
     for importer in importers:
-        importer.add(())  # a file without records makes empty texts
+        with importer:  # a file without records makes empty texts
+            pass
     records = track(file.records(), label="import records")
     for block in blocks_of(records, languages, max_line_bytes=max_line_bytes):
         for importer, (first, second) in sides.items():
-            importer.add(block.lines_of(first, second))
+            block.give(importer, first, second)
         num_one_sided += block.num_one_sided
     return num_one_sided
 
@@ -310,14 +336,26 @@ class Block:
     num_one_sided: int = 0
     """Records with text in one language of a pair but not in the other, over the pairs read."""
 
-    def lines_of(self, first: Spellings, second: Spellings) -> Iterator[CheckedLine]:
-        """Yield the records that have text in both languages, or are malformed."""
-        sides = self.texts[first], self.texts[second]
-        for number, one, other in zip(self.numbers, *sides, strict=True):
-            if one is not None and other is not None:
-                yield number, (one, other)
-            elif one is not other:
-                self.num_one_sided += 1
+    def give(self, importer: SectionImport, first: Spellings, second: Spellings) -> None:
+        """Give the records with text in both languages, and malformed ones, to their section."""
+        one, other = self.texts[first], self.texts[second]
+        lines = [
+            (number, both)
+            for number, both in zip(self.numbers, zip(one, other, strict=True), strict=True)
+            if None not in both
+        ]
+        num_texts = 2 * len(self.numbers) - one.count(None) - other.count(None)
+        self.num_one_sided += num_texts - 2 * len(lines)
+        with importer:
+            if self.has_repair[first] or self.has_repair[second]:
+                importer.add(lines)
+            else:
+                importer.add_plain([both for _, both in lines])
+
+    @cached_property
+    def has_repair(self) -> dict[Spellings, bool]:
+        """Return language → whether a text is not plain."""
+        return {name: Repair in map(type, texts) for name, texts in self.texts.items()}
 
 
 def blocks_of(

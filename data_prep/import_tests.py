@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TextIO
 
 from data_prep.raw_lines import (
     QUARANTINE_NAME,
@@ -52,11 +51,11 @@ def run(call: StageCall) -> None:
     root, max_line_bytes = call.raw["raw"].only_path(), call.recipe.tests.max_line_bytes
     tests = find_tests(root, call.recipe.tests)
     with call.new_artifact() as writer:
-        with writer.path(QUARANTINE_NAME).open("w", encoding="utf-8", newline="\n") as quarantine:
-            found = [
-                import_aligned(files, root, writer, quarantine, max_line_bytes=max_line_bytes)
-                for files in track(tests.aligned, label="import")
-            ]
+        writer.path(QUARANTINE_NAME).touch()
+        found = [
+            import_aligned(files, root, writer, max_line_bytes=max_line_bytes)
+            for files in track(tests.aligned, label="import")
+        ]
         if not any(one.counts.kept for one in found):
             raise DataError(f"{root} has no lines. Fetch its files again.")
         writer.statistics |= statistics(tests, found)
@@ -64,12 +63,7 @@ def run(call: StageCall) -> None:
 
 
 def import_aligned(
-    files: AlignedFiles,
-    root: Path,
-    writer: ArtifactWriter,
-    quarantine: TextIO,
-    *,
-    max_line_bytes: int,
+    files: AlignedFiles, root: Path, writer: ArtifactWriter, *, max_line_bytes: int
 ) -> ImportedFiles:
     """Read aligned files once, in step, and copy their good lines to all their pairs.
 
@@ -89,8 +83,8 @@ def import_aligned(
             for line in good_lines(
                 checked_lines(lines, max_line_bytes=max_line_bytes),
                 sources,
-                quarantine=quarantine,
                 counts=found.counts,
+                quarantine_path=writer.path(QUARANTINE_NAME),
             ):
                 for code, stream, text in zip(texts, streams, line, strict=True):
                     stream.write(text + "\n")

@@ -2,11 +2,13 @@
 
 import codecs
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self, TextIO, TypeAlias
+from pathlib import Path
+from typing import Self, TypeAlias
 
 from data_prep.readers.section import RawLine, Source
 from pipeline.errors import DataError
@@ -146,8 +148,8 @@ def good_lines(
     lines: Iterable[CheckedLine],
     sources: Sequence[Source],
     *,
-    quarantine: TextIO,
     counts: LineCounts,
+    quarantine_path: Path,
     limit: int | None = None,
     to_the_end: bool = True,
 ) -> Iterator[Sequence[str]]:
@@ -156,36 +158,39 @@ def good_lines(
     Args:
         lines: Lines, with as many sides as ``counts`` is made for.
         sources: Source of each side.
-        quarantine: List that takes the other lines: file, line number from 1, and reason.
         counts: Counts to add to.
+        quarantine_path: List that the other lines are appended to: file, line number from 1, and
+            reason. It is made with the first.
         limit: Most lines to keep, with those counted before; None for all.
         to_the_end: Whether to read and count the lines beyond the limit.
 
     Raises:
         DataError: The lines cannot be read.
     """
+    wanted = math.inf if limit is None else limit
     for number, texts in lines:
-        if limit is not None and counts.kept >= limit:
+        if counts.kept >= wanted:
             if not to_the_end:
                 return
             counts.over_limit += 1
-        elif Repair not in map(type, texts):
-            counts.kept += 1
-            yield texts  # type: ignore[misc]  # no Repair is among them
-        elif repaired := _repaired(number, texts, sources, quarantine=quarantine, counts=counts):
-            counts.kept += 1
-            yield repaired
+            continue
+        if Repair in map(type, texts):
+            bad = _count_defects(texts, sources, counts)
+            if bad:
+                with quarantine_path.open("a", encoding="utf-8", newline="\n") as stream:
+                    for name, reason in bad:
+                        record = {"file": name, "line": number, "reason": reason}
+                        stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+                continue
+            texts = [text.text if isinstance(text, Repair) else text for text in texts]
+        counts.kept += 1
+        yield texts  # type: ignore[misc]  # no Repair is left
 
 
-def _repaired(
-    number: int,
-    texts: Sequence[Checked],
-    sources: Sequence[Source],
-    *,
-    quarantine: TextIO,
-    counts: LineCounts,
-) -> list[str]:
-    """Count the defects of a line and return its texts; none if one of them is not text."""
+def _count_defects(
+    texts: Sequence[Checked], sources: Sequence[Source], counts: LineCounts
+) -> list[tuple[str, str]]:
+    """Count the defects of a line; return file and reason of each side that is not text."""
     bad: dict[tuple[str, str], None] = {}
     for side, repair in enumerate(texts):
         if isinstance(repair, str):
@@ -197,11 +202,8 @@ def _repaired(
         if repair.reason is not None:
             counts.no_text[side][repair.reason] += 1
             bad[sources[side].name, repair.reason] = None  # once for two sides in one file
-    for name, reason in bad:
-        record = {"file": name, "line": number, "reason": reason}
-        quarantine.write(json.dumps(record, ensure_ascii=False) + "\n")
     counts.quarantined += bool(bad)
-    return [] if bad else [text if isinstance(text, str) else text.text for text in texts]
+    return list(bad)
 
 
 def refuse_damaged(

@@ -47,15 +47,18 @@ class EvenSample:
     """Distance of the lines kept."""
     _seen: int = 0
 
-    def offer(self, first: str, second: str) -> None:
-        """Consider the next pair of lines for the sample."""
-        if self._seen % self.stride == 0:
+    def offer(self, lines: Sequence[Sequence[str]]) -> None:
+        """Consider the next pairs of lines for the sample, looking only at those to be taken."""
+        begin, end = self._seen, self._seen + len(lines)
+        while self._seen < end:
             if len(self.lines) == SAMPLE_LINES:
                 self.lines = self.lines[::2]
                 self.stride *= 2
-            if self._seen % self.stride == 0:
+            elif self._seen % self.stride == 0:
+                first, second = lines[self._seen - begin]
                 self.lines.append((first[:SAMPLE_CHARACTERS], second[:SAMPLE_CHARACTERS]))
-        self._seen += 1
+                self._seen += 1
+            self._seen = min(end, -(-self._seen // self.stride) * self.stride)
 
     def side(self, index: int) -> list[str]:
         """Return the sampled lines of one side."""

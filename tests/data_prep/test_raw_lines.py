@@ -1,6 +1,5 @@
 """Raw lines: which are sentences, and where the others are listed."""
 
-import io
 import json
 from pathlib import Path
 
@@ -20,15 +19,18 @@ def read(
     paths = tmp_path / "train.de", tmp_path / "train.en"
     for path, data in zip(paths, sides, strict=True):
         path.write_bytes(data)
-    counts, stream = LineCounts(), io.StringIO()
+    counts, quarantine = LineCounts(), tmp_path / "quarantine.jsonl"
+    quarantine.write_bytes(b"")
     sources = [source_of(path, tmp_path) for path in paths]
     lines = checked_lines(FilesInStep(paths, max_line_bytes), max_line_bytes=max_line_bytes)
     found = [
         list(line)
-        for line in good_lines(lines, sources, limit=limit, quarantine=stream, counts=counts)
+        for line in good_lines(
+            lines, sources, limit=limit, quarantine_path=quarantine, counts=counts
+        )
     ]
     refuse_damaged(sources, counts)
-    return found, counts, [json.loads(line) for line in stream.getvalue().splitlines()]
+    return found, counts, [json.loads(line) for line in quarantine.open(encoding="utf-8")]
 
 
 def test_a_line_beyond_the_limit_is_quarantined_with_its_counterpart(tmp_path: Path) -> None:
