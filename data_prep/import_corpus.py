@@ -27,7 +27,6 @@ from data_prep.raw_lines import (
     Checked,
     CheckedLine,
     LineCounts,
-    Repair,
     checked,
     checked_lines,
     good_lines,
@@ -166,6 +165,7 @@ class SectionImport:
     """A section while its lines are appended to the text of its pair and split."""
 
     def __init__(self, importing: Importing, number: int) -> None:
+        self.number = number
         self.section = section = importing.raw.sections[number]
         self._importing, self._limit = importing, importing.limit(section)
         self._paths = [
@@ -200,22 +200,24 @@ class SectionImport:
             to_the_end=self.section.to_the_end,
         )
         while chunk := list(islice(good, CHUNK_LINES)):
-            self._append(chunk)
+            first, second = zip(*chunk, strict=True)
+            self._append(first, second)
 
-    def add_plain(self, lines: Sequence[Sequence[str]]) -> None:
-        """Append lines that were checked before, as far as they are wanted."""
-        counts = self._counts
-        room = len(lines) if self._limit is None else max(self._limit - counts.kept, 0)
-        counts.kept += min(room, len(lines))
-        counts.over_limit += max(len(lines) - room, 0)
-        self._append(lines[:room])
+    def add_plain(self, first: Sequence[str], second: Sequence[str]) -> None:
+        """Append the texts of two sides that were checked before, as far as they are wanted."""
+        counts, lines = self._counts, len(first)
+        room = lines if self._limit is None else min(max(self._limit - counts.kept, 0), lines)
+        counts.kept += room
+        counts.over_limit += lines - room
+        if room:
+            self._append(first[:room], second[:room])
 
-    def _append(self, lines: Sequence[Sequence[str]]) -> None:
-        for side, stream in enumerate(self._streams):
-            text = "".join([f"{line[side]}\n" for line in lines])
-            stream.write(text)
-            self._characters[side] += len(text) - len(lines)
-        self._sample.offer(lines)
+    def _append(self, first: Sequence[str], second: Sequence[str]) -> None:
+        for side, (stream, texts) in enumerate(zip(self._streams, (first, second), strict=True)):
+            text = "\n".join(texts)
+            stream.write(text + "\n")
+            self._characters[side] += len(text) - (len(texts) - 1)
+        self._sample.offer(first, second)
 
     def end(self) -> ImportedSection:
         """Return the counts, and check the languages of the sides unless the text was made here.
@@ -285,44 +287,35 @@ def section_groups(raw: RawText) -> list[list[int]]:
 
 def import_group(importing: Importing, numbers: Sequence[int]) -> dict[int, ImportedSection]:
     """Import the sections of a group, in any process."""
-    max_line_bytes = importing.config.max_line_bytes
     found = {}
-    first = importing.raw.sections[numbers[0]].lines
-    if isinstance(first, LinesOfPair):
-        importers = {number: SectionImport(importing, number) for number in numbers}
-        num_one_sided = import_records(
-            first.file, importers.values(), max_line_bytes=max_line_bytes
-        )
-        importing.raw.left_out[ONE_SIDED] += 0 if first.file.is_surveyed else num_one_sided
-        return {number: importer.end() for number, importer in importers.items()}
     for number in numbers:
-        importer = SectionImport(importing, number)
-        with importer:
-            importer.add(checked_lines(importer.section.lines, max_line_bytes=max_line_bytes))
+        lines = importing.raw.sections[number].lines
+        if isinstance(lines, LinesOfPair):
+            return import_records(importing, lines.file, numbers)
+        with SectionImport(importing, number) as importer:
+            importer.add(checked_lines(lines, max_line_bytes=importing.config.max_line_bytes))
         found[number] = importer.end()
     return found
 
 
 def import_records(
-    file: RecordFile, importers: Collection[SectionImport], *, max_line_bytes: int
-) -> int:
-    """Read a file once for all pairs of its languages.
-
-    Returns:
-        Records with text in one language of a pair but not in the other, summed over the pairs.
-    """
-    sides = {importer: importer.section.lines.spellings for importer in importers}
+    importing: Importing, file: RecordFile, numbers: Sequence[int]
+) -> dict[int, ImportedSection]:
+    """Read a file once for all pairs of its languages."""
+    sides: dict[SectionImport, tuple[Spellings, Spellings]] = {}
+    for number in numbers:
+        with SectionImport(importing, number) as importer:  # without records, texts are empty
+            lines = importer.section.lines
+            assert isinstance(lines, LinesOfPair)
+            sides[importer] = lines.spellings
     languages = {spellings for both in sides.values() for spellings in both}
-    num_one_sided = 0
-    for importer in importers:
-        with importer:  # a file without records makes empty texts
-            pass
     records = track(file.records(), label="import records")
-    for block in blocks_of(records, languages, max_line_bytes=max_line_bytes):
+    for block in blocks_of(records, languages, max_line_bytes=importing.config.max_line_bytes):
         for importer, (first, second) in sides.items():
             block.give(importer, first, second)
-        num_one_sided += block.num_one_sided
-    return num_one_sided
+        if not file.is_surveyed:
+            importing.raw.left_out[ONE_SIDED] += block.num_one_sided
+    return {importer.number: importer.end() for importer in sides}
 
 
 @dataclass
@@ -339,23 +332,20 @@ class Block:
     def give(self, importer: SectionImport, first: Spellings, second: Spellings) -> None:
         """Give the records with text in both languages, and malformed ones, to their section."""
         one, other = self.texts[first], self.texts[second]
-        lines = [
-            (number, both)
-            for number, both in zip(self.numbers, zip(one, other, strict=True), strict=True)
-            if None not in both
-        ]
+        with importer:
+            if self.is_plain[first] and self.is_plain[second]:
+                importer.add_plain(one, other)  # type: ignore[arg-type]  # all are strings
+                return
+            sides = zip(one, other, strict=True)
+            lines = [line for line in zip(self.numbers, sides, strict=True) if None not in line[1]]
+            importer.add(lines)  # type: ignore[arg-type]  # None is among none of them
         num_texts = 2 * len(self.numbers) - one.count(None) - other.count(None)
         self.num_one_sided += num_texts - 2 * len(lines)
-        with importer:
-            if self.has_repair[first] or self.has_repair[second]:
-                importer.add(lines)
-            else:
-                importer.add_plain([both for _, both in lines])
 
     @cached_property
-    def has_repair(self) -> dict[Spellings, bool]:
-        """Return language → whether a text is not plain."""
-        return {name: Repair in map(type, texts) for name, texts in self.texts.items()}
+    def is_plain(self) -> dict[Spellings, bool]:
+        """Return language → whether every record has text in it that needed no repair."""
+        return {name: {*map(type, texts)} == {str} for name, texts in self.texts.items()}
 
 
 def blocks_of(

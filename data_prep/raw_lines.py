@@ -225,10 +225,11 @@ def refuse_damaged(
         return
     damaged = [source.place for source, side in zip(sources, counts.no_text, strict=True) if side]
     reasons = sorted({reason for side in counts.no_text for reason in side})
-    suggested_fix = {
-        ("too_long",): f"Raise {setting}, or split them into sentences",
-        ("malformed",): "Correct their columns, or fetch the file again",
-    }.get(tuple(reasons), "Convert the files to UTF-8 or fetch them again")
+    fixes = {
+        "too_long": f"Raise {setting}, or split them into sentences",
+        "malformed": "Correct their columns, or fetch the file again",
+    }
+    suggested_fix = fixes.get(", ".join(reasons), "Convert the files to UTF-8 or fetch them again")
     raise DataError(
         f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
         f"most {setting} ({', '.join(reasons)}). {suggested_fix}."

@@ -47,16 +47,16 @@ class EvenSample:
     """Distance of the lines kept."""
     _seen: int = 0
 
-    def offer(self, lines: Sequence[Sequence[str]]) -> None:
+    def offer(self, first: Sequence[str], second: Sequence[str]) -> None:
         """Consider the next pairs of lines for the sample, looking only at those to be taken."""
-        begin, end = self._seen, self._seen + len(lines)
+        begin, end = self._seen, self._seen + len(first)
         while self._seen < end:
             if len(self.lines) == SAMPLE_LINES:
                 self.lines = self.lines[::2]
                 self.stride *= 2
             elif self._seen % self.stride == 0:
-                first, second = lines[self._seen - begin]
-                self.lines.append((first[:SAMPLE_CHARACTERS], second[:SAMPLE_CHARACTERS]))
+                one, other = first[self._seen - begin], second[self._seen - begin]
+                self.lines.append((one[:SAMPLE_CHARACTERS], other[:SAMPLE_CHARACTERS]))
                 self._seen += 1
             self._seen = min(end, -(-self._seen // self.stride) * self.stride)
 

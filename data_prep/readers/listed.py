@@ -8,7 +8,7 @@ Sections of one split and pair follow in the order of the list.
 from collections import Counter
 from pathlib import Path
 
-from data_prep.readers.file_pairs import FilePair, section_of
+from data_prep.readers.file_pairs import FilePair
 from data_prep.readers.multiway import MultiwayFile, section_of_pair
 from data_prep.readers.raw_files import RawFile, raw_paths
 from data_prep.readers.section import (
@@ -75,7 +75,7 @@ def _section(
 ) -> Section:
     files = [_file(root, path) for path in entry.paths]
     if len(files) == 2:
-        return section_of(FilePair((files[0], files[1]), entry.split, pair), config)
+        return FilePair((files[0], files[1]), entry.split, pair).section(config)
     opened = _open(files[0], entry, pair, config, left_out)
     return section_of_pair(opened, pair, config)
 
