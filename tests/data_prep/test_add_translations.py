@@ -720,6 +720,6 @@ def test_a_share_without_synthetic_pairs_or_beside_a_bound_is_refused(tmp_path: 
 
 
 def test_targets_that_a_synthetic_pair_is_not_trained_into_are_refused(tmp_path: Path) -> None:
-    said = r"targets en leaves no direction of en-fr\+distilled\. Name fr, too, or leave"
+    said = r"targets en leaves no direction of en-fr\+distilled\. Add a target .* \(fr\), or leave"
     with pytest.raises(ConfigError, match=said):
         mixed(tmp_path, TOKENS, targets=["en"])
