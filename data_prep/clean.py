@@ -14,9 +14,9 @@ does. A pair that loses all its lines is listed as ``emptied`` in the statistics
 independent, and joined after all others are clean, so the number of workers does not change the
 result.
 
-Memory: 250 bytes per held-out line, of which a worker holds those of eight languages; for each pair
-in work 1 byte per training line (2 where it has a provenance), 16 bytes per repeated line, and a
-block of lines, whose length import has limited.
+Memory: in each process 250 bytes per held-out line of up to 128 languages; for each pair in work 1
+byte per training line (2 where it has a provenance), 16 bytes per repeated line, and a block of
+lines, which import has limited in length.
 """
 
 import hashlib
@@ -24,28 +24,13 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.clean_pair import (
-    DROPPED_SAMPLES_NAME,
-    DroppedSamples,
-    PairResult,
-    PairTask,
-    clean_pair,
-)
-from data_prep.pivot_join import PivotedText, write_joined
-from data_prep.rules.held_out import (
-    HELD_OUT_SPLITS,
-    HeldOutLines,
-    HeldOutSets,
-    held_out_sets,
-    held_out_stored,
-)
-from data_prep.rules.judge import RULES, SIDED_RULES, PairFacts, Rule
+from data_prep.clean_pair import DROPPED_SAMPLES_NAME, Cleaning, DroppedSamples, PairResult
+from data_prep.rules.held_out import HELD_OUT_SPLITS, HeldOutSets, held_out_sets
 from data_prep.rules.line_language import line_identifier
+from data_prep.rules.pair_rules import RULES, SIDED_RULES, Rule
 from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
@@ -53,13 +38,10 @@ from pipeline.artifacts.corpus import (
     found_scripts,
     imported_statistics,
     joined_lines,
-    language_of,
     languages,
     line_counts,
     pair_counts,
     pair_name,
-    provenance_name,
-    text_name,
 )
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
@@ -74,20 +56,13 @@ def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus, config = call.artifacts["corpus"], call.recipe.clean
     line_identifier(config)  # fail here rather than in a worker
-    held_out = held_out_sets(languages(corpus), corpus, call.many("tests"))
+    held_out = held_out_sets(corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
         corpus.check([*corpus.names("train/"), *corpus.names("provenance/")])
         pairs = list(line_counts(corpus, "train"))
         joined = joined_pairs(corpus, config)
-        cleaning = Cleaning(
-            corpus=corpus,
-            writer=writer,
-            config=config,
-            letters=letters_of_languages(corpus),
-            held_out=held_out.lines,
-            own_sets=held_out.by_pair() if config.held_out_scope == "own_pair" else None,
-        )
+        cleaning = Cleaning(corpus, writer, config, letters_of_languages(corpus), held_out)
         found = clean_all(cleaning, pairs, joined, processes=call.processes, mpi=call.mpi)
         results = list(track(found, label="clean", total=len(pairs) + len(joined)))
         refuse_nothing(corpus, results)
@@ -141,85 +116,8 @@ def joined_pairs(corpus: Artifact, config: CleanConfig) -> list[str]:
 def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
     """Copy validation and test text unchanged."""
     for split in HELD_OUT_SPLITS:
-        names = corpus.names(f"{split}/")
-        corpus.check(names)
-        for name in names:
+        for name in corpus.names(f"{split}/"):
             shutil.copyfile(corpus.file(name), writer.path(name))
-
-
-@dataclass(frozen=True)
-class Cleaning:
-    """Input of all pairs, sent to a worker once."""
-
-    corpus: Artifact
-    writer: ArtifactWriter
-    config: CleanConfig
-    letters: Mapping[str, frozenset[str]]
-    """Language → scripts of its letters."""
-    held_out: Mapping[str, HeldOutLines]
-    """Language → its held-out lines over all pairs."""
-    own_sets: Mapping[str, frozenset[int]] | None
-    """Pair → numbers of its held-out sets, if only their lines are dropped."""
-
-    def task(self, pair: str) -> PairTask:
-        """Return the task of a pair, whose files were checked before."""
-        first, second = pair.split("-")
-        names = text_name("train", pair, first), text_name("train", pair, second)
-        task = self._task(
-            pair, (self.corpus.unchecked_file(names[0]), self.corpus.unchecked_file(names[1]))
-        )
-        name = provenance_name(pair)
-        if not self.corpus.has(name):
-            return task
-        return replace(task, provenance=(self.corpus.unchecked_file(name), self.writer.path(name)))
-
-    @contextmanager
-    def joined_task(self, pair: str) -> Iterator[PairTask]:
-        """Yield the task of a pair whose lines are joined from the two cleaned pairs."""
-        codes = pair.split("-")
-        first, second = (self.writer.path(text_name("train", pair, code)) for code in codes)
-        joined = first.with_suffix(".joined"), second.with_suffix(".joined")
-        write_joined(self._cleaned(codes[0]), self._cleaned(codes[1]), joined)
-        yield self._task(pair, joined)
-        for path in joined:
-            path.unlink()
-
-    def _cleaned(self, code: str) -> PivotedText:
-        pivot = self.config.pivot
-        pair = pair_name(code, pivot)
-        text, of_pivot = (self.writer.path(text_name("train", pair, one)) for one in (code, pivot))
-        return PivotedText(text, of_pivot)
-
-    def _task(self, pair: str, sources: tuple[Path, Path]) -> PairTask:
-        names = [text_name("train", pair, side) for side in pair.split("-")]
-        first, second = map(language_of, pair.split("-"))
-        return PairTask(
-            pair=pair,
-            sources=sources,
-            outputs=(self.writer.path(names[0]), self.writer.path(names[1])),
-            facts=PairFacts(
-                letters=(self.letters[first], self.letters[second]),
-                held_out=(self.held_out[first], self.held_out[second]),
-                own_sets=self._own_sets(first, second),
-            ),
-            config=self.config,
-        )
-
-    def _own_sets(self, first: str, second: str) -> frozenset[int] | None:
-        pair = pair_name(first, second)
-        return None if self.own_sets is None else self.own_sets.get(pair, frozenset())
-
-
-def clean_by_name(cleaning: Cleaning, pair: str) -> PairResult:
-    """Clean a pair, in any process."""
-    return clean_pair(cleaning.task(pair))
-
-
-def join_by_name(cleaning: Cleaning, pair: str) -> PairResult:
-    """Join a pair over the pivot and clean it, in any process, after both its pairs are clean."""
-    with cleaning.joined_task(pair) as task:
-        result = clean_pair(task)
-    return replace(result, is_joined=True)
 
 
 def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
@@ -230,28 +128,19 @@ def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
 
 
 def clean_all(
-    cleaning: Cleaning,
-    pairs: list[str],
-    joined: list[str],
-    *,
-    processes: int,
-    mpi: bool = False,
+    cleaning: Cleaning, pairs: list[str], joined: list[str], *, processes: int, mpi: bool = False
 ) -> Iterator[PairResult]:
     """Yield the results in the order of the pairs, then of those to join.
 
     Workers are spawned processes, or ranks.
     """
     if (processes == 1 and not mpi) or len(pairs) < 2:
-        for pair in pairs:
-            yield clean_by_name(cleaning, pair)
-        for pair in joined:
-            yield join_by_name(cleaning, pair)
+        yield from map(cleaning.clean, pairs)
+        yield from map(cleaning.join, joined)
         return
-    with held_out_stored(cleaning.held_out, cleaning.writer.path("held_out.stored")) as stored:
-        shared = replace(cleaning, held_out=stored)
-        with open_pool(min(processes, len(pairs)), mpi=mpi, shared=shared) as pool:
-            yield from pool.in_order(with_shared(clean_by_name), pairs)
-            yield from pool.in_order(with_shared(join_by_name), joined)
+    with open_pool(min(processes, len(pairs)), mpi=mpi, shared=cleaning) as pool:
+        yield from pool.in_order(with_shared(Cleaning.clean), pairs)
+        yield from pool.in_order(with_shared(Cleaning.join), joined)
 
 
 def write_samples(writer: ArtifactWriter, results: list[PairResult]) -> None:
@@ -270,10 +159,10 @@ def leaks(held_out: HeldOutSets, results: list[PairResult]) -> dict[str, object]
     Only lines that break no earlier rule count, whether or not they are dropped.
     """
     return {
-        "sets": dict(zip(held_out.names, held_out.sizes, strict=True)),
+        "sets": {one.name: one.size for one in held_out.sets},
         "pairs": {
             result.pair: {
-                held_out.names[number]: lines for number, lines in sorted(result.leaks.items())
+                held_out.sets[number].name: lines for number, lines in sorted(result.leaks.items())
             }
             for result in results
             if result.leaks
@@ -363,7 +252,7 @@ def summary(
 def _largest_leaks(held_out: HeldOutSets, results: list[PairResult]) -> list[str]:
     """Return the three largest leaks, as ``de-en 12 of de-fr/test``."""
     found = [
-        (-lines, result.pair, held_out.names[number])
+        (-lines, result.pair, held_out.sets[number].name)
         for result in results
         for number, lines in result.leaks.items()
     ]

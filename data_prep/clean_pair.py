@@ -8,50 +8,38 @@ are kept. Memory is therefore constant, and samples of parts add up to the sampl
 import hashlib
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import compress, islice
 from pathlib import Path
 
+from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.rules.duplicates import LineDigests
-from data_prep.rules.judge import RULES, Judge, LengthRatios, PairFacts, Rule, as_seen
+from data_prep.rules.held_out import HeldOutSets, held_out_lines
 from data_prep.rules.line_language import LanguageRule, line_identifier
+from data_prep.rules.pair_rules import RULES, LengthRatios, PairRules, Rule, as_seen
 from data_prep.settings import CleanConfig
-from pipeline.artifacts.corpus import aligned_lines, language_of
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.corpus import (
+    aligned_lines,
+    is_synthetic,
+    language_of,
+    pair_name,
+    provenance_name,
+    text_name,
+)
 
 BLOCK_LINES = 2048
 LANGUAGE_MIN_CHARACTERS = 40
 """Shorter sides are not judged by their language."""
 
-Lines = list[tuple[str, str]]
-
-
 DROPPED_SAMPLES_NAME = "dropped_samples.jsonl"
-
-
-SAMPLES = 10
-"""Sampled lines per rule, over all pairs."""
-
-
-SHOWN_CHARACTERS = 300
-"""Characters kept of either side of a sampled line."""
-
-
+SAMPLES, SHOWN_CHARACTERS = 10, 300
+"""Sampled lines per rule, over all pairs, and characters kept of either side."""
 SEED = 1
 
-
-@dataclass(frozen=True)
-class PairTask:
-    """Input of a worker: the files, facts and settings of one pair."""
-
-    pair: str
-    sources: tuple[Path, Path]
-    outputs: tuple[Path, Path]
-    facts: PairFacts
-    config: CleanConfig
-    provenance: tuple[Path, Path] | None = None
-    """Origins of the lines of a synthetic pair, as read and as written."""
+Lines = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -82,19 +70,20 @@ class DroppedSamples:
     ) -> None:
         """Consider a dropped line for the sample."""
         rank = hashlib.blake2b(f"{SEED} {rule} {pair} {line}".encode(), digest_size=8).digest()
-        if not self._has_room(rule, rank):
+        ranked = self.of_rule.setdefault(rule, [])
+        if len(ranked) == SAMPLES and rank >= ranked[-1][0]:
             return
         codes = pair.split("-")
         cut = {code: side[:SHOWN_CHARACTERS] for code, side in zip(codes, text, strict=True)}
         broken = tuple(code for code, breaks in zip(codes, sides, strict=True) if breaks)
-        self._take(rank, DroppedLine(rule, pair, line, broken, cut))
+        insort(ranked, (rank, DroppedLine(rule, pair, line, broken, cut)), key=_rank)
+        del ranked[SAMPLES:]
 
     def add(self, other: "DroppedSamples") -> None:
         """Merge the sample of other lines into this one."""
-        for ranked in other.of_rule.values():
-            for rank, dropped in ranked:
-                if self._has_room(dropped.rule, rank):
-                    self._take(rank, dropped)
+        for rule, ranked in other.of_rule.items():
+            both = sorted([*self.of_rule.get(rule, []), *ranked], key=_rank)
+            self.of_rule[rule] = both[:SAMPLES]
 
     def rows(self) -> Iterator[dict[str, object]]:
         """Yield the sample as JSON objects by rule, pair and line."""
@@ -102,14 +91,9 @@ class DroppedSamples:
             dropped = [one for _, one in self.of_rule.get(rule, [])]
             yield from map(asdict, sorted(dropped, key=lambda one: (one.pair, one.line)))
 
-    def _has_room(self, rule: Rule, rank: bytes) -> bool:
-        ranked = self.of_rule.setdefault(rule, [])
-        return len(ranked) < SAMPLES or rank < ranked[-1][0]
 
-    def _take(self, rank: bytes, dropped: DroppedLine) -> None:
-        ranked = self.of_rule[dropped.rule]
-        insort(ranked, (rank, dropped), key=lambda one: one[0])
-        del ranked[SAMPLES:]
+def _rank(ranked: Ranked) -> bytes:
+    return ranked[0]
 
 
 @dataclass
@@ -136,68 +120,108 @@ class PairResult:
         return self.lines + self.dropped.total()
 
 
-def clean_pair(task: PairTask) -> PairResult:
-    """Write the training lines of a pair that break no rule; there may be none."""
-    result, is_kept, judge = PairResult(task.pair), bytearray(), _judge(task)
-    with ExitStack() as stack:
+@dataclass(frozen=True)
+class Cleaning:
+    """Input of all pairs, sent to a worker once; files of the corpus were checked before."""
+
+    corpus: Artifact
+    writer: ArtifactWriter
+    config: CleanConfig
+    letters: Mapping[str, frozenset[str]]
+    """Language → scripts of its letters."""
+    held_out: HeldOutSets
+
+    def clean(self, pair: str) -> PairResult:
+        """Write the training lines of a pair that break no rule; there may be none."""
         first, second = (
-            stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
-            for path in task.outputs
+            self.corpus.unchecked_file(text_name("train", pair, side)) for side in pair.split("-")
         )
-        number = 0
-        for block in _blocks(task):
-            kept, judged = [], judge.judge(block)
-            if task.provenance is not None:
-                is_kept.extend(broken is None for broken in judged)
-            for lines, broken in zip(block, judged, strict=True):
-                number += 1
-                if broken is None:
-                    kept.append(lines)
-                    continue
-                rule, sides = broken
-                result.dropped[rule] += 1
-                result.dropped_sides.update((rule, side) for side in (0, 1) if sides[side])
-                result.samples.offer(rule, pair=task.pair, line=number, sides=sides, text=lines)
-            for side, stream in enumerate((first, second)):
-                text = "".join([lines[side] + "\n" for lines in kept])
-                stream.write(text)
-                result.characters[side] += len(text) - len(kept)
-            result.lines += len(kept)
-    if task.provenance is not None:
-        _write_provenance(task.sources[0], *task.provenance, is_kept=is_kept)
-    result.leaks = judge.leaks
-    if judge.language_rule is not None:
-        result.language_not_known = judge.language_rule.not_known
-    return result
+        result, is_kept = self._clean(pair, (first, second))
+        name = provenance_name(pair)
+        if self.corpus.has(name):
+            origins = aligned_lines(first, self.corpus.unchecked_file(name))
+            with self.writer.path(name).open("w", encoding="utf-8", newline="\n") as stream:
+                stream.writelines(f"{origin}\n" for _, origin in compress(origins, is_kept))
+        return result
 
+    def join(self, pair: str) -> PairResult:
+        """Join a pair over the pivot and clean it, after the two pairs with the pivot are clean."""
+        pivoted = []
+        for code in pair.split("-"):
+            of_pivot = pair_name(code, self.config.pivot)
+            names = (text_name("train", of_pivot, side) for side in (code, self.config.pivot))
+            pivoted.append(PivotedText(*map(self.writer.path, names)))
+        first, second = (path.with_suffix(".joined") for path in self._outputs(pair))
+        write_joined(pivoted[0], pivoted[1], (first, second))
+        result, _ = self._clean(pair, (first, second))
+        result.is_joined = True
+        first.unlink()
+        second.unlink()
+        return result
 
-def _write_provenance(text: Path, source: Path, output: Path, *, is_kept: bytearray) -> None:
-    """Write the origins of the lines of a text that are kept."""
-    origins = (origin for _, origin in aligned_lines(text, source))
-    with output.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.writelines(f"{origin}\n" for origin in compress(origins, is_kept))
+    def _outputs(self, pair: str) -> list[Path]:
+        return [self.writer.path(text_name("train", pair, side)) for side in pair.split("-")]
 
+    def _clean(self, pair: str, sources: tuple[Path, Path]) -> tuple[PairResult, bytearray]:
+        """Write the lines that break no rule; return the result and which lines are kept.
 
-def _judge(task: PairTask) -> Judge:
-    """Build the rules, with the facts that need a pass over all lines of the pair."""
-    ratios = LengthRatios()
-    with LineDigests(task.outputs[0].with_suffix(".digests")) as digests:
-        for block in _blocks(task):
-            ratios.add(block)
-            if task.config.drop_duplicates:
-                digests.add([as_seen(*lines) for lines in block])
-        duplicates = digests.duplicates() if task.config.drop_duplicates else None
-    judge = Judge(task.config, task.facts, median_ratio=ratios.median(), duplicates=duplicates)
-    identifier = line_identifier(task.config)
-    if identifier is not None:
-        first, second = map(language_of, task.pair.split("-"))
-        judge.language_rule = LanguageRule(
-            identifier, (first, second), min_characters=LANGUAGE_MIN_CHARACTERS
+        Which lines are kept is noted for synthetic pairs only, which have a provenance.
+        """
+        result, is_kept, rules = PairResult(pair), bytearray(), self._rules(pair, sources)
+        with ExitStack() as stack:
+            streams = [
+                stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+                for path in self._outputs(pair)
+            ]
+            number = 0
+            for block in _blocks(sources):
+                kept, broken = [], rules.broken(block)
+                if is_synthetic(pair):
+                    is_kept.extend(rule is None for rule in broken)
+                for lines, rule_and_sides in zip(block, broken, strict=True):
+                    number += 1
+                    if rule_and_sides is None:
+                        kept.append(lines)
+                        continue
+                    rule, sides = rule_and_sides
+                    result.dropped[rule] += 1
+                    result.dropped_sides.update((rule, side) for side in (0, 1) if sides[side])
+                    result.samples.offer(rule, pair=pair, line=number, sides=sides, text=lines)
+                for side, stream in enumerate(streams):
+                    text = "".join([lines[side] + "\n" for lines in kept])
+                    stream.write(text)
+                    result.characters[side] += len(text) - len(kept)
+                result.lines += len(kept)
+        result.leaks = rules.leaks
+        if rules.language_rule is not None:
+            result.language_not_known = rules.language_rule.not_known
+        return result, is_kept
+
+    def _rules(self, pair: str, sources: tuple[Path, Path]) -> PairRules:
+        """Return the rules, after a pass over all lines of the pair for the facts they need."""
+        config, ratios = self.config, LengthRatios()
+        with LineDigests(self._outputs(pair)[0].with_suffix(".digests")) as digests:
+            for block in _blocks(sources):
+                ratios.add(block)
+                if config.drop_duplicates:
+                    digests.add([as_seen(*lines) for lines in block])
+            duplicates = digests.duplicates() if config.drop_duplicates else None
+        first, second = map(language_of, pair.split("-"))
+        is_own = config.held_out_scope == "own_pair"
+        identifier = line_identifier(config)
+        return PairRules(
+            config,
+            letters=(self.letters[first], self.letters[second]),
+            held_out=(held_out_lines(self.held_out, first), held_out_lines(self.held_out, second)),
+            own_sets=self.held_out.of_pair(pair_name(first, second)) if is_own else None,
+            median_ratio=ratios.median(),
+            duplicates=duplicates,
+            language_rule=identifier
+            and LanguageRule(identifier, (first, second), min_characters=LANGUAGE_MIN_CHARACTERS),
         )
-    return judge
 
 
-def _blocks(task: PairTask) -> Iterator[Lines]:
-    lines = aligned_lines(*task.sources)
+def _blocks(sources: tuple[Path, Path]) -> Iterator[Lines]:
+    lines = aligned_lines(*sources)
     while block := list(islice(lines, BLOCK_LINES)):
         yield block
