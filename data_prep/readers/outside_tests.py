@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from data_prep.settings import OutsideTestsConfig
-from pipeline.artifacts.corpus import Split, pair_name
+from pipeline.artifacts.corpus import Split
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
 from pipeline.terminal import listed
@@ -108,22 +108,17 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
     layout = _one_layout(root, found)
     selected = select_files(found, config.languages)
     codes = _codes(selected)
-    read, aligned = (
-        _align_pairs(selected, codes)
-        if layout == "pairs"
-        else _align_languages(selected, codes, config)
-    )
+    read, aligned = _align(selected, codes, config)
     if not any(files.pairs for files in aligned):
         raise ConfigError(
             f"{root} has no pair of the languages that were asked for "
             f"({listed(config.languages) or 'all'}). Add the other language of a pair."
         )
-    versions = sorted(file.path.name for file in selected if file not in read)
     return OutsideTests(
         layout=layout,
         aligned=tuple(aligned),
         spellings={codes[file.spelling]: file.spelling for file in read},
-        other_versions=tuple(versions),
+        other_versions=tuple(sorted(file.path.name for file in selected if file not in read)),
         not_wanted=len(found) - len(selected),
         ignored=len(paths) - len(found),
     )
@@ -203,25 +198,41 @@ def _one_layout(root: Path, files: Sequence[TextFile]) -> Layout:
     raise DataError(f"{root} holds several test sets, {named}. Import each from its own folder.")
 
 
-def _align_languages(
+def _align(
     files: Sequence[TextFile], codes: dict[str, str], config: OutsideTestsConfig
 ) -> tuple[list[TextFile], list[AlignedFiles]]:
-    """Return one set of aligned files per split, with one file per language."""
-    names = sorted({file.set_name for file in files})
-    if len(names) > 1:
-        raise DataError(
-            f"There are several test sets, {listed(names)}. Import each from its own folder."
-        )
-    versions: dict[tuple[Split, str], list[TextFile]] = defaultdict(list)
+    """Return the files to read, aligned per split, and per pair if their names have one.
+
+    Raises:
+        ConfigError: There is no file of the pivot.
+        DataError: Files are of several test sets, two are one text, or a side is missing.
+    """
+    versions: dict[tuple[Split, tuple[str, ...]], dict[str, list[TextFile]]] = {}
     for file in files:
-        versions[file.split, codes[file.spelling]].append(file)
-    chosen = {key: _first_version(of, config.languages) for key, of in versions.items()}
-    aligned = []
-    for split in sorted({split for split, _ in chosen}):
-        of_split = {code: file for (own, code), file in sorted(chosen.items()) if own == split}
-        paths = {code: file.path for code, file in of_split.items()}
-        aligned.append(AlignedFiles(split, paths, tuple(_pairs(paths, config))))
-    return list(chosen.values()), aligned
+        pair = tuple(sorted({codes[spelling] for spelling in file.pair or ()}))
+        if file.pair and len(pair) < 2:
+            raise DataError(f"{file.path} pairs a language with itself. Rename or remove it.")
+        of_code = versions.setdefault((file.split, pair), defaultdict(list))
+        of_code[codes[file.spelling]].append(file)
+    read, aligned = [], []
+    for (split, pair), of_code in sorted(versions.items(), key=lambda item: item[0]):
+        names = sorted({file.set_name for of in of_code.values() for file in of})
+        if len(names) > 1:
+            raise DataError(
+                f"There are several test sets, {listed(names)}. Import each from its own folder."
+            )
+        chosen = {code: _first_version(of, config.languages) for code, of in of_code.items()}
+        if missing := sorted({*pair} - chosen.keys()):
+            [file] = chosen.values()
+            raise DataError(
+                f"{file.path} has no counterpart in {missing[0]}. Add the {split} text of "
+                f"{missing[0]} to its folder or remove the file."
+            )
+        paths = {code: chosen[code].path for code in sorted(chosen)}
+        pairs = [(pair[0], pair[1])] if pair else _pairs(paths, config)
+        aligned.append(AlignedFiles(split, paths, tuple(pairs)))
+        read += chosen.values()
+    return read, aligned
 
 
 def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile:
@@ -260,43 +271,3 @@ def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple
         if code != pivot:
             first, second = sorted((code, pivot))
             yield first, second
-
-
-def _align_pairs(
-    files: Sequence[TextFile], codes: dict[str, str]
-) -> tuple[list[TextFile], list[AlignedFiles]]:
-    """Return one set of two aligned files per split and pair."""
-    found: dict[tuple[Split, str], dict[str, TextFile]] = defaultdict(dict)
-    for file in files:
-        first, second = (codes[spelling] for spelling in file.languages)
-        if first == second:
-            raise DataError(f"{file.path} pairs a language with itself. Rename or remove it.")
-        sides = found[file.split, pair_name(first, second)]
-        other = sides.setdefault(codes[file.spelling], file)
-        if other is not file:
-            raise DataError(
-                f"{other.path} and {file.path} are both {file.split} text of one pair and "
-                "language. Import each test set from its own folder."
-            )
-    aligned = []
-    for (split, name), sides in sorted(found.items()):
-        first, second = name.split("-")
-        _require_both(sides, first, second)
-        paths = {code: sides[code].path for code in (first, second)}
-        aligned.append(AlignedFiles(split, paths, ((first, second),)))
-    return list(files), aligned
-
-
-def _require_both(sides: dict[str, TextFile], first: str, second: str) -> None:
-    for here, missing in ((first, second), (second, first)):
-        if missing not in sides:
-            file = sides[here]
-            raise DataError(
-                f"{file.path} has no counterpart in {missing}. Add the {file.split} text of "
-                f"{missing} beside it or remove the file."
-            )
-        if sides[here].set_name != sides[missing].set_name:
-            raise DataError(
-                f"{sides[here].path} and {sides[missing].path} are of two test sets. Import each "
-                "from its own folder."
-            )

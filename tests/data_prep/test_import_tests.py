@@ -306,7 +306,7 @@ def test_the_same_text_twice_is_refused(raw: Path, out: Path) -> None:
     with pytest.raises(DataError, match="both the valid text of deu_Latn"):
         imported(out, raw)
     other = write(raw.parent / "other", {f"{name}.de-en.de": "a\n" for name in ("one", "two")})
-    with pytest.raises(DataError, match=r"one\.de-en\.de and .*two\.de-en\.de are both"):
+    with pytest.raises(DataError, match="several test sets, one, two"):
         imported(out, other)
 
 
@@ -318,7 +318,7 @@ def test_a_side_without_its_counterpart_is_refused(raw: Path, out: Path) -> None
 
 def test_two_sides_of_two_sets_are_refused(raw: Path, out: Path) -> None:
     write(raw, {"x.de-en.de": "a\n", "y.de-en.en": "b\n"})
-    with pytest.raises(DataError, match="are of two test sets"):
+    with pytest.raises(DataError, match="several test sets, x, y"):
         imported(out, raw)
 
 
