@@ -346,7 +346,7 @@ def test_sides_of_unequal_length_are_refused(
 ) -> None:
     texts: Texts = {"train": {"de-en": {"de": ["a", "b"], "en": ["c"]}}}
     made = make_corpus(tmp_path / "corpus", texts)
-    with pytest.raises(DataError, match=r"train/de-en .* differ in their number of lines"):
+    with pytest.raises(ArtifactError, match=r"train/de-en/.* differ in their number of lines"):
         shard(made, inputs[1], tmp_path / "out", processes=processes)
 
 
