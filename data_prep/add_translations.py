@@ -77,15 +77,13 @@ def run(call: StageCall) -> None:
                 "model."
             )
         writer.statistics |= statistics(corpus, kept, characters)
-        writer.statistics["systems"] = checkpoints_of(systems)
-        if back:
-            writer.statistics["back"] = checkpoints_of(back)
+        for name, given in {"systems": systems, "back": back}.items():
+            if given:  # digest of the checkpoint behind each translated text
+                writer.statistics[name] = {
+                    system: one.manifest.inputs["checkpoint"].digest
+                    for system, one in given.items()
+                }
         writer.summary += summary(kept, left_out)
-
-
-def checkpoints_of(translated: Mapping[str, Artifact]) -> dict[str, str]:
-    """Return the digest of the checkpoint behind each translated text."""
-    return {name: one.manifest.inputs["checkpoint"].digest for name, one in translated.items()}
 
 
 def refuse_synthetic(corpus: Artifact) -> None:
@@ -107,6 +105,11 @@ def marked_sides(direction: Direction, use: Use) -> tuple[str, tuple[str, str]]:
     mark = BACK_TRANSLATED if use == "back_translation" else DISTILLED
     sides = direction.source, f"{direction.target}{mark}"
     return pair_name(*sides), sides
+
+
+def reverse_of(direction: Direction) -> Direction:
+    """Return the direction from the target to the source."""
+    return Direction(direction.target, direction.source)
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,6 @@ class Translations:
             )
             for ((text, hypothesis), _), score in zip(block, scores.tolist(), strict=True):
                 yield text, hypothesis, score
-
-
-def reverse_of(direction: Direction) -> Direction:
-    """Return the direction from the target to the source."""
-    return Direction(direction.target, direction.source)
 
 
 def with_round_trips(

@@ -77,8 +77,8 @@ def run(call: StageCall) -> None:
         writer.statistics |= {
             "groups": {name: list(codes) for name, codes in grouping.members.items()}
         }
-        unknown = [] if config.method == "paper" else unknown_families(families)
-        writer.summary += summary(grouping, unknown=unknown)
+        unknown = [code for code, name in families.items() if name.startswith(UNKNOWN_FAMILY)]
+        writer.summary += summary(grouping, unknown=[] if config.method == "paper" else unknown)
 
 
 def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, str]:
@@ -100,22 +100,16 @@ def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, 
     }
 
 
-def unknown_families(families: Mapping[str, str]) -> list[str]:
-    """Return the languages of unknown family, sorted."""
-    return sorted(code for code, name in families.items() if name == f"{UNKNOWN_FAMILY} ({code})")
-
-
 def by_family(families: Mapping[str, str]) -> Grouping:
     """Make one group per family, in alphabetical order."""
     members = _collect(families)
-    alone = set(unknown_families(families))
     return Grouping(
         members,
         tuple(
             f"{name} is a group of its own: its family is not known, and languages.family says it."
-            if alone.issuperset(codes)
+            if name.startswith(f"{UNKNOWN_FAMILY} (")
             else f"{name} is a family."
-            for name, codes in members.items()
+            for name in members
         ),
     )
 
@@ -126,9 +120,18 @@ def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
     Raises:
         ConfigError: A language is in no group.
     """
-    table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
-    table |= extend
-    members = _collect({code: f"group {_group_in(table, code)}" for code in codes})
+    table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed} | extend
+    names = {}
+    for code in codes:
+        group = table.get(code, table.get(without_region(code)))
+        if group is None:
+            nearest = ", ".join(nearest_codes(code, table)) or "none"
+            raise ConfigError(
+                f"Language {code!r} is in none of the paper's groups. Its nearest codes there are: "
+                f"{nearest}. Put it into a group, for example groups.extend = {{ {code} = 1 }}."
+            )
+        names[code] = f"group {group}"
+    members = _collect(names)
     return Grouping(members, tuple(f"{name} is the paper's." for name in members))
 
 
@@ -193,16 +196,9 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
 def family_clusters(
     sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector], families: Mapping[str, str]
 ) -> list[Cluster]:
-    """Make one cluster per family, with E_G = Σ (T_i / T_G) E_i over its languages."""
+    """Make one cluster per family."""
     return [
-        Cluster(
-            families=(name,),
-            languages=codes,
-            size=sum(sizes[code] for code in codes),
-            embedding=weighted_mean(
-                [embeddings[code] for code in codes], weights=[sizes[code] for code in codes]
-            ),
-        )
+        join([Cluster((name,), (code,), sizes[code], embeddings[code]) for code in codes])
         for name, codes in by_family(families).members.items()
     ]
 
@@ -225,7 +221,7 @@ def merge_closest(
         distance, first, second = min(
             candidates, key=lambda found: (found[0], found[1].name, found[2].name)
         )
-        joint = join(first, second)
+        joint = join((first, second))
         reasons.append(
             f"{first.name} and {second.name} merge: their distance {distance:.6f} is the smallest, "
             f"and {joint.size} sentences together are below {size_limit:g}."
@@ -238,14 +234,15 @@ def merge_closest(
     return left, reasons
 
 
-def join(first: Cluster, second: Cluster) -> Cluster:
-    """Join two clusters, weighting their embeddings by size."""
+def join(clusters: Sequence[Cluster]) -> Cluster:
+    """Join clusters: E_G = Σ (T_i / T_G) E_i, the embeddings weighted by size."""
     return Cluster(
-        families=tuple(sorted(first.families + second.families)),
-        languages=tuple(sorted(first.languages + second.languages)),
-        size=first.size + second.size,
+        families=tuple(sorted({name for cluster in clusters for name in cluster.families})),
+        languages=tuple(sorted(code for cluster in clusters for code in cluster.languages)),
+        size=sum(cluster.size for cluster in clusters),
         embedding=weighted_mean(
-            [first.embedding, second.embedding], weights=[first.size, second.size]
+            [cluster.embedding for cluster in clusters],
+            weights=[cluster.size for cluster in clusters],
         ),
     )
 
@@ -298,17 +295,6 @@ def _collect(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         name: tuple(sorted(code for code, given in names.items() if given == name))
         for name in sorted(set(names.values()))
     }
-
-
-def _group_in(table: Mapping[str, int], code: str) -> int:
-    group = table.get(code, table.get(without_region(code)))
-    if group is None:
-        nearest = ", ".join(nearest_codes(code, table)) or "none"
-        raise ConfigError(
-            f"Language {code!r} is in none of the paper's groups. Its nearest codes there are: "
-            f"{nearest}. Put it into a group, for example groups.extend = {{ {code} = 1 }}."
-        )
-    return group
 
 
 if __name__ == "__main__":

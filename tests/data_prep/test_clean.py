@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from support.plain_rules import plain_clean
+from support.stage_runs import run_stage
 
-from data_prep import clean
 from data_prep.settings import CleanConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
@@ -21,11 +21,8 @@ from pipeline.artifacts.corpus import (
     read_lines,
     text_name,
 )
-from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 Texts = dict[Split, list[tuple[str, str]]]
 GOOD = [("Haus", "house"), ("Baum", "tree"), ("Straße", "road"), ("Wasser", "water")]
@@ -46,31 +43,15 @@ def corpus_of(directory: Path, pairs: dict[str, Texts]) -> Artifact:
 
 
 def cleaned(
-    corpus: Artifact,
-    *,
-    processes: int = 1,
-    tests: Any = None,
-    **settings: Any,
+    corpus: Artifact, *, processes: int = 1, tests: Any = None, **settings: Any
 ) -> Artifact:
-    recipe = Recipe(name="test", clean=CleanConfig(**settings))
-    stage = STAGES["clean"]
-    out_dir = corpus.directory.with_name(f"clean{processes}")
-    clean.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={
-                "corpus": corpus,
-                **{f"tests/{name}": one for name, one in (tests or {}).items()},
-            },
-            raw={},
-            out_dir=out_dir,
-            records={},
-            config=recipe.sections(stage.sections),
-            processes=processes,
-        )
+    return run_stage(
+        "clean",
+        corpus.directory.with_name(f"clean{processes}"),
+        {"corpus": corpus, **{f"tests/{name}": one for name, one in (tests or {}).items()}},
+        processes=processes,
+        clean=settings,
     )
-    return open_artifact(out_dir, kind="corpus")
 
 
 def train_lines(corpus: Artifact, pair: str) -> list[tuple[str, str]]:

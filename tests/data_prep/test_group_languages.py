@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.stage_runs import run_stage
 
 from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
@@ -20,8 +21,6 @@ from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, w
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import FAMILIES
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 COUNTS = {"de-en": 40, "en-nl": 10, "en-ru": 30, "en-uk": 10, "en-fr": 35, "el-en": 5, "en-fi": 20}
 CODES = ("de", "el", "en", "fi", "fr", "nl", "ru", "uk")
@@ -56,20 +55,9 @@ def group(
     families: dict[str, str] | None = None,
 ) -> Artifact:
     recipe = Recipe(name="test", groups=config, languages=LanguagesConfig(family=families or {}))
-    stage = STAGES["group_languages"]
     artifacts = {"shards": make_shards(tmp_path / "shards", counts)}
-    group_languages.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts=artifacts | ({"checkpoint": checkpoint} if checkpoint else {}),
-            raw={},
-            out_dir=tmp_path / "groups",
-            records={},
-            config=recipe.sections(stage.sections),
-        )
-    )
-    return open_artifact(tmp_path / "groups", kind="groups")
+    artifacts |= {"checkpoint": checkpoint} if checkpoint else {}
+    return run_stage("group_languages", tmp_path / "groups", artifacts, recipe)
 
 
 def embeddings(codes: tuple[str, ...] = CODES, *, seed: int = 0) -> dict[str, list[float]]:

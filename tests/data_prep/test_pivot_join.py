@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from support.corpora import make_corpus
+from support.stage_runs import run_stage
 
-from data_prep import clean, pivot_join
+from data_prep import pivot_join
 from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.settings import CleanConfig
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
-from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 Lines = list[tuple[str, str]]
 
@@ -105,21 +103,8 @@ def corpus(directory: Path, train: dict[str, Lines] = TRAIN) -> Artifact:
 def cleaned(
     source: Artifact, out_dir: Path, joined: Sequence[str], *, processes: int = 1, **more: Any
 ) -> Artifact:
-    recipe = Recipe(name="test", clean=CleanConfig(joined_pairs=tuple(joined), **more))
-    stage = STAGES["clean"]
-    clean.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={"corpus": source},
-            raw={},
-            out_dir=out_dir,
-            records={},
-            config=recipe.sections(stage.sections),
-            processes=processes,
-        )
-    )
-    return open_artifact(out_dir, kind="corpus")
+    settings = {"joined_pairs": joined, **more}
+    return run_stage("clean", out_dir, {"corpus": source}, processes=processes, clean=settings)
 
 
 def joined_text(made: Artifact) -> Lines:

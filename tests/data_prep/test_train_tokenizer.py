@@ -9,18 +9,17 @@ import pytest
 from pydantic import ValidationError
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from support.corpora import Texts, make_corpus
+from support.stage_runs import run_stage
 
 from data_prep import train_tokenizer
 from data_prep.settings import MixtureConfig, TokenizerConfig
 from data_prep.train_tokenizer import bytes_per_line, draw_sample
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.mixture import lines_per_language
 from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 GENERATOR = random.Random(1)
 WORDS = {
@@ -44,19 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 def train(corpus: Artifact, out_dir: Path, config: TokenizerConfig) -> Artifact:
     mixture = MixtureConfig(targets=config.target_languages)
     recipe = Recipe(name="test", tokenizer=config, mixture=mixture)
-    stage = STAGES["train_tokenizer"]
-    train_tokenizer.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={"corpus": corpus},
-            raw={},
-            out_dir=out_dir,
-            records={},
-            config=recipe.sections(stage.sections),
-        )
-    )
-    return open_artifact(out_dir, kind="tokenizer")
+    return run_stage("train_tokenizer", out_dir, {"corpus": corpus}, recipe)
 
 
 def test_characters_are_pieces_of_one_character_and_a_vocabulary_of_all_of_them(
