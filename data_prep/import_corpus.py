@@ -36,12 +36,12 @@ from data_prep.readers.cldr import read_phrases
 from data_prep.readers.file_pairs import read_moses, read_trees
 from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
-from data_prep.readers.raw_files import FilesInStep
-from data_prep.readers.section import (
+from data_prep.readers.raw_text import (
     FILES_IGNORED,
     FOLDERS_IGNORED,
     ONE_SIDED,
     SPLITS,
+    FilesInStep,
     LeftOut,
     LinesOfPair,
     RawText,

@@ -24,8 +24,7 @@ from data_prep.raw_lines import (
     refuse_damaged,
 )
 from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
-from data_prep.readers.raw_files import FilesInStep, source_of
-from data_prep.readers.section import SPLITS
+from data_prep.readers.raw_text import SPLITS, FilesInStep, source_of
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import DataError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from data_prep.readers.section import RawLine, Source
+from data_prep.readers.raw_text import RawLine, Source
 from pipeline.errors import DataError
 from pipeline.terminal import listed
 

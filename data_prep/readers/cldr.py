@@ -30,7 +30,7 @@ from babel.lists import format_list
 from babel.numbers import format_currency, format_percent
 from babel.units import format_unit
 
-from data_prep.readers.section import RawLine, RawText, Section, Source, wanted_codes
+from data_prep.readers.raw_text import RawLine, RawText, Section, Source, wanted_codes
 from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.errors import ConfigError

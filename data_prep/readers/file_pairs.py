@@ -20,19 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.readers.multiway import is_language
-from data_prep.readers.raw_files import PACKED, FilesInStep, RawFile, list_files, raw_paths
-from data_prep.readers.section import (
+from data_prep.readers.raw_text import (
     CODE,
     FILES_IGNORED,
     FOLDERS_IGNORED,
+    PACKED,
     SPLIT_NAMES,
     SPLITS,
+    FilesInStep,
     LeftOut,
     NamedPair,
+    RawFile,
     RawText,
     Section,
     is_pair_name,
+    list_files,
     name_pairs,
+    raw_paths,
     select_pairs,
     spellings_of,
 )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from data_prep.readers.section import (
+from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
     SPLIT_NAMES,
     LeftOut,

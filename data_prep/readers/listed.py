@@ -10,14 +10,15 @@ from pathlib import Path
 
 from data_prep.readers.file_pairs import FilePair
 from data_prep.readers.multiway import MultiwayFile, section_of_pair
-from data_prep.readers.raw_files import RawFile, raw_paths
-from data_prep.readers.section import (
+from data_prep.readers.raw_text import (
     LeftOut,
     NamedPair,
+    RawFile,
     RawText,
     Section,
     is_pair_name,
     name_pairs,
+    raw_paths,
     select_pairs,
 )
 from data_prep.readers.tables import ENDINGS as COLUMN_ENDINGS

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
-from data_prep.readers.raw_files import RawFile
-from data_prep.readers.section import (
+from data_prep.readers.raw_text import (
     LeftOut,
     LinesOfPair,
     NamedPair,
+    RawFile,
     RawText,
     RecordFile,
     Section,

@@ -22,8 +22,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
-from data_prep.readers.raw_files import RawFile, find_files
-from data_prep.readers.section import RawText, Record
+from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_raw_lines, table_rows

@@ -27,8 +27,7 @@ from data_prep.readers.multiway import (
     pair_up,
     without_variant,
 )
-from data_prep.readers.raw_files import RawFile, find_files
-from data_prep.readers.section import ONE_SIDED, RawText, Record
+from data_prep.readers.raw_text import ONE_SIDED, RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_blocks

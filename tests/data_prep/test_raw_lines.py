@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from data_prep import raw_lines
 from data_prep.raw_lines import LineCounts, checked_lines, good_lines, refuse_damaged
-from data_prep.readers.raw_files import FilesInStep, source_of
+from data_prep.readers.raw_text import FilesInStep, source_of
 from pipeline.errors import DataError
 
 

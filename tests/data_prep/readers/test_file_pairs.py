@@ -7,7 +7,7 @@ import pytest
 from support.raw_trees import run_import, write
 
 from data_prep.readers.file_pairs import read_trees
-from data_prep.readers.section import RawText
+from data_prep.readers.raw_text import RawText
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines

@@ -17,8 +17,7 @@ from support.raw_trees import run_import, write
 
 from data_prep import import_corpus
 from data_prep.readers import tables
-from data_prep.readers.raw_files import RawFile
-from data_prep.readers.section import Record
+from data_prep.readers.raw_text import RawFile, Record
 from data_prep.readers.tables import Columns, iterate_rows, open_columns, open_table
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_bytes
