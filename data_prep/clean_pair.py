@@ -207,13 +207,11 @@ class Cleaning:
                     digests.add([as_seen(*lines) for lines in block])
             duplicates = digests.duplicates() if config.drop_duplicates else None
         first, second = map(language_of, pair.split("-"))
-        is_own = config.held_out_scope == "own_pair"
         identifier = line_identifier(config)
         return PairRules(
             config,
             letters=(self.letters[first], self.letters[second]),
             held_out=(held_out_lines(self.held_out, first), held_out_lines(self.held_out, second)),
-            own_sets=self.held_out.of_pair(pair_name(first, second)) if is_own else None,
             median_ratio=ratios.median(),
             duplicates=duplicates,
             language_rule=identifier

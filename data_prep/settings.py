@@ -118,14 +118,10 @@ class CleanConfig(Settings):
     max_characters: Annotated[int, whole(1, 10**9)] = 2000
     """Longest line, on either side, in characters."""
     max_bytes: Annotated[int, whole(1, 10**9)] | None = None
-    """Longest line, on either side, in UTF-8 bytes; not set: bounded by ``max_characters`` alone.
+    """Longest line, on either side, in UTF-8 bytes; not set: bounded by ``max_characters`` only.
     The same lines are dropped for every vocabulary (LOBEF, §4.3)."""
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
-    drop_control_characters: bool = True
-    """Drop lines with control characters."""
-    drop_copies: bool = True
-    """Drop lines whose source equals the target."""
     drop_swapped: bool = True
     """Drop lines each side of which is in the script of the other side's language."""
     identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
@@ -137,12 +133,8 @@ class CleanConfig(Settings):
     drop_duplicates: bool = True
     """Drop lines that repeat an earlier line of their pair."""
     drop_held_out_overlap: bool = True
-    """Drop training lines one side of which is a validation or test line, after folding letters and
-    digits."""
-    held_out_scope: Literal["all_pairs", "own_pair"] = "all_pairs"
-    """Validation and test lines that ``drop_held_out_overlap`` compares with: lines of the same
-    language in all pairs, or in the same pair alone. Leaks are counted over all pairs in any
-    case."""
+    """Drop training lines one side of which is a validation or test line of any pair, after folding
+    letters and digits. Leaks are counted in any case."""
     joined_pairs: tuple[str, ...] = ()
     """Pairs without training text that get the lines of two pairs with equal pivot lines: ``de-fr``
     from de-en and en-fr. They are cleaned as all others, and stop being zero-shot."""
@@ -162,10 +154,10 @@ class CleanConfig(Settings):
                 )
         if len({frozenset(pair.split("-")) for pair in self.joined_pairs}) < len(self.joined_pairs):
             raise ValueError("joined_pairs names a pair twice. Name each once")
-        if not self.drop_held_out_overlap or self.held_out_scope != "all_pairs":
+        if not self.drop_held_out_overlap:
             raise ValueError(
-                "joined_pairs needs drop_held_out_overlap = true and held_out_scope = "
-                '"all_pairs", so that no lines are joined across a held-out line. Set both'
+                "joined_pairs needs drop_held_out_overlap = true: else lines are joined across a "
+                "held-out line. Set it"
             )
         return self
 
@@ -214,8 +206,6 @@ class TokenizerConfig(Settings):
     machine with 8 GB, where about 200 MB of text are drawn."""
     seed: Seed = 1
     """Seed of the sample."""
-    language_token_scheme: Literal["underscores", "angle"] = "underscores"
-    """Spelling of language tokens: ``__de__`` or ``<2de>``."""
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → segmenter for text without spaces, for model.front ``wsf`` over ``bytes`` or
     ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (splits it off the

@@ -119,7 +119,7 @@ def run(call: StageCall) -> None:
         # Readers treat a character model like any other SentencePiece model.
         kind="sentencepiece" if config.kind == "characters" else config.kind,
         languages=tuple(among),
-        language_token_scheme=config.language_token_scheme,
+        language_token_scheme="underscores",
         target_languages=tuple(sorted(config.target_languages)),
         segmenters=segmenter_records(config.segmenters, among),
     )

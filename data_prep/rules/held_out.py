@@ -72,10 +72,6 @@ class HeldOutSets:
 
     sets: tuple[HeldOutSet, ...]
 
-    def of_pair(self, pair: str) -> frozenset[int]:
-        """Return the numbers of the sets of a pair."""
-        return frozenset(number for number, one in enumerate(self.sets) if one.pair == pair)
-
 
 def held_out_sets(corpus: Artifact, tests: Mapping[str, Artifact]) -> HeldOutSets:
     """Return the held-out sets of a corpus, and of others by name, after a check of their files."""

@@ -103,8 +103,6 @@ class PairRules:
     """Scripts of each language's letters; empty if unknown."""
     held_out: tuple[HeldOutLines, HeldOutLines]
     """Held-out lines of each language, over all pairs."""
-    own_sets: frozenset[int] | None
-    """Numbers of the held-out sets from which lines are dropped; None for all sets."""
     median_ratio: float
     duplicates: Duplicates | None = None
     language_rule: LanguageRule | None = None
@@ -139,11 +137,11 @@ class PairRules:
             sides = _exceeds(first, config.max_bytes), _exceeds(second, config.max_bytes)
             if any(sides):
                 return "too_long", sides
-        if config.drop_control_characters and not (first.isprintable() and second.isprintable()):
+        if not (first.isprintable() and second.isprintable()):
             sides = _CONTROL.search(first) is not None, _CONTROL.search(second) is not None
             if any(sides):
                 return "control_characters", sides
-        if config.drop_copies and one == other:
+        if one == other:
             return "copy", NO_SIDE
         if config.drop_swapped and self._scripts_differ and self._is_swapped(first, second):
             return "swapped", NO_SIDE
@@ -176,7 +174,6 @@ class PairRules:
                 found[place] = "wrong_language", sides
 
     def _among_others(self, number: int, first: str, second: str) -> Broken | None:
-        config = self.config
         if self.duplicates is not None and self.duplicates.is_repeated(number):
             return "duplicate", NO_SIDE
         one, other = self.held_out
@@ -184,12 +181,9 @@ class PairRules:
         if not any(sets):
             return None
         self.leaks.update({*sets[0], *sets[1]})
-        if not config.drop_held_out_overlap:
+        if not self.config.drop_held_out_overlap:
             return None
-        own = self.own_sets
-        if own is not None:
-            sets = [tuple(number for number in side if number in own) for side in sets]
-        return ("held_out_overlap", (bool(sets[0]), bool(sets[1]))) if any(sets) else None
+        return "held_out_overlap", (bool(sets[0]), bool(sets[1]))
 
 
 def _exceeds(text: str, max_bytes: int) -> bool:

@@ -100,8 +100,6 @@ def test_each_rule_drops_its_line_and_keeps_the_others(
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("drop_control_characters", ("Klin\x07gel", "bell")),
-        ("drop_copies", ("Hotel", "Hotel")),
         ("drop_duplicates", ("Baum", "tree")),
         ("drop_held_out_overlap", ("Prüfung eins", "something else")),
     ],
@@ -494,21 +492,6 @@ def test_leaks_are_counted_per_pair_and_held_out_set_of_every_pair_and_corpus(
     }
     assert train_lines(result, "de-en") == GOOD[1:]
     assert train_lines(result, "de-fr") == [("oui", "si")]
-
-
-def test_lines_held_out_in_other_pairs_stay_where_the_scope_is_the_own_pair(tmp_path: Path) -> None:
-    corpus = corpus_of(
-        tmp_path / "corpus",
-        {
-            "de-en": {"train": [*GOOD, ("Rat", "council")], "test": [("Rat", "x")]},
-            "de-fr": {"test": [("Haus", "maison"), ("Rat", "conseil")]},
-        },
-    )
-    tests = {"more": corpus_of(tmp_path / "more", {"de-en": {"test": [("y", "tree")]}})}
-    result = cleaned(corpus, tests=tests, held_out_scope="own_pair")
-    assert train_lines(result, "de-en") == [line for line in GOOD if line != ("Baum", "tree")]
-    found = leaks_of(result)["pairs"]["de-en"]
-    assert found == {"de-en/test": 1, "de-fr/test": 2, "more:de-en/test": 1}
 
 
 def test_leaks_are_counted_where_they_are_not_dropped(tmp_path: Path) -> None:
