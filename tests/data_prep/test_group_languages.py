@@ -3,6 +3,7 @@
 import math
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,14 @@ def replace_embeddings(
         return weight
 
     monkeypatch.setattr(group_languages, "read_tensor", read)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    """A dense model of all languages, with embeddings of their tokens."""
+    made = make_checkpoint(tmp_path / "checkpoint")
+    replace_embeddings(monkeypatch, made, embeddings())
+    return made
 
 
 def partition(groups: dict[str, int]) -> set[frozenset[str]]:
@@ -174,12 +183,9 @@ def test_a_vector_without_direction_is_at_distance_one() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.75, 1.0])
 def test_groups_by_embeddings_agree_with_brute_force(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, checkpoint: Artifact, tmp_path: Path
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
-    config = GroupsConfig(max_group_share=share)
-    made = group(tmp_path, config, checkpoint=checkpoint)
+    made = group(tmp_path, GroupsConfig(max_group_share=share), checkpoint=checkpoint)
     # English, the pivot, counts as the largest of the others; the corpus has 150 sentences.
     sizes = {"de": 40, "nl": 10, "ru": 30, "uk": 10, "fr": 35, "el": 5, "fi": 20, "en": 40}
     families = [{"de", "en", "nl"}, {"el"}, {"fr"}, {"ru", "uk"}, {"fi"}]
@@ -192,25 +198,19 @@ def test_groups_by_embeddings_agree_with_brute_force(
 
 @pytest.mark.parametrize("share", [0.3, 0.5])
 def test_lines_that_a_machine_wrote_change_no_group(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, checkpoint: Artifact, tmp_path: Path
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
     config = GroupsConfig(max_group_share=share)
     more = {"de+back-fr": 500, "en-fi+distilled": 500}
     found = []
     for name, counts in {"natural": COUNTS, "both": COUNTS | more}.items():
-        (tmp_path / name).mkdir()
         made = group(tmp_path / name, config, counts=counts, checkpoint=checkpoint)
         found.append(made.read_json("groups.json"))
     assert found[0] == found[1]
 
 
-def test_a_tiny_share_leaves_the_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
+def test_a_tiny_share_leaves_the_families(checkpoint: Artifact, tmp_path: Path) -> None:
     made = group(tmp_path, GroupsConfig(max_group_share=1e-6), checkpoint=checkpoint)
-    (tmp_path / "plain").mkdir()
     plain = group(tmp_path / "plain", GroupsConfig(method="typology"))
     assert read_groups(made) == read_groups(plain)
     assert made.read_json("groups.json")["names"] == plain.read_json("groups.json")["names"]
@@ -224,7 +224,6 @@ def test_the_share_is_of_the_sentence_pairs_and_not_of_both_sides(
     replace_embeddings(monkeypatch, checkpoint, {code: [1.0, 0, 0, 0, 0, 0] for code in CODES})
     for fr_count, merged in ((8, False), (7, True)):
         directory = tmp_path / str(fr_count)
-        directory.mkdir()
         counts = {"de-en": 49 - fr_count, "en-fr": fr_count, "en-fi": 7}
         made = group(directory, GroupsConfig(), counts=counts, checkpoint=checkpoint)
         groups = read_groups(made)
@@ -232,10 +231,8 @@ def test_the_share_is_of_the_sentence_pairs_and_not_of_both_sides(
 
 
 def test_a_language_without_training_text_still_has_a_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Artifact, tmp_path: Path
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
     counts = {"de-en": 10, "en-ru": 10, "fi-ru": 0, "el-ru": 0}
     made = group(tmp_path, GroupsConfig(), counts=counts, checkpoint=checkpoint)
     assert sorted(read_groups(made)) == ["de", "el", "en", "fi", "ru"]
@@ -324,27 +321,26 @@ def test_languages_of_unknown_family_merge_by_their_embeddings(
     assert "no family is known of chr, chy, cop" in made.manifest.summary[-1]
 
 
-def test_a_language_that_comes_in_two_scripts_has_one_family(tmp_path: Path) -> None:
-    counts = {"en-zh": 3, "en-zh_Hant": 3}
-    made = group(tmp_path, GroupsConfig(method="typology"), counts=counts)
-    assert made.statistics["groups"] == {"Germanic": ["en"], "Sino-Tibetan": ["zh", "zh_Hant"]}
+@pytest.mark.parametrize(
+    ("method", "second", "groups"),
+    [
+        ("typology", "zh_Hant", {"Germanic": ["en"], "Sino-Tibetan": ["zh", "zh_Hant"]}),
+        ("typology", "pt_BR", {"Germanic": ["en"], "Romance": ["pt", "pt_BR"]}),
+        ("paper", "pt_BR", {"group 3": ["en", "pt", "pt_BR"]}),
+    ],
+)
+def test_scripts_and_regions_of_a_language_are_in_one_group(
+    method: Any, second: str, groups: dict[str, list[str]], tmp_path: Path
+) -> None:
+    counts = {f"en-{second[:2]}": 3, f"en-{second}": 3}
+    made = group(tmp_path, GroupsConfig(method=method), counts=counts)
+    assert made.statistics["groups"] == groups
 
 
-def test_a_language_of_a_region_is_in_its_languages_group(tmp_path: Path) -> None:
-    counts = {"en-pt": 3, "en-pt_BR": 3}
-    made = group(tmp_path / "a", GroupsConfig(method="typology"), counts=counts)
-    assert made.statistics["groups"] == {"Germanic": ["en"], "Romance": ["pt", "pt_BR"]}
-    made = group(tmp_path / "b", GroupsConfig(method="paper"), counts=counts)
-    assert made.statistics["groups"] == {"group 3": ["en", "pt", "pt_BR"]}
-
-
-def test_the_paper_s_groups_count_from_zero(tmp_path: Path) -> None:
-    groups = read_groups(group(tmp_path, GroupsConfig(method="paper")))
+def test_the_paper_s_groups_count_from_zero_and_leave_no_gap(tmp_path: Path) -> None:
+    groups = read_groups(group(tmp_path / "all", GroupsConfig(method="paper")))
     expected = {"fi": 0, "ru": 1, "uk": 1, "de": 2, "en": 2, "fr": 2, "nl": 2, "el": 3}
     assert groups == expected
-
-
-def test_the_paper_s_groups_without_languages_leave_no_gap(tmp_path: Path) -> None:
     made = group(tmp_path, GroupsConfig(method="paper"), counts={"de-en": 9, "el-en": 9})
     assert read_groups(made) == {"de": 0, "en": 0, "el": 1}
     assert made.read_json("groups.json")["names"] == ["group 3", "group 4"]
@@ -354,7 +350,6 @@ def test_the_paper_s_table_takes_additions(tmp_path: Path) -> None:
     counts = COUNTS | {"en-tl": 7}
     with pytest.raises(ConfigError, match=r"'tl' is in none .* nearest codes"):
         group(tmp_path, GroupsConfig(method="paper"), counts=counts)
-    (tmp_path / "more").mkdir()
     extended = GroupsConfig(method="paper", extend={"tl": 1})
     assert read_groups(group(tmp_path / "more", extended, counts=counts))["tl"] == 0
 
