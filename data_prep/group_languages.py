@@ -120,7 +120,8 @@ def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
     Raises:
         ConfigError: A language is in no group.
     """
-    table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed} | extend
+    table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
+    table |= extend
     names = {}
     for code in codes:
         group = table.get(code, table.get(without_region(code)))
@@ -158,7 +159,7 @@ def by_embeddings(
         families=families,
     )
     corpus_size = sum(natural_lines(shards).values())
-    # Round, so that a share such as 15/56 of 56 sentences is exactly 15.
+    # Round: a share such as 15/56 of 56 sentences is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
     merged, reasons = merge_closest(clusters, size_limit=limit)
     return Grouping({cluster.name: cluster.languages for cluster in merged}, tuple(reasons))
@@ -188,7 +189,7 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
     if weight.dim() != 2 or len(weight) != tokenizer.size:
         raise ArtifactError(
             f"{checkpoint.directory} has embeddings of shape {tuple(weight.shape)} where its "
-            f"tokenizer has {tokenizer.size} ids. Name a checkpoint whose files belong together."
+            f"tokenizer has {tokenizer.size} ids. Name a checkpoint of a single run."
         )
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
 
@@ -206,7 +207,7 @@ def family_clusters(
 def merge_closest(
     clusters: Sequence[Cluster], *, size_limit: float
 ) -> tuple[list[Cluster], list[str]]:
-    """Merge the two closest clusters whose joint size stays below the limit, until none do.
+    """Merge the two closest clusters with a joint size below the limit, until there are none.
 
     Distance is cosine distance to 12 decimals; ties go to the alphabetically first names. Return
     the clusters by name, and a sentence for each merge and for the end.
@@ -272,7 +273,7 @@ def groups_document(grouping: Grouping) -> dict[str, object]:
 
 
 def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
-    """Summarize the languages of each group and those of unknown family."""
+    """Summarize the languages of each group, and languages of unknown family."""
     members = grouping.members
     number = sum(map(len, members.values()))
     lines = [
@@ -283,7 +284,7 @@ def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
         lines[1] += f"; and {counted(len(members) - LISTED, 'more group')}"
     if unknown:
         lines.append(
-            f"no family is known of {listed(unknown)}: each began alone; set "
+            f"no family is known of {listed(unknown)}: each began as a group of its own; set "
             f'languages.family = {{ {unknown[0]} = "…" }} in the recipe'
         )
     return lines

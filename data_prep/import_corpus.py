@@ -4,7 +4,7 @@ Reads raw text through the reader of ``corpus.source``, one module of ``readers/
 :func:`read_raw`. Makes a corpus (``pipeline/artifacts/corpus.py``), with ``quarantine.jsonl`` for
 every line that is not text. Characters that some tools take for line ends become spaces.
 
-Pairs of files are imported by several worker processes, whose number does not change the result;
+Pairs of files are imported by several worker processes; their number does not change the result;
 other sources by one process. A file with text in several languages is read once, in blocks, for all
 pairs of its languages: a text is checked once, whatever the number of pairs it is in. Memory holds
 one block, and per section a sample of its lines.
@@ -493,7 +493,7 @@ def _changed(totals: Totals) -> str:
 
 
 def _lacking(totals: Totals) -> str:
-    """Summarize pairs and sides without usual parts; pairs for tests alone may lack training."""
+    """Summarize pairs and sides without usual parts; pairs for tests only may lack training."""
     trained = [pair for pair, counts in totals.pairs.items() if counts["train"]]
     lacking = {
         "no training data left": totals.emptied,

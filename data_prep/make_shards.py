@@ -1,10 +1,10 @@
 """Stage make_shards: encode training and validation lines as memory-mapped token ids.
 
 Reads a corpus and a tokenizer. Makes shards. Pairs are spread over worker processes or ranks
-(``pair_shards`` is the work on one pair), whose number does not change the result.
+(``pair_shards`` is the work on one pair); their number does not change the result.
 
-Finished pairs stay in the run folder of an interrupted stage and are not made again. A pair whose
-training sentences are all too long is listed as ``emptied`` in the statistics.
+Finished pairs stay in the run folder of an interrupted stage and are not made again. A pair with
+only too long training sentences is listed as ``emptied`` in the statistics.
 """
 
 import sys
@@ -16,7 +16,7 @@ from data_prep.pair_shards import (
     SPLITS,
     FinishedPair,
     PairCounts,
-    PairJob,
+    PairWork,
     Sharding,
     claim_work,
     pair_folder,
@@ -46,7 +46,7 @@ from pipeline.terminal import counted, listed, track
 
 
 def run(call: StageCall) -> None:
-    """Encode every pair and copy the tokenizer's files beside the ids."""
+    """Encode every pair and copy the tokenizer's files to the ids."""
     corpus, tokenizer_dir = call.artifacts["corpus"], tokenizer_folder(call.artifacts["tokenizer"])
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
@@ -69,9 +69,9 @@ def run(call: StageCall) -> None:
 
 
 def make_pairs(
-    sharding: Sharding, jobs: list[PairJob], *, processes: int, mpi: bool
+    sharding: Sharding, jobs: list[PairWork], *, processes: int, mpi: bool
 ) -> list[FinishedPair]:
-    """Return the shards of every pair by name; finished ones are not made again.
+    """Return the shards of every pair by name; finished pairs are not made again.
 
     After a failure no further pair begins.
     """
@@ -132,14 +132,14 @@ def check_training_lines(
         )
 
 
-def pair_jobs(corpus: Artifact, *, work_dir: Path) -> list[PairJob]:
-    """Return one job per pair, the largest first, so that no worker begins with it last."""
+def pair_jobs(corpus: Artifact, *, work_dir: Path) -> list[PairWork]:
+    """Return one job per pair, the largest first: no worker begins with it last."""
     for split in SPLITS:
         corpus.check(corpus.names(f"{split}/"))
     lines = {split: line_counts(corpus, split) for split in SPLITS}
     sizes = {pair: sum(of.get(pair, 0) for of in lines.values()) for pair in pair_counts(corpus)}
     return [
-        PairJob(
+        PairWork(
             pair,
             splits=tuple(split for split in SPLITS if pair in lines[split]),
             out_dir=pair_folder(work_dir, pair),

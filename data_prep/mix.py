@@ -193,7 +193,7 @@ def _as_phase(
 
 
 def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
-    """Return a pair, or its two directions, by name; tokens are those of the target."""
+    """Return a pair, or its two directions, by name, in lines or in tokens of the target."""
     ways = drawn_directions(pair, config)
     parts = {pair: ways} if config.sampling_over == "pairs" else {str(way): [way] for way in ways}
     if config.sampling_unit == "sentences":
@@ -330,7 +330,7 @@ def how_drawn(
         f"temperature {config.sampling_temperature:g} over {config.sampling_over}, by their {unit}"
     ]
     if config.targets:
-        lines.append(f"into {listed(config.targets)} alone")
+        lines.append(f"into {listed(config.targets)} only")
     if config.synthetic_share is not None:
         lines.append(f"share of pairs with a side that a machine wrote: {config.synthetic_share:g}")
     if held := sorted({name for names in capped for name in names}):

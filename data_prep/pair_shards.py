@@ -1,7 +1,7 @@
-"""Make the shards of one pair, in a worker, so that an interrupted stage can keep them.
+"""Make the shards of one pair, in a worker: an interrupted stage can keep them.
 
-A worker reads both sides in step, in chunks, so that memory does not grow with the number of lines.
-A back-translated source begins with the tag ``<s>``, which every vocabulary has and no text encodes
+A worker reads both sides in step, in chunks: memory does not grow with the number of lines. A
+back-translated source begins with the tag ``<s>``, which every vocabulary has and no text encodes
 to (Caswell and others, Tagged Back-Translation, 2019, arXiv 1906.06442).
 
 Each pair has a folder in the run folder of the output. ``finished.json`` is written last, when all
@@ -34,7 +34,7 @@ from pipeline.seeds import derive_seed
 SEGMENTATION_NBEST = 64
 """Unigram draws from so many best segmentations."""
 CHUNK_LINES = 512
-"""Lines encoded at a time. SentencePiece is fastest with few, whose ids stay in the cache."""
+"""Lines encoded at a time. SentencePiece is fastest with few: their ids stay in the cache."""
 CHUNK_CHARACTERS = 2**22
 """Characters of both sides encoded at a time; a chunk ends with the line that reaches a limit."""
 
@@ -66,7 +66,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class PairJob:
+class PairWork:
     """Input of a worker for one pair."""
 
     pair: str
@@ -85,7 +85,7 @@ class PairCounts:
     tokens: dict[str, int] = field(default_factory=dict)
     """Language → tokens of the training sentences."""
     unknown: dict[str, int] = field(default_factory=dict)
-    """Language → unknown ones among ``tokens``."""
+    """Language → unknown tokens among ``tokens``."""
     too_long: int = 0
     too_long_sides: dict[str, int] = field(default_factory=dict)
     """Language → its too long sentences; a sentence pair can count for both sides."""
@@ -116,7 +116,7 @@ def pair_folder(work_dir: Path, pair: str) -> Path:
 
 
 def claim_work(work_dir: Path, *, key: str) -> None:
-    """Make the run folder, or take over that of the same shards; others are emptied first.
+    """Make the run folder, or take over the folder of the same shards; others are emptied first.
 
     Args:
         work_dir: Run folder.
@@ -133,7 +133,7 @@ def claim_work(work_dir: Path, *, key: str) -> None:
 
 
 def remove_work(work_dir: Path) -> None:
-    """Remove the run folder, whose shards are all part of the artifact."""
+    """Remove the run folder: its shards are all part of the artifact."""
     _remove_pairs(work_dir)
     remove_files(work_dir, [IDENTITY_FILE])
 
@@ -154,7 +154,7 @@ def read_finished(folder: Path) -> FinishedPair | None:
     return found if sizes == {name: entry.size for name, entry in found.files.items()} else None
 
 
-def shard_pair(sharding: Sharding, job: PairJob) -> FinishedPair:
+def shard_pair(sharding: Sharding, job: PairWork) -> FinishedPair:
     """Make the shards of all splits of one pair."""
     if job.out_dir.exists():
         shutil.rmtree(job.out_dir)
@@ -171,7 +171,7 @@ def shard_pair(sharding: Sharding, job: PairJob) -> FinishedPair:
 
 
 def shard_split(
-    sharding: Sharding, job: PairJob, split: ShardSplit, counts: PairCounts
+    sharding: Sharding, job: PairWork, split: ShardSplit, counts: PairCounts
 ) -> list[str]:
     """Encode one split, both sides in step, and add to the pair's counts; return names of files.
 

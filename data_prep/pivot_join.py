@@ -1,11 +1,11 @@
 """Join the lines of two pairs over their equal pivot lines: de-en and en-fr become de-fr.
 
 Pivot lines are equal if all their characters are. Of lines that occur several times, the k-th of
-one pair joins the k-th of the other, so that a joined pair is never larger than the smaller of the
-two. Joined lines keep the order of the pair whose language comes first.
+one pair joins the k-th of the other, and a joined pair is never larger than the smaller of the two.
+Joined lines keep the order of the pair with the first language.
 
-Memory: 16 bytes per joined line, 1 byte per line of the second pair, and the digests of one part
-of the lines.
+Memory: 16 bytes per joined line, 1 byte per line of the second pair, and the digests of one part of
+the lines.
 
 Legend: N lines, U shared digests, L joined lines.
 """
@@ -25,7 +25,7 @@ from pipeline.artifacts.corpus import aligned_lines, iterate_lines
 
 
 class PivotedText(NamedTuple):
-    """Files with the lines of a language and those of the pivot."""
+    """Files with the lines of a language and of the pivot."""
 
     text: Path
     pivot: Path
@@ -49,7 +49,7 @@ def write_joined(first: PivotedText, second: PivotedText, outputs: tuple[Path, P
 def _matched(
     first: PivotedText, second: PivotedText, *, temporary: tuple[Path, Path]
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield the first pair's lines that match one of the second, and the number of that one."""
+    """Yield the first pair's lines that match a line of the second, and its number there."""
     digests = [path.with_suffix(".digests") for path in temporary]
     for pivoted, path in zip((first, second), digests, strict=True):
         with path.open("wb") as stream:

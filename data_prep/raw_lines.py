@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from data_prep.readers.raw_text import RawLine, Source
+from data_prep.readers.raw_text import LineSource, RawLine
 from pipeline.errors import DataError
 from pipeline.terminal import listed
 
@@ -146,7 +146,7 @@ def _repair(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Repair:
 
 def good_lines(
     lines: Iterable[CheckedLine],
-    sources: Sequence[Source],
+    sources: Sequence[LineSource],
     *,
     counts: LineCounts,
     quarantine_path: Path,
@@ -188,7 +188,7 @@ def good_lines(
 
 
 def _count_defects(
-    texts: Sequence[Checked], sources: Sequence[Source], counts: LineCounts
+    texts: Sequence[Checked], sources: Sequence[LineSource], counts: LineCounts
 ) -> list[tuple[str, str]]:
     """Count the defects of a line; return file and reason of each side that is not text."""
     bad: dict[tuple[str, str], None] = {}
@@ -207,7 +207,7 @@ def _count_defects(
 
 
 def refuse_damaged(
-    sources: Sequence[Source], counts: LineCounts, *, setting: str = "corpus.max_line_bytes"
+    sources: Sequence[LineSource], counts: LineCounts, *, setting: str = "corpus.max_line_bytes"
 ) -> None:
     """Refuse files of which too many lines are not text.
 

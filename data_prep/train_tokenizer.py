@@ -1,7 +1,7 @@
 """Stage train_tokenizer: train a vocabulary on a sample balanced by temperature.
 
 Reads a corpus. Makes a tokenizer with a token for every language. SentencePiece sees training lines
-only, drawn without replacement so that small languages weigh more than their share; text is not
+only, drawn without replacement: small languages weigh more than their share; text is not
 normalized. Languages in ``tokenizer.target_languages`` get a model of their own.
 
 With ``base``, the stage extends a vocabulary: it trains one on the languages that the base lacks,
@@ -59,7 +59,7 @@ MAX_LINE_BYTES = 2**20
 
 THREADS = 16
 """Threads of SentencePiece. The unigram trainer sums what each has found in an order that their
-number decides, so that a constant makes the pieces the same on every machine."""
+number decides: a constant makes the pieces the same on every machine."""
 
 SEEDS_PER_PIECE, LEAST_SEEDS, MOST_SEEDS = 4, 32_000, 1_000_000
 """Pieces that the unigram trainer begins with, for each piece wanted, at least, and at most.
@@ -95,7 +95,7 @@ class Sample:
     characters: set[str] = field(default_factory=set)
     """Characters of the lines yielded so far."""
     normalize: Callable[[str], str] = str
-    """Normalization of the vocabulary that is extended, whose pieces are of normalized text."""
+    """Normalization of the vocabulary that is extended: its pieces are of normalized text."""
 
     def __iter__(self) -> Iterator[str]:
         totals = lines_per_language(self.corpus)
@@ -285,7 +285,7 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
 def draw_sample(
     corpus: Artifact, *, config: TokenizerConfig, among: frozenset[str] | None = None
 ) -> Sample:
-    """Return the sample that the settings ask for, whose lines are read on iteration.
+    """Return the sample that the settings ask for; its lines are read on iteration.
 
     Args:
         corpus: Corpus to draw from.
@@ -465,7 +465,7 @@ def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataErr
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return ConfigError(
-            f"{where} small: the characters of the sample and the specials alone need "
+            f"{where} small: the characters of the sample and the specials already need "
             f"{found[1]}. Set more, or a lower character_coverage."
         )
     return DataError(

@@ -281,7 +281,6 @@ def _spellings(stem: str, sides: Mapping[str, RawFile]) -> tuple[str, str]:
         if side not in sides:
             there = next(iter(sides.values()))
             raise DataError(
-                f"{there.path} has no counterpart in {side}. Add {stem}.{side} beside it or remove "
-                "the file."
+                f"{there.path} has no counterpart in {side}. Add {stem}.{side} or remove the file."
             )
     return first, second

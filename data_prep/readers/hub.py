@@ -14,11 +14,11 @@ from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
     SPLIT_NAMES,
     LeftOut,
+    LineSource,
     NamedPair,
     RawLine,
     RawText,
     Section,
-    Source,
     is_pair_name,
     name_pairs,
     select_pairs,
@@ -31,7 +31,7 @@ COLUMN = "translation"
 
 
 def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all splits of the pairs whose languages are wanted, row by row.
+    """Read all splits of the pairs of wanted languages, row by row.
 
     Raises:
         ConfigError: No data set is given, the library is missing, or a wanted language is in no
@@ -75,7 +75,7 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
         for section in _sections(library, dataset, pair)
     ]
     known: dict[tuple[str, str], Section] = {}
-    for section in sections:  # two splits of one meaning, or de-en beside en-de
+    for section in sections:  # two splits of one meaning, or both de-en and en-de
         first = known.setdefault((section.pair, section.split), section)
         if first is not section:
             raise DataError(
@@ -114,7 +114,7 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
     for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
         spellings = (first[1], second[1])
         one, other = (
-            Source(f"{pair.name}/{name}.{spelling}", f"{dataset} {pair.name}/{name}.{spelling}")
+            LineSource(f"{pair.name}/{name}.{spelling}", f"{dataset} {pair.name}/{name}.{spelling}")
             for spelling in spellings
         )
         yield Section(

@@ -30,7 +30,7 @@ from pipeline.errors import ConfigError, DataError
 
 
 def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read the files of ``corpus.files`` whose languages are wanted.
+    """Read the files of ``corpus.files`` that are in wanted languages.
 
     Raises:
         ConfigError: No folder or files are given, a pair is misspelled, or a wanted language is in
@@ -58,7 +58,7 @@ def _root(raw: RawInput | None) -> Path:
     if len(paths) > 1 or not paths[0].is_dir():
         raise ConfigError(
             f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder. Name "
-            "the one that the paths of corpus.files start from."
+            "the folder that the paths of corpus.files start from."
         )
     return paths[0]
 

@@ -50,7 +50,7 @@ class NamedPair:
 
 
 def is_pair_name(name: str) -> bool:
-    """Return whether a name is that of a pair of languages, like ``de-en``."""
+    """Return whether a name names a pair of languages, like ``de-en``."""
     return _PAIR.fullmatch(name) is not None
 
 
@@ -110,10 +110,10 @@ class RawLine(NamedTuple):
     texts: tuple[bytes, ...]
     """Bytes per side without the line end; UTF-8 unless damaged."""
     is_malformed: bool = False
-    """Whether the file has a record there whose sides cannot be told."""
+    """Whether the file has a record there that has no recognizable sides."""
 
 
-class Source(NamedTuple):
+class LineSource(NamedTuple):
     """Origin of the lines of one side."""
 
     name: str
@@ -160,7 +160,7 @@ class Section:
     """Languages in the order of the pair's name."""
     spellings: tuple[str, str]
     """Spellings of the languages in the raw text."""
-    sources: tuple[Source, Source]
+    sources: tuple[LineSource, LineSource]
     lines: Iterable[RawLine] | LinesOfPair
     """Lines, which can be iterated once; the file is opened for the first."""
     to_the_end: bool = True
@@ -193,7 +193,7 @@ class LeftOut(Counter[str]):
 
 @dataclass(frozen=True)
 class RawText:
-    """All sections of a reader; those of one split and pair follow in their order."""
+    """All sections of a reader; text of one split and pair follows in their order."""
 
     sections: list[Section]
     left_out: LeftOut = field(default_factory=LeftOut)
@@ -210,16 +210,16 @@ PACKED = r"(?:\.gz|\.zst)?"
 """Pattern of the endings of packed files."""
 
 
-def source_of(path: Path, root: Path) -> Source:
+def source_of(path: Path, root: Path) -> LineSource:
     """Return a file below a folder as a source."""
-    return Source(name=path.relative_to(root).as_posix(), place=str(path))
+    return LineSource(name=path.relative_to(root).as_posix(), place=str(path))
 
 
 @dataclass(frozen=True)
 class FilesInStep:
     """Lines of several files side by side.
 
-    Nothing is opened before iteration, so that another process can iterate.
+    Nothing is opened before iteration: another process can iterate.
 
     Raises:
         DataError: On iteration, if one file has more lines than another.
@@ -274,8 +274,8 @@ class RawFile:
         found = {_SPLITS[word.lower()] for word in _SPLIT_WORD.findall(self.name)}
         if len(found) > 1:
             raise DataError(
-                f"{self.path} is named as {' and '.join(sorted(found))} text. Rename it so that "
-                "one of them is left."
+                f"{self.path} is named as {' and '.join(sorted(found))} text. Rename it with "
+                "a single split."
             )
         return found.pop() if found else "train"
 
@@ -289,20 +289,20 @@ class RawFile:
         found = list(filter(is_pair_name, name.split("."))) or list(filter(is_pair_name, folders))
         if len({entry.lower() for entry in found}) > 1:
             raise DataError(
-                f"{self.path} is named as text of {' and '.join(found)}. Rename it so that one of "
-                "them is left."
+                f"{self.path} is named as text of {' and '.join(found)}. Rename it with a "
+                "single pair."
             )
         return spellings_of(found[0]) if found else None
 
-    def source(self, side: str = "") -> Source:
-        """Return the source of its lines, or of one of its sides."""
-        return Source(name=self.name, place=f"{self.path} ({side})" if side else str(self.path))
+    def source(self, side: str = "") -> LineSource:
+        """Return the source of its lines, or of a side."""
+        return LineSource(name=self.name, place=f"{self.path} ({side})" if side else str(self.path))
 
 
 def find_files(
     raw: RawInput | None, *, source: str, endings: Sequence[str]
 ) -> tuple[list[RawFile], LeftOut]:
-    """Return the files with one of the endings, by name, and count the others as ignored.
+    """Return the files with these endings, by name, and count the others as ignored.
 
     Hidden files and folders are neither read nor counted.
 

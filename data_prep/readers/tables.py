@@ -6,8 +6,8 @@ file with a pair in its name, ``train.de-en.tsv``, the columns ``de`` and ``en``
 first line names them; otherwise every row has these two, in this order. A blank cell or
 ``__NULL__`` is missing. There is no quoting: a row is a line.
 
-Others: the languages are those of ``corpus.columns`` (``{ de = "source", en = "target" }``), else
-of the pair in the name of the file or its folder: ``de-en/train-00000-of-00001.parquet``,
+Others: the languages are named by ``corpus.columns`` (``{ de = "source", en = "target" }``), else
+by the pair in the name of the file or its folder: ``de-en/train-00000-of-00001.parquet``,
 ``train.de-en.jsonl``. Without ``corpus.columns``, a column ``translation`` holds the text of both
 languages, or each has a column with its code as the name.
 """
@@ -66,7 +66,7 @@ def open_table(
     """Open a TSV table with the languages of its header, of ``pair``, or of its name.
 
     Raises:
-        DataError: There is none of these, or the file cannot be read.
+        DataError: Nothing names the languages, or the file cannot be read.
     """
     columns = _find_columns(file, pair or file.pair(), max_line_bytes=config.max_line_bytes)
     return MultiwayFile(
@@ -196,7 +196,7 @@ def iterate_records(
     """Yield the rows of a file with the texts that are not blank.
 
     Args:
-        file: File with one of ``ENDINGS``.
+        file: File; its ending is in ``ENDINGS``.
         columns: Language → column.
         max_line_bytes: Longest text; a much longer row is malformed.
     """
@@ -234,7 +234,7 @@ def _require_columns(file: RawFile, rows: Iterable[Row], columns: Mapping[str, s
     if line and not present:
         raise DataError(
             f"{file.path}, line {line}, is not a row of a .{file.ending} file. Rename the file to "
-            "what it is, or correct the line."
+            "its form, or correct the line."
         )
     if line:
         missing = [column for column in columns.values() if column not in present]
@@ -320,7 +320,7 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
 
 
 def _decoded(raw: bytes) -> str:
-    """Decode so that invalid UTF-8 survives encoding, for the quarantine."""
+    """Decode text; invalid UTF-8 survives encoding, for the quarantine."""
     return raw.decode("utf-8", "surrogateescape")
 
 

@@ -35,7 +35,7 @@ from pipeline.artifacts.raw_input import RawInput
 from pipeline.errors import DataError
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))
-"""Elements whose content is not text."""
+"""Elements with content that is not text."""
 
 _BREAKS = frozenset("lb cb pb x-lb x-br br".split())
 """Types of codes that break a line, column or page."""

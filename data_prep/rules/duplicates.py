@@ -103,7 +103,7 @@ def part_of(path: Path, part: int, parts: int) -> tuple[Digests, Numbers]:
 
 
 def repeats_among(digest_N: Digests, number_N: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the numbers of lines that repeat a digest, and those of its first lines."""
+    """Return the numbers of lines that repeat a digest, and of the first lines with it."""
     order_N = np.argsort(digest_N, kind="stable")
     digest_N, number_N = digest_N[order_N], number_N[order_N]
     is_first_N = np.ones(len(digest_N), dtype=np.bool_)

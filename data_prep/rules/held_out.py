@@ -88,7 +88,7 @@ def held_out_sets(corpus: Artifact, tests: Mapping[str, Artifact]) -> HeldOutSet
 
 @lru_cache(maxsize=LANGUAGES_HELD)
 def held_out_lines(held_out: HeldOutSets, language: str) -> HeldOutLines:
-    """Return the held-out lines of a language over all pairs, whose files were checked before."""
+    """Return the held-out lines of a language over all pairs, from files checked before."""
     found = HeldOutLines()
     for number, one in enumerate(held_out.sets):
         if language in one.pair.split("-"):

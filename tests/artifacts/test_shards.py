@@ -371,7 +371,7 @@ def test_pairs_that_were_finished_when_the_stage_was_stopped_are_not_made_again(
     made: list[str] = []
 
     def until_the_last(
-        sharding: pair_shards.Sharding, job: pair_shards.PairJob
+        sharding: pair_shards.Sharding, job: pair_shards.PairWork
     ) -> pair_shards.FinishedPair:
         if job.pair == "de-ru" and "de-ru" not in made:
             made.append(job.pair)

@@ -14,7 +14,7 @@ from sacrebleu.metrics.chrf import CHRF
 from support.corpora import Texts, make_corpus
 from support.stage_runs import run_stage
 
-from data_prep.clean_pair import BLOCK_LINES
+from data_prep.clean import BLOCK_LINES
 from data_prep.settings import MixtureConfig, SyntheticConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, InputRecord, new_artifact, open_artifact

@@ -281,7 +281,7 @@ def test_each_language_of_unknown_family_is_a_group_of_its_own_and_named(tmp_pat
     )
     assert made.manifest.summary[0] == "5 languages in 4 groups"
     assert made.manifest.summary[-1] == (
-        "no family is known of chr, chy, cop: each began alone; set "
+        "no family is known of chr, chy, cop: each began as a group of its own; set "
         'languages.family = { chr = "…" } in the recipe'
     )
 

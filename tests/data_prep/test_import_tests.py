@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep.readers.outside_tests import describe_file
+from data_prep.import_tests import describe_file
 from data_prep.settings import OutsideTestsConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact

@@ -2,15 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.raw_trees import run_import, write
 
 from data_prep.readers.hub import read_dataset
+from data_prep.readers.raw_text import RawLine
 from data_prep.settings import CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
@@ -226,5 +227,6 @@ def test_the_library_itself_reads_a_data_set_laid_out_as_opus_100_is(tmp_path: P
     )
     raw = read_dataset(HubDataset(str(tmp_path / "pairs"), REVISION), CorpusConfig())
     assert [section.split for section in raw.sections] == ["train", "valid"]
-    assert [line.number for line in raw.sections[0].lines] == [1, 2, 3]
-    assert [line.texts for line in raw.sections[1].lines] == [(b"eins", b"one")]
+    train, valid = (cast("Iterable[RawLine]", section.lines) for section in raw.sections)
+    assert [line.number for line in train] == [1, 2, 3]
+    assert [line.texts for line in valid] == [(b"eins", b"one")]
