@@ -148,24 +148,18 @@ def test_without_the_library_it_is_said_how_to_get_it(
         imported(tmp_path / "corpus")
 
 
-def test_what_the_library_raises_becomes_one_sentence(hub: FakeHub, tmp_path: Path) -> None:
-    def fail(name: str, *, revision: str) -> list[str]:
-        raise LookupError(f"no {name} at {revision}\nTraceback of the server")
-
-    hub.__dict__["get_dataset_config_names"] = fail
-    with pytest.raises(
-        DataError, match=rf"^hub:owner/pairs@{REVISION} cannot be read \(no .*\)\. "
-    ):
-        imported(tmp_path / "corpus")
-
-
-def test_a_request_to_stop_is_not_taken_for_an_error_of_the_library(
+def test_an_error_of_the_library_becomes_one_sentence_and_a_request_to_stop_does_not(
     hub: FakeHub, tmp_path: Path
 ) -> None:
-    def stop(name: str, *, revision: str) -> list[str]:
-        raise Interrupted(name + revision)
+    errors = [LookupError("no pairs\nTraceback of the server"), Interrupted("stop")]
 
-    hub.__dict__["get_dataset_config_names"] = stop
+    def fail(*_: object, **__: object) -> list[str]:
+        raise errors.pop(0)
+
+    hub.__dict__["get_dataset_config_names"] = fail
+    said = rf"^hub:owner/pairs@{REVISION} cannot be read \(no pairs\)\. "
+    with pytest.raises(DataError, match=said):
+        imported(tmp_path / "corpus")
     with pytest.raises(Interrupted):
         imported(tmp_path / "corpus")
 
