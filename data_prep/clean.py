@@ -35,6 +35,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import compress, islice
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.rules.duplicates import LineDigests
@@ -257,11 +258,12 @@ class Cleaning:
     def _rules(self, pair: str, sources: tuple[Path, Path]) -> PairRules:
         """Return the rules, after a pass over all lines of the pair for the facts they need."""
         config, ratios = self.config, LengthRatios()
-        with LineDigests(self._outputs(pair)[0].with_suffix(".digests")) as digests:
+        with TemporaryFile(dir=self._outputs(pair)[0].parent) as file:
+            digests = LineDigests(file)
             for block in _blocks(sources):
                 ratios.add(block)
                 if config.drop_duplicates:
-                    digests.add([as_seen(*lines) for lines in block])
+                    digests.add(["\n".join(as_seen(*lines)) for lines in block])
             duplicates = digests.duplicates() if config.drop_duplicates else None
         first, second = map(language_of, pair.split("-"))
         identifier, language_rule = line_identifier(config), None

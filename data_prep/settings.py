@@ -149,8 +149,8 @@ class CleanConfig(Settings):
             codes = set(pair.split("-"))
             if pair.count("-") != 1 or len(codes - {self.pivot, ""}) < 2:
                 raise ValueError(
-                    f"joined_pairs names {pair!r}, which is no pair of two languages without "
-                    f"the pivot {self.pivot!r}. Write it like 'de-fr'"
+                    f"joined_pairs names {pair!r}, which is no pair of two languages, both "
+                    f"other than the pivot {self.pivot!r}. Write it like 'de-fr'"
                 )
         if len({frozenset(pair.split("-")) for pair in self.joined_pairs}) < len(self.joined_pairs):
             raise ValueError("joined_pairs names a pair twice. Name each once")

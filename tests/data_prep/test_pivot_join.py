@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from support.corpora import make_corpus
 from support.stage_runs import run_stage
 
-from data_prep import pivot_join
 from data_prep.pivot_join import PivotedText, write_joined
+from data_prep.rules import duplicates
 from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
@@ -50,7 +50,7 @@ def test_joined_lines_are_those_of_a_brute_force_join(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pivot_join, "PART", part)
+    monkeypatch.setattr(duplicates, "PART", part)
     generator = random.Random(1)
     drawn = [generator.randrange(pivots) for _ in range(min(lines) // 2)]
     one, other = (
@@ -189,7 +189,7 @@ def test_a_pair_that_cannot_be_joined_is_refused_by_name(
     ("settings", "said"),
     [
         ({"joined_pairs": ["de"]}, "no pair of two languages"),
-        ({"joined_pairs": ["de-en"]}, "beside the pivot 'en'"),
+        ({"joined_pairs": ["de-en"]}, "other than the pivot 'en'"),
         ({"joined_pairs": ["de-de"]}, "no pair of two languages"),
         ({"joined_pairs": ["de-fr", "fr-de"]}, "names a pair twice"),
         ({"joined_pairs": ["de-fr"], "drop_held_out_overlap": False}, "across a held-out line"),
