@@ -49,7 +49,7 @@ from data_prep.readers.raw_text import (
     RecordFile,
     Section,
 )
-from data_prep.readers.tables import read_columns, read_tsv
+from data_prep.readers.tables import read_tables
 from data_prep.readers.tmx import read_tmx
 from data_prep.settings import CorpusConfig
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
@@ -99,12 +99,10 @@ def read_raw(call: StageCall) -> RawText:
             return read_hub(raw, config)
         case "tmx":
             return read_tmx(raw, config)
-        case "tsv":
-            return read_tsv(raw, config)
+        case "tsv" | "columns":
+            return read_tables(raw, config)
         case "moses":
             return read_moses(raw, config)
-        case "columns":
-            return read_columns(raw, config)
         case "listed":
             return read_listed(raw, config)
 

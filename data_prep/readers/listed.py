@@ -21,8 +21,7 @@ from data_prep.readers.raw_text import (
     raw_paths,
     select_pairs,
 )
-from data_prep.readers.tables import ENDINGS as COLUMN_ENDINGS
-from data_prep.readers.tables import open_columns, open_table
+from data_prep.readers.tables import COLUMN_ENDINGS, TSV_ENDINGS, open_table
 from data_prep.readers.tmx import survey_file
 from data_prep.settings import CorpusConfig, ListedText
 from pipeline.artifacts.raw_input import RawInput
@@ -97,14 +96,12 @@ def _open(
     config: CorpusConfig,
     left_out: Counter[str],
 ) -> MultiwayFile:
-    match file.ending:
-        case "tmx":
-            return survey_file(file, entry.split, config, left_out=left_out)
-        case "tsv":
-            return open_table(file, entry.split, config, pair=pair.spellings)
-        case ending if ending in COLUMN_ENDINGS:
-            return open_columns(file, entry.split, config, pair=pair.spellings)
+    if file.ending == "tmx":
+        return survey_file(file, entry.split, config, left_out=left_out)
+    if file.ending in (*TSV_ENDINGS, *COLUMN_ENDINGS):
+        return open_table(file, entry.split, config, pair=pair.spellings)
     raise DataError(
-        f"{file.path} is one file of both languages, but ends in none of .tmx, .tsv, "
-        f"{', '.join(f'.{ending}' for ending in COLUMN_ENDINGS)}. Name a file per language."
+        f"{file.path} is one file of both languages, but ends in none of .tmx, "
+        f"{', '.join(f'.{ending}' for ending in (*TSV_ENDINGS, *COLUMN_ENDINGS))}. Name a file per "
+        "language."
     )

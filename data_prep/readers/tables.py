@@ -16,8 +16,9 @@ import codecs
 import csv
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from pipeline.errors import DataError
 from pipeline.languages import find_code
 from pipeline.terminal import listed
 
+TSV_ENDINGS, COLUMN_ENDINGS = ("tsv",), ("parquet", "jsonl", "json", "csv")
 MISSING = b"__NULL__"
 """Mark of missing translations in the TED talks."""
 
@@ -48,14 +50,15 @@ class Columns:
     has_header: bool
 
 
-def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all pairs of the languages that TSV tables have.
+def read_tables(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """Read all pairs of the languages that tables have: TSV for ``tsv``, others for ``columns``.
 
     Raises:
-        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: A table says nowhere which languages it has.
+        ConfigError: Nothing is given, a package is missing, or a wanted language is in no pair.
+        DataError: As :func:`open_table`.
     """
-    files, left_out = find_files(raw, source="tsv", endings=("tsv",))
+    endings = TSV_ENDINGS if config.source == "tsv" else COLUMN_ENDINGS
+    files, left_out = find_files(raw, source=config.source, endings=endings)
     tables = [open_table(file, file.split(), config) for file in files]
     return pair_up(tables, config, left_out=left_out)
 
@@ -63,18 +66,31 @@ def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
 def open_table(
     file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
 ) -> MultiwayFile:
-    """Open a TSV table with the languages of its header, of ``pair``, or of its name.
+    """Open a table with the languages of its header (TSV) or of ``corpus.columns`` (others).
+
+    Otherwise it has the languages of ``pair``, or of its name.
 
     Raises:
-        DataError: Nothing names the languages, or the file cannot be read.
+        ConfigError: A package is missing.
+        DataError: Nothing says the languages, the first rows lack a column of them, or the file
+            cannot be read.
     """
-    columns = _find_columns(file, pair or file.pair(), max_line_bytes=config.max_line_bytes)
+    max_line_bytes = config.max_line_bytes
+    records: Callable[[], Iterator[Record]]
+    if file.ending in TSV_ENDINGS:
+        columns = _find_columns(file, pair or file.pair(), max_line_bytes=max_line_bytes)
+        languages = tuple(columns.spellings.values())
+        records = partial(iterate_rows, file, columns, max_line_bytes=max_line_bytes)
+    else:
+        names = _column_names(file, tuple(config.columns) or pair or file.pair(), config)
+        languages = tuple(names)
+        records = partial(iterate_records, file, names, max_line_bytes=max_line_bytes)
     return MultiwayFile(
         file=file,
         split=split,
-        together=(frozenset(columns.spellings.values()),),
+        together=(frozenset(languages),),
         is_surveyed=False,
-        records=lambda: iterate_rows(file, columns, max_line_bytes=config.max_line_bytes),
+        records=records,
     )
 
 
@@ -133,7 +149,6 @@ def _header_cells(line: bytes) -> Sequence[str]:
     return [cell.strip() for cell in text.split("\t")]
 
 
-ENDINGS = ("parquet", "jsonl", "json", "csv")
 TRANSLATION = "translation"
 ROWS_WITH_COLUMNS = 1000
 """First rows of a file, which must have every column: a row may lack a text."""
@@ -151,28 +166,10 @@ class Row(NamedTuple):
     """Column → cell; None if the row is malformed."""
 
 
-def read_columns(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all pairs of the languages that the files have columns for.
-
-    Raises:
-        ConfigError: Nothing is given, a package is missing, or a wanted language is in no pair.
-        DataError: A file lacks a column, or nothing says which languages it has.
-    """
-    files, left_out = find_files(raw, source="columns", endings=ENDINGS)
-    opened = [open_columns(file, file.split(), config) for file in files]
-    return pair_up(opened, config, left_out=left_out)
-
-
-def open_columns(
-    file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
-) -> MultiwayFile:
-    """Open a file with the languages of ``corpus.columns``, of ``pair``, or of its name.
-
-    Raises:
-        ConfigError: A package is missing.
-        DataError: The first row lacks a column, or nothing says the languages.
-    """
-    languages = tuple(config.columns) or pair or file.pair()
+def _column_names(
+    file: RawFile, languages: tuple[str, ...] | None, config: CorpusConfig
+) -> dict[str, str]:
+    """Return language → column, after a look at the first rows."""
     if languages is None or len(languages) < 2:
         raise DataError(
             f"Nothing says which languages {file.path} has. Set corpus.columns, for instance "
@@ -181,13 +178,7 @@ def open_columns(
     columns = {language: config.columns.get(language, language) for language in languages}
     rows = _rows(file, columns.values(), max_line_bytes=config.max_line_bytes)
     _require_columns(file, islice(rows, ROWS_WITH_COLUMNS), columns)
-    return MultiwayFile(
-        file=file,
-        split=split,
-        together=(frozenset(languages),),
-        is_surveyed=False,
-        records=lambda: iterate_records(file, columns, max_line_bytes=config.max_line_bytes),
-    )
+    return columns
 
 
 def iterate_records(
@@ -196,7 +187,7 @@ def iterate_records(
     """Yield the rows of a file with the texts that are not blank.
 
     Args:
-        file: File; its ending is in ``ENDINGS``.
+        file: File; its ending is in ``COLUMN_ENDINGS``.
         columns: Language → column.
         max_line_bytes: Longest text; a much longer row is malformed.
     """

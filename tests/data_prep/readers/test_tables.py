@@ -18,7 +18,7 @@ from support.raw_trees import run_import, write
 from data_prep import import_corpus
 from data_prep.readers import tables
 from data_prep.readers.raw_text import RawFile, Record
-from data_prep.readers.tables import Columns, iterate_rows, open_columns, open_table
+from data_prep.readers.tables import Columns, iterate_rows, open_table
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_bytes
 from pipeline.artifacts.artifact import Artifact
@@ -482,7 +482,7 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
     csv.writer(stream).writerows([("de", "en"), *rows])
     root = tmp_path_factory.mktemp("csv")
     path = write(root, {"train.csv": stream.getvalue()}) / "train.csv"
-    table = open_columns(RawFile(path, "train.csv"), "train", CorpusConfig(), pair=("de", "en"))
+    table = open_table(RawFile(path, "train.csv"), "train", CorpusConfig(), pair=("de", "en"))
     expected = [
         {code: side.encode() for code, side in zip(("de", "en"), row, strict=True) if side}
         for row in rows
