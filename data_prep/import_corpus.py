@@ -42,12 +42,12 @@ from data_prep.readers.raw_text import (
     ONE_SIDED,
     SPLITS,
     FilesInStep,
-    LeftOut,
     LinesOfPair,
     RawText,
     Record,
     RecordFile,
     Section,
+    SkippedText,
 )
 from data_prep.readers.tables import read_tables
 from data_prep.readers.tmx import read_tmx
@@ -374,7 +374,7 @@ def blocks_of(
 class Totals:
     """Sums over all sections, for the statistics and the summary."""
 
-    left_out: LeftOut
+    left_out: SkippedText
     pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
     characters: dict[str, dict[Split, Counter[str]]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)

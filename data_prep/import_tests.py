@@ -65,7 +65,7 @@ _VALID_NAME = re.compile("dev(?!test)|valid", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class TextFile:
+class SetFile:
     """File of a test set, as its name describes it."""
 
     path: Path
@@ -266,14 +266,14 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
     )
 
 
-def describe_file(path: Path) -> TextFile | None:
+def describe_file(path: Path) -> SetFile | None:
     """Describe a file by its name; None if it belongs to no test set."""
     if match := _FLORES.fullmatch(path.name):
         split: Split = "valid" if match["split"] == "dev" else "test"
-        return TextFile(path, "FLORES-200", split, match["code"])
+        return SetFile(path, "FLORES-200", split, match["code"])
     if match := _NTREX.fullmatch(path.name):
         is_source = match["role"] == "src"
-        return TextFile(
+        return SetFile(
             path, "NTREX-128", "test", match["code"], set_name=match["name"], is_source=is_source
         )
     match = _PAIR.fullmatch(path.name)
@@ -284,10 +284,10 @@ def describe_file(path: Path) -> TextFile | None:
         return None
     split = "valid" if _VALID_NAME.search(match["name"]) else "test"
     pair = (match["first"], match["second"])
-    return TextFile(path, "pairs", split, match["code"], set_name=match["name"], pair=pair)
+    return SetFile(path, "pairs", split, match["code"], set_name=match["name"], pair=pair)
 
 
-def select_files(files: Sequence[TextFile], wanted: Sequence[str]) -> list[TextFile]:
+def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFile]:
     """Return the files of the wanted languages, in any usual spelling; all if none is named.
 
     Raises:
@@ -310,7 +310,7 @@ def select_files(files: Sequence[TextFile], wanted: Sequence[str]) -> list[TextF
     ]
 
 
-def _codes(files: Sequence[TextFile]) -> dict[str, str]:
+def _codes(files: Sequence[SetFile]) -> dict[str, str]:
     """Return spelling → code; scripts count if one language has files in several."""
     return distinct_codes({spelling for file in files for spelling in file.languages})
 
@@ -326,7 +326,7 @@ def _files(directory: Path, *, depth: int) -> Iterator[Path]:
             yield from _files(entry, depth=depth - 1)
 
 
-def _one_layout(root: Path, files: Sequence[TextFile]) -> Layout:
+def _one_layout(root: Path, files: Sequence[SetFile]) -> Layout:
     examples = {file.layout: file.path for file in reversed(files)}
     match list(examples):
         case []:
@@ -341,22 +341,22 @@ def _one_layout(root: Path, files: Sequence[TextFile]) -> Layout:
 
 
 def _align(
-    files: Sequence[TextFile], codes: dict[str, str], config: OutsideTestsConfig
-) -> tuple[list[TextFile], list[AlignedFiles]]:
+    files: Sequence[SetFile], codes: dict[str, str], config: OutsideTestsConfig
+) -> tuple[list[SetFile], list[AlignedFiles]]:
     """Return the files to read, aligned per split, and per pair if their names have one.
 
     Raises:
         ConfigError: There is no file of the pivot.
         DataError: Files are of several test sets, two are one text, or a side is missing.
     """
-    versions: dict[tuple[Split, tuple[str, ...]], dict[str, list[TextFile]]] = {}
+    versions: dict[tuple[Split, tuple[str, ...]], dict[str, list[SetFile]]] = {}
     for file in files:
         pair = tuple(sorted({codes[spelling] for spelling in file.pair or ()}))
         if file.pair and len(pair) < 2:
             raise DataError(f"{file.path} pairs a language with itself. Rename or remove it.")
         of_code = versions.setdefault((file.split, pair), defaultdict(list))
         of_code[codes[file.spelling]].append(file)
-    read: list[TextFile] = []
+    read: list[SetFile] = []
     aligned = []
     for (split, pair), of_code in sorted(versions.items(), key=lambda item: item[0]):
         names = sorted({file.set_name for of in of_code.values() for file in of})
@@ -378,7 +378,7 @@ def _align(
     return read, aligned
 
 
-def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile:
+def _first_version(files: Sequence[SetFile], wanted: Sequence[str]) -> SetFile:
     """Return the file to read, among several of one language and script in one split.
 
     It is the variant that is wanted, else the source of the translations, else one without
@@ -386,7 +386,7 @@ def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile
     """
     meant = {find_code(asked, [file.spelling for file in files]) for asked in wanted}
 
-    def preference(file: TextFile) -> tuple[bool, bool, int, str]:
+    def preference(file: SetFile) -> tuple[bool, bool, int, str]:
         spelling = file.spelling
         return spelling not in meant, not file.is_source, len(spelling), spelling
 

@@ -28,11 +28,11 @@ from data_prep.readers.raw_text import (
     SPLIT_NAMES,
     SPLITS,
     FilesInStep,
-    LeftOut,
     NamedPair,
     RawFile,
     RawText,
     Section,
+    SkippedText,
     is_pair_name,
     list_files,
     name_pairs,
@@ -113,7 +113,7 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
         ConfigError: No tree is given, or a wanted language is in no pair of wanted languages.
         DataError: No pairs, a side is missing, or two folders of one tree are of one pair.
     """
-    left_out = LeftOut()
+    left_out = SkippedText()
     folders = _pair_folders(raw_paths(raw, source="tree"), left_out)
     pairs = name_pairs((folder.directory.name for folder in folders), regions=config.regions)
     wanted = select_pairs(pairs, config.languages)
@@ -135,7 +135,7 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     return RawText(sections, left_out=left_out)
 
 
-def _pair_folders(roots: Sequence[Path], left_out: LeftOut) -> list[PairFolder]:
+def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFolder]:
     """Return the folders of all trees that have the name of a pair; count the others."""
     found: list[PairFolder] = []
     for number, root in enumerate(roots, start=1):
@@ -161,7 +161,7 @@ def _folders_below(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _folder_files(folder: PairFolder, pair: NamedPair, left_out: LeftOut) -> list[FilePair]:
+def _folder_files(folder: PairFolder, pair: NamedPair, left_out: SkippedText) -> list[FilePair]:
     """Return both files of each split."""
     found: dict[tuple[Split, str], RawFile] = {}
     others: list[str] = []
@@ -228,7 +228,7 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
         places = listed(raw.values) if raw else ""
         raise DataError(f"{places} holds no pairs of files. Name a folder with {MOSES_LAYOUT}.")
     read = {file.name for of_name in sides.values() for file in of_name.values()}
-    left_out = LeftOut()
+    left_out = SkippedText()
     left_out.ignore(FILES_IGNORED, [file.name for file in files if file.name not in read])
     spellings = [_spellings(stem, of_name) for stem, of_name in sides.items()]
     named = name_pairs(map("-".join, spellings), regions=config.regions)

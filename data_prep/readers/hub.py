@@ -13,12 +13,12 @@ from types import ModuleType
 from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
     SPLIT_NAMES,
-    LeftOut,
     LineSource,
     NamedPair,
     RawLine,
     RawText,
     Section,
+    SkippedText,
     is_pair_name,
     name_pairs,
     select_pairs,
@@ -83,7 +83,7 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
                 f"text of the pair {section.pair}. Name a data set that has it once, or leave "
                 "these languages out of corpus.languages."
             )
-    left_out = LeftOut(pairs_not_selected=len(named) - len(selected))
+    left_out = SkippedText(pairs_not_selected=len(named) - len(selected))
     left_out.ignore(FOLDERS_IGNORED, [name for name in names if not is_pair_name(name)])
     return RawText(sections, left_out=left_out)
 

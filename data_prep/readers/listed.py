@@ -11,11 +11,11 @@ from pathlib import Path
 from data_prep.readers.file_pairs import FilePair
 from data_prep.readers.multiway import MultiwayFile, section_of_pair
 from data_prep.readers.raw_text import (
-    LeftOut,
     NamedPair,
     RawFile,
     RawText,
     Section,
+    SkippedText,
     is_pair_name,
     name_pairs,
     raw_paths,
@@ -46,7 +46,7 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
         _check_pair(entry)
     pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
     wanted = select_pairs(pairs, config.languages)
-    left_out = LeftOut(pairs_not_selected=len({*pairs} - wanted))
+    left_out = SkippedText(pairs_not_selected=len({*pairs} - wanted))
     chosen = [both for both in zip(config.files, pairs, strict=True) if both[1] in wanted]
     sections = [_section(root, entry, pair, config, left_out) for entry, pair in chosen]
     return RawText(sections, left_out=left_out)

@@ -12,13 +12,13 @@ from functools import lru_cache
 from itertools import combinations
 
 from data_prep.readers.raw_text import (
-    LeftOut,
     LinesOfPair,
     NamedPair,
     RawFile,
     RawText,
     RecordFile,
     Section,
+    SkippedText,
     wanted_codes,
 )
 from data_prep.settings import CorpusConfig
@@ -61,7 +61,9 @@ def without_variant(spelling: str) -> str | None:
     return match and match[0]
 
 
-def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: LeftOut) -> RawText:
+def pair_up(
+    files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: SkippedText
+) -> RawText:
     """Return a section per wanted pair of languages of each file, by pair, then by file.
 
     Raises:

@@ -176,7 +176,7 @@ class Section:
 FILES_IGNORED, FOLDERS_IGNORED, ONE_SIDED = "files_ignored", "folders_ignored", "records_one_sided"
 
 
-class LeftOut(Counter[str]):
+class SkippedText(Counter[str]):
     """Counts of text that was not read, by statistic, and the names of ignored items."""
 
     def __init__(self, counts: Mapping[str, int] = MappingProxyType({}), /, **more: int) -> None:
@@ -196,7 +196,7 @@ class RawText:
     """All sections of a reader; text of one split and pair follows in their order."""
 
     sections: list[Section]
-    left_out: LeftOut = field(default_factory=LeftOut)
+    left_out: SkippedText = field(default_factory=SkippedText)
     """Counts of text that was not read, complete when all sections are read."""
     is_found: bool = True
     """False for text made here, which has no bad lines and no swapped sides."""
@@ -301,7 +301,7 @@ class RawFile:
 
 def find_files(
     raw: RawInput | None, *, source: str, endings: Sequence[str]
-) -> tuple[list[RawFile], LeftOut]:
+) -> tuple[list[RawFile], SkippedText]:
     """Return the files with these endings, by name, and count the others as ignored.
 
     Hidden files and folders are neither read nor counted.
@@ -319,7 +319,7 @@ def find_files(
             f"{places} holds no file that ends in {names} (plain, .gz or .zst), which "
             f"corpus.source = {source!r} reads. Name another folder or source."
         )
-    left_out = LeftOut()
+    left_out = SkippedText()
     left_out.ignore(FILES_IGNORED, [file.name for file in found if file.ending not in endings])
     return chosen, left_out
 

@@ -157,7 +157,7 @@ _JSON_BYTES = 12
 columns."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Row of a table."""
 
     line: int
@@ -211,7 +211,7 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
     return found
 
 
-def _require_columns(file: RawFile, rows: Iterable[Row], columns: Mapping[str, str]) -> None:
+def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[str, str]) -> None:
     """Refuse a file if a column is in none of these rows, each of which may lack some text."""
     present: dict[str, None] = {}
     line = 0
@@ -235,7 +235,7 @@ def _require_columns(file: RawFile, rows: Iterable[Row], columns: Mapping[str, s
         )
 
 
-def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iterator[Row]:
+def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iterator[TableRow]:
     match file.ending:
         case "parquet":
             return _parquet_rows(file, {*columns, TRANSLATION})
@@ -245,10 +245,10 @@ def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iter
             return _json_rows(file, max_line_bytes=max_line_bytes)
 
 
-def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
+def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
     longest = _JSON_BYTES * max_line_bytes
     for number, line in _numbered_lines(file, max_line_bytes=longest):
-        yield Row(number, _json_object(line) if len(line) <= longest else None)
+        yield TableRow(number, _json_object(line) if len(line) <= longest else None)
 
 
 def _json_object(line: bytes) -> dict[str, Any] | None:
@@ -259,7 +259,7 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
+def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
     """Yield the rows below the header; a quoted field may hold line ends.
 
     Of a damaged record, only the first line is malformed, and the others are read again: a quote
@@ -295,7 +295,7 @@ def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
         if header is None and is_row:
             header = [cell.removeprefix("\ufeff").strip() for cell in cells]
         else:
-            yield Row(number, texts if is_row else None)
+            yield TableRow(number, texts if is_row else None)
             if header is None:
                 return
         number += len(record)
@@ -315,6 +315,6 @@ def _decoded(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
-def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[Row]:
+def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[TableRow]:
     for number, cells in enumerate(table_rows(file.path, columns), start=1):
-        yield Row(number, dict(cells))
+        yield TableRow(number, dict(cells))
