@@ -1,7 +1,7 @@
 """Stage add_translations: add lines and their machine translations to a corpus as training pairs.
 
 Reads a corpus and translated text. Makes the same corpus with a pair more per direction of the
-translated text, whose machine-written side has a mark (``pipeline/artifacts/corpus.py``). The
+translated text; its machine-written side has a mark (``pipeline/artifacts/corpus.py``). The
 translation is the source of a back-translated pair (Sennrich and others, 2016; tagged, see
 ``pair_shards.py``), and the target of a distilled one (sequence-level distillation, Kim and Rush,
 2016, arXiv 1606.07947).
@@ -9,9 +9,9 @@ translation is the source of a back-translated pair (Sennrich and others, 2016; 
 Empty, truncated and invalid translations are left out, and those below ``synthetic.min_score``. If
 the translations are given translated back into the language of the lines, a line is also left out
 where the chrF++ of its round trip with itself is below ``synthetic.min_round_trip``. ``clean``
-judges the other lines as those of any pair, and drops held-out ones. ``provenance/`` has the origin
-of every line; the statistics name the lines of every system and pair, and the checkpoint of every
-system.
+judges the other lines as lines of any pair, and drops held-out lines. ``provenance/`` has the
+origin of every line; the statistics name the lines of every system and pair, and the checkpoint of
+every system.
 """
 
 import json
@@ -47,7 +47,7 @@ from pipeline.terminal import counted, listed, tallied, track
 
 Use = Literal["back_translation", "distillation"]
 BLOCK_LINES = 2048
-"""Lines whose round trips are scored together."""
+"""Number of lines with round trips that are scored together."""
 
 
 def run(call: StageCall) -> None:
@@ -77,15 +77,13 @@ def run(call: StageCall) -> None:
                 "model."
             )
         writer.statistics |= statistics(corpus, kept, characters)
-        writer.statistics["systems"] = checkpoints_of(systems)
-        if back:
-            writer.statistics["back"] = checkpoints_of(back)
+        for name, given in {"systems": systems, "back": back}.items():
+            if given:  # digest of the checkpoint behind each translated text
+                writer.statistics[name] = {
+                    system: one.manifest.inputs["checkpoint"].digest
+                    for system, one in given.items()
+                }
         writer.summary += summary(kept, left_out)
-
-
-def checkpoints_of(translated: Mapping[str, Artifact]) -> dict[str, str]:
-    """Return the digest of the checkpoint behind each translated text."""
-    return {name: one.manifest.inputs["checkpoint"].digest for name, one in translated.items()}
 
 
 def refuse_synthetic(corpus: Artifact) -> None:
@@ -103,10 +101,15 @@ def refuse_synthetic(corpus: Artifact) -> None:
 
 
 def marked_sides(direction: Direction, use: Use) -> tuple[str, tuple[str, str]]:
-    """Return the pair of translated text, and its sides: that of the lines, and the machine's."""
+    """Return the pair of translated text, and its sides: the lines, and the machine's."""
     mark = BACK_TRANSLATED if use == "back_translation" else DISTILLED
     sides = direction.source, f"{direction.target}{mark}"
     return pair_name(*sides), sides
+
+
+def reverse_of(direction: Direction) -> Direction:
+    """Return the direction from the target to the source."""
+    return Direction(direction.target, direction.source)
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,6 @@ class Translations:
             )
             for ((text, hypothesis), _), score in zip(block, scores.tolist(), strict=True):
                 yield text, hypothesis, score
-
-
-def reverse_of(direction: Direction) -> Direction:
-    """Return the direction from the target to the source."""
-    return Direction(direction.target, direction.source)
 
 
 def with_round_trips(

@@ -1,57 +1,55 @@
 """Stage clean: drop bad, repeated and held-out training lines.
 
-Reads a corpus, and further ones whose held-out lines must not be trained on. Makes the same corpus
-with fewer training lines; validation and test text is copied unchanged. ``dropped_samples.jsonl``
-holds ten lines that each rule dropped, ``held_out_leaks.json`` the number of training lines of each
-pair found in each held-out set. ``provenance/`` keeps the origins of the machine translations kept.
+Reads a corpus, and further corpora with held-out lines that must not be trained on. Makes the same
+corpus with fewer training lines; validation and test text is copied unchanged.
+``dropped_samples.jsonl`` holds ten lines that each rule dropped, ``held_out_leaks.json`` the number
+of training lines of each pair found in each held-out set. ``provenance/`` keeps the origins of the
+machine translations kept.
 
-Each pair listed in ``clean.joined_pairs`` gets the lines of two cleaned pairs whose pivot lines are
-equal (``pivot_join.py``), cleaned by the same rules. Cleaned pairs have no held-out line on either
-side, so that no line is joined across one. The statistic ``joined`` counts the joined lines.
+Each pair listed in ``clean.joined_pairs`` gets the lines of two cleaned pairs that have equal pivot
+lines (``pivot_join.py``), cleaned by the same rules. Cleaned pairs have no held-out line on either
+side: no line is joined across one. The statistic ``joined`` counts the joined lines.
 
 A dropped line is counted under the first rule it breaks, and for the side that breaks it, if one
 does. A pair that loses all its lines is listed as ``emptied`` in the statistics. Pairs are
 independent, and joined after all others are clean, so the number of workers does not change the
 result.
 
-Memory: 250 bytes per held-out line, of which a worker holds those of eight languages; for each pair
-in work 1 byte per training line (2 where it has a provenance), 16 bytes per repeated line, and a
-block of lines, whose length import has limited.
+Memory: in each process 250 bytes per held-out line of up to 128 languages; for each pair in work 1
+byte per training line (2 where it has a provenance), 16 bytes per repeated line, and a block of
+lines, which import has limited in length.
+
+The sample of dropped lines is uniform and does not depend on how pairs are spread over processes:
+every dropped line has a rank that depends on the seed, its rule, its pair and its line number, and
+the smallest ranks are kept. Samples of parts add up to the sample of all.
 """
 
 import hashlib
 import json
 import shutil
 import sys
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import compress, islice
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from data_prep.clean_pair import (
-    DROPPED_SAMPLES_NAME,
-    DroppedSamples,
-    PairResult,
-    PairTask,
-    clean_pair,
-)
 from data_prep.pivot_join import PivotedText, write_joined
-from data_prep.rules.held_out import (
-    HELD_OUT_SPLITS,
-    HeldOutLines,
-    HeldOutSets,
-    held_out_sets,
-    held_out_stored,
-)
-from data_prep.rules.judge import RULES, SIDED_RULES, PairFacts, Rule
-from data_prep.rules.line_language import line_identifier
+from data_prep.rules.duplicates import LineDigests
+from data_prep.rules.held_out import HELD_OUT_SPLITS, HeldOutSets, held_out_lines, held_out_sets
+from data_prep.rules.line_language import LanguageRule, line_identifier
+from data_prep.rules.pair_rules import RULES, SIDED_RULES, LengthRatios, PairRules, Rule, as_seen
 from data_prep.settings import CleanConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
+    aligned_lines,
     emptied_pairs,
     found_scripts,
     imported_statistics,
+    is_synthetic,
     joined_lines,
     language_of,
     languages,
@@ -68,26 +66,29 @@ from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 LEAKS_NAME = "held_out_leaks.json"
+BLOCK_LINES = 2048
+LANGUAGE_MIN_CHARACTERS = 40
+"""Shorter sides are not judged by their language."""
+
+DROPPED_SAMPLES_NAME = "dropped_samples.jsonl"
+SAMPLES, SHOWN_CHARACTERS = 10, 300
+"""Sampled lines per rule, over all pairs, and characters kept of either side."""
+SEED = 1
+
+Lines = list[tuple[str, str]]
 
 
 def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus, config = call.artifacts["corpus"], call.recipe.clean
     line_identifier(config)  # fail here rather than in a worker
-    held_out = held_out_sets(languages(corpus), corpus, call.many("tests"))
+    held_out = held_out_sets(corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
         corpus.check([*corpus.names("train/"), *corpus.names("provenance/")])
         pairs = list(line_counts(corpus, "train"))
         joined = joined_pairs(corpus, config)
-        cleaning = Cleaning(
-            corpus=corpus,
-            writer=writer,
-            config=config,
-            letters=letters_of_languages(corpus),
-            held_out=held_out.lines,
-            own_sets=held_out.by_pair() if config.held_out_scope == "own_pair" else None,
-        )
+        cleaning = Cleaning(corpus, writer, config, letters_of_languages(corpus), held_out)
         found = clean_all(cleaning, pairs, joined, processes=call.processes, mpi=call.mpi)
         results = list(track(found, label="clean", total=len(pairs) + len(joined)))
         refuse_nothing(corpus, results)
@@ -97,6 +98,193 @@ def run(call: StageCall) -> None:
         if config.identify_languages != "no":
             writer.statistics |= language_statistics(config, results)
         writer.summary += summary(corpus, results, held_out=held_out, pivot=config.pivot)
+
+
+@dataclass(frozen=True)
+class DroppedLine:
+    """Line that a rule dropped."""
+
+    rule: Rule
+    pair: str
+    line: int
+    """Line number in the training text read, from 1."""
+    sides: tuple[str, ...]
+    """Languages of the sides that broke the rule; empty if both together did."""
+    text: dict[str, str]
+    """Language → beginning of its side."""
+
+
+Ranked = tuple[bytes, DroppedLine]
+
+
+@dataclass
+class DroppedSamples:
+    """Sample of the dropped lines of each rule."""
+
+    of_rule: dict[Rule, list[Ranked]] = field(default_factory=dict)
+
+    def offer(
+        self, rule: Rule, *, pair: str, line: int, sides: Iterable[bool], text: tuple[str, str]
+    ) -> None:
+        """Consider a dropped line for the sample."""
+        rank = hashlib.blake2b(f"{SEED} {rule} {pair} {line}".encode(), digest_size=8).digest()
+        ranked = self.of_rule.setdefault(rule, [])
+        if len(ranked) == SAMPLES and rank >= ranked[-1][0]:
+            return
+        codes = pair.split("-")
+        cut = {code: side[:SHOWN_CHARACTERS] for code, side in zip(codes, text, strict=True)}
+        broken = tuple(code for code, breaks in zip(codes, sides, strict=True) if breaks)
+        insort(ranked, (rank, DroppedLine(rule, pair, line, broken, cut)), key=_rank)
+        del ranked[SAMPLES:]
+
+    def add(self, other: "DroppedSamples") -> None:
+        """Merge the sample of other lines into this one."""
+        for rule, ranked in other.of_rule.items():
+            both = sorted([*self.of_rule.get(rule, []), *ranked], key=_rank)
+            self.of_rule[rule] = both[:SAMPLES]
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """Yield the sample as JSON objects by rule, pair and line."""
+        for rule in RULES:
+            dropped = [one for _, one in self.of_rule.get(rule, [])]
+            yield from map(asdict, sorted(dropped, key=lambda one: (one.pair, one.line)))
+
+
+def _rank(ranked: Ranked) -> bytes:
+    return ranked[0]
+
+
+@dataclass
+class PairResult:
+    """Lines kept of a pair, and the rules that dropped the others."""
+
+    pair: str
+    lines: int = 0
+    characters: list[int] = field(default_factory=lambda: [0, 0])
+    dropped: Counter[Rule] = field(default_factory=Counter)
+    dropped_sides: Counter[tuple[Rule, int]] = field(default_factory=Counter)
+    """(Rule, side) → lines with this side against the rule; a line can count for both sides."""
+    samples: DroppedSamples = field(default_factory=DroppedSamples)
+    leaks: Counter[int] = field(default_factory=Counter)
+    """Number of a held-out set → lines with a side in it."""
+    language_not_known: dict[str, int] = field(default_factory=dict)
+    """Language unknown to the identifier → lines that were not judged for it."""
+    is_joined: bool = False
+    """Whether the lines read were joined over the pivot."""
+
+    @property
+    def read(self) -> int:
+        """Return the number of training lines read."""
+        return self.lines + self.dropped.total()
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """Input of all pairs, sent to a worker once; files of the corpus were checked before."""
+
+    corpus: Artifact
+    writer: ArtifactWriter
+    config: CleanConfig
+    letters: Mapping[str, frozenset[str]]
+    """Language → scripts of its letters."""
+    held_out: HeldOutSets
+
+    def clean(self, pair: str) -> PairResult:
+        """Write the training lines of a pair that break no rule; there may be none."""
+        first, second = (
+            self.corpus.unchecked_file(text_name("train", pair, side)) for side in pair.split("-")
+        )
+        result, is_kept = self._clean(pair, (first, second))
+        name = provenance_name(pair)
+        if self.corpus.has(name):
+            origins = aligned_lines(first, self.corpus.unchecked_file(name))
+            with self.writer.path(name).open("w", encoding="utf-8", newline="\n") as stream:
+                stream.writelines(f"{origin}\n" for _, origin in compress(origins, is_kept))
+        return result
+
+    def join(self, pair: str) -> PairResult:
+        """Join a pair over the pivot and clean it, after the two pairs with the pivot are clean."""
+        pivoted = []
+        for code in pair.split("-"):
+            of_pivot = pair_name(code, self.config.pivot)
+            names = (text_name("train", of_pivot, side) for side in (code, self.config.pivot))
+            pivoted.append(PivotedText(*map(self.writer.path, names)))
+        first, second = (path.with_suffix(".joined") for path in self._outputs(pair))
+        write_joined(pivoted[0], pivoted[1], (first, second))
+        result, _ = self._clean(pair, (first, second))
+        result.is_joined = True
+        first.unlink()
+        second.unlink()
+        return result
+
+    def _outputs(self, pair: str) -> list[Path]:
+        return [self.writer.path(text_name("train", pair, side)) for side in pair.split("-")]
+
+    def _clean(self, pair: str, sources: tuple[Path, Path]) -> tuple[PairResult, bytearray]:
+        """Write the lines that break no rule; return the result and which lines are kept.
+
+        Which lines are kept is noted for synthetic pairs only, which have a provenance.
+        """
+        result, is_kept, rules = PairResult(pair), bytearray(), self._rules(pair, sources)
+        with ExitStack() as stack:
+            streams = [
+                stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+                for path in self._outputs(pair)
+            ]
+            number = 0
+            for block in _blocks(sources):
+                kept, broken = [], rules.broken(block)
+                if is_synthetic(pair):
+                    is_kept.extend(rule is None for rule in broken)
+                for lines, rule_and_sides in zip(block, broken, strict=True):
+                    number += 1
+                    if rule_and_sides is None:
+                        kept.append(lines)
+                        continue
+                    rule, sides = rule_and_sides
+                    result.dropped[rule] += 1
+                    result.dropped_sides.update((rule, side) for side in (0, 1) if sides[side])
+                    result.samples.offer(rule, pair=pair, line=number, sides=sides, text=lines)
+                for side, stream in enumerate(streams):
+                    text = "".join([lines[side] + "\n" for lines in kept])
+                    stream.write(text)
+                    result.characters[side] += len(text) - len(kept)
+                result.lines += len(kept)
+        result.leaks = rules.leaks
+        if rules.language_rule is not None:
+            result.language_not_known = rules.language_rule.not_known
+        return result, is_kept
+
+    def _rules(self, pair: str, sources: tuple[Path, Path]) -> PairRules:
+        """Return the rules, after a pass over all lines of the pair for the facts they need."""
+        config, ratios = self.config, LengthRatios()
+        with TemporaryFile(dir=self._outputs(pair)[0].parent) as file:
+            digests = LineDigests(file)
+            for block in _blocks(sources):
+                ratios.add(block)
+                if config.drop_duplicates:
+                    digests.add(["\n".join(as_seen(*lines)) for lines in block])
+            duplicates = digests.duplicates() if config.drop_duplicates else None
+        first, second = map(language_of, pair.split("-"))
+        identifier, language_rule = line_identifier(config), None
+        if identifier is not None:
+            language_rule = LanguageRule(
+                identifier, (first, second), min_characters=LANGUAGE_MIN_CHARACTERS
+            )
+        return PairRules(
+            config,
+            letters=(self.letters[first], self.letters[second]),
+            held_out=(held_out_lines(self.held_out, first), held_out_lines(self.held_out, second)),
+            median_ratio=ratios.median(),
+            duplicates=duplicates,
+            language_rule=language_rule,
+        )
+
+
+def _blocks(sources: tuple[Path, Path]) -> Iterator[Lines]:
+    lines = aligned_lines(*sources)
+    while block := list(islice(lines, BLOCK_LINES)):
+        yield block
 
 
 def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
@@ -141,85 +329,8 @@ def joined_pairs(corpus: Artifact, config: CleanConfig) -> list[str]:
 def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
     """Copy validation and test text unchanged."""
     for split in HELD_OUT_SPLITS:
-        names = corpus.names(f"{split}/")
-        corpus.check(names)
-        for name in names:
+        for name in corpus.names(f"{split}/"):
             shutil.copyfile(corpus.file(name), writer.path(name))
-
-
-@dataclass(frozen=True)
-class Cleaning:
-    """Input of all pairs, sent to a worker once."""
-
-    corpus: Artifact
-    writer: ArtifactWriter
-    config: CleanConfig
-    letters: Mapping[str, frozenset[str]]
-    """Language → scripts of its letters."""
-    held_out: Mapping[str, HeldOutLines]
-    """Language → its held-out lines over all pairs."""
-    own_sets: Mapping[str, frozenset[int]] | None
-    """Pair → numbers of its held-out sets, if only their lines are dropped."""
-
-    def task(self, pair: str) -> PairTask:
-        """Return the task of a pair, whose files were checked before."""
-        first, second = pair.split("-")
-        names = text_name("train", pair, first), text_name("train", pair, second)
-        task = self._task(
-            pair, (self.corpus.unchecked_file(names[0]), self.corpus.unchecked_file(names[1]))
-        )
-        name = provenance_name(pair)
-        if not self.corpus.has(name):
-            return task
-        return replace(task, provenance=(self.corpus.unchecked_file(name), self.writer.path(name)))
-
-    @contextmanager
-    def joined_task(self, pair: str) -> Iterator[PairTask]:
-        """Yield the task of a pair whose lines are joined from the two cleaned pairs."""
-        codes = pair.split("-")
-        first, second = (self.writer.path(text_name("train", pair, code)) for code in codes)
-        joined = first.with_suffix(".joined"), second.with_suffix(".joined")
-        write_joined(self._cleaned(codes[0]), self._cleaned(codes[1]), joined)
-        yield self._task(pair, joined)
-        for path in joined:
-            path.unlink()
-
-    def _cleaned(self, code: str) -> PivotedText:
-        pivot = self.config.pivot
-        pair = pair_name(code, pivot)
-        text, of_pivot = (self.writer.path(text_name("train", pair, one)) for one in (code, pivot))
-        return PivotedText(text, of_pivot)
-
-    def _task(self, pair: str, sources: tuple[Path, Path]) -> PairTask:
-        names = [text_name("train", pair, side) for side in pair.split("-")]
-        first, second = map(language_of, pair.split("-"))
-        return PairTask(
-            pair=pair,
-            sources=sources,
-            outputs=(self.writer.path(names[0]), self.writer.path(names[1])),
-            facts=PairFacts(
-                letters=(self.letters[first], self.letters[second]),
-                held_out=(self.held_out[first], self.held_out[second]),
-                own_sets=self._own_sets(first, second),
-            ),
-            config=self.config,
-        )
-
-    def _own_sets(self, first: str, second: str) -> frozenset[int] | None:
-        pair = pair_name(first, second)
-        return None if self.own_sets is None else self.own_sets.get(pair, frozenset())
-
-
-def clean_by_name(cleaning: Cleaning, pair: str) -> PairResult:
-    """Clean a pair, in any process."""
-    return clean_pair(cleaning.task(pair))
-
-
-def join_by_name(cleaning: Cleaning, pair: str) -> PairResult:
-    """Join a pair over the pivot and clean it, in any process, after both its pairs are clean."""
-    with cleaning.joined_task(pair) as task:
-        result = clean_pair(task)
-    return replace(result, is_joined=True)
 
 
 def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
@@ -230,28 +341,19 @@ def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
 
 
 def clean_all(
-    cleaning: Cleaning,
-    pairs: list[str],
-    joined: list[str],
-    *,
-    processes: int,
-    mpi: bool = False,
+    cleaning: Cleaning, pairs: list[str], joined: list[str], *, processes: int, mpi: bool = False
 ) -> Iterator[PairResult]:
     """Yield the results in the order of the pairs, then of those to join.
 
     Workers are spawned processes, or ranks.
     """
     if (processes == 1 and not mpi) or len(pairs) < 2:
-        for pair in pairs:
-            yield clean_by_name(cleaning, pair)
-        for pair in joined:
-            yield join_by_name(cleaning, pair)
+        yield from map(cleaning.clean, pairs)
+        yield from map(cleaning.join, joined)
         return
-    with held_out_stored(cleaning.held_out, cleaning.writer.path("held_out.stored")) as stored:
-        shared = replace(cleaning, held_out=stored)
-        with open_pool(min(processes, len(pairs)), mpi=mpi, shared=shared) as pool:
-            yield from pool.in_order(with_shared(clean_by_name), pairs)
-            yield from pool.in_order(with_shared(join_by_name), joined)
+    with open_pool(min(processes, len(pairs)), mpi=mpi, shared=cleaning) as pool:
+        yield from pool.in_order(with_shared(Cleaning.clean), pairs)
+        yield from pool.in_order(with_shared(Cleaning.join), joined)
 
 
 def write_samples(writer: ArtifactWriter, results: list[PairResult]) -> None:
@@ -270,10 +372,10 @@ def leaks(held_out: HeldOutSets, results: list[PairResult]) -> dict[str, object]
     Only lines that break no earlier rule count, whether or not they are dropped.
     """
     return {
-        "sets": dict(zip(held_out.names, held_out.sizes, strict=True)),
+        "sets": {one.name: one.size for one in held_out.sets},
         "pairs": {
             result.pair: {
-                held_out.names[number]: lines for number, lines in sorted(result.leaks.items())
+                held_out.sets[number].name: lines for number, lines in sorted(result.leaks.items())
             }
             for result in results
             if result.leaks
@@ -363,7 +465,7 @@ def summary(
 def _largest_leaks(held_out: HeldOutSets, results: list[PairResult]) -> list[str]:
     """Return the three largest leaks, as ``de-en 12 of de-fr/test``."""
     found = [
-        (-lines, result.pair, held_out.names[number])
+        (-lines, result.pair, held_out.sets[number].name)
         for result in results
         for number, lines in result.leaks.items()
     ]

@@ -77,8 +77,8 @@ def run(call: StageCall) -> None:
         writer.statistics |= {
             "groups": {name: list(codes) for name, codes in grouping.members.items()}
         }
-        unknown = [] if config.method == "paper" else unknown_families(families)
-        writer.summary += summary(grouping, unknown=unknown)
+        unknown = [code for code, name in families.items() if name.startswith(UNKNOWN_FAMILY)]
+        writer.summary += summary(grouping, unknown=[] if config.method == "paper" else unknown)
 
 
 def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, str]:
@@ -100,22 +100,16 @@ def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, 
     }
 
 
-def unknown_families(families: Mapping[str, str]) -> list[str]:
-    """Return the languages of unknown family, sorted."""
-    return sorted(code for code, name in families.items() if name == f"{UNKNOWN_FAMILY} ({code})")
-
-
 def by_family(families: Mapping[str, str]) -> Grouping:
     """Make one group per family, in alphabetical order."""
     members = _collect(families)
-    alone = set(unknown_families(families))
     return Grouping(
         members,
         tuple(
             f"{name} is a group of its own: its family is not known, and languages.family says it."
-            if alone.issuperset(codes)
+            if name.startswith(f"{UNKNOWN_FAMILY} (")
             else f"{name} is a family."
-            for name, codes in members.items()
+            for name in members
         ),
     )
 
@@ -128,7 +122,17 @@ def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
     """
     table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
     table |= extend
-    members = _collect({code: f"group {_group_in(table, code)}" for code in codes})
+    names = {}
+    for code in codes:
+        group = table.get(code, table.get(without_region(code)))
+        if group is None:
+            nearest = ", ".join(nearest_codes(code, table)) or "none"
+            raise ConfigError(
+                f"Language {code!r} is in none of the paper's groups. Its nearest codes there are: "
+                f"{nearest}. Put it into a group, for example groups.extend = {{ {code} = 1 }}."
+            )
+        names[code] = f"group {group}"
+    members = _collect(names)
     return Grouping(members, tuple(f"{name} is the paper's." for name in members))
 
 
@@ -155,7 +159,7 @@ def by_embeddings(
         families=families,
     )
     corpus_size = sum(natural_lines(shards).values())
-    # Round, so that a share such as 15/56 of 56 sentences is exactly 15.
+    # Round: a share such as 15/56 of 56 sentences is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
     merged, reasons = merge_closest(clusters, size_limit=limit)
     return Grouping({cluster.name: cluster.languages for cluster in merged}, tuple(reasons))
@@ -185,7 +189,7 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
     if weight.dim() != 2 or len(weight) != tokenizer.size:
         raise ArtifactError(
             f"{checkpoint.directory} has embeddings of shape {tuple(weight.shape)} where its "
-            f"tokenizer has {tokenizer.size} ids. Name a checkpoint whose files belong together."
+            f"tokenizer has {tokenizer.size} ids. Name a checkpoint of a single run."
         )
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
 
@@ -193,16 +197,9 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
 def family_clusters(
     sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector], families: Mapping[str, str]
 ) -> list[Cluster]:
-    """Make one cluster per family, with E_G = Σ (T_i / T_G) E_i over its languages."""
+    """Make one cluster per family."""
     return [
-        Cluster(
-            families=(name,),
-            languages=codes,
-            size=sum(sizes[code] for code in codes),
-            embedding=weighted_mean(
-                [embeddings[code] for code in codes], weights=[sizes[code] for code in codes]
-            ),
-        )
+        join([Cluster((name,), (code,), sizes[code], embeddings[code]) for code in codes])
         for name, codes in by_family(families).members.items()
     ]
 
@@ -210,7 +207,7 @@ def family_clusters(
 def merge_closest(
     clusters: Sequence[Cluster], *, size_limit: float
 ) -> tuple[list[Cluster], list[str]]:
-    """Merge the two closest clusters whose joint size stays below the limit, until none do.
+    """Merge the two closest clusters with a joint size below the limit, until there are none.
 
     Distance is cosine distance to 12 decimals; ties go to the alphabetically first names. Return
     the clusters by name, and a sentence for each merge and for the end.
@@ -225,7 +222,7 @@ def merge_closest(
         distance, first, second = min(
             candidates, key=lambda found: (found[0], found[1].name, found[2].name)
         )
-        joint = join(first, second)
+        joint = join((first, second))
         reasons.append(
             f"{first.name} and {second.name} merge: their distance {distance:.6f} is the smallest, "
             f"and {joint.size} sentences together are below {size_limit:g}."
@@ -238,14 +235,15 @@ def merge_closest(
     return left, reasons
 
 
-def join(first: Cluster, second: Cluster) -> Cluster:
-    """Join two clusters, weighting their embeddings by size."""
+def join(clusters: Sequence[Cluster]) -> Cluster:
+    """Join clusters: E_G = Σ (T_i / T_G) E_i, the embeddings weighted by size."""
     return Cluster(
-        families=tuple(sorted(first.families + second.families)),
-        languages=tuple(sorted(first.languages + second.languages)),
-        size=first.size + second.size,
+        families=tuple(sorted({name for cluster in clusters for name in cluster.families})),
+        languages=tuple(sorted(code for cluster in clusters for code in cluster.languages)),
+        size=sum(cluster.size for cluster in clusters),
         embedding=weighted_mean(
-            [first.embedding, second.embedding], weights=[first.size, second.size]
+            [cluster.embedding for cluster in clusters],
+            weights=[cluster.size for cluster in clusters],
         ),
     )
 
@@ -275,7 +273,7 @@ def groups_document(grouping: Grouping) -> dict[str, object]:
 
 
 def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
-    """Summarize the languages of each group and those of unknown family."""
+    """Summarize the languages of each group, and languages of unknown family."""
     members = grouping.members
     number = sum(map(len, members.values()))
     lines = [
@@ -286,7 +284,7 @@ def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
         lines[1] += f"; and {counted(len(members) - LISTED, 'more group')}"
     if unknown:
         lines.append(
-            f"no family is known of {listed(unknown)}: each began alone; set "
+            f"no family is known of {listed(unknown)}: each began as a group of its own; set "
             f'languages.family = {{ {unknown[0]} = "…" }} in the recipe'
         )
     return lines
@@ -298,17 +296,6 @@ def _collect(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         name: tuple(sorted(code for code, given in names.items() if given == name))
         for name in sorted(set(names.values()))
     }
-
-
-def _group_in(table: Mapping[str, int], code: str) -> int:
-    group = table.get(code, table.get(without_region(code)))
-    if group is None:
-        nearest = ", ".join(nearest_codes(code, table)) or "none"
-        raise ConfigError(
-            f"Language {code!r} is in none of the paper's groups. Its nearest codes there are: "
-            f"{nearest}. Put it into a group, for example groups.extend = {{ {code} = 1 }}."
-        )
-    return group
 
 
 if __name__ == "__main__":

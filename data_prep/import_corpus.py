@@ -4,324 +4,87 @@ Reads raw text through the reader of ``corpus.source``, one module of ``readers/
 :func:`read_raw`. Makes a corpus (``pipeline/artifacts/corpus.py``), with ``quarantine.jsonl`` for
 every line that is not text. Characters that some tools take for line ends become spaces.
 
-Memory is constant. Pairs of files are imported by several worker processes, whose number does not
-change the result; other sources by one process. A file with text in several languages is read once
-for all of its pairs (``one_pass.py``).
+Pairs of files are imported by several worker processes; their number does not change the result;
+other sources by one process. A file with text in several languages is read once, in blocks, for all
+pairs of its languages: a text is checked once, whatever the number of pairs it is in. Memory holds
+one block, and per section a sample of its lines.
 """
 
-import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Self, TextIO
 
-from data_prep.one_pass import PairOfFile, blocks_of
-from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines, refuse_damaged
+from data_prep.raw_lines import (
+    MALFORMED,
+    QUARANTINE_NAME,
+    REASONS,
+    Checked,
+    CheckedLine,
+    LineCounts,
+    checked,
+    checked_lines,
+    good_lines,
+    refuse_damaged,
+)
 from data_prep.readers.cldr import read_phrases
 from data_prep.readers.file_pairs import read_moses, read_trees
 from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
-from data_prep.readers.multiway import MultiwayFile, MultiwayText
-from data_prep.readers.raw_files import FilesInStep
-from data_prep.readers.section import SPLITS, RawText, Section
-from data_prep.readers.tables import read_columns, read_tsv
+from data_prep.readers.raw_text import (
+    FILES_IGNORED,
+    FOLDERS_IGNORED,
+    ONE_SIDED,
+    SPLITS,
+    FilesInStep,
+    LinesOfPair,
+    RawText,
+    Record,
+    RecordFile,
+    Section,
+    SkippedText,
+)
+from data_prep.readers.tables import read_tables
 from data_prep.readers.tmx import read_tmx
 from data_prep.settings import CorpusConfig
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.artifacts.corpus import Split, pair_name, text_name
+from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
 from pipeline.stages.stage import StageCall
-from pipeline.terminal import Progress, counted, listed, tallied, track
+from pipeline.terminal import counted, listed, tallied, track
 
-QUARANTINE_NAME = "quarantine.jsonl"
+BLOCK_RECORDS, BLOCK_BYTES = 2**13, 2**23
+"""Records of a block, and bytes of their texts; a block ends with the record that reaches one."""
 
+CHUNK_LINES = 32
+"""Lines written at a time, each of which may have ``corpus.max_line_bytes``."""
 
-@dataclass
-class Tally:
-    """Counts of lines read and written, for the statistics and the summary."""
-
-    pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
-    characters: dict[str, dict[Split, dict[str, int]]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    ignored: dict[str, list[str]] = field(default_factory=dict)
-    """Statistic (``files_ignored`` and so on) → names."""
-    trained: set[str] = field(default_factory=set)
-    """Pairs that came with training text, even an empty file."""
-    empty_sides: set[str] = field(default_factory=set)
-    """Sides that have lines but no text, as ``de-en train de``."""
-    no_text: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Reason, language) → lines that are not text."""
-    swapped: list[str] = field(default_factory=list)
-    """Accepted sections that look swapped, as ``de-en train``."""
-    scripts: dict[str, Counter[str]] = field(default_factory=dict)
-    """Language → script → letters of a sample."""
-    spellings: dict[str, set[str]] = field(default_factory=dict)
-    """Language → its spellings in the raw text."""
-
-    def add(
-        self, split: Split, languages: Sequence[str], *, lines: int, characters: Sequence[int]
-    ) -> None:
-        """Record lines of one split of a pair, and characters per side without line ends."""
-        pair = pair_name(*languages)
-        counts = self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))
-        counts[split] += lines
-        sides = self.characters.setdefault(pair, {}).setdefault(split, dict.fromkeys(languages, 0))
-        for code, number in zip(languages, characters, strict=True):
-            sides[code] += number
-        if split == "train":
-            self.trained.add(pair)
-
-    @property
-    def emptied(self) -> set[str]:
-        """Return the pairs that came with training text but have no training line."""
-        return {pair for pair in self.trained if not self.pairs[pair]["train"]}
-
-    def include(self, other: "Tally") -> None:
-        """Add the counts of another tally, of other sections."""
-        for pair, counts in other.pairs.items():
-            known = self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))
-            for split, number in counts.items():
-                known[split] += number
-        for pair, splits in other.characters.items():
-            for split, sides in splits.items():
-                known_sides = self.characters.setdefault(pair, {}).setdefault(split, {})
-                for code, number in sides.items():
-                    known_sides[code] = known_sides.get(code, 0) + number
-        self.counts.update(other.counts)
-        self.trained |= other.trained
-        self.empty_sides |= other.empty_sides
-        self.no_text.update(other.no_text)
-        self.swapped += other.swapped
-        for code, letters in other.scripts.items():
-            self.scripts.setdefault(code, Counter()).update(letters)
-        for code, spellings in other.spellings.items():
-            self.spellings.setdefault(code, set()).update(spellings)
-
-    def lines(self, split: Split, languages: Sequence[str]) -> int:
-        """Return the number of lines of a split of a pair so far."""
-        return self.pairs.get(pair_name(*languages), {}).get(split, 0)
-
-    def add_lines(self, split: Split, languages: Sequence[str], found: LineCounts) -> None:
-        """Record the defects found in the lines of a section."""
-        self.counts += Counter(
-            {
-                "lines_read": found.read,
-                "quarantined": found.quarantined,
-                "lines_over_limit": found.over_limit,
-                "byte_order_marks": found.byte_order_marks,
-                "carriage_returns": found.carriage_returns,
-                "lines_with_inner_separator": found.separators,
-                "lines_without_text": sum(found.without_text),
-                "lines_with_nul": sum(side["nul"] for side in found.no_text),
-                "lines_with_invalid_utf8": sum(side["invalid_utf8"] for side in found.no_text),
-                "lines_too_long": sum(side["too_long"] for side in found.no_text),
-                "lines_malformed": max(side["malformed"] for side in found.no_text),
-            }
-        )
-        for side, code in enumerate(languages):
-            for reason, number in found.no_text[side].items():
-                self.no_text[reason, code] += number
-            if found.kept and found.without_text[side] >= found.kept:
-                self.empty_sides.add(f"{pair_name(*languages)} {split} {code}")
-
-    def add_sample(self, sample: EvenSample, section: Section) -> None:
-        """Record the letters of a sample of a section."""
-        for side, code in enumerate(section.languages):
-            self.spellings.setdefault(code, set()).add(section.spellings[side])
-            letters = self.scripts.setdefault(code, Counter())
-            letters.update(count_scripts("".join(sample.side(side))))
-
-
-@dataclass(frozen=True)
-class Importing:
-    """Input of all groups, sent to a worker once."""
-
-    writer: ArtifactWriter
-    config: CorpusConfig
-
-
-@dataclass(frozen=True)
-class SectionGroup:
-    """Input of a worker: all sections of one split of one pair."""
-
-    sections: list[Section]
-    quarantine_path: Path
+Spellings = tuple[str, ...]
+"""Spellings of one language in a file, by preference."""
 
 
 def run(call: StageCall) -> None:
     """Import the raw text of the recipe's source."""
-    config = call.recipe.corpus
     with call.new_artifact() as writer:
         raw = read_raw(call)
-        can_spread = all(isinstance(section.lines, FilesInStep) for section in raw.sections)
-        with _quarantine_path(writer, raw).open("w", encoding="utf-8", newline="\n") as stream:
-            if isinstance(raw, MultiwayText):
-                tally = import_multiway(raw, writer, stream, config=config)
-            elif (call.processes > 1 or call.mpi) and can_spread:
-                tally = import_spread(
-                    raw, writer, stream, config=config, processes=call.processes, mpi=call.mpi
-                )
-            else:
-                tally = Tally()
-                for section in track(raw.sections, label="import"):
-                    import_one(section, writer, stream, config=config, tally=tally, raw=raw)
-        tally.counts += raw.left_out
-        tally.ignored |= raw.left_out.names
-        writer.statistics |= statistics(tally)
-        writer.summary += summary(tally)
-
-
-def import_multiway(
-    raw: MultiwayText, writer: ArtifactWriter, quarantine: TextIO, *, config: CorpusConfig
-) -> Tally:
-    """Import files with text in several languages; the quarantine keeps the order of sections."""
-    parts: dict[int, Tally] = {}
-    kept: Counter[tuple[str, Split]] = Counter()
-    with Progress("import records") as records:
-        for file in raw.files:
-            pairs = pairs_of_file(file, raw, writer, config=config, kept=kept)
-            read_pairs(file, pairs.values(), records, max_line_bytes=config.max_line_bytes)
-            for number, pair in pairs.items():
-                section = pair.section
-                kept[section.pair, section.split] += pair.counts.kept
-                parts[number] = tally_of(pair, config=config)
-    tally = Tally()
-    for number in sorted(parts):
-        tally.include(parts[number])
-        append_quarantine(_part_path(writer, number), quarantine)
-    return tally
-
-
-def pairs_of_file(
-    file: MultiwayFile,
-    raw: MultiwayText,
-    writer: ArtifactWriter,
-    *,
-    config: CorpusConfig,
-    kept: Counter[tuple[str, Split]],
-) -> dict[int, PairOfFile]:
-    """Return number of a section of a file → its pair, of which nothing is read yet.
-
-    Args:
-        file: File.
-        raw: All sections.
-        writer: Corpus, which takes the lines.
-        config: Settings.
-        kept: Lines of each pair and split from earlier files.
-    """
-    pairs = {}
-    for number, section, lines in raw.of_file(file):
-        limit = _limit(config, section.split, section.languages)
-        pairs[number] = PairOfFile(
-            section,
-            lines,
-            paths=_text_paths(writer, section.split, section.languages),
-            quarantine_path=_part_path(writer, number),
-            limit=None if limit is None else limit - kept[section.pair, section.split],
-        )
-    return pairs
-
-
-def read_pairs(
-    file: MultiwayFile, pairs: Collection[PairOfFile], records: Progress, *, max_line_bytes: int
-) -> None:
-    """Read a file in one pass for all of its pairs; not at all for none."""
-    languages = {spellings for pair in pairs for spellings in pair.lines.spellings}
-    if not languages:
-        return
-    for block in blocks_of(file.records(), languages, max_line_bytes=max_line_bytes):
-        for pair in pairs:
-            pair.take(block)
-        records.advance(len(block.numbers))
-
-
-def tally_of(pair: PairOfFile, *, config: CorpusConfig) -> Tally:
-    """Return the counts of a section, unless too many of its lines are damaged.
-
-    Raises:
-        DataError: Too many lines are not text, or each side reads as the other's language.
-    """
-    section, counts, tally = pair.section, pair.counts, Tally()
-    refuse_damaged(section.sources, counts)
-    tally.add(section.split, section.languages, lines=counts.kept, characters=pair.characters)
-    tally.add_lines(section.split, section.languages, counts)
-    look_at_sides(section, pair.sample, config=config, tally=tally)
-    return tally
-
-
-def append_quarantine(part_path: Path, quarantine: TextIO) -> None:
-    """Move a part of the quarantine to its end; parts without a line may be missing."""
-    if part_path.exists():
-        with part_path.open(encoding="utf-8") as part:
-            shutil.copyfileobj(part, quarantine)
-        part_path.unlink()
-
-
-def import_spread(
-    raw: RawText,
-    writer: ArtifactWriter,
-    quarantine: TextIO,
-    *,
-    config: CorpusConfig,
-    processes: int,
-    mpi: bool,
-) -> Tally:
-    """Import pairs of files with workers; the quarantine keeps the order of sections."""
-    groups = section_groups(raw.sections, writer)
-    tally, importing = Tally(), Importing(writer, config)
-    with open_pool(min(processes, max(len(groups), 1)), mpi=mpi, shared=importing) as pool:
-        found = [pool.submit(with_shared(import_group), group) for group in groups]
-        for group, future in track(
-            zip(groups, found, strict=True), label="import", total=len(groups)
-        ):
-            tally.include(future.result())
-            append_quarantine(group.quarantine_path, quarantine)
-    return tally
-
-
-def section_groups(sections: Iterable[Section], writer: ArtifactWriter) -> list[SectionGroup]:
-    """Group the sections that are written to one file, those of one split and pair."""
-    found: dict[tuple[str, Split], list[Section]] = {}
-    for section in sections:
-        found.setdefault((section.pair, section.split), []).append(section)
-    return [
-        SectionGroup(group, _part_path(writer, number))
-        for number, group in enumerate(found.values())
-    ]
-
-
-def import_group(importing: Importing, group: SectionGroup) -> Tally:
-    """Import the sections of a group in order."""
-    writer, config, tally = importing.writer, importing.config, Tally()
-    raw = RawText(group.sections)
-    with group.quarantine_path.open("w", encoding="utf-8", newline="\n") as stream:
-        for section in group.sections:
-            import_one(section, writer, stream, config=config, tally=tally, raw=raw)
-    return tally
-
-
-def import_one(
-    section: Section,
-    writer: ArtifactWriter,
-    quarantine: TextIO,
-    *,
-    config: CorpusConfig,
-    tally: Tally,
-    raw: RawText,
-) -> None:
-    """Import a section, and check the languages of its sides unless the text was made here."""
-    sample = import_section(
-        section, writer, config=config, quarantine=Quarantine(quarantine), tally=tally
-    )
-    if raw.is_found:
-        look_at_sides(section, sample, config=config, tally=tally)
+        importing = Importing(writer, call.recipe.corpus, raw)
+        found = import_all(importing, processes=call.processes, mpi=call.mpi)
+        if raw.is_found:
+            importing.join_quarantine()
+        totals = Totals(raw.left_out)
+        for number in range(len(raw.sections)):
+            totals.add(found[number])
+        writer.statistics |= statistics(totals)
+        writer.summary += summary(totals)
 
 
 def read_raw(call: StageCall) -> RawText:
@@ -336,219 +99,429 @@ def read_raw(call: StageCall) -> RawText:
             return read_hub(raw, config)
         case "tmx":
             return read_tmx(raw, config)
-        case "tsv":
-            return read_tsv(raw, config)
+        case "tsv" | "columns":
+            return read_tables(raw, config)
         case "moses":
             return read_moses(raw, config)
-        case "columns":
-            return read_columns(raw, config)
         case "listed":
             return read_listed(raw, config)
 
 
-def import_section(
-    section: Section,
-    writer: ArtifactWriter,
-    *,
-    config: CorpusConfig,
-    quarantine: Quarantine,
-    tally: Tally,
-) -> EvenSample:
-    """Append the lines that are text to their split and pair, and return a sample of them.
+@dataclass(frozen=True)
+class ImportedSection:
+    """Counts of a section, for the statistics and the summary."""
+
+    section: Section
+    """The section, without its lines."""
+    counts: LineCounts
+    characters: list[int]
+    """Characters of each side, without line ends."""
+    letters: list[Counter[str]]
+    """Script → letters of a sample, per side; empty for text made here."""
+    is_swapped: bool
+    """Whether the sides look swapped, and this was accepted."""
+
+
+@dataclass(frozen=True)
+class Importing:
+    """Input of all sections, sent to a worker once."""
+
+    writer: ArtifactWriter
+    config: CorpusConfig
+    raw: RawText
+    kept: Counter[tuple[str, Split]] = field(default_factory=Counter)
+    """Pair and split → lines that this process has kept of its sections."""
+
+    def limit(self, section: Section) -> int | None:
+        """Return the most lines that a section may add to its pair and split; None for all."""
+        config, split = self.config, section.split
+        if split == "test" and set(config.untested) & set(section.languages):
+            return 0
+        limits: dict[Split, int | None] = {
+            "train": config.max_train_lines,
+            "valid": config.max_valid_lines,
+            "test": config.max_test_lines,
+        }
+        limit = limits[split]
+        return None if limit is None else limit - self.kept[section.pair, split]
+
+    def quarantine_path(self, number: int) -> Path:
+        """Return the path of a section's quarantine, until all are joined."""
+        return self.writer.path(f"{QUARANTINE_NAME}.{number}")
+
+    def join_quarantine(self) -> None:
+        """Join the quarantines of all sections in their order."""
+        with self.writer.path(QUARANTINE_NAME).open("wb") as whole:
+            for path in map(self.quarantine_path, range(len(self.raw.sections))):
+                if path.exists():
+                    with path.open("rb") as part:
+                        shutil.copyfileobj(part, whole)
+                    path.unlink()
+
+
+class SectionImport:
+    """A section while its lines are appended to the text of its pair and split."""
+
+    def __init__(self, importing: Importing, number: int) -> None:
+        self.number = number
+        self.section = section = importing.raw.sections[number]
+        self._importing, self._limit = importing, importing.limit(section)
+        self._paths = [
+            importing.writer.path(text_name(section.split, section.pair, code))
+            for code in section.languages
+        ]
+        self._quarantine_path = importing.quarantine_path(number)
+        self._streams: list[TextIO] = []
+        self._counts, self._characters, self._sample = LineCounts(), [0, 0], EvenSample()
+
+    def __enter__(self) -> Self:
+        """Open the text files, to which several sections may append."""
+        self._streams = [path.open("a", encoding="utf-8", newline="\n") for path in self._paths]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def add(self, lines: Iterable[CheckedLine]) -> None:
+        """Append the lines that are text, and quarantine those that are not.
+
+        Raises:
+            DataError: The lines cannot be read.
+        """
+        good = good_lines(
+            lines,
+            self.section.sources,
+            counts=self._counts,
+            quarantine_path=self._quarantine_path,
+            limit=self._limit,
+            to_the_end=self.section.to_the_end,
+        )
+        while chunk := list(islice(good, CHUNK_LINES)):
+            first, second = zip(*chunk, strict=True)
+            self._append(first, second)
+
+    def add_plain(self, first: Sequence[str], second: Sequence[str]) -> None:
+        """Append the texts of two sides that were checked before, as far as they are wanted."""
+        counts, lines = self._counts, len(first)
+        room = lines if self._limit is None else min(max(self._limit - counts.kept, 0), lines)
+        counts.kept += room
+        counts.over_limit += lines - room
+        if room:
+            self._append(first[:room], second[:room])
+
+    def _append(self, first: Sequence[str], second: Sequence[str]) -> None:
+        for side, (stream, texts) in enumerate(zip(self._streams, (first, second), strict=True)):
+            text = "\n".join(texts)
+            stream.write(text + "\n")
+            self._characters[side] += len(text) - (len(texts) - 1)
+        self._sample.offer(first, second)
+
+    def end(self) -> ImportedSection:
+        """Return the counts, and check the languages of the sides unless the text was made here.
+
+        Raises:
+            DataError: Too many lines are not text, or each side reads as the other's language.
+        """
+        section, sample = self.section, self._sample
+        refuse_damaged(section.sources, self._counts)
+        is_swapped = self._importing.raw.is_found and are_swapped(sample, section.spellings)
+        if is_swapped and self._importing.config.swapped_sides == "refuse":
+            (first, second), (one, other) = section.spellings, section.sources
+            raise DataError(
+                f"{one.place} reads as {second} and {other.place} as {first}. Exchange the names "
+                "of the two files, or set corpus.swapped_sides to 'accept' if they are right."
+            )
+        self._importing.kept[section.pair, section.split] += self._counts.kept
+        return ImportedSection(
+            replace(section, lines=()),
+            self._counts,
+            characters=self._characters,
+            letters=[
+                count_scripts("".join(sample.side(side)))
+                for side in (0, 1)
+                if self._importing.raw.is_found
+            ],
+            is_swapped=is_swapped,
+        )
+
+
+def import_all(importing: Importing, *, processes: int, mpi: bool) -> dict[int, ImportedSection]:
+    """Import all sections and return the counts of each by its number.
 
     Raises:
-        DataError: The lines cannot be read, or too many are not text.
+        DataError: A section cannot be read, has too many lines that are not text, or is swapped.
     """
-    split, languages = section.split, section.languages
-    first, second = (
-        path.open("a", encoding="utf-8", newline="\n")
-        for path in _text_paths(writer, split, languages)
-    )
-    found, sample, characters = LineCounts(), EvenSample(), [0, 0]
-    limit = _limit(config, split, languages)
-    with first, second:
-        for one, other in good_lines(
-            section.lines,
-            section.sources,
-            limit=None if limit is None else limit - tally.lines(split, languages),
-            max_line_bytes=config.max_line_bytes,
-            quarantine=quarantine,
-            counts=found,
-            to_the_end=section.to_the_end,
-        ):
-            first.write(one + "\n")
-            second.write(other + "\n")
-            characters[0] += len(one)
-            characters[1] += len(other)
-            sample.offer(one, other)
-    tally.add(split, languages, lines=found.kept, characters=characters)
-    tally.add_lines(split, languages, found)
-    return sample
+    groups, found = section_groups(importing.raw), dict[int, ImportedSection]()
+    can_spread = all(isinstance(one.lines, FilesInStep) for one in importing.raw.sections)
+    if not groups or not can_spread or (processes == 1 and not mpi):
+        for group in track(groups, label="import"):
+            found |= import_group(importing, group)
+        return found
+    with open_pool(min(processes, len(groups)), mpi=mpi, shared=importing) as pool:
+        results = pool.in_order(with_shared(import_group), groups)
+        for of_group in track(results, label="import", total=len(groups)):
+            found |= of_group
+    return found
 
 
-def look_at_sides(
-    section: Section, sample: EvenSample, *, config: CorpusConfig, tally: Tally
-) -> None:
-    """Record the letters of both sides, and refuse swapped ones.
+def section_groups(raw: RawText) -> list[list[int]]:
+    """Return the numbers of sections by groups, which are imported in this order or by workers.
 
-    Raises:
-        DataError: Each side reads as the other's language.
+    A group has the sections of a file with text in several languages, or of one pair and split.
     """
-    tally.add_sample(sample, section)
-    if are_swapped(sample, section.spellings):
-        if config.swapped_sides == "refuse":
-            raise DataError(_swapped(section))
-        tally.swapped.append(f"{section.pair} {section.split}")
+    groups: dict[Hashable, list[int]] = {file: [] for file in raw.files}
+    can_spread = all(isinstance(section.lines, FilesInStep) for section in raw.sections)
+    for number, section in enumerate(raw.sections):
+        lines = section.lines
+        if isinstance(lines, LinesOfPair):
+            groups.setdefault(lines.file, []).append(number)
+        else:
+            groups.setdefault((section.pair, section.split) if can_spread else number, []).append(
+                number
+            )
+    return [group for group in groups.values() if group]
 
 
-def statistics(tally: Tally) -> dict[str, object]:
+def import_group(importing: Importing, numbers: Sequence[int]) -> dict[int, ImportedSection]:
+    """Import the sections of a group, in any process."""
+    found = {}
+    for number in numbers:
+        lines = importing.raw.sections[number].lines
+        if isinstance(lines, LinesOfPair):
+            return import_records(importing, lines.file, numbers)
+        with SectionImport(importing, number) as importer:
+            importer.add(checked_lines(lines, max_line_bytes=importing.config.max_line_bytes))
+        found[number] = importer.end()
+    return found
+
+
+def import_records(
+    importing: Importing, file: RecordFile, numbers: Sequence[int]
+) -> dict[int, ImportedSection]:
+    """Read a file once for all pairs of its languages."""
+    sides: dict[SectionImport, tuple[Spellings, Spellings]] = {}
+    for number in numbers:
+        with SectionImport(importing, number) as importer:  # without records, texts are empty
+            lines = importer.section.lines
+            assert isinstance(lines, LinesOfPair)
+            sides[importer] = lines.spellings
+    languages = {spellings for both in sides.values() for spellings in both}
+    records = track(file.records(), label="import records")
+    for block in blocks_of(records, languages, max_line_bytes=importing.config.max_line_bytes):
+        for importer, (first, second) in sides.items():
+            block.give(importer, first, second)
+        if not file.is_surveyed:
+            importing.raw.left_out[ONE_SIDED] += block.num_one_sided
+    return {importer.number: importer.end() for importer in sides}
+
+
+@dataclass
+class Block:
+    """Records that follow each other, with their checked texts."""
+
+    texts: dict[Spellings, list[Checked | None]]
+    """Language → text in each record; None where it has none."""
+    numbers: list[int] = field(default_factory=list)
+    """Line of each record in the file."""
+    num_one_sided: int = 0
+    """Records with text in one language of a pair but not in the other, over the pairs read."""
+
+    def give(self, importer: SectionImport, first: Spellings, second: Spellings) -> None:
+        """Give the records with text in both languages, and malformed ones, to their section."""
+        one, other = self.texts[first], self.texts[second]
+        with importer:
+            if self.is_plain[first] and self.is_plain[second]:
+                importer.add_plain(one, other)  # type: ignore[arg-type]  # all are strings
+                return
+            sides = zip(one, other, strict=True)
+            lines = [line for line in zip(self.numbers, sides, strict=True) if None not in line[1]]
+            importer.add(lines)  # type: ignore[arg-type]  # None is among none of them
+        num_texts = 2 * len(self.numbers) - one.count(None) - other.count(None)
+        self.num_one_sided += num_texts - 2 * len(lines)
+
+    @cached_property
+    def is_plain(self) -> dict[Spellings, bool]:
+        """Return language → whether every record has text in it that needed no repair."""
+        return {name: {*map(type, texts)} == {str} for name, texts in self.texts.items()}
+
+
+def blocks_of(
+    records: Iterable[Record], languages: Collection[Spellings], *, max_line_bytes: int
+) -> Iterator[Block]:
+    """Yield the records of a file in blocks, with the texts in these languages."""
+    block, num_bytes = Block({spellings: [] for spellings in languages}), 0
+    for record in records:
+        block.numbers.append(record.line)
+        is_first = record.line == 1
+        for spellings, texts in block.texts.items():
+            raw = next((record.texts[name] for name in spellings if name in record.texts), None)
+            if record.is_malformed:
+                texts.append(MALFORMED)
+            elif raw is None:
+                texts.append(None)
+            else:
+                texts.append(checked(raw, is_first=is_first, max_line_bytes=max_line_bytes))
+                num_bytes += len(raw)
+        if len(block.numbers) >= BLOCK_RECORDS or num_bytes >= BLOCK_BYTES:
+            yield block
+            block, num_bytes = Block({spellings: [] for spellings in languages}), 0
+    if block.numbers:
+        yield block
+
+
+@dataclass
+class Totals:
+    """Sums over all sections, for the statistics and the summary."""
+
+    left_out: SkippedText
+    pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
+    characters: dict[str, dict[Split, Counter[str]]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    trained: set[str] = field(default_factory=set)
+    """Pairs that came with training text, even an empty file."""
+    empty_sides: set[str] = field(default_factory=set)
+    """Sides that have lines but no text, as ``de-en train de``."""
+    no_text: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(Reason, language) → lines that are not text."""
+    swapped: list[str] = field(default_factory=list)
+    """Accepted sections that look swapped, as ``de-en train``."""
+    letters: dict[str, Counter[str]] = field(default_factory=dict)
+    """Language → script → letters of a sample; no languages for text made here."""
+    spellings: dict[str, set[str]] = field(default_factory=dict)
+    """Language → its spellings in the raw text."""
+
+    def __post_init__(self) -> None:
+        self.counts += self.left_out
+
+    def add(self, found: ImportedSection) -> None:
+        """Add the counts of a section."""
+        section, counts = found.section, found.counts
+        pair, split = section.pair, section.split
+        self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))[split] += counts.kept
+        self.counts += counts.statistics()
+        if split == "train":
+            self.trained.add(pair)
+        if found.is_swapped:
+            self.swapped.append(f"{pair} {split}")
+        characters = self.characters.setdefault(pair, {}).setdefault(split, Counter())
+        for side, code in enumerate(section.languages):
+            characters[code] += found.characters[side]
+            for reason, number in counts.no_text[side].items():
+                self.no_text[reason, code] += number
+            if counts.kept and counts.without_text[side] >= counts.kept:
+                self.empty_sides.add(f"{pair} {split} {code}")
+        for side, letters in enumerate(found.letters):
+            code = section.languages[side]
+            self.letters.setdefault(code, Counter()).update(letters)
+            self.spellings.setdefault(code, set()).add(section.spellings[side])
+
+    @property
+    def emptied(self) -> list[str]:
+        """Return the pairs that came with training text but have no training line."""
+        return sorted(pair for pair in self.trained if not self.pairs[pair]["train"])
+
+
+def statistics(totals: Totals) -> dict[str, object]:
     """Return lines and characters per pair and split, counts of defects, and the languages."""
     return {
-        "pairs": tally.pairs,
-        "characters": tally.characters,
-        "counts": dict(sorted(tally.counts.items())),
-        "emptied": sorted(tally.emptied),
+        "pairs": totals.pairs,
+        "characters": totals.characters,
+        "counts": dict(sorted(totals.counts.items())),
+        "emptied": totals.emptied,
         "languages": {
             code: {
                 "spellings": sorted(spellings),
-                "script": script_of_language(tally.scripts[code], spellings),
+                "script": script_of_language(totals.letters[code], spellings),
             }
-            for code, spellings in sorted(tally.spellings.items())
+            for code, spellings in sorted(totals.spellings.items())
         },
     }
 
 
-def summary(tally: Tally) -> list[str]:
+def summary(totals: Totals) -> list[str]:
     """Summarize lines read, kept, left out and changed, missing splits, and suspicious text."""
-    kept = {split: sum(counts[split] for counts in tally.pairs.values()) for split in SPLITS}
-    lines = [
-        f"read {counted(tally.counts['lines_read'], 'line')} of {counted(len(tally.pairs), 'pair')}"
-        f", kept {sum(kept.values()):,} ("
-        + ", ".join(f"{split} {number:,}" for split, number in kept.items())
-        + ")"
+    kept = {split: sum(counts[split] for counts in totals.pairs.values()) for split in SPLITS}
+    read = counted(totals.counts["lines_read"], "line")
+    splits = ", ".join(f"{split} {number:,}" for split, number in kept.items())
+    pairs = counted(len(totals.pairs), "pair")
+    parts = [_left_out(totals), _changed(totals), _lacking(totals), _suspicious(totals)]
+    return [
+        f"read {read} of {pairs}, kept {sum(kept.values()):,} ({splits})",
+        *filter(None, parts),
     ]
-    parts = [_left_out(tally), _changed(tally), _lacking(tally), _looks_wrong(tally)]
-    return lines + [part for part in parts if part]
 
 
-def _left_out(tally: Tally) -> str:
-    counts, parts = tally.counts, []
+def _left_out(totals: Totals) -> str:
+    counts, names_of, parts = totals.counts, totals.left_out.names, []
     if counts["quarantined"]:
         sides = {
-            f"{reason} in {code}": tally.no_text[reason, code]
+            f"{reason} in {code}": totals.no_text[reason, code]
             for reason in REASONS
-            for code in sorted(tally.spellings)
-            if tally.no_text[reason, code]
+            for code in sorted(totals.spellings)
         }
-        listing = listed(tallied({name: number}) for name, number in sides.items())
+        listing = listed(tallied({name: number}) for name, number in sides.items() if number)
         pairs = counted(counts["quarantined"], "line")
         parts.append(f"{pairs} and their counterparts into {QUARANTINE_NAME} ({listing})")
     if counts["lines_over_limit"]:
         parts.append(f"{counts['lines_over_limit']:,} beyond the lines wanted per pair")
-    for name, noun in (
-        ("pairs_not_selected", "pair of other languages"),
-        ("folders_repeated", "folder with the same text"),
-        ("folders_ignored", "folder not named like a pair"),
-        ("files_ignored", "file of another form"),
-        ("records_one_sided", "record without text in one of its languages"),
+    for name, noun, more in (
+        ("pairs_not_selected", "pair", "of other languages"),
+        (FOLDERS_IGNORED, "folder", "not named like a pair"),
+        (FILES_IGNORED, "file", "of another form"),
+        (ONE_SIDED, "record", "without text in one of its languages"),
     ):
         if counts[name]:
-            first, *rest = noun.split(" ")
-            names = f"({listed(map(shown, tally.ignored[name]))})" if name in tally.ignored else ""
-            parts.append(" ".join(filter(None, [counted(counts[name], first), *rest, names])))
+            names = f" ({listed(map(shown, names_of[name]))})" if name in names_of else ""
+            parts.append(f"{counted(counts[name], noun)} {more}{names}")
     return f"left out: {'; '.join(parts)}" if parts else ""
 
 
-def _changed(tally: Tally) -> str:
+def _changed(totals: Totals) -> str:
     names = {
         "lines_with_inner_separator": "odd separators made spaces in",
         "carriage_returns": "carriage returns removed from",
         "byte_order_marks": "byte order marks removed from",
         "lines_without_text": "no text (kept) in",
     }
-    parts = [
-        f"{text} {counted(tally.counts[name], 'line')}"
-        for name, text in names.items()
-        if tally.counts[name]
-    ]
-    return ", ".join(parts)
+    counts = totals.counts
+    return ", ".join(
+        f"{text} {counted(counts[name], 'line')}" for name, text in names.items() if counts[name]
+    )
 
 
-def _lacking(tally: Tally) -> str:
-    """Summarize pairs and sides without usual parts; pairs for tests alone may lack training."""
-    trained = [pair for pair, counts in tally.pairs.items() if counts["train"]]
+def _lacking(totals: Totals) -> str:
+    """Summarize pairs and sides without usual parts; pairs for tests only may lack training."""
+    trained = [pair for pair, counts in totals.pairs.items() if counts["train"]]
     lacking = {
-        "no training data left": sorted(tally.emptied),
-        "no validation set": [pair for pair in trained if not tally.pairs[pair]["valid"]],
-        "no test lines": [pair for pair in trained if not tally.pairs[pair]["test"]],
+        "no training data left": totals.emptied,
+        "no validation set": [pair for pair in trained if not totals.pairs[pair]["valid"]],
+        "no test lines": [pair for pair in trained if not totals.pairs[pair]["test"]],
         "no lines at all": [
-            pair for pair, counts in tally.pairs.items() if not any(counts.values())
+            pair for pair, counts in totals.pairs.items() if not any(counts.values())
         ],
-        "only empty lines": sorted(tally.empty_sides),
+        "only empty lines": sorted(totals.empty_sides),
     }
-    parts = [f"{what}: {listed(pairs)}" for what, pairs in lacking.items() if pairs]
-    if not trained:
-        parts.insert(0, "no pair has training lines")
-    return "; ".join(parts)
+    parts = [f"{name}: {listed(pairs)}" for name, pairs in lacking.items() if pairs]
+    return "; ".join(parts if trained else ["no pair has training lines", *parts])
 
 
-def _looks_wrong(tally: Tally) -> str:
+def _suspicious(totals: Totals) -> str:
     warnings = [
         warning
-        for code, spellings in sorted(tally.spellings.items())
-        if (warning := code_warning(tally.scripts[code], spellings))
+        for code, spellings in sorted(totals.spellings.items())
+        if (warning := code_warning(totals.letters[code], spellings))
     ]
-    if tally.swapped:
-        warnings.append(f"sides look swapped in {listed(tally.swapped)}")
+    if totals.swapped:
+        warnings.append(f"sides look swapped in {listed(totals.swapped)}")
     merged = [
         f"{code} ({listed(sorted(spellings))})"
-        for code, spellings in sorted(tally.spellings.items())
+        for code, spellings in sorted(totals.spellings.items())
         if len(spellings) > 1
     ]
     if merged:
         warnings.append(f"several spellings are one language: {listed(merged)}")
     return f"look at: {'; '.join(warnings)}" if warnings else ""
-
-
-def _swapped(section: Section) -> str:
-    first, second = section.spellings
-    one, other = section.sources
-    return (
-        f"{one.place} reads as {second} and {other.place} as {first}. Exchange the names of the "
-        "two files, or set corpus.swapped_sides to 'accept' if they are right."
-    )
-
-
-def _quarantine_path(writer: ArtifactWriter, raw: RawText) -> Path:
-    """Return the path of the quarantine; text made here has no bad lines to list."""
-    return writer.path(QUARANTINE_NAME) if raw.is_found else Path(os.devnull)
-
-
-def _part_path(writer: ArtifactWriter, number: int) -> Path:
-    """Return the path of a part of the quarantine, until it is appended to the whole."""
-    return writer.path(f"{QUARANTINE_NAME}.{number}")
-
-
-def _text_paths(
-    writer: ArtifactWriter, split: Split, languages: tuple[str, str]
-) -> tuple[Path, Path]:
-    """Return the text files of both sides, to which sections are appended in their order."""
-    first, second = (
-        writer.path(text_name(split, pair_name(*languages), code)) for code in languages
-    )
-    return first, second
-
-
-def _limit(config: CorpusConfig, split: Split, languages: tuple[str, str]) -> int | None:
-    if split == "test" and set(config.untested) & set(languages):
-        return 0
-    match split:
-        case "train":
-            return config.max_train_lines
-        case "valid":
-            return config.max_valid_lines
-        case "test":
-            return config.max_test_lines
 
 
 if __name__ == "__main__":

@@ -1,183 +1,419 @@
 """Stage import_tests: turn external test sets into a corpus of validation and test lines.
 
-Reads a folder in one of the layouts of ``readers/outside_tests.py``. Makes a corpus without
-training lines, and ``quarantine.jsonl``. Files of one language each are joined into pairs, with the
-pivot or each with each. A line that is not text in one file is left out of all files aligned with
-it.
+Reads a folder in a layout named below. Makes a corpus without training lines, and
+``quarantine.jsonl``. Files of one language each are joined into pairs, with the pivot or each with
+each. A line that is not text in one file is left out of all files aligned with it.
+
+Layouts, plain or ``.gz``, in the folder itself or up to two folders below it:
+
+- FLORES-200: ``dev/eng_Latn.dev`` and ``devtest/eng_Latn.devtest``, one file per language;
+- NTREX-128: ``newstest2019-src.eng.txt`` and ``newstest2019-ref.deu.txt``, one file per language;
+- pairs: ``NAME.de-en.de`` and ``NAME.de-en.en``.
+
+``dev`` is the validation split, ``devtest`` and NTREX the test split. Pairs are test lines unless
+their name contains ``dev`` (not ``devtest``) or ``valid``.
 """
 
+import re
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import TextIO
+from tempfile import TemporaryDirectory
+from typing import Literal
 
-from data_prep.import_corpus import QUARANTINE_NAME
-from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
-from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
-from data_prep.readers.raw_files import FilesInStep, source_of
-from data_prep.readers.section import SPLITS
+from data_prep.raw_lines import (
+    QUARANTINE_NAME,
+    REASONS,
+    LineCounts,
+    checked_lines,
+    good_lines,
+    refuse_damaged,
+)
+from data_prep.readers.raw_text import SPLITS, FilesInStep, source_of
+from data_prep.settings import OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
+from pipeline.languages import distinct_codes, find_code, nearest_codes
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
+SETTING = "tests.max_line_bytes"
+LAYOUTS = (
+    "dev/eng_Latn.dev and devtest/eng_Latn.devtest as in FLORES-200, newstest2019-src.eng.txt and "
+    "newstest2019-ref.deu.txt as in NTREX-128, or pairs NAME.de-en.de and NAME.de-en.en"
+)
+DEPTH = 2
+"""Levels of folders below the named one that are searched."""
 
-@dataclass
-class Tally:
-    """Counts of lines written and set aside, for the statistics and the summary."""
+Layout = Literal["FLORES-200", "NTREX-128", "pairs"]
 
-    pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
-    characters: dict[str, dict[Split, dict[str, int]]] = field(default_factory=dict)
-    lines: Counter[Split] = field(default_factory=Counter)
-    """Lines of each split; for pairs of files, the sum over all of them."""
-    counts: Counter[str] = field(default_factory=Counter)
-    no_text: Counter[str] = field(default_factory=Counter)
-    """``invalid_utf8 in de`` → lines."""
+_CODE = r"[A-Za-z]{2,3}(?:[_-][A-Za-z]{4})?(?:[_-](?:[A-Za-z]{2}|[0-9]{3}))?"
+_PAIR_CODE = _CODE.replace("[_-]", "_")
+_FLORES = re.compile(rf"(?P<code>{_CODE})\.(?P<split>dev|devtest)(?:\.gz)?")
+_NTREX = re.compile(rf"(?P<name>.+)-(?P<role>src|ref)\.(?P<code>{_CODE})\.txt(?:\.gz)?")
+_PAIR = re.compile(
+    rf"(?P<name>.+)\.(?P<first>{_PAIR_CODE})-(?P<second>{_PAIR_CODE})\.(?P<code>{_PAIR_CODE})"
+    r"(?:\.gz)?"
+)
+_VALID_NAME = re.compile("dev(?!test)|valid", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SetFile:
+    """File of a test set, as its name describes it."""
+
+    path: Path
+    layout: Layout
+    split: Split
+    spelling: str
+    """Spelling of its language."""
+    set_name: str = ""
+    """Common beginning of the names of a set's files, if they have one."""
+    pair: tuple[str, str] | None = None
+    """Spellings of the pair that it is one side of."""
+    is_source: bool = False
+    """Whether the other files were translated from it."""
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Return the spellings of all languages that the file needs to be of use."""
+        return self.pair or (self.spelling,)
+
+
+@dataclass(frozen=True)
+class AlignedFiles:
+    """Files in which line n of each translates line n of all others."""
+
+    split: Split
+    paths: dict[str, Path]
+    """Language → file, sorted by language."""
+    pairs: tuple[tuple[str, str], ...]
+    """Pairs to make of the languages, sorted inside and out."""
+
+
+@dataclass(frozen=True)
+class OutsideTests:
+    """Files of a folder that are read, and numbers of those that are not."""
+
+    layout: Layout
+    aligned: tuple[AlignedFiles, ...]
+    spellings: dict[str, str]
+    """Language → spelling in the files that are read."""
+    other_versions: tuple[str, ...]
+    """Names of files that are not read because another one of the same language is."""
+    not_wanted: int
+    """Files of languages that were not asked for."""
+    ignored: int
+    """Files whose names belong to no layout."""
+
+
+@dataclass(frozen=True)
+class ImportedFiles:
+    """Aligned files, and the counts of their lines."""
+
+    files: AlignedFiles
+    counts: LineCounts
+    """Counts with a side per language, in the order of the files."""
+    characters: Counter[str] = field(default_factory=Counter)
+    """Language → characters of its good lines."""
 
 
 def run(call: StageCall) -> None:
     """Write the lines of every language once per pair that it is in."""
-    root, config = call.raw["raw"].only_path(), call.recipe.tests
-    tests = find_tests(root, config)
-    tally = Tally()
+    root, max_line_bytes = call.raw["raw"].only_path(), call.recipe.tests.max_line_bytes
+    tests = find_tests(root, call.recipe.tests)
     with call.new_artifact() as writer:
-        with writer.path(QUARANTINE_NAME).open("w", encoding="utf-8", newline="\n") as stream:
-            quarantine = Quarantine(stream)
-            for files in track(tests.aligned, label="import"):
-                import_aligned(
-                    files,
-                    root,
-                    writer,
-                    max_line_bytes=config.max_line_bytes,
-                    quarantine=quarantine,
-                    tally=tally,
-                )
-        if not tally.lines["test"] and not tally.lines["valid"]:
+        writer.path(QUARANTINE_NAME).touch()
+        found = [
+            import_aligned(files, root, writer, max_line_bytes=max_line_bytes)
+            for files in track(tests.aligned, label="import")
+        ]
+        if not any(one.counts.kept for one in found):
             raise DataError(f"{root} has no lines. Fetch its files again.")
-        writer.statistics |= statistics(tests, tally)
-        writer.summary += summary(tests, tally)
+        writer.statistics |= statistics(tests, found)
+        writer.summary += summary(tests, found)
 
 
 def import_aligned(
-    files: AlignedFiles,
-    root: Path,
-    writer: ArtifactWriter,
-    *,
-    max_line_bytes: int,
-    quarantine: Quarantine,
-    tally: Tally,
-) -> None:
+    files: AlignedFiles, root: Path, writer: ArtifactWriter, *, max_line_bytes: int
+) -> ImportedFiles:
     """Read aligned files once, in step, and copy their good lines to all their pairs.
 
     Raises:
         DataError: The files have different numbers of lines, or are damaged.
     """
-    languages = sorted({code for pair in files.pairs for code in pair})
-    paths = [files.paths[code] for code in languages]
-    found, characters = LineCounts.for_sides(len(languages)), Counter[str]()
-    with folder_for_now(writer.directory / "languages") as folder:
+    sources = [source_of(path, root) for path in files.paths.values()]
+    found = ImportedFiles(files, LineCounts.for_sides(len(sources)))
+    lines = FilesInStep(tuple(files.paths.values()), max_line_bytes)
+    with TemporaryDirectory(dir=writer.directory) as name:
+        texts = {code: Path(name) / code for code in files.paths}
         with ExitStack() as stack:
-            streams = [stack.enter_context(_open_text(folder / code)) for code in languages]
-            for texts in good_lines(
-                FilesInStep(tuple(paths), max_line_bytes),
-                [source_of(path, root) for path in paths],
-                limit=None,
-                max_line_bytes=max_line_bytes,
-                quarantine=quarantine,
-                counts=found,
-                setting="tests.max_line_bytes",
+            streams = [
+                stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+                for path in texts.values()
+            ]
+            for line in good_lines(
+                checked_lines(lines, max_line_bytes=max_line_bytes),
+                sources,
+                counts=found.counts,
+                quarantine_path=writer.path(QUARANTINE_NAME),
             ):
-                for code, stream, text in zip(languages, streams, texts, strict=True):
+                for code, stream, text in zip(texts, streams, line, strict=True):
                     stream.write(text + "\n")
-                    characters[code] += len(text)
+                    found.characters[code] += len(text)
+        refuse_damaged(sources, found.counts, setting=SETTING)
         for pair in files.pairs:
             for code in pair:
                 path = writer.path(text_name(files.split, pair_name(*pair), code))
-                shutil.copyfile(folder / code, path)
-    _tally(files, found, languages=languages, characters=characters, tally=tally)
+                shutil.copyfile(texts[code], path)
+    return found
 
 
-@contextmanager
-def folder_for_now(folder: Path) -> Iterator[Path]:
-    """Make a folder that is removed at the end of the block."""
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def statistics(tests: OutsideTests, tally: Tally) -> dict[str, object]:
+def statistics(tests: OutsideTests, found: Sequence[ImportedFiles]) -> dict[str, object]:
     """Return lines and characters per pair and split, and counts of defects."""
+    pairs: dict[str, dict[Split, int]] = {}
+    characters: dict[str, dict[Split, dict[str, int]]] = {}
+    for one in found:
+        split = one.files.split
+        for pair in one.files.pairs:
+            name = pair_name(*pair)
+            pairs.setdefault(name, dict.fromkeys(SPLITS, 0))[split] = one.counts.kept
+            sides = {code: one.characters[code] for code in pair}
+            characters.setdefault(name, {})[split] = sides
     return {
-        "pairs": tally.pairs,
-        "characters": tally.characters,
-        "counts": dict(sorted(tally.counts.items())),
+        "pairs": pairs,
+        "characters": characters,
+        "counts": _counts(found),
         "languages": {code: {"spellings": [s]} for code, s in sorted(tests.spellings.items())},
         "layout": tests.layout,
         "other_versions": list(tests.other_versions),
     }
 
 
-def summary(tests: OutsideTests, tally: Tally) -> list[str]:
+def summary(tests: OutsideTests, found: Sequence[ImportedFiles]) -> list[str]:
     """Summarize the layout and lines read, the lines set aside, and the files not read."""
-    directions = sum(1 for counts in tally.pairs.values() if counts["test"]) * 2
-    lines = [
-        f"{tests.layout}: {counted(tally.lines['test'], 'test line')} and "
-        f"{counted(tally.lines['valid'], 'valid line')} of "
-        f"{counted(len(tests.spellings), 'language')}, in {counted(len(tally.pairs), 'pair')} "
-        f"({counted(directions, 'test direction')})"
+    lines, counts = Counter[Split](), _counts(found)
+    tested, pairs = set[tuple[str, str]](), set[tuple[str, str]]()
+    for one in found:
+        lines[one.files.split] += one.counts.kept
+        pairs |= {*one.files.pairs}
+        if one.files.split == "test" and one.counts.kept:
+            tested |= {*one.files.pairs}
+    parts = [
+        f"{tests.layout}: {counted(lines['test'], 'test line')} and "
+        f"{counted(lines['valid'], 'valid line')} of "
+        f"{counted(len(tests.spellings), 'language')}, in {counted(len(pairs), 'pair')} "
+        f"({counted(2 * len(tested), 'test direction')})"
     ]
-    if tally.counts["quarantined"]:
-        number = counted(tally.counts["quarantined"], "line")
-        lines.append(
-            f"left out: {number} in all languages, into {QUARANTINE_NAME} "
-            f"({tallied(dict(sorted(tally.no_text.items())))})"
+    if counts["quarantined"]:
+        reasons = Counter[str]()
+        for one in found:
+            for code, side in zip(one.files.paths, one.counts.no_text, strict=True):
+                reasons.update({f"{reason} in {code}": side[reason] for reason in REASONS})
+        parts.append(
+            f"left out: {counted(counts['quarantined'], 'line')} in all languages, into "
+            f"{QUARANTINE_NAME} ({tallied(dict(sorted(reasons.items())))})"
         )
-    if tally.counts["lines_without_text"]:
-        lines.append(f"no text (kept) in {counted(tally.counts['lines_without_text'], 'line')}")
+    if counts["lines_without_text"]:
+        parts.append(f"no text (kept) in {counted(counts['lines_without_text'], 'line')}")
     if tests.other_versions:
-        lines.append(
-            f"not read, since another file of the same language is: {listed(tests.other_versions)}"
-        )
+        names = listed(tests.other_versions)
+        parts.append(f"not read, since another file of the same language is: {names}")
     if tests.ignored or tests.not_wanted:
-        parts = {"of other languages": tests.not_wanted, "of other names": tests.ignored}
-        lines.append(f"files not read: {tallied(parts)}")
-    return lines
+        ignored = {"of other languages": tests.not_wanted, "of other names": tests.ignored}
+        parts.append(f"files not read: {tallied(ignored)}")
+    return parts
 
 
-def _open_text(path: Path) -> TextIO:
-    return path.open("w", encoding="utf-8", newline="\n")
+def _counts(found: Sequence[ImportedFiles]) -> Counter[str]:
+    return sum((one.counts.statistics() for one in found), Counter())
 
 
-def _tally(
-    files: AlignedFiles,
-    found: LineCounts,
-    *,
-    languages: list[str],
-    characters: Counter[str],
-    tally: Tally,
-) -> None:
-    for pair in files.pairs:
-        name = pair_name(*pair)
-        tally.pairs.setdefault(name, dict.fromkeys(SPLITS, 0))[files.split] = found.kept
-        sides = {code: characters[code] for code in pair}
-        tally.characters.setdefault(name, {})[files.split] = sides
-    tally.lines[files.split] += found.kept
-    tally.counts["lines_read"] += found.read
-    tally.counts["quarantined"] += found.quarantined
-    tally.counts["byte_order_marks"] += found.byte_order_marks
-    tally.counts["carriage_returns"] += found.carriage_returns
-    tally.counts["lines_with_inner_separator"] += found.separators
-    tally.counts["lines_without_text"] += sum(found.without_text)
-    for code, of_side in zip(languages, found.no_text, strict=True):
-        for reason in REASONS:
-            tally.no_text[f"{reason} in {code}"] += of_side[reason]
+def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
+    """Find the test sets in a folder by the names of its files.
+
+    Raises:
+        ConfigError: A wanted language or pivot is missing, or no pair is left.
+        DataError: There is no layout or more than one, a side of a pair is missing, or two files
+            are the same text.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder. Name one with {LAYOUTS}.")
+    paths = list(_files(root, depth=DEPTH))
+    found = [file for path in paths if (file := describe_file(path))]
+    layout = _one_layout(root, found)
+    selected = select_files(found, config.languages)
+    codes = _codes(selected)
+    read, aligned = _align(selected, codes, config)
+    if not any(files.pairs for files in aligned):
+        raise ConfigError(
+            f"{root} has no pair of the languages that were asked for "
+            f"({listed(config.languages) or 'all'}). Add the other language of a pair."
+        )
+    return OutsideTests(
+        layout=layout,
+        aligned=tuple(aligned),
+        spellings={codes[file.spelling]: file.spelling for file in read},
+        other_versions=tuple(sorted(file.path.name for file in selected if file not in read)),
+        not_wanted=len(found) - len(selected),
+        ignored=len(paths) - len(found),
+    )
+
+
+def describe_file(path: Path) -> SetFile | None:
+    """Describe a file by its name; None if it belongs to no test set."""
+    if match := _FLORES.fullmatch(path.name):
+        split: Split = "valid" if match["split"] == "dev" else "test"
+        return SetFile(path, "FLORES-200", split, match["code"])
+    if match := _NTREX.fullmatch(path.name):
+        is_source = match["role"] == "src"
+        return SetFile(
+            path, "NTREX-128", "test", match["code"], set_name=match["name"], is_source=is_source
+        )
+    match = _PAIR.fullmatch(path.name)
+    if match is None or match["code"].lower() not in (
+        match["first"].lower(),
+        match["second"].lower(),
+    ):
+        return None
+    split = "valid" if _VALID_NAME.search(match["name"]) else "test"
+    pair = (match["first"], match["second"])
+    return SetFile(path, "pairs", split, match["code"], set_name=match["name"], pair=pair)
+
+
+def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFile]:
+    """Return the files of the wanted languages, in any usual spelling; all if none is named.
+
+    Raises:
+        ConfigError: A wanted language has no file.
+    """
+    if not wanted:
+        return list(files)
+    codes = _codes(files)
+    present = sorted(set(codes.values()))
+    chosen = {spelling: find_code(spelling, present) for spelling in wanted}
+    missing = [spelling for spelling, code in chosen.items() if code is None]
+    if missing:
+        near = sorted({code for spelling in missing for code in nearest_codes(spelling, present)})
+        raise ConfigError(
+            f"tests.languages asks for {', '.join(missing)}, but no file is in it. Correct it "
+            f"(nearest codes that are there: {', '.join(near) or 'none'})."
+        )
+    return [
+        file for file in files if {codes[one] for one in file.languages} <= set(chosen.values())
+    ]
+
+
+def _codes(files: Sequence[SetFile]) -> dict[str, str]:
+    """Return spelling → code; scripts count if one language has files in several."""
+    return distinct_codes({spelling for file in files for spelling in file.languages})
+
+
+def _files(directory: Path, *, depth: int) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders by name, except hidden files."""
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and depth:
+            yield from _files(entry, depth=depth - 1)
+
+
+def _one_layout(root: Path, files: Sequence[SetFile]) -> Layout:
+    examples = {file.layout: file.path for file in reversed(files)}
+    match list(examples):
+        case []:
+            raise DataError(
+                f"{root} holds no test sets. Name a folder with {LAYOUTS}; for folders like en-de "
+                "with test.en and test.de, use import_corpus."
+            )
+        case [layout]:
+            return layout
+    named = " and ".join(f"{layout} ({path})" for layout, path in examples.items())
+    raise DataError(f"{root} holds several test sets, {named}. Import each from its own folder.")
+
+
+def _align(
+    files: Sequence[SetFile], codes: dict[str, str], config: OutsideTestsConfig
+) -> tuple[list[SetFile], list[AlignedFiles]]:
+    """Return the files to read, aligned per split, and per pair if their names have one.
+
+    Raises:
+        ConfigError: There is no file of the pivot.
+        DataError: Files are of several test sets, two are one text, or a side is missing.
+    """
+    versions: dict[tuple[Split, tuple[str, ...]], dict[str, list[SetFile]]] = {}
+    for file in files:
+        pair = tuple(sorted({codes[spelling] for spelling in file.pair or ()}))
+        if file.pair and len(pair) < 2:
+            raise DataError(f"{file.path} pairs a language with itself. Rename or remove it.")
+        of_code = versions.setdefault((file.split, pair), defaultdict(list))
+        of_code[codes[file.spelling]].append(file)
+    read: list[SetFile] = []
+    aligned = []
+    for (split, pair), of_code in sorted(versions.items(), key=lambda item: item[0]):
+        names = sorted({file.set_name for of in of_code.values() for file in of})
+        if len(names) > 1:
+            raise DataError(
+                f"There are several test sets, {listed(names)}. Import each from its own folder."
+            )
+        chosen = {code: _first_version(of, config.languages) for code, of in of_code.items()}
+        if missing := sorted({*pair} - chosen.keys()):
+            [file] = chosen.values()
+            raise DataError(
+                f"{file.path} has no counterpart in {missing[0]}. Add the {split} text of "
+                f"{missing[0]} to its folder or remove the file."
+            )
+        paths = {code: chosen[code].path for code in sorted(chosen)}
+        pairs = [(pair[0], pair[1])] if pair else _pairs(paths, config)
+        aligned.append(AlignedFiles(split, paths, tuple(pairs)))
+        read += chosen.values()
+    return read, aligned
+
+
+def _first_version(files: Sequence[SetFile], wanted: Sequence[str]) -> SetFile:
+    """Return the file to read, among several of one language and script in one split.
+
+    It is the variant that is wanted, else the source of the translations, else one without
+    region (``fra`` before ``fra-CA``), else the first by name (``pes``, ``prs``).
+    """
+    meant = {find_code(asked, [file.spelling for file in files]) for asked in wanted}
+
+    def preference(file: SetFile) -> tuple[bool, bool, int, str]:
+        spelling = file.spelling
+        return spelling not in meant, not file.is_source, len(spelling), spelling
+
+    first, *others = sorted(files, key=preference)
+    if others and others[0].spelling == first.spelling and not first.is_source:
+        raise DataError(
+            f"{first.path} and {others[0].path} are both the {first.split} text of "
+            f"{first.spelling}. Remove one."
+        )
+    return first
+
+
+def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple[str, str]]:
+    """Yield the wanted pairs of languages."""
+    if config.directions == "all":
+        yield from combinations(sorted(paths), 2)
+        return
+    pivot = find_code(config.pivot, paths)
+    if pivot is None:
+        raise ConfigError(
+            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}. Name "
+            'another tests.pivot, or set tests.directions = "all".'
+        )
+    for code in sorted(paths):
+        if code != pivot:
+            first, second = sorted((code, pivot))
+            yield first, second
 
 
 if __name__ == "__main__":

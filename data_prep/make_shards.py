@@ -1,15 +1,14 @@
 """Stage make_shards: encode training and validation lines as memory-mapped token ids.
 
 Reads a corpus and a tokenizer. Makes shards. Pairs are spread over worker processes or ranks
-(``pair_shards`` is the work on one pair), whose number does not change the result.
+(``pair_shards`` is the work on one pair); their number does not change the result.
 
-Finished pairs stay in the run folder of an interrupted stage and are not made again. A pair whose
-training sentences are all too long is listed as ``emptied`` in the statistics.
+Finished pairs stay in the run folder of an interrupted stage and are not made again. A pair with
+only too long training sentences is listed as ``emptied`` in the statistics.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import as_completed
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from data_prep.pair_shards import (
     SPLITS,
     FinishedPair,
     PairCounts,
-    PairJob,
+    PairWork,
     Sharding,
     claim_work,
     pair_folder,
@@ -47,7 +46,7 @@ from pipeline.terminal import counted, listed, track
 
 
 def run(call: StageCall) -> None:
-    """Encode every pair and copy the tokenizer's files beside the ids."""
+    """Encode every pair and copy the tokenizer's files to the ids."""
     corpus, tokenizer_dir = call.artifacts["corpus"], tokenizer_folder(call.artifacts["tokenizer"])
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
@@ -65,20 +64,28 @@ def run(call: StageCall) -> None:
         take_files(finished, writer, work_dir=work_dir)
         copy_tokenizer(tokenizer_dir, writer.directory / TOKENIZER_FOLDER)
         writer.statistics |= shard_statistics(corpus, results)
-        writer.summary += summary(corpus, results, config=config, max_tokens=max_tokens)
-        writer.summary += words_summary(tokenizer, results)
+        writer.summary += summary(sharding, results)
         remove_work(work_dir)
 
 
 def make_pairs(
-    sharding: Sharding, jobs: list[PairJob], *, processes: int, mpi: bool
+    sharding: Sharding, jobs: list[PairWork], *, processes: int, mpi: bool
 ) -> list[FinishedPair]:
-    """Return the shards of every pair by name; finished ones are not made again."""
+    """Return the shards of every pair by name; finished pairs are not made again.
+
+    After a failure no further pair begins.
+    """
     known = {job.pair: read_finished(job.out_dir) for job in jobs}
-    missing = [job for job in jobs if known[job.pair] is None]
-    pairs = run_jobs(sharding, missing, processes=processes, mpi=mpi)
-    made = {pair.counts.pair: pair for pair in pairs}
-    made |= {name: pair for name, pair in known.items() if pair is not None}
+    made = {name: pair for name, pair in known.items() if pair is not None}
+    missing = [job for job in jobs if job.pair not in made]
+    if processes == 1 and not mpi:
+        for job in track(missing, label="pairs"):
+            made[job.pair] = shard_pair(sharding, job)
+    else:
+        with open_pool(processes, mpi=mpi, shared=sharding) as pool:
+            futures = {pool.submit(with_shared(shard_pair), job): job.pair for job in missing}
+            for future in track(as_completed(futures), label="pairs", total=len(missing)):
+                made[futures[future]] = future.result()
     return [made[name] for name in sorted(made)]
 
 
@@ -125,34 +132,20 @@ def check_training_lines(
         )
 
 
-def pair_jobs(corpus: Artifact, *, work_dir: Path) -> list[PairJob]:
-    """Return one job per pair, the largest first, so that no worker begins with it last."""
+def pair_jobs(corpus: Artifact, *, work_dir: Path) -> list[PairWork]:
+    """Return one job per pair, the largest first: no worker begins with it last."""
     for split in SPLITS:
         corpus.check(corpus.names(f"{split}/"))
     lines = {split: line_counts(corpus, split) for split in SPLITS}
-    jobs = [
-        PairJob(
-            pair=pair,
-            lines={split: counts[pair] for split, counts in lines.items() if pair in counts},
+    sizes = {pair: sum(of.get(pair, 0) for of in lines.values()) for pair in pair_counts(corpus)}
+    return [
+        PairWork(
+            pair,
+            splits=tuple(split for split in SPLITS if pair in lines[split]),
             out_dir=pair_folder(work_dir, pair),
         )
-        for pair in pair_counts(corpus)
+        for pair in sorted(sizes, key=lambda pair: (-sizes[pair], pair))
     ]
-    return sorted(jobs, key=lambda job: (-sum(job.lines.values()), job.pair))
-
-
-def run_jobs(
-    sharding: Sharding, jobs: list[PairJob], *, processes: int, mpi: bool
-) -> Iterator[FinishedPair]:
-    """Yield the results as they are ready; after a failure no further pair begins."""
-    if processes == 1 and not mpi:
-        for job in track(jobs, label="pairs", total=len(jobs)):
-            yield shard_pair(sharding, job)
-        return
-    with open_pool(processes, mpi=mpi, shared=sharding) as pool:
-        futures = [pool.submit(with_shared(shard_pair), job) for job in jobs]
-        for future in track(as_completed(futures), label="pairs", total=len(jobs)):
-            yield future.result()
 
 
 def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, object]:
@@ -167,18 +160,6 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "imported": imported_statistics(corpus),
         OTHER_LANGUAGES: sorted(listed_names(corpus, OTHER_LANGUAGES)),
     }
-
-
-def words_summary(tokenizer: Tokenizer, results: list[PairCounts]) -> list[str]:
-    """Summarize the training words of languages with a segmenter."""
-    words = Counter[str]()
-    for counts in results:
-        words.update(counts.words)
-    names = [
-        f"{code} {count:,} by {tokenizer.segmenters[language_of(code)].name}"
-        for code, count in sorted(words.items())
-    ]
-    return [f"words of training lines: {listed(names)}"] if names else []
 
 
 def unknown_shares(results: list[PairCounts]) -> dict[str, float]:
@@ -198,22 +179,22 @@ def newly_emptied(corpus: Artifact, results: list[PairCounts]) -> set[str]:
     }
 
 
-def summary(
-    corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig, max_tokens: int
-) -> list[str]:
-    """Summarize lines read and kept, too long ones, unknown tokens, and emptied pairs."""
+def summary(sharding: Sharding, results: list[PairCounts]) -> list[str]:
+    """Summarize lines read and kept, too long ones, unknown tokens, emptied pairs, and words."""
+    corpus, max_tokens = sharding.corpus, sharding.max_tokens
     read = {split: sum(line_counts(corpus, split).values()) for split in SPLITS}
     kept = {split: sum(counts.kept[split] for counts in results) for split in SPLITS}
-    sides, tokens = Counter[str](), Counter[str]()
+    sides, tokens, words = Counter[str](), Counter[str](), Counter[str]()
     for counts in results:
         sides.update(counts.too_long_sides)
         tokens.update(counts.tokens)
+        words.update(counts.words)
     lines = [
         f"read {counted(read['train'], 'training line')} and {read['valid']:,} of validation, kept "
         f"{kept['train']:,} and {kept['valid']:,}: {counted(tokens.total(), 'training token')}"
     ]
-    if config.segmentations > 1:
-        lines.append(f"every training line by {config.segmentations} drawn segmentations")
+    if sharding.config.segmentations > 1:
+        lines.append(f"every training line by {sharding.config.segmentations} drawn segmentations")
     if too_long := sum(counts.too_long for counts in results):
         languages_of = listed(f"{code} {count:,}" for code, count in sides.most_common() if count)
         lines.append(f"left out {too_long:,} of more than {max_tokens:,} tokens ({languages_of})")
@@ -222,6 +203,13 @@ def summary(
         lines.append(f"tokens not in the vocabulary: {listed(unknown)}")
     if emptied := sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)):
         lines.append(f"no training data left: {listed(emptied)}")
+    if words:
+        segmenters = sharding.tokenizer.segmenters
+        names = (
+            f"{code} {count:,} by {segmenters[language_of(code)].name}"
+            for code, count in sorted(words.items())
+        )
+        lines.append(f"words of training lines: {listed(names)}")
     return lines
 
 

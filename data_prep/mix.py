@@ -71,8 +71,7 @@ def run(call: StageCall) -> None:
     shards, recipe = call.artifacts["shards"], call.recipe
     sizes = pair_sizes(shards)
     config = recipe.mixture
-    check_targets(config, sizes)
-    check_synthetic(config, sizes)
+    check_text(config, sizes)
     found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
     phases, capped = [phase for phase, _ in found], [names for _, names in found]
     if recipe.training.updates_of == "bytes":
@@ -98,7 +97,6 @@ def run(call: StageCall) -> None:
             "updates": recipe.training.updates,
             "expected_sentences": sentences,
             "expected_epochs": epochs,
-            "table": table(sizes, phases, epochs),
         }
         writer.summary += [
             repeats(sizes, epochs, updates=recipe.training.updates, sentences=sentences),
@@ -195,20 +193,17 @@ def _as_phase(
 
 
 def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
-    """Return a pair, or its two directions, by name; tokens are those of the target."""
-    by_tokens = config.sampling_unit == "tokens"
+    """Return a pair, or its two directions, by name, in lines or in tokens of the target."""
+    ways = drawn_directions(pair, config)
+    parts = {pair: ways} if config.sampling_over == "pairs" else {str(way): [way] for way in ways}
+    if config.sampling_unit == "sentences":
+        return {name: Weighed(size.lines, 1.0) for name in parts}
     there, back = directions_of(pair)
     targets = {there: size.second_tokens, back: size.first_tokens}
-    ways = drawn_directions(pair, config)
-    if config.sampling_over == "pairs":
-        tokens = sum(targets[way] for way in ways)
-        per_draw = tokens / (len(ways) * size.lines)
-        return {pair: Weighed(tokens, per_draw) if by_tokens else Weighed(size.lines, 1.0)}
+    tokens = {name: max(sum(targets[way] for way in of), 1) for name, of in parts.items()}
     return {
-        str(way): Weighed(max(targets[way], 1), max(targets[way], 1) / size.lines)
-        if by_tokens
-        else Weighed(size.lines, 1.0)
-        for way in ways
+        name: Weighed(tokens[name], tokens[name] / (len(of) * size.lines))
+        for name, of in parts.items()
     }
 
 
@@ -221,25 +216,21 @@ def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
     ways = [way for way in directions_of(pair) if way.suits_marks]
     into = config.targets
     found = [way for way in ways if not into or language_of(way.target) in into]
-    if not found and is_synthetic(pair):
-        raise ConfigError(
-            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Name "
-            f"{listed(language_of(way.target) for way in ways)}, too, or leave these translations "
-            "out (mmnmt add_translations)."
-        )
     if not found:
+        targets = listed(sorted({language_of(way.target) for way in ways}))
+        origin = "mmnmt add_translations" if is_synthetic(pair) else "corpus.languages"
         raise ConfigError(
-            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Name one of "
-            "its languages, too, or leave the pair out of the corpus (corpus.languages)."
+            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Add a target "
+            f"of this pair ({targets}), or leave the pair out ({origin})."
         )
     return found
 
 
-def check_targets(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
-    """Refuse targets that no pair has.
+def check_text(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
+    """Refuse settings for text that the shards do not have.
 
     Raises:
-        ConfigError: Names the first of them.
+        ConfigError: No pair has a target, or no pair has a side that a machine wrote.
     """
     known = {language_of(side) for pair in sizes for side in pair.split("-")}
     unknown = [code for code in config.targets if code not in known]
@@ -248,14 +239,6 @@ def check_targets(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
             f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it. "
             f"Choose from {listed(sorted(known))}."
         )
-
-
-def check_synthetic(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
-    """Refuse a share of synthetic pairs where there are none.
-
-    Raises:
-        ConfigError: No pair has a side that a machine wrote.
-    """
     if config.synthetic_share is not None and not any(map(is_synthetic, sizes)):
         raise ConfigError(
             f"mixture.synthetic_share is {config.synthetic_share:g}, and the shards have no "
@@ -319,27 +302,6 @@ def to_json(phases: Sequence[Phase], sizes: Mapping[str, PairSize]) -> dict[str,
     return {"pairs": tables[0], **({"phases": later} if later else {})}
 
 
-def table(
-    sizes: Mapping[str, PairSize], phases: Sequence[Phase], epochs: Mapping[str, float]
-) -> list[str]:
-    """Return the mixture as lines of a Markdown table, the largest pair first."""
-    titles = ["probability", *(f"from update {phase.from_update:,}" for phase in phases[1:])]
-    columns = ["pair", "training lines", *titles, "epochs"]
-    rows = [
-        " | ".join(
-            (
-                f"| {pair}",
-                f"{size.lines:,}",
-                *(f"{phase.probabilities[pair]:.4%}" for phase in phases),
-                f"{epochs[pair]:.3g} |",
-            )
-        )
-        for pair, size in sorted(sizes.items(), key=lambda item: (-item[1].lines, item[0]))
-    ]
-    rule = "|".join(("", "---", *("---:" for _ in columns[1:]), ""))
-    return [f"| {' | '.join(columns)} |", rule, *rows]
-
-
 def repeats(
     sizes: Mapping[str, PairSize],
     epochs: Mapping[str, float],
@@ -368,7 +330,7 @@ def how_drawn(
         f"temperature {config.sampling_temperature:g} over {config.sampling_over}, by their {unit}"
     ]
     if config.targets:
-        lines.append(f"into {listed(config.targets)} alone")
+        lines.append(f"into {listed(config.targets)} only")
     if config.synthetic_share is not None:
         lines.append(f"share of pairs with a side that a machine wrote: {config.synthetic_share:g}")
     if held := sorted({name for names in capped for name in names}):

@@ -1,7 +1,7 @@
-"""Make the shards of one pair, in a worker, so that an interrupted stage can keep them.
+"""Make the shards of one pair, in a worker: an interrupted stage can keep them.
 
-A worker reads both sides in step, in chunks, so that memory does not grow with the number of lines.
-A back-translated source begins with the tag ``<s>``, which every vocabulary has and no text encodes
+A worker reads both sides in step, in chunks: memory does not grow with the number of lines. A
+back-translated source begins with the tag ``<s>``, which every vocabulary has and no text encodes
 to (Caswell and others, Tagged Back-Translation, 2019, arXiv 1906.06442).
 
 Each pair has a folder in the run folder of the output. ``finished.json`` is written last, when all
@@ -22,20 +22,19 @@ from pydantic import TypeAdapter
 
 from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
-from pipeline.artifacts.corpus import BACK_TRANSLATED, iterate_lines, language_of, text_name
+from pipeline.artifacts.corpus import BACK_TRANSLATED, aligned_lines, language_of, text_name
 from pipeline.artifacts.digests import file_records
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import SampledSegmentation, Tokenizer
 from pipeline.config.documents import unfinished_path
-from pipeline.errors import DataError
 from pipeline.seeds import derive_seed
 
 SEGMENTATION_NBEST = 64
 """Unigram draws from so many best segmentations."""
 CHUNK_LINES = 512
-"""Lines encoded at a time. SentencePiece is fastest with few, whose ids stay in the cache."""
+"""Lines encoded at a time. SentencePiece is fastest with few: their ids stay in the cache."""
 CHUNK_CHARACTERS = 2**22
 """Characters of both sides encoded at a time; a chunk ends with the line that reaches a limit."""
 
@@ -67,11 +66,12 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class PairJob:
+class PairWork:
     """Input of a worker for one pair."""
 
     pair: str
-    lines: dict[ShardSplit, int]
+    splits: tuple[ShardSplit, ...]
+    """Splits that the pair has lines of."""
     out_dir: Path
     """Folder of this pair."""
 
@@ -81,16 +81,21 @@ class PairCounts:
     """Counts of a pair's sentences; both splits count into ``too_long``."""
 
     pair: str
-    kept: dict[ShardSplit, int]
-    tokens: dict[str, int]
+    kept: dict[ShardSplit, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    tokens: dict[str, int] = field(default_factory=dict)
     """Language → tokens of the training sentences."""
-    unknown: dict[str, int]
-    """Language → unknown ones among ``tokens``."""
+    unknown: dict[str, int] = field(default_factory=dict)
+    """Language → unknown tokens among ``tokens``."""
     too_long: int = 0
     too_long_sides: dict[str, int] = field(default_factory=dict)
     """Language → its too long sentences; a sentence pair can count for both sides."""
     words: dict[str, int] = field(default_factory=dict)
     """Language with a segmenter → words of its training sentences."""
+
+    def __post_init__(self) -> None:
+        for code in self.pair.split("-"):
+            for counts in (self.tokens, self.unknown, self.too_long_sides):
+                counts.setdefault(code, 0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def pair_folder(work_dir: Path, pair: str) -> Path:
 
 
 def claim_work(work_dir: Path, *, key: str) -> None:
-    """Make the run folder, or take over that of the same shards; others are emptied first.
+    """Make the run folder, or take over the folder of the same shards; others are emptied first.
 
     Args:
         work_dir: Run folder.
@@ -128,7 +133,7 @@ def claim_work(work_dir: Path, *, key: str) -> None:
 
 
 def remove_work(work_dir: Path) -> None:
-    """Remove the run folder, whose shards are all part of the artifact."""
+    """Remove the run folder: its shards are all part of the artifact."""
     _remove_pairs(work_dir)
     remove_files(work_dir, [IDENTITY_FILE])
 
@@ -149,20 +154,13 @@ def read_finished(folder: Path) -> FinishedPair | None:
     return found if sizes == {name: entry.size for name, entry in found.files.items()} else None
 
 
-def shard_pair(sharding: Sharding, job: PairJob) -> FinishedPair:
+def shard_pair(sharding: Sharding, job: PairWork) -> FinishedPair:
     """Make the shards of all splits of one pair."""
     if job.out_dir.exists():
         shutil.rmtree(job.out_dir)
     job.out_dir.mkdir(parents=True)
-    codes = job.pair.split("-")
-    counts = PairCounts(
-        job.pair,
-        kept=dict.fromkeys(SPLITS, 0),
-        tokens=dict.fromkeys(codes, 0),
-        unknown=dict.fromkeys(codes, 0),
-        too_long_sides=dict.fromkeys(codes, 0),
-    )
-    names = [name for split in job.lines for name in shard_split(sharding, job, split, counts)]
+    counts = PairCounts(job.pair)
+    names = [name for split in job.splits for name in shard_split(sharding, job, split, counts)]
     paths = {name: job.out_dir / name for name in sorted(names)}
     records = file_records(list(paths.values()))
     finished = FinishedPair(counts, {name: records[path] for name, path in paths.items()})
@@ -173,28 +171,46 @@ def shard_pair(sharding: Sharding, job: PairJob) -> FinishedPair:
 
 
 def shard_split(
-    sharding: Sharding, job: PairJob, split: ShardSplit, counts: PairCounts
+    sharding: Sharding, job: PairWork, split: ShardSplit, counts: PairCounts
 ) -> list[str]:
     """Encode one split, both sides in step, and add to the pair's counts; return names of files.
 
     Training lines are encoded once per segmentation. The files are on disk.
 
     Raises:
-        DataError: The sides differ in their number of lines.
+        ArtifactError: The sides differ in their number of lines.
     """
-    passes = sharding.config.segmentations if split == "train" else 1
+    config = sharding.config
+    passes = config.segmentations if split == "train" else 1
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(closing(_shard_writer(sharding, job, split=split, language=code)))
+            stack.enter_context(
+                closing(
+                    ShardWriter(
+                        job.out_dir,
+                        split=split,
+                        pair=job.pair,
+                        language=code,
+                        size=sharding.tokenizer.size,
+                        has_begins=language_of(code) in sharding.words,
+                    )
+                )
+            )
             for code in job.pair.split("-")
         ]
         for number in range(passes):
+            # A seed for each line of either side depends only on the place of the line.
+            name = ("segmentation", config.seed, job.pair, number)
             first_line = 0
             for chunk in line_pairs(sharding.corpus, job.pair, split):
-                lines = range(first_line, first_line + len(chunk[0]))
-                seeds = _seeds(sharding.config, job.pair, number, lines) if passes > 1 else None
+                end = first_line + len(chunk[0])
+                seeds = [
+                    [derive_seed(*name, code, line) & 0xFFFFFFFF for line in range(first_line, end)]
+                    for code in job.pair.split("-")
+                    if passes > 1
+                ]
                 _add_chunk(sharding, split, chunk, writers=writers, seeds=seeds, counts=counts)
-                first_line = lines.stop
+                first_line = end
     return [name for writer in writers for name in writer.names]
 
 
@@ -204,14 +220,18 @@ def _add_chunk(
     chunk: tuple[list[str], list[str]],
     *,
     writers: list[ShardWriter],
-    seeds: tuple[list[int], list[int]] | None,
+    seeds: list[list[int]],
     counts: PairCounts,
 ) -> None:
+    """Encode lines of both sides, each drawn by its seed if there are seeds, and append them."""
     encoded = [
-        _encode(sharding, lines, None if seeds is None else seeds[side], side=code)
+        _encode(sharding, lines, seeds[side] if seeds else None, side=code)
         for side, (code, lines) in enumerate(zip(counts.pair.split("-"), chunk, strict=True))
     ]
-    lengths = [_lengths(sentences) for sentences in encoded]
+    lengths = (
+        np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
+        for sentences in encoded
+    )
     too_long = [side > sharding.max_tokens for side in lengths]
     left_out = too_long[0] | too_long[1]
     counts.too_long += int(left_out.sum())
@@ -253,58 +273,24 @@ def _begins(sharding: Sharding, lines: list[str], *, side: str) -> list[npt.NDAr
     return begins
 
 
-def _seeds(
-    config: ShardsConfig, pair: str, number: int, lines: range
-) -> tuple[list[int], list[int]]:
-    """Return a seed for each line of either side, which depends only on its place in the file."""
-    name = ("segmentation", config.seed, pair, number)
-    first, second = (
-        [derive_seed(*name, code, line) & 0xFFFFFFFF for line in lines] for code in pair.split("-")
-    )
-    return first, second
-
-
-def _lengths(sentences: list[list[int]]) -> npt.NDArray[np.int64]:
-    return np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
-
-
 def line_pairs(
     corpus: Artifact, pair: str, split: ShardSplit
 ) -> Iterator[tuple[list[str], list[str]]]:
     """Yield chunks of both sides' lines, aligned by number.
 
     Raises:
-        DataError: One side ends before the other.
+        ArtifactError: One side ends before the other.
     """
-    streams = [iterate_lines(corpus.file(text_name(split, pair, code))) for code in pair.split("-")]
     first: list[str] = []
     second: list[str] = []
     characters = 0
-    try:
-        for one, other in zip(*streams, strict=True):
-            first.append(one)
-            second.append(other)
-            characters += len(one) + len(other)
-            if len(first) >= CHUNK_LINES or characters >= CHUNK_CHARACTERS:
-                yield first, second
-                first, second, characters = [], [], 0
-        if first:
+    paths = (corpus.file(text_name(split, pair, code)) for code in pair.split("-"))
+    for one, other in aligned_lines(*paths):
+        first.append(one)
+        second.append(other)
+        characters += len(one) + len(other)
+        if len(first) >= CHUNK_LINES or characters >= CHUNK_CHARACTERS:
             yield first, second
-    except ValueError as error:
-        raise DataError(
-            f"The two sides of {split}/{pair} in {corpus.directory} differ in their number of "
-            "lines. Run the stage that made this corpus again."
-        ) from error
-
-
-def _shard_writer(
-    sharding: Sharding, job: PairJob, *, split: ShardSplit, language: str
-) -> ShardWriter:
-    return ShardWriter(
-        job.out_dir,
-        split=split,
-        pair=job.pair,
-        language=language,
-        size=sharding.tokenizer.size,
-        has_begins=language_of(language) in sharding.words,
-    )
+            first, second, characters = [], [], 0
+    if first:
+        yield first, second

@@ -1,31 +1,33 @@
 """Join the lines of two pairs over their equal pivot lines: de-en and en-fr become de-fr.
 
 Pivot lines are equal if all their characters are. Of lines that occur several times, the k-th of
-one pair joins the k-th of the other, so that a joined pair is never larger than the smaller of the
-two. Joined lines keep the order of the pair whose language comes first.
+one pair joins the k-th of the other, and a joined pair is never larger than the smaller of the two.
+Joined lines keep the order of the pair with the first language.
 
-Memory: 16 bytes per joined line, 1 byte per line of the second pair, and the digests of one part
-of the lines.
+Memory: 16 bytes per joined line, 1 byte per line of the second pair, and the digests of one part of
+the lines.
 
 Legend: N lines, U shared digests, L joined lines.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data_prep.rules.duplicates import MOST_PARTS, PART, Digests, Numbers, part_of
-from data_prep.rules.normalization import digest_of
+from data_prep.rules.duplicates import Digests, LineDigests, Numbers
 from pipeline.artifacts.corpus import aligned_lines, iterate_lines
+
+BLOCK_LINES = 2048
 
 
 class PivotedText(NamedTuple):
-    """Files with the lines of a language and those of the pivot."""
+    """Files with the lines of a language and of the pivot."""
 
     text: Path
     pivot: Path
@@ -39,38 +41,35 @@ def write_joined(first: PivotedText, second: PivotedText, outputs: tuple[Path, P
         one, other = (
             stack.enter_context(path.open("w", encoding="utf-8", newline="\n")) for path in outputs
         )
-        for text, pivot, number in _matched(first, second, temporary=outputs):
-            translation, its_pivot = stored.line_at(number)
+        matched = iter(_matches(first, second, folder=outputs[0].parent))
+        following = next(matched, None)
+        for number, (text, pivot) in enumerate(aligned_lines(*first)):
+            if following is None:
+                return
+            if number < following[0]:
+                continue
+            translation, its_pivot = stored.line_at(following[1])
             if its_pivot == pivot:  # else two pivot lines have one digest
                 one.write(text + "\n")
                 other.write(translation + "\n")
+            following = next(matched, None)
 
 
-def _matched(
-    first: PivotedText, second: PivotedText, *, temporary: tuple[Path, Path]
-) -> Iterator[tuple[str, str, int]]:
-    """Yield the first pair's lines that match one of the second, and the number of that one."""
-    digests = [path.with_suffix(".digests") for path in temporary]
-    for pivoted, path in zip((first, second), digests, strict=True):
-        with path.open("wb") as stream:
-            stream.writelines(map(digest_of, iterate_lines(pivoted.pivot)))
-    lines = max(path.stat().st_size // 8 for path in digests)
-    parts = min(max(1, round(lines / PART)), MOST_PARTS)
-    found = [
-        equal_lines(*(part_of(path, part, parts) for path in digests)) for part in range(parts)
-    ]
-    for path in digests:
-        path.unlink()
-    number_L, other_L = (np.concatenate(one) for one in zip(*found, strict=True))
+def _matches(first: PivotedText, second: PivotedText, *, folder: Path) -> Iterable[tuple[int, int]]:
+    """Return the numbers of lines with pivot lines of one digest, ascending in the first pair."""
+    with TemporaryFile(dir=folder) as one_file, TemporaryFile(dir=folder) as other_file:
+        one, other = LineDigests(one_file), LineDigests(other_file)
+        for pivoted, digests in ((first, one), (second, other)):
+            lines = iterate_lines(pivoted.pivot)
+            while block := list(islice(lines, BLOCK_LINES)):
+                digests.add(block)
+        parts = max(one.parts, other.parts)
+        found = [
+            equal_lines(one.part(part, parts), other.part(part, parts)) for part in range(parts)
+        ]
+    number_L, other_L = (np.concatenate(numbers) for numbers in zip(*found, strict=True))
     order_L = np.argsort(number_L)
-    wanted = zip(number_L[order_L].tolist(), other_L[order_L].tolist(), strict=True)
-    following = next(wanted, None)
-    for number, (text, pivot) in enumerate(aligned_lines(*first)):
-        if following is None:
-            return
-        if number == following[0]:
-            yield text, pivot, following[1]
-            following = next(wanted, None)
+    return zip(number_L[order_L].tolist(), other_L[order_L].tolist(), strict=True)
 
 
 def equal_lines(

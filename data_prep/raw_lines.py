@@ -2,16 +2,19 @@
 
 import codecs
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Self, TextIO
+from pathlib import Path
+from typing import Self, TypeAlias
 
-from data_prep.readers.section import RawLine, Source
+from data_prep.readers.raw_text import LineSource, RawLine
 from pipeline.errors import DataError
 from pipeline.terminal import listed
 
+QUARANTINE_NAME = "quarantine.jsonl"
 QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
 """Lines and share in the quarantine; files above both are refused as damaged, as are tables without
 a single valid row."""
@@ -53,36 +56,21 @@ class LineCounts:
         """Return the number of pairs of lines read."""
         return self.kept + self.quarantined + self.over_limit
 
-    def note(
-        self,
-        repairs: Sequence["Repair | None"],
-        sources: Sequence[Source],
-        *,
-        number: int,
-        quarantine: "Quarantine",
-    ) -> bool:
-        """Count the defects of a line and return whether all its sides are text.
-
-        Args:
-            repairs: Repair of each side; None if it is plain.
-            sources: Source of each side.
-            number: Line in its sources.
-            quarantine: List that takes the sides that are not text.
-        """
-        is_text = True
-        for side, repair in enumerate(repairs):
-            if repair is None:
-                continue
-            self.byte_order_marks += repair.had_byte_order_mark
-            self.carriage_returns += repair.had_carriage_return
-            self.separators += repair.had_separators
-            self.without_text[side] += repair.is_blank
-            if repair.reason is not None:
-                self.no_text[side][repair.reason] += 1
-                quarantine.add(sources[side], line=number, reason=repair.reason)
-                is_text = False
-        self.quarantined += not is_text
-        return is_text
+    def statistics(self) -> Counter[str]:
+        """Return the counts under their names in the statistics of a corpus."""
+        return Counter(
+            lines_read=self.read,
+            quarantined=self.quarantined,
+            lines_over_limit=self.over_limit,
+            byte_order_marks=self.byte_order_marks,
+            carriage_returns=self.carriage_returns,
+            lines_with_inner_separator=self.separators,
+            lines_without_text=sum(self.without_text),
+            lines_with_nul=sum(side["nul"] for side in self.no_text),
+            lines_with_invalid_utf8=sum(side["invalid_utf8"] for side in self.no_text),
+            lines_too_long=sum(side["too_long"] for side in self.no_text),
+            lines_malformed=max(side["malformed"] for side in self.no_text),
+        )
 
 
 @dataclass
@@ -98,100 +86,36 @@ class Repair:
     is_blank: bool = False
 
 
-@dataclass(frozen=True)
-class Quarantine:
-    """List of lines that are not text: file, line number from 1, and reason."""
-
-    stream: TextIO
-
-    def add(self, source: Source, *, line: int, reason: str) -> None:
-        """Write one line of the list."""
-        record = {"file": source.name, "line": line, "reason": reason}
-        self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+Checked: TypeAlias = str | Repair
+"""Text that was plain, or the repair of another."""
+CheckedLine: TypeAlias = tuple[int, Sequence[Checked]]
+"""Line number in its sources, and the text of every side."""
+MALFORMED = Repair(reason="malformed")
+"""Side of a record that does not have the form of its file."""
 
 
-class _NotPlain(Exception):
-    """Signals a line that needs a second look."""
-
-
-def good_lines(
-    lines: Iterable[RawLine],
-    sources: Sequence[Source],
-    *,
-    limit: int | None,
-    max_line_bytes: int,
-    quarantine: Quarantine,
-    counts: LineCounts,
-    setting: str = "corpus.max_line_bytes",
-    to_the_end: bool = True,
-) -> Iterator[list[str]]:
-    """Yield the lines that are text on all sides, at most ``limit`` of them.
-
-    Args:
-        lines: Raw lines, with as many sides as ``counts`` is made for.
-        sources: Source of each side.
-        limit: Most lines to yield; None for all.
-        max_line_bytes: Longest side, in bytes.
-        quarantine: List that takes the other lines.
-        counts: Counts to add to.
-        setting: Name of the setting behind ``max_line_bytes``, for messages.
-        to_the_end: Whether to read and count the lines beyond the limit.
-
-    Raises:
-        DataError: The lines cannot be read, or too many are not text.
-    """
+def checked_lines(lines: Iterable[RawLine], *, max_line_bytes: int) -> Iterator[CheckedLine]:
+    """Yield raw lines, each side decoded, checked and if necessary repaired."""
     for number, raws, is_malformed in lines:
-        if limit is not None and counts.kept >= limit:
-            if not to_the_end:
-                break
-            counts.over_limit += 1
-            continue
-        if is_malformed:
-            set_aside(sources, number=number, quarantine=quarantine, counts=counts)
-            continue
-        try:
-            # Nearly all lines are plain; the slow path handles the others.
-            texts = [_plain(raw, max_line_bytes=max_line_bytes) for raw in raws]
-        except (_NotPlain, UnicodeDecodeError):
-            repairs = [
-                _repair(raw, is_first=number == 1, max_line_bytes=max_line_bytes) for raw in raws
-            ]
-            if not counts.note(repairs, sources, number=number, quarantine=quarantine):
-                continue
-            texts = [repair.text for repair in repairs]
-        counts.kept += 1
-        yield texts
-    refuse_damaged(sources, counts, setting=setting)
+        is_first = number == 1
+        yield (
+            number,
+            [MALFORMED] * len(raws)
+            if is_malformed
+            else [checked(raw, is_first=is_first, max_line_bytes=max_line_bytes) for raw in raws],
+        )
 
 
-def checked(raw: bytes, *, is_first: bool, max_line_bytes: int) -> str | Repair:
-    """Return a text if it is plain; else its repair."""
+def checked(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Checked:
+    """Return a text as it stands if it is plain, as nearly all are; else its repair."""
     try:
-        return _plain(raw, max_line_bytes=max_line_bytes)
-    except (_NotPlain, UnicodeDecodeError):
+        text = raw.decode()
+    except UnicodeDecodeError:
         return _repair(raw, is_first=is_first, max_line_bytes=max_line_bytes)
-
-
-def set_aside(
-    sources: Sequence[Source], *, number: int, quarantine: Quarantine, counts: LineCounts
-) -> None:
-    """Quarantine a malformed record, once if all sides are in one file."""
-    for source in dict.fromkeys(source._replace(place="") for source in sources):
-        quarantine.add(source, line=number, reason="malformed")
-    for side in counts.no_text:
-        side["malformed"] += 1
-    counts.quarantined += 1
-
-
-def _plain(raw: bytes, *, max_line_bytes: int) -> str:
-    """Return a line that is text as it stands; raise an error for any other."""
-    text = raw.decode()
     # str.splitlines splits at each of _SEPARATORS.
     if text.splitlines() != [text] or "\0" in text or text[0] == "\ufeff" or text.isspace():
-        raise _NotPlain
-    if len(raw) > max_line_bytes:
-        raise _NotPlain
-    return text
+        return _repair(raw, is_first=is_first, max_line_bytes=max_line_bytes)
+    return text if len(raw) <= max_line_bytes else Repair(reason="too_long")
 
 
 def _repair(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Repair:
@@ -220,10 +144,77 @@ def _repair(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Repair:
     return found
 
 
+def good_lines(
+    lines: Iterable[CheckedLine],
+    sources: Sequence[LineSource],
+    *,
+    counts: LineCounts,
+    quarantine_path: Path,
+    limit: int | None = None,
+    to_the_end: bool = True,
+) -> Iterator[Sequence[str]]:
+    """Yield the lines that are text on all sides.
+
+    Args:
+        lines: Lines, with as many sides as ``counts`` is made for.
+        sources: Source of each side.
+        counts: Counts to add to.
+        quarantine_path: List that the other lines are appended to: file, line number from 1, and
+            reason. It is made with the first.
+        limit: Most lines to keep, with those counted before; None for all.
+        to_the_end: Whether to read and count the lines beyond the limit.
+
+    Raises:
+        DataError: The lines cannot be read.
+    """
+    wanted = math.inf if limit is None else limit
+    for number, texts in lines:
+        if counts.kept >= wanted:
+            if not to_the_end:
+                return
+            counts.over_limit += 1
+            continue
+        if Repair in map(type, texts):
+            bad = _count_defects(texts, sources, counts)
+            if bad:
+                with quarantine_path.open("a", encoding="utf-8", newline="\n") as stream:
+                    for name, reason in bad:
+                        record = {"file": name, "line": number, "reason": reason}
+                        stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+                continue
+            texts = [text.text if isinstance(text, Repair) else text for text in texts]
+        counts.kept += 1
+        yield texts  # type: ignore[misc]  # no Repair is left
+
+
+def _count_defects(
+    texts: Sequence[Checked], sources: Sequence[LineSource], counts: LineCounts
+) -> list[tuple[str, str]]:
+    """Count the defects of a line; return file and reason of each side that is not text."""
+    bad: dict[tuple[str, str], None] = {}
+    for side, repair in enumerate(texts):
+        if isinstance(repair, str):
+            continue
+        counts.byte_order_marks += repair.had_byte_order_mark
+        counts.carriage_returns += repair.had_carriage_return
+        counts.separators += repair.had_separators
+        counts.without_text[side] += repair.is_blank
+        if repair.reason is not None:
+            counts.no_text[side][repair.reason] += 1
+            bad[sources[side].name, repair.reason] = None  # once for two sides in one file
+    counts.quarantined += bool(bad)
+    return list(bad)
+
+
 def refuse_damaged(
-    sources: Sequence[Source], counts: LineCounts, *, setting: str = "corpus.max_line_bytes"
+    sources: Sequence[LineSource], counts: LineCounts, *, setting: str = "corpus.max_line_bytes"
 ) -> None:
     """Refuse files of which too many lines are not text.
+
+    Args:
+        sources: Source of each side.
+        counts: Counts of all lines.
+        setting: Setting of the longest line, for the message.
 
     Raises:
         DataError: Names the files, and why their lines are not text.
@@ -234,17 +225,12 @@ def refuse_damaged(
         return
     damaged = [source.place for source, side in zip(sources, counts.no_text, strict=True) if side]
     reasons = sorted({reason for side in counts.no_text for reason in side})
+    fixes = {
+        "too_long": f"Raise {setting}, or split them into sentences",
+        "malformed": "Correct their columns, or fetch the file again",
+    }
+    suggested_fix = fixes.get(", ".join(reasons), "Convert the files to UTF-8 or fetch them again")
     raise DataError(
         f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most {setting} ({', '.join(reasons)}). {_suggested_fix(reasons, setting=setting)}."
+        f"most {setting} ({', '.join(reasons)}). {suggested_fix}."
     )
-
-
-def _suggested_fix(reasons: Sequence[str], *, setting: str) -> str:
-    match reasons:
-        case ["too_long"]:
-            return f"Raise {setting}, or split them into sentences"
-        case ["malformed"]:
-            return "Correct their columns, or fetch the file again"
-        case _:
-            return "Convert the files to UTF-8 or fetch them again"

@@ -39,7 +39,7 @@ class CldrConfig(Settings):
     """Test phrases per pair."""
     same_phrases: bool = False
     """Draw the training phrases of all languages from one list, its first ones for a language with
-    fewer, so that their lines in the pivot are equal; else each language draws its own."""
+    fewer: their lines in the pivot are equal. Otherwise each language draws its own."""
     seed: Seed = 1
     """Seed of the choice of phrases."""
 
@@ -59,7 +59,7 @@ class CorpusConfig(Settings):
     """Import of raw text by the stage import_corpus."""
 
     source: Literal["tree", "cldr", "hub", "tmx", "tsv", "moses", "columns", "listed"] = "tree"
-    """Format of the raw text, whose path is given on the command line. ``tree``: folders of pairs
+    """Format of the raw text; its path is given on the command line. ``tree``: folders of pairs
     in the layout of OPUS-100; ``cldr``: phrases generated from Unicode CLDR; ``hub``: a data set of
     the Hugging Face hub; ``tmx``: translation memories; ``tsv``: tab-separated tables; ``moses``:
     pairs of files; ``columns``: Parquet, JSON lines and CSV; ``listed``: the entries of
@@ -85,7 +85,7 @@ class CorpusConfig(Settings):
     pivot: str = "en"
     """Language that others are paired with, see ``directions``."""
     max_train_lines: Annotated[int, whole(1, 10**12)] | None = None
-    """Largest number of training lines per pair; the first ones are kept."""
+    """Largest number of training lines per pair; later lines are left out."""
     max_valid_lines: Lines | None = None
     """Largest number of validation lines per pair."""
     max_test_lines: Lines | None = None
@@ -118,14 +118,10 @@ class CleanConfig(Settings):
     max_characters: Annotated[int, whole(1, 10**9)] = 2000
     """Longest line, on either side, in characters."""
     max_bytes: Annotated[int, whole(1, 10**9)] | None = None
-    """Longest line, on either side, in UTF-8 bytes; not set: bounded by ``max_characters`` alone.
+    """Longest line, on either side, in UTF-8 bytes; not set: bounded by ``max_characters`` only.
     The same lines are dropped for every vocabulary (LOBEF, §4.3)."""
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
-    drop_control_characters: bool = True
-    """Drop lines with control characters."""
-    drop_copies: bool = True
-    """Drop lines whose source equals the target."""
     drop_swapped: bool = True
     """Drop lines each side of which is in the script of the other side's language."""
     identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
@@ -137,12 +133,8 @@ class CleanConfig(Settings):
     drop_duplicates: bool = True
     """Drop lines that repeat an earlier line of their pair."""
     drop_held_out_overlap: bool = True
-    """Drop training lines one side of which is a validation or test line, after folding letters and
-    digits."""
-    held_out_scope: Literal["all_pairs", "own_pair"] = "all_pairs"
-    """Validation and test lines that ``drop_held_out_overlap`` compares with: lines of the same
-    language in all pairs, or in the same pair alone. Leaks are counted over all pairs in any
-    case."""
+    """Drop training lines one side of which is a validation or test line of any pair, after folding
+    letters and digits. Leaks are counted in any case."""
     joined_pairs: tuple[str, ...] = ()
     """Pairs without training text that get the lines of two pairs with equal pivot lines: ``de-fr``
     from de-en and en-fr. They are cleaned as all others, and stop being zero-shot."""
@@ -157,15 +149,15 @@ class CleanConfig(Settings):
             codes = set(pair.split("-"))
             if pair.count("-") != 1 or len(codes - {self.pivot, ""}) < 2:
                 raise ValueError(
-                    f"joined_pairs names {pair!r}, which is no pair of two languages beside the "
-                    f"pivot {self.pivot!r}. Write it like 'de-fr'"
+                    f"joined_pairs names {pair!r}, which is no pair of two languages, both "
+                    f"other than the pivot {self.pivot!r}. Write it like 'de-fr'"
                 )
         if len({frozenset(pair.split("-")) for pair in self.joined_pairs}) < len(self.joined_pairs):
             raise ValueError("joined_pairs names a pair twice. Name each once")
-        if not self.drop_held_out_overlap or self.held_out_scope != "all_pairs":
+        if not self.drop_held_out_overlap:
             raise ValueError(
-                "joined_pairs needs drop_held_out_overlap = true and held_out_scope = "
-                '"all_pairs", so that no lines are joined across a held-out line. Set both'
+                "joined_pairs needs drop_held_out_overlap = true: else lines are joined across a "
+                "held-out line. Set it"
             )
         return self
 
@@ -179,15 +171,15 @@ class SyntheticConfig(Settings):
     min_score: Annotated[float, number(least=-(10**9), most=0)] | None = None
     """Lowest score of a translation that is kept, by ``translate --text``; not set: all."""
     min_round_trip: Annotated[float, number(least=0, most=100)] | None = None
-    """Lowest chrF++, 0 to 100, of a line whose translation is translated back (``--back``)
-    with the line itself; not set: all."""
+    """Lowest chrF++, 0 to 100, of a line with its round trip, the translation of its translation
+    (``--back``); not set: all."""
 
 
 class TokenizerConfig(Settings):
     """Vocabulary trained by the stage train_tokenizer."""
 
     kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
-    """Kind of vocabulary. ``byte_bpe``: pieces of UTF-8 bytes, so that no text is unknown;
+    """Kind of vocabulary. ``byte_bpe``: pieces of UTF-8 bytes, to which no text is unknown;
     ``bytes``: single bytes."""
     vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
     """Number of pieces, including specials but not language tokens; an upper bound for
@@ -214,8 +206,6 @@ class TokenizerConfig(Settings):
     machine with 8 GB, where about 200 MB of text are drawn."""
     seed: Seed = 1
     """Seed of the sample."""
-    language_token_scheme: Literal["underscores", "angle"] = "underscores"
-    """Spelling of language tokens: ``__de__`` or ``<2de>``."""
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → segmenter for text without spaces, for model.front ``wsf`` over ``bytes`` or
     ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (splits it off the
@@ -223,7 +213,7 @@ class TokenizerConfig(Settings):
 
     @property
     def output_ids(self) -> int | None:
-        """Number of ids of translations, if they differ from those of source text; else None."""
+        """Number of ids of translations, if they differ from the ids of source text; else None."""
         return self.target_vocabulary_size if self.target_languages else None
 
     @property
@@ -258,7 +248,7 @@ class TokenizerConfig(Settings):
         for code, name in self.segmenters.items():
             if name not in SEGMENTERS and not FUNCTION_OF_A_FILE.fullmatch(name):
                 raise ValueError(
-                    f"segmenters names {name!r} for {code}, which is none. Name one of "
+                    f"segmenters names {name!r} for {code}, which is none. Name "
                     f"{', '.join(SEGMENTERS)}, or a function of yours as path/to/file.py:function"
                 )
 
@@ -338,7 +328,7 @@ class GroupsConfig(Settings):
     """Largest share of the corpus of a merged group (T_max): groups merge only while their joint
     size stays below it."""
     pivot: str = "en"
-    """Language that is in every pair; its size counts as that of the largest other language."""
+    """Language that is in every pair; its size counts as the size of the largest other language."""
     extend: dict[str, Annotated[int, whole(1, 4)]] = Field(default_factory=dict)
     """Additions to the paper's table: language → group 1 to 4."""
 

@@ -47,21 +47,17 @@ class EvenSample:
     """Distance of the lines kept."""
     _seen: int = 0
 
-    def offer(self, first: str, second: str) -> None:
-        """Consider the next pair of lines for the sample."""
-        if self._seen % self.stride == 0:
+    def offer(self, first: Sequence[str], second: Sequence[str]) -> None:
+        """Consider the next pairs of lines for the sample, looking only at those to be taken."""
+        begin, end = self._seen, self._seen + len(first)
+        while self._seen < end:
             if len(self.lines) == SAMPLE_LINES:
                 self.lines = self.lines[::2]
                 self.stride *= 2
-            if self._seen % self.stride == 0:
-                self.lines.append((first[:SAMPLE_CHARACTERS], second[:SAMPLE_CHARACTERS]))
-        self._seen += 1
-
-    def offer_all(self, first: Sequence[str], second: Sequence[str]) -> None:
-        """Consider the next pairs of lines, looking only at those to be taken."""
-        begin, end = self._seen, self._seen + len(first)
-        while self._seen < end:
-            self.offer(first[self._seen - begin], second[self._seen - begin])
+            elif self._seen % self.stride == 0:
+                one, other = first[self._seen - begin], second[self._seen - begin]
+                self.lines.append((one[:SAMPLE_CHARACTERS], other[:SAMPLE_CHARACTERS]))
+                self._seen += 1
             self._seen = min(end, -(-self._seen // self.stride) * self.stride)
 
     def side(self, index: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Stage train_tokenizer: train a vocabulary on a sample balanced by temperature.
 
 Reads a corpus. Makes a tokenizer with a token for every language. SentencePiece sees training lines
-only, drawn without replacement so that small languages weigh more than their share; text is not
+only, drawn without replacement: small languages weigh more than their share; text is not
 normalized. Languages in ``tokenizer.target_languages`` get a model of their own.
 
 With ``base``, the stage extends a vocabulary: it trains one on the languages that the base lacks,
@@ -22,12 +22,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from data_prep.settings import TokenizerConfig
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     emptied_pairs,
     iterate_lines,
@@ -58,7 +59,7 @@ MAX_LINE_BYTES = 2**20
 
 THREADS = 16
 """Threads of SentencePiece. The unigram trainer sums what each has found in an order that their
-number decides, so that a constant makes the pieces the same on every machine."""
+number decides: a constant makes the pieces the same on every machine."""
 
 SEEDS_PER_PIECE, LEAST_SEEDS, MOST_SEEDS = 4, 32_000, 1_000_000
 """Pieces that the unigram trainer begins with, for each piece wanted, at least, and at most.
@@ -94,7 +95,7 @@ class Sample:
     characters: set[str] = field(default_factory=set)
     """Characters of the lines yielded so far."""
     normalize: Callable[[str], str] = str
-    """Normalization of the vocabulary that is extended, whose pieces are of normalized text."""
+    """Normalization of the vocabulary that is extended: its pieces are of normalized text."""
 
     def __iter__(self) -> Iterator[str]:
         totals = lines_per_language(self.corpus)
@@ -111,16 +112,16 @@ def run(call: StageCall) -> None:
     if "base" in call.artifacts:
         extend(call)
         return
-    config = call.recipe.tokenizer
-    corpus = call.artifacts["corpus"]
+    config, corpus = call.recipe.tokenizer, call.artifacts["corpus"]
     sides = sides_of(corpus, config) if config.kind != "bytes" else []
+    among = languages(corpus)
     description = TokenizerDescription(
         # Readers treat a character model like any other SentencePiece model.
         kind="sentencepiece" if config.kind == "characters" else config.kind,
-        languages=tuple(languages(corpus)),
-        language_token_scheme=config.language_token_scheme,
+        languages=tuple(among),
+        language_token_scheme="underscores",
         target_languages=tuple(sorted(config.target_languages)),
-        segmenters=segmenter_records(config.segmenters, languages(corpus)),
+        segmenters=segmenter_records(config.segmenters, among),
     )
     with call.new_artifact() as writer:
         samples = [draw_sample(corpus, config=config, among=side.languages) for side in sides]
@@ -131,12 +132,13 @@ def run(call: StageCall) -> None:
             ]
         model, target_model = [*models, None, None][:2]
         files = TokenizerFiles(description, model, target_model)
-        if samples:
-            writer.statistics |= sample_statistics(samples, files.build())
-            writer.statistics["memory"] = memory_statistics(samples, config, taken)
-        files.write(writer.directory)
-        writer.statistics |= vocabulary_statistics(files)
-        writer.summary += summary(writer.statistics, description, corpus)
+        write_vocabulary(writer, files, samples, config=config, taken=taken)
+        size = counted(writer.statistics["pieces"], "piece")
+        size += f" and {counted(len(among), 'language token')}"
+        if not samples:
+            writer.summary.append(f"{size}; bytes need no training, nothing was read")
+            return
+        writer.summary += [size, *sample_summary(writer.statistics, corpus, among=among)]
 
 
 def extend(call: StageCall) -> None:
@@ -162,16 +164,49 @@ def extend(call: StageCall) -> None:
         with peak_memory() as taken:
             trained = train_sentencepiece(sample, side=side, config=config)
         grown = with_pieces_of(with_languages(files, added), trained)
-        grown.write(writer.directory)
-        writer.statistics |= sample_statistics([sample], grown.build())
-        writer.statistics["memory"] = memory_statistics([sample], config, taken)
-        writer.statistics |= vocabulary_statistics(grown)
+        write_vocabulary(writer, grown, [sample], config=config, taken=taken)
         more = grown.build().size - files.build().size - len(added)
         writer.summary.append(
             f"added {counted(more, 'piece')} and {counted(len(added), 'language token')} "
             f"({listed(added)}) to {base.directory}"
         )
         writer.summary += sample_summary(writer.statistics, corpus, among=added)
+
+
+def write_vocabulary(
+    writer: ArtifactWriter,
+    files: TokenizerFiles,
+    samples: Sequence["Sample"],
+    *,
+    config: TokenizerConfig,
+    taken: PeakMemory,
+) -> None:
+    """Write the files, with statistics of the sample, the memory in bytes and the vocabulary.
+
+    Args:
+        writer: Tokenizer to write.
+        files: Vocabulary.
+        samples: Text that its models were trained on; none for bytes.
+        config: Settings.
+        taken: Memory that training took.
+    """
+    files.write(writer.directory)
+    tokenizer, token_of = files.build(), files.description.language_token
+    writer.statistics |= {
+        "pieces": tokenizer.size - len(tokenizer.languages),
+        "size": tokenizer.size,
+        "language_tokens": {
+            code: {"token": token_of(code), "id": tokenizer.language_token_id(code)}
+            for code in tokenizer.languages
+        },
+    }
+    if samples:
+        writer.statistics |= sample_statistics(samples, tokenizer)
+        writer.statistics["memory"] = {
+            "allowed": config.memory_bytes,
+            "predicted": max(sample.predicted_bytes for sample in samples),
+            "measured": taken.num_bytes,
+        }
 
 
 def refuse_other_base(
@@ -250,7 +285,7 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
 def draw_sample(
     corpus: Artifact, *, config: TokenizerConfig, among: frozenset[str] | None = None
 ) -> Sample:
-    """Return the sample that the settings ask for, whose lines are read on iteration.
+    """Return the sample that the settings ask for; its lines are read on iteration.
 
     Args:
         corpus: Corpus to draw from.
@@ -358,9 +393,11 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
     failures: list[BaseException] = []
     tracked = track(sample, label="sample lines", total=sum(sample.quotas.values()))
     lines = remember_failure(tracked, failures)
+    if config.kind == "byte_bpe":
+        lines = chain([BYTE_LINE], map(write_bytes, lines))  # the first line has every byte
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=_written_bytes(lines) if config.kind == "byte_bpe" else lines,
+            sentence_iterator=lines,
             model_writer=model,
             vocab_size=side.size,
             byte_fallback=config.byte_fallback,
@@ -371,7 +408,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             eos_id=SPECIALS["eos"],
             unk_id=SPECIALS["unk"],
             num_threads=THREADS,
-            seed_sentencepiece_size=seeds_for(side.size),
+            seed_sentencepiece_size=min(max(SEEDS_PER_PIECE * side.size, LEAST_SEEDS), MOST_SEEDS),
             minloglevel=2,
             **_options_of_kind(config),
         )
@@ -380,11 +417,6 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             raise failures[0] from None
         raise explain_failure(error, side=side) from error
     return model.getvalue()
-
-
-def seeds_for(pieces: int) -> int:
-    """Return the number of pieces that the unigram trainer begins with for so many wanted ones."""
-    return min(max(SEEDS_PER_PIECE * pieces, LEAST_SEEDS), MOST_SEEDS)
 
 
 def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:
@@ -406,12 +438,6 @@ def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:
         case _:
             kind = {"model_type": config.model_type}
     return {**kind, "character_coverage": config.character_coverage}
-
-
-def _written_bytes(lines: Iterator[str]) -> Iterator[str]:
-    """Yield the lines as a model of bytes sees them, after a line with every byte."""
-    yield BYTE_LINE
-    yield from map(write_bytes, lines)
 
 
 def remember_failure(lines: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
@@ -439,24 +465,13 @@ def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataErr
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return ConfigError(
-            f"{where} small: the characters of the sample and the specials alone need "
+            f"{where} small: the characters of the sample and the specials already need "
             f"{found[1]}. Set more, or a lower character_coverage."
         )
     return DataError(
         f"SentencePiece could not train on the sample ({text.strip()}). Look for empty or "
         "damaged text in the corpus."
     )
-
-
-def memory_statistics(
-    samples: Sequence[Sample], config: TokenizerConfig, taken: PeakMemory
-) -> dict[str, int | None]:
-    """Return the memory in bytes that training may take, was predicted to take, and took."""
-    return {
-        "allowed": config.memory_bytes,
-        "predicted": max(sample.predicted_bytes for sample in samples),
-        "measured": taken.num_bytes,
-    }
 
 
 def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[str, object]:
@@ -477,55 +492,27 @@ def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[s
     }
 
 
-def vocabulary_statistics(files: TokenizerFiles) -> dict[str, object]:
-    """Return the sizes, and the spelling and id of each language's token."""
-    tokenizer, token_of = files.build(), files.description.language_token
-    return {
-        "pieces": tokenizer.size - len(tokenizer.languages),
-        "size": tokenizer.size,
-        "language_tokens": {
-            code: {"token": token_of(code), "id": tokenizer.language_token_id(code)}
-            for code in tokenizer.languages
-        },
-    }
-
-
-def summary(
-    statistics: Mapping[str, Any], description: TokenizerDescription, corpus: Artifact
-) -> list[str]:
-    """Summarize the size of the vocabulary and the sample."""
-    among = description.languages
-    size = f"{counted(statistics['pieces'], 'piece')} and {counted(len(among), 'language token')}"
-    if description.kind == "bytes":
-        return [f"{size}; bytes need no training, nothing was read"]
-    return [size, *sample_summary(statistics, corpus, among=among)]
-
-
 def sample_summary(
     statistics: Mapping[str, Any], corpus: Artifact, *, among: Sequence[str]
 ) -> list[str]:
     """Summarize the sample, the coverage of the vocabulary, and languages without text."""
     sampled, read = statistics["sampled_lines"], statistics["train_lines"]
-    characters = statistics["characters"]
+    characters, memory = statistics["characters"], statistics["memory"]
+    allowed, predicted, measured = (
+        "unknown" if memory[name] is None else f"{memory[name] / 2**20:,.0f} MiB"
+        for name in ("allowed", "predicted", "measured")
+    )
     lines = [
         f"sampled {sum(sampled.values()):,} of {counted(sum(read.values()), 'training line')} of "
         f"{counted(len(sampled), 'language')}; the vocabulary has {characters['covered']:,} of "
         f"their {counted(characters['sample'], 'different character')}",
-        _memory_line(statistics["memory"]),
+        f"training was to take {predicted} of memory ({allowed} allowed), and took {measured}",
     ]
     if unseen := [code for code in among if not sampled.get(code)]:
         lines.append(f"no text was sampled of: {listed(unseen)}")
     if emptied := sorted(emptied_pairs(corpus)):
         lines.append(f"no training data left: {listed(emptied)}")
     return lines
-
-
-def _memory_line(memory: Mapping[str, int | None]) -> str:
-    allowed, predicted, measured = (
-        "unknown" if number is None else f"{number / 2**20:,.0f} MiB"
-        for number in (memory["allowed"], memory["predicted"], memory["measured"])
-    )
-    return f"training was to take {predicted} of memory ({allowed} allowed), and took {measured}"
 
 
 def _lines_of(corpus: Artifact, code: str) -> Iterator[str]:

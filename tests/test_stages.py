@@ -60,15 +60,14 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "add_translations": {"synthetic": {"min_round_trip", "min_score", "use"}},
     "clean": {
         "clean": {
-            *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
-            *("drop_held_out_overlap", "max_bytes", "max_characters", "max_length_ratio"),
-            *("held_out_scope", "identify_languages", "language_model", "joined_pairs", "pivot"),
+            *("drop_duplicates", "drop_held_out_overlap", "drop_swapped"),
+            *("max_bytes", "max_characters", "max_length_ratio"),
+            *("identify_languages", "language_model", "joined_pairs", "pivot"),
         }
     },
     "train_tokenizer": {
         "tokenizer": {
-            *("byte_fallback", "character_coverage", "kind", "language_token_scheme"),
-            *("memory_bytes", "model_type"),
+            *("byte_fallback", "character_coverage", "kind", "memory_bytes", "model_type"),
             *("sample_lines", "sampling_temperature", "seed", "segmenters", "vocabulary_size"),
             *("target_languages", "target_vocabulary_size"),
         }

@@ -1,14 +1,14 @@
 """Make a demo corpus of localized phrases from Unicode CLDR, formatted by Babel.
 
 A phrase joins one to three parts; a part is a template (a date, an amount, a list of countries)
-filled with a value. Babel formats every value in each language, so that a phrase exists in all
-languages: ``Friday, March 5, 2021: 37 kilometers``.
+filled with a value. Babel formats every value in each language: a phrase exists in all languages,
+for example ``Friday, March 5, 2021: 37 kilometers``.
 
 Held-out phrases share no value and no combination of templates with training phrases:
 
 - One in five values of each template is reserved, by a digest of the value. All digits, months,
-  units and names occur in training, but not the whole date, amount or pair of names. One and two,
-  whose forms are irregular, are never reserved.
+  units and names occur in training, but not the whole date, amount or pair of names. One and two
+  have irregular forms and are never reserved.
 - One in five unordered pairs of templates is reserved. A training phrase has no reserved pair; a
   held-out phrase has one, and only reserved values.
 
@@ -30,7 +30,7 @@ from babel.lists import format_list
 from babel.numbers import format_currency, format_percent
 from babel.units import format_unit
 
-from data_prep.readers.section import RawLine, RawText, Section, Source, require_languages
+from data_prep.readers.raw_text import LineSource, RawLine, RawText, Section, wanted_codes
 from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.errors import ConfigError
@@ -129,20 +129,18 @@ class PhraseSplits:
 
 
 def read_phrases(config: CorpusConfig) -> RawText:
-    """Make the phrases of all pairs whose languages are wanted.
+    """Make the phrases of all pairs of wanted languages.
 
     Raises:
         ConfigError: As ``make_phrases``, or a wanted language is in no pair of wanted languages.
     """
     cldr = check_languages(config.cldr)
-    known = {cldr.pivot, *cldr.train_pairs}
-    wanted = {canonical(code) for code in config.languages} or known
     splits = _splits_of_pairs(make_phrases(cldr), cldr)
-    selected = {pair: of for pair, of in splits.items() if wanted.issuperset(pair.split("-"))}
-    require_languages(wanted, (pair.split("-") for pair in selected), present=known)
+    wanted = wanted_codes(config.languages, [pair.split("-") for pair in splits])
     sections = [
         _section(phrases, pair, split)
-        for pair, of_pair in sorted(selected.items())
+        for pair, of_pair in sorted(splits.items())
+        if wanted.issuperset(pair.split("-"))
         for split, phrases in of_pair.items()
     ]
     return RawText(sections, is_found=False)
@@ -192,7 +190,7 @@ def _splits_of_pairs(
 def _section(phrases: Sequence[Phrase], pair: str, split: Split) -> Section:
     first, second = pair.split("-")
     one, other = (
-        Source(f"{pair}/{split}.{code}", f"CLDR phrases in {code}") for code in (first, second)
+        LineSource(f"{pair}/{split}.{code}", f"CLDR phrases in {code}") for code in (first, second)
     )
     return Section(
         split=split,
@@ -319,7 +317,7 @@ def locale(language: str) -> Locale:
 
 
 def _distinct(random: Random, number: int, *, held_out: bool) -> list[Clause]:
-    """Draw distinct clauses; there are billions, so that any wanted number is reached."""
+    """Draw distinct clauses; there are billions, more than any wanted number."""
     seen: dict[Clause, None] = {}
     while len(seen) < number:
         seen[draw_clause(random, held_out=held_out)] = None
@@ -332,7 +330,7 @@ def _is_reserved_key(key: tuple[str | int, ...]) -> bool:
 
 
 def _count(part: Part) -> int:
-    """Return the number that decides the form of the noun beside it; 0 if there is none."""
+    """Return the number that decides the form of its noun; 0 if there is none."""
     match part.template:
         case "relative_time":
             return abs(part.numbers[0])

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from data_prep.readers.section import (
+from data_prep.readers.raw_text import (
     FOLDERS_IGNORED,
     SPLIT_NAMES,
-    LeftOut,
+    LineSource,
     NamedPair,
     RawLine,
     RawText,
     Section,
-    Source,
+    SkippedText,
     is_pair_name,
     name_pairs,
     select_pairs,
@@ -31,7 +31,7 @@ COLUMN = "translation"
 
 
 def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all splits of the pairs whose languages are wanted, row by row.
+    """Read all splits of the pairs of wanted languages, row by row.
 
     Raises:
         ConfigError: No data set is given, the library is missing, or a wanted language is in no
@@ -52,8 +52,15 @@ def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
 
 def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
     """Return the sections of a data set, given its name for the ``datasets`` library."""
-    library = _library()
-    with _told(dataset):
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "corpus.source is 'hub', which needs the package datasets. Run "
+            "pip install 'mmnmt[hub]'."
+        ) from error
+    library: ModuleType = datasets
+    with _named_errors(dataset):
         names = library.get_dataset_config_names(dataset.name, revision=dataset.revision)
     named = name_pairs(sorted(filter(is_pair_name, names)), regions=config.regions)
     if not named:
@@ -67,26 +74,22 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
         for pair in sorted(selected, key=lambda pair: sorted(pair.codes))
         for section in _sections(library, dataset, pair)
     ]
-    _refuse_repeated(sections)
-    left_out = LeftOut(pairs_not_selected=len(named) - len(selected))
+    known: dict[tuple[str, str], Section] = {}
+    for section in sections:  # two splits of one meaning, or both de-en and en-de
+        first = known.setdefault((section.pair, section.split), section)
+        if first is not section:
+            raise DataError(
+                f"{first.sources[0].place} and {section.sources[0].place} are both {section.split} "
+                f"text of the pair {section.pair}. Name a data set that has it once, or leave "
+                "these languages out of corpus.languages."
+            )
+    left_out = SkippedText(pairs_not_selected=len(named) - len(selected))
     left_out.ignore(FOLDERS_IGNORED, [name for name in names if not is_pair_name(name)])
     return RawText(sections, left_out=left_out)
 
 
-def _library() -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            "corpus.source is 'hub', which needs the package datasets. Run "
-            "pip install 'mmnmt[hub]'."
-        ) from error
-    library: ModuleType = datasets
-    return library
-
-
 @contextmanager
-def _told(dataset: HubDataset) -> Iterator[None]:
+def _named_errors(dataset: HubDataset) -> Iterator[None]:
     """Turn any error of the library into a DataError, because its errors share no class."""
     try:
         yield
@@ -101,7 +104,7 @@ def _told(dataset: HubDataset) -> Iterator[None]:
 
 
 def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iterator[Section]:
-    with _told(dataset):
+    with _named_errors(dataset):
         names = library.get_dataset_split_names(
             dataset.name, config_name=pair.name, revision=dataset.revision
         )
@@ -111,7 +114,7 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
     for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
         spellings = (first[1], second[1])
         one, other = (
-            Source(f"{pair.name}/{name}.{spelling}", f"{dataset} {pair.name}/{name}.{spelling}")
+            LineSource(f"{pair.name}/{name}.{spelling}", f"{dataset} {pair.name}/{name}.{spelling}")
             for spelling in spellings
         )
         yield Section(
@@ -124,28 +127,11 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
         )
 
 
-def _refuse_repeated(sections: list[Section]) -> None:
-    """Refuse repeated text: two splits of one meaning, or ``de-en`` beside ``en-de``.
-
-    Raises:
-        DataError: Names both places.
-    """
-    known: dict[tuple[str, str], Section] = {}
-    for section in sections:
-        first = known.setdefault((section.pair, section.split), section)
-        if first is not section:
-            raise DataError(
-                f"{first.sources[0].place} and {section.sources[0].place} are both {section.split} "
-                f"text of the pair {section.pair}. Name a data set that has it once, or leave "
-                "these languages out of corpus.languages."
-            )
-
-
 def _lines(
     library: ModuleType, dataset: HubDataset, pair: str, split: str, *, spellings: tuple[str, str]
 ) -> Iterator[RawLine]:
     """Yield rows as lines; missing text becomes an empty line."""
-    with _told(dataset):
+    with _named_errors(dataset):
         rows = library.load_dataset(
             dataset.name, pair, split=split, revision=dataset.revision, streaming=True
         )
@@ -156,10 +142,8 @@ def _lines(
                     f"{dataset} {pair}/{split} has no {COLUMN} in {' and '.join(spellings)} in row "
                     f"{number}. Name a data set laid out as OPUS-100 is."
                 )
-            one, other = (texts[spelling] or "" for spelling in spellings)
-            yield RawLine(number, (_encoded(one), _encoded(other)))
-
-
-def _encoded(text: str) -> bytes:
-    """Encode a text; lone surrogates become invalid UTF-8, which the quarantine takes."""
-    return text.encode("utf-8", "surrogatepass")
+            # Lone surrogates become invalid UTF-8, which the quarantine takes.
+            one, other = (
+                (texts[spelling] or "").encode("utf-8", "surrogatepass") for spelling in spellings
+            )
+            yield RawLine(number, (one, other))

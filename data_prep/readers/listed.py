@@ -8,20 +8,20 @@ Sections of one split and pair follow in the order of the list.
 from collections import Counter
 from pathlib import Path
 
-from data_prep.readers.file_pairs import FilePair, section_of
+from data_prep.readers.file_pairs import FilePair
 from data_prep.readers.multiway import MultiwayFile, section_of_pair
-from data_prep.readers.raw_files import RawFile, raw_paths
-from data_prep.readers.section import (
-    LeftOut,
+from data_prep.readers.raw_text import (
     NamedPair,
+    RawFile,
     RawText,
     Section,
+    SkippedText,
     is_pair_name,
     name_pairs,
+    raw_paths,
     select_pairs,
 )
-from data_prep.readers.tables import ENDINGS as COLUMN_ENDINGS
-from data_prep.readers.tables import open_columns, open_table
+from data_prep.readers.tables import COLUMN_ENDINGS, TSV_ENDINGS, open_table
 from data_prep.readers.tmx import survey_file
 from data_prep.settings import CorpusConfig, ListedText
 from pipeline.artifacts.raw_input import RawInput
@@ -29,7 +29,7 @@ from pipeline.errors import ConfigError, DataError
 
 
 def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read the files of ``corpus.files`` whose languages are wanted.
+    """Read the files of ``corpus.files`` that are in wanted languages.
 
     Raises:
         ConfigError: No folder or files are given, a pair is misspelled, or a wanted language is in
@@ -46,7 +46,7 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
         _check_pair(entry)
     pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
     wanted = select_pairs(pairs, config.languages)
-    left_out = LeftOut(pairs_not_selected=len({*pairs} - wanted))
+    left_out = SkippedText(pairs_not_selected=len({*pairs} - wanted))
     chosen = [both for both in zip(config.files, pairs, strict=True) if both[1] in wanted]
     sections = [_section(root, entry, pair, config, left_out) for entry, pair in chosen]
     return RawText(sections, left_out=left_out)
@@ -57,7 +57,7 @@ def _root(raw: RawInput | None) -> Path:
     if len(paths) > 1 or not paths[0].is_dir():
         raise ConfigError(
             f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder. Name "
-            "the one that the paths of corpus.files start from."
+            "the folder that the paths of corpus.files start from."
         )
     return paths[0]
 
@@ -75,9 +75,9 @@ def _section(
 ) -> Section:
     files = [_file(root, path) for path in entry.paths]
     if len(files) == 2:
-        return section_of(FilePair((files[0], files[1]), entry.split, pair), config)
+        return FilePair((files[0], files[1]), entry.split, pair).section(config)
     opened = _open(files[0], entry, pair, config, left_out)
-    return section_of_pair(opened, pair, config, left_out=left_out)
+    return section_of_pair(opened, pair, config)
 
 
 def _file(root: Path, name: str) -> RawFile:
@@ -96,14 +96,12 @@ def _open(
     config: CorpusConfig,
     left_out: Counter[str],
 ) -> MultiwayFile:
-    match file.ending:
-        case "tmx":
-            return survey_file(file, entry.split, config, left_out=left_out)
-        case "tsv":
-            return open_table(file, entry.split, config, pair=pair.spellings)
-        case ending if ending in COLUMN_ENDINGS:
-            return open_columns(file, entry.split, config, pair=pair.spellings)
+    if file.ending == "tmx":
+        return survey_file(file, entry.split, config, left_out=left_out)
+    if file.ending in (*TSV_ENDINGS, *COLUMN_ENDINGS):
+        return open_table(file, entry.split, config, pair=pair.spellings)
     raise DataError(
-        f"{file.path} is one file of both languages, but ends in none of .tmx, .tsv, "
-        f"{', '.join(f'.{ending}' for ending in COLUMN_ENDINGS)}. Name a file per language."
+        f"{file.path} is one file of both languages, but ends in none of .tmx, "
+        f"{', '.join(f'.{ending}' for ending in (*TSV_ENDINGS, *COLUMN_ENDINGS))}. Name a file per "
+        "language."
     )

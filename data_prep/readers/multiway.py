@@ -1,35 +1,31 @@
 """Pair up text in several languages: translation memories and tables.
 
-Their records hold any number of languages. A file is read once for all of its pairs
-(``data_prep/one_pass.py``). A language with several spellings in a file (``pt``, ``pt-br``) is one
-language, and a record gives the text asked for, else the first in the order of the spellings,
-unless ``corpus.regions`` keeps them apart.
+Their records hold any number of languages, and a file is read once for all of its pairs. A language
+with several spellings in a file (``pt``, ``pt-br``) is one language, and a record gives the text
+asked for, else the first in the order of the spellings, unless ``corpus.regions`` keeps them apart.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
-from typing import NamedTuple
 
-from data_prep.readers.raw_files import RawFile
-from data_prep.readers.section import (
-    LeftOut,
+from data_prep.readers.raw_text import (
+    LinesOfPair,
     NamedPair,
-    RawLine,
+    RawFile,
     RawText,
+    RecordFile,
     Section,
-    require_languages,
+    SkippedText,
+    wanted_codes,
 )
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code
 from pipeline.terminal import listed
-
-ONE_SIDED = "records_one_sided"
 
 _END = "(?![A-Za-z0-9])"
 _SPELLING = re.compile(
@@ -38,74 +34,19 @@ _SPELLING = re.compile(
 _WITHDRAWN_TAGS = {"zh-chs": "zh-Hans", "zh-cht": "zh-Hant", "no-bok": "nb", "no-nyn": "nn"}
 
 
-class Record(NamedTuple):
-    """One entry of a file."""
-
-    line: int
-    """Line in the file, from 1, at which it begins; row of a table."""
-    texts: Mapping[str, bytes]
-    """Spelling of a language → text; missing and blank texts are left out."""
-    is_malformed: bool = False
-
-
-@dataclass(frozen=True)
-class MultiwayFile:
-    """File with text in several languages."""
+@dataclass(frozen=True, eq=False)
+class MultiwayFile(RecordFile):
+    """File with text in several languages, and which of them share records."""
 
     file: RawFile
     split: Split
     together: Collection[frozenset[str]]
     """Distinct sets of spellings of languages that share a record."""
-    records: Callable[[], Iterable[Record]]
-    """Function that reads the file from its beginning."""
-    is_surveyed: bool = False
-    """Whether records without a pair were counted before; otherwise each pair counts its own."""
 
     @property
     def spellings(self) -> set[str]:
         """Return all spellings of languages in the file."""
         return {spelling for spellings in self.together for spelling in spellings}
-
-
-@dataclass(frozen=True)
-class LinesOfPair:
-    """Lines of a file in two languages, each with its spellings by preference."""
-
-    file: MultiwayFile
-    spellings: tuple[tuple[str, ...], tuple[str, ...]]
-    left_out: Counter[str]
-
-    def __iter__(self) -> Iterator[RawLine]:
-        """Read the file for this pair alone, counting records with text in one of the two."""
-        for record in self.file.records():
-            if record.is_malformed:
-                yield RawLine(record.line, (b"", b""), is_malformed=True)
-                continue
-            one, other = (first_text(record.texts, of_side) for of_side in self.spellings)
-            if one is not None and other is not None:
-                yield RawLine(record.line, (one, other))
-            elif one is not None or other is not None:
-                self.count_one_sided(1)
-
-    def count_one_sided(self, number: int) -> None:
-        """Count records with text in one of the two languages, unless that was done before."""
-        if not self.file.is_surveyed:
-            self.left_out[ONE_SIDED] += number
-
-
-@dataclass(frozen=True)
-class MultiwayText(RawText):
-    """Sections of files that are each read once for all of its sections."""
-
-    files: Sequence[MultiwayFile] = ()
-    """Files, in the order of their sections in every pair."""
-
-    def of_file(self, file: MultiwayFile) -> Iterator[tuple[int, Section, LinesOfPair]]:
-        """Yield number, section and lines of each pair of a file."""
-        for number, section in enumerate(self.sections):
-            lines = section.lines
-            if isinstance(lines, LinesOfPair) and lines.file is file:
-                yield number, section, lines
 
 
 def is_language(spelling: str) -> bool:
@@ -121,8 +62,8 @@ def without_variant(spelling: str) -> str | None:
 
 
 def pair_up(
-    files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: LeftOut
-) -> MultiwayText:
+    files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: SkippedText
+) -> RawText:
     """Return a section per wanted pair of languages of each file, by pair, then by file.
 
     Raises:
@@ -135,9 +76,10 @@ def pair_up(
     if not found:
         paths = listed([str(file.file.path) for file in files])
         raise DataError(f"No record has text in two languages in {paths}. Name other files.")
-    selected = _select({pair for pair, _ in found}, config)
+    wanted = wanted_codes(config.languages, {pair for pair, _ in found})
+    selected = {pair for pair, _ in found if wanted.issuperset(pair)}
     sections = [
-        _section(file, pair, codes, left_out, asked=config.languages)
+        _section(file, pair, codes, asked=config.languages)
         for pair, file in sorted(found, key=lambda entry: entry[0])
         if pair in selected and _is_wanted(pair, file.split, config)
     ]
@@ -150,12 +92,10 @@ def pair_up(
     left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
         {section.languages for section in sections}
     )
-    return MultiwayText(sections, left_out=left_out, files=files)
+    return RawText(sections, left_out=left_out, files=files)
 
 
-def section_of_pair(
-    file: MultiwayFile, pair: NamedPair, config: CorpusConfig, *, left_out: Counter[str]
-) -> Section:
+def section_of_pair(file: MultiwayFile, pair: NamedPair, config: CorpusConfig) -> Section:
     """Return the lines of a file in the two languages of a pair, under the pair's codes.
 
     Raises:
@@ -171,7 +111,7 @@ def section_of_pair(
             f"{file.file.path} has no record with text in both languages of {pair.name}. Correct "
             "the pair, or take the file out."
         )
-    section = _section(file, (one, other), codes, left_out, asked=pair.spellings)
+    section = _section(file, (one, other), codes, asked=pair.spellings)
     return replace(section, languages=(first, second))
 
 
@@ -181,26 +121,9 @@ def preferred(spellings: Collection[str], asked: Iterable[str] = ()) -> list[str
     return sorted(spellings, key=lambda spelling: (spelling not in meant, len(spelling), spelling))
 
 
-def first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
-    """Return the text of the first of these spellings that a record has."""
-    return next((texts[spelling] for spelling in spellings if spelling in texts), None)
-
-
 def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:
     together = {frozenset(codes[spelling] for spelling in group) for group in file.together}
     return {pair for group in together for pair in combinations(sorted(group), 2)}
-
-
-def _select(
-    pairs: Collection[tuple[str, str]], config: CorpusConfig
-) -> Collection[tuple[str, str]]:
-    if not config.languages:
-        return pairs
-    present = {code for pair in pairs for code in pair}
-    wanted = {find_code(spelling, present) or spelling for spelling in config.languages}
-    selected = {pair for pair in pairs if wanted.issuperset(pair)}
-    require_languages(wanted, selected, present=present)
-    return selected
 
 
 def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> bool:
@@ -214,7 +137,6 @@ def _section(
     file: MultiwayFile,
     pair: tuple[str, str],
     codes: Mapping[str, str],
-    left_out: Counter[str],
     *,
     asked: Iterable[str],
 ) -> Section:
@@ -227,5 +149,5 @@ def _section(
         languages=pair,
         spellings=(first[0], second[0]),
         sources=(file.file.source(first[0]), file.file.source(second[0])),
-        lines=LinesOfPair(file, (first, second), left_out),
+        lines=LinesOfPair(file, (first, second)),
     )

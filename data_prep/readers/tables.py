@@ -6,8 +6,8 @@ file with a pair in its name, ``train.de-en.tsv``, the columns ``de`` and ``en``
 first line names them; otherwise every row has these two, in this order. A blank cell or
 ``__NULL__`` is missing. There is no quoting: a row is a line.
 
-Others: the languages are those of ``corpus.columns`` (``{ de = "source", en = "target" }``), else
-of the pair in the name of the file or its folder: ``de-en/train-00000-of-00001.parquet``,
+Others: the languages are named by ``corpus.columns`` (``{ de = "source", en = "target" }``), else
+by the pair in the name of the file or its folder: ``de-en/train-00000-of-00001.parquet``,
 ``train.de-en.jsonl``. Without ``corpus.columns``, a column ``translation`` holds the text of both
 languages, or each has a column with its code as the name.
 """
@@ -16,14 +16,14 @@ import codecs
 import csv
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from data_prep.readers.multiway import MultiwayFile, Record, is_language, pair_up
-from data_prep.readers.raw_files import RawFile, find_files
-from data_prep.readers.section import RawText
+from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
+from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_raw_lines, table_rows
@@ -32,6 +32,7 @@ from pipeline.errors import DataError
 from pipeline.languages import find_code
 from pipeline.terminal import listed
 
+TSV_ENDINGS, COLUMN_ENDINGS = ("tsv",), ("parquet", "jsonl", "json", "csv")
 MISSING = b"__NULL__"
 """Mark of missing translations in the TED talks."""
 
@@ -49,14 +50,15 @@ class Columns:
     has_header: bool
 
 
-def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all pairs of the languages that TSV tables have.
+def read_tables(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """Read all pairs of the languages that tables have: TSV for ``tsv``, others for ``columns``.
 
     Raises:
-        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: A table says nowhere which languages it has.
+        ConfigError: Nothing is given, a package is missing, or a wanted language is in no pair.
+        DataError: As :func:`open_table`.
     """
-    files, left_out = find_files(raw, source="tsv", endings=("tsv",))
+    endings = TSV_ENDINGS if config.source == "tsv" else COLUMN_ENDINGS
+    files, left_out = find_files(raw, source=config.source, endings=endings)
     tables = [open_table(file, file.split(), config) for file in files]
     return pair_up(tables, config, left_out=left_out)
 
@@ -64,17 +66,31 @@ def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
 def open_table(
     file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
 ) -> MultiwayFile:
-    """Open a TSV table with the languages of its header, of ``pair``, or of its name.
+    """Open a table with the languages of its header (TSV) or of ``corpus.columns`` (others).
+
+    Otherwise it has the languages of ``pair``, or of its name.
 
     Raises:
-        DataError: There is none of these, or the file cannot be read.
+        ConfigError: A package is missing.
+        DataError: Nothing says the languages, the first rows lack a column of them, or the file
+            cannot be read.
     """
-    columns = _find_columns(file, pair or file.pair(), max_line_bytes=config.max_line_bytes)
+    max_line_bytes = config.max_line_bytes
+    records: Callable[[], Iterator[Record]]
+    if file.ending in TSV_ENDINGS:
+        columns = _find_columns(file, pair or file.pair(), max_line_bytes=max_line_bytes)
+        languages = tuple(columns.spellings.values())
+        records = partial(iterate_rows, file, columns, max_line_bytes=max_line_bytes)
+    else:
+        names = _column_names(file, tuple(config.columns) or pair or file.pair(), config)
+        languages = tuple(names)
+        records = partial(iterate_records, file, names, max_line_bytes=max_line_bytes)
     return MultiwayFile(
         file=file,
         split=split,
-        together=(frozenset(columns.spellings.values()),),
-        records=lambda: iterate_rows(file, columns, max_line_bytes=config.max_line_bytes),
+        together=(frozenset(languages),),
+        is_surveyed=False,
+        records=records,
     )
 
 
@@ -133,7 +149,6 @@ def _header_cells(line: bytes) -> Sequence[str]:
     return [cell.strip() for cell in text.split("\t")]
 
 
-ENDINGS = ("parquet", "jsonl", "json", "csv")
 TRANSLATION = "translation"
 ROWS_WITH_COLUMNS = 1000
 """First rows of a file, which must have every column: a row may lack a text."""
@@ -142,7 +157,7 @@ _JSON_BYTES = 12
 columns."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """Row of a table."""
 
     line: int
@@ -151,28 +166,10 @@ class Row(NamedTuple):
     """Column → cell; None if the row is malformed."""
 
 
-def read_columns(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Read all pairs of the languages that the files have columns for.
-
-    Raises:
-        ConfigError: Nothing is given, a package is missing, or a wanted language is in no pair.
-        DataError: A file lacks a column, or nothing says which languages it has.
-    """
-    files, left_out = find_files(raw, source="columns", endings=ENDINGS)
-    opened = [open_columns(file, file.split(), config) for file in files]
-    return pair_up(opened, config, left_out=left_out)
-
-
-def open_columns(
-    file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
-) -> MultiwayFile:
-    """Open a file with the languages of ``corpus.columns``, of ``pair``, or of its name.
-
-    Raises:
-        ConfigError: A package is missing.
-        DataError: The first row lacks a column, or nothing says the languages.
-    """
-    languages = tuple(config.columns) or pair or file.pair()
+def _column_names(
+    file: RawFile, languages: tuple[str, ...] | None, config: CorpusConfig
+) -> dict[str, str]:
+    """Return language → column, after a look at the first rows."""
     if languages is None or len(languages) < 2:
         raise DataError(
             f"Nothing says which languages {file.path} has. Set corpus.columns, for instance "
@@ -181,12 +178,7 @@ def open_columns(
     columns = {language: config.columns.get(language, language) for language in languages}
     rows = _rows(file, columns.values(), max_line_bytes=config.max_line_bytes)
     _require_columns(file, islice(rows, ROWS_WITH_COLUMNS), columns)
-    return MultiwayFile(
-        file=file,
-        split=split,
-        together=(frozenset(languages),),
-        records=lambda: iterate_records(file, columns, max_line_bytes=config.max_line_bytes),
-    )
+    return columns
 
 
 def iterate_records(
@@ -195,7 +187,7 @@ def iterate_records(
     """Yield the rows of a file with the texts that are not blank.
 
     Args:
-        file: File with one of ``ENDINGS``.
+        file: File; its ending is in ``COLUMN_ENDINGS``.
         columns: Language → column.
         max_line_bytes: Longest text; a much longer row is malformed.
     """
@@ -219,7 +211,7 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
     return found
 
 
-def _require_columns(file: RawFile, rows: Iterable[Row], columns: Mapping[str, str]) -> None:
+def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[str, str]) -> None:
     """Refuse a file if a column is in none of these rows, each of which may lack some text."""
     present: dict[str, None] = {}
     line = 0
@@ -233,7 +225,7 @@ def _require_columns(file: RawFile, rows: Iterable[Row], columns: Mapping[str, s
     if line and not present:
         raise DataError(
             f"{file.path}, line {line}, is not a row of a .{file.ending} file. Rename the file to "
-            "what it is, or correct the line."
+            "its form, or correct the line."
         )
     if line:
         missing = [column for column in columns.values() if column not in present]
@@ -243,7 +235,7 @@ def _require_columns(file: RawFile, rows: Iterable[Row], columns: Mapping[str, s
         )
 
 
-def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iterator[Row]:
+def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iterator[TableRow]:
     match file.ending:
         case "parquet":
             return _parquet_rows(file, {*columns, TRANSLATION})
@@ -253,10 +245,10 @@ def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iter
             return _json_rows(file, max_line_bytes=max_line_bytes)
 
 
-def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
+def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
     longest = _JSON_BYTES * max_line_bytes
     for number, line in _numbered_lines(file, max_line_bytes=longest):
-        yield Row(number, _json_object(line) if len(line) <= longest else None)
+        yield TableRow(number, _json_object(line) if len(line) <= longest else None)
 
 
 def _json_object(line: bytes) -> dict[str, Any] | None:
@@ -267,7 +259,7 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
+def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
     """Yield the rows below the header; a quoted field may hold line ends.
 
     Of a damaged record, only the first line is malformed, and the others are read again: a quote
@@ -303,7 +295,7 @@ def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
         if header is None and is_row:
             header = [cell.removeprefix("\ufeff").strip() for cell in cells]
         else:
-            yield Row(number, texts if is_row else None)
+            yield TableRow(number, texts if is_row else None)
             if header is None:
                 return
         number += len(record)
@@ -319,10 +311,10 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
 
 
 def _decoded(raw: bytes) -> str:
-    """Decode so that invalid UTF-8 survives encoding, for the quarantine."""
+    """Decode text; invalid UTF-8 survives encoding, for the quarantine."""
     return raw.decode("utf-8", "surrogateescape")
 
 
-def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[Row]:
+def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[TableRow]:
     for number, cells in enumerate(table_rows(file.path, columns), start=1):
-        yield Row(number, dict(cells))
+        yield TableRow(number, dict(cells))

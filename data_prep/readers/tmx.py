@@ -23,14 +23,11 @@ from typing import NoReturn
 from xml.parsers import expat
 
 from data_prep.readers.multiway import (
-    ONE_SIDED,
     MultiwayFile,
-    Record,
     pair_up,
     without_variant,
 )
-from data_prep.readers.raw_files import RawFile, find_files
-from data_prep.readers.section import RawText
+from data_prep.readers.raw_text import ONE_SIDED, RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_bytes import iterate_blocks
@@ -38,7 +35,7 @@ from pipeline.artifacts.raw_input import RawInput
 from pipeline.errors import DataError
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))
-"""Elements whose content is not text."""
+"""Elements with content that is not text."""
 
 _BREAKS = frozenset("lb cb pb x-lb x-br br".split())
 """Types of codes that break a line, column or page."""

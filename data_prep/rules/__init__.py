@@ -1,1 +1,1 @@
-"""Rules for training lines; ``judge`` applies them in their order."""
+"""Rules for training lines; ``pair_rules`` applies them in their order."""

@@ -6,9 +6,7 @@ sorted, and one for every line.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -48,62 +46,43 @@ class Duplicates:
 
 
 class LineDigests:
-    """Collects the digests of a pair's lines, and finds those that repeat another.
+    """Collects the digests of lines in a temporary file, 8 bytes each, and reads them in parts."""
 
-    Args:
-        path: Temporary file with 8 bytes per line, removed at the end of the block.
-    """
+    def __init__(self, file: IO[bytes]) -> None:
+        self.lines, self._file = 0, file
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._lines = path, 0
-        self._file = path.open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        self._path.unlink()
-
-    def add(self, lines: Sequence[tuple[str, str]]) -> None:
+    def add(self, lines: Sequence[str]) -> None:
         """Add the next lines in the form in which they are compared."""
-        self._file.write(b"".join([digest_of(f"{one}\n{other}") for one, other in lines]))
-        self._lines += len(lines)
+        self._file.write(b"".join(map(digest_of, lines)))
+        self.lines += len(lines)
 
-    def duplicates(self) -> Duplicates:
-        """Return the repeats among all lines added."""
-        self._file.flush()
-        parts = min(max(1, round(self._lines / PART)), MOST_PARTS)
-        found = [self._within(part, parts) for part in range(parts)]
-        repeats, firsts = (np.concatenate(one) for one in zip(*found, strict=True))
-        order = np.argsort(repeats)
-        return Duplicates(repeats[order], firsts[order], lines=self._lines)
+    @property
+    def parts(self) -> int:
+        """Return the number of parts in which the digests fit into memory."""
+        return min(max(1, round(self.lines / PART)), MOST_PARTS)
 
-    def _within(self, part: int, parts: int) -> tuple[Numbers, Numbers]:
-        """Return the repeats among the digests of one part, and their first lines."""
-        return repeats_among(*part_of(self._path, part, parts))
-
-
-def part_of(path: Path, part: int, parts: int) -> tuple[Digests, Numbers]:
-    """Return the digests in a file that belong to a part, and the numbers of their lines."""
-    digests, numbers, first = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(8 * PART):
+    def part(self, part: int, parts: int) -> tuple[Digests, Numbers]:
+        """Return the digests that belong to a part, and the numbers of their lines."""
+        digests, numbers, first = [np.empty(0, np.uint64)], [np.empty(0, np.int64)], 0
+        self._file.seek(0)
+        while chunk := self._file.read(8 * PART):
             digest_N = np.frombuffer(chunk, dtype=np.uint64)
             mine = np.flatnonzero(digest_N % np.uint64(parts) == part)
             digests.append(digest_N[mine])
             numbers.append(mine + first)
             first += len(digest_N)
-    return np.concatenate(digests), np.concatenate(numbers)
+        return np.concatenate(digests), np.concatenate(numbers)
+
+    def duplicates(self) -> Duplicates:
+        """Return the repeats among all lines added."""
+        found = [repeats_among(*self.part(part, self.parts)) for part in range(self.parts)]
+        repeats, firsts = (np.concatenate(one) for one in zip(*found, strict=True))
+        order = np.argsort(repeats)
+        return Duplicates(repeats[order], firsts[order], lines=self.lines)
 
 
 def repeats_among(digest_N: Digests, number_N: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the numbers of lines that repeat a digest, and those of its first lines."""
+    """Return the numbers of lines that repeat a digest, and of the first lines with it."""
     order_N = np.argsort(digest_N, kind="stable")
     digest_N, number_N = digest_N[order_N], number_N[order_N]
     is_first_N = np.ones(len(digest_N), dtype=np.bool_)

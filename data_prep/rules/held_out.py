@@ -2,19 +2,14 @@
 
 Lines are compared with the held-out lines of their language only, with letters and digits folded
 (``normalization.fold``), by digests of 8 bytes. The first characters of the key tell most lines
-from all held-out ones, so that only the head of a line needs folding.
+from all held-out ones, so only the head of a line needs folding.
 
-Workers read the lines of a language from a file when they first need them: those of all languages
-would be too much for the memory of each worker, and too much to send with every pair.
+Every process reads the held-out lines of a language when it first needs them.
 """
 
-import pickle
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
 from data_prep.rules.normalization import digest_of, fold, head
 from pipeline.artifacts.artifact import Artifact
@@ -23,8 +18,8 @@ from pipeline.artifacts.corpus import Split, iterate_lines, line_counts, text_na
 HELD_OUT_SPLITS: tuple[Split, ...] = ("valid", "test")
 START = 12
 """Characters of a key that are compared first."""
-LANGUAGES_HELD = 8
-"""Languages whose lines a worker holds at a time."""
+LANGUAGES_HELD = 128
+"""Languages with held-out lines that a process keeps in memory."""
 
 
 @dataclass
@@ -58,83 +53,45 @@ class HeldOutLines:
         return self.sets.get(digest_of(fold(line)), ())
 
 
-@dataclass
-class HeldOutSets:
-    """All sets of held-out lines, of the corpus itself and of others, by their numbers.
-
-    A set is the lines of a pair and split: ``de-en/test``, or ``flores:de-en/test`` of another
-    corpus.
-    """
-
-    lines: dict[str, HeldOutLines]
-    """Language → its held-out lines over all pairs, for the wanted languages."""
-    names: list[str] = field(default_factory=list)
-    pairs: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    """Lines of each set."""
-
-    def add_corpus(self, corpus: Artifact, *, prefix: str = "") -> None:
-        """Add every held-out line of a corpus that is in a wanted language."""
-        for split in HELD_OUT_SPLITS:
-            for pair, size in line_counts(corpus, split).items():
-                number = len(self.names)
-                self.names.append(f"{prefix}{pair}/{split}")
-                self.pairs.append(pair)
-                self.sizes.append(size)
-                for code in pair.split("-"):
-                    if code in self.lines:
-                        name = text_name(split, pair, code)
-                        self.lines[code].add(iterate_lines(corpus.file(name)), number)
-
-    def by_pair(self) -> dict[str, frozenset[int]]:
-        """Return the numbers of the sets of each pair."""
-        found: dict[str, set[int]] = {}
-        for number, pair in enumerate(self.pairs):
-            found.setdefault(pair, set()).add(number)
-        return {pair: frozenset(numbers) for pair, numbers in found.items()}
-
-
-def held_out_sets(
-    languages: Iterable[str], corpus: Artifact, tests: Mapping[str, Artifact]
-) -> HeldOutSets:
-    """Collect the held-out lines of a corpus, and of others by name, in some languages."""
-    sets = HeldOutSets({code: HeldOutLines() for code in languages})
-    sets.add_corpus(corpus)
-    for name, one in tests.items():
-        sets.add_corpus(one, prefix=f"{name}:")
-    return sets
-
-
 @dataclass(frozen=True)
-class StoredHeldOut(Mapping[str, HeldOutLines]):
-    """Held-out lines by language, read from files; one process holds few languages at a time."""
+class HeldOutSet:
+    """Validation or test lines of a pair."""
 
-    folder: Path
-    languages: tuple[str, ...]
+    name: str
+    """``de-en/test``, or ``flores:de-en/test`` of another corpus."""
+    corpus: Artifact
+    pair: str
+    split: Split
+    size: int
+    """Number of lines."""
 
-    def __getitem__(self, language: str) -> HeldOutLines:
-        return _read_stored(self.folder / language)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.languages)
+@dataclass(frozen=True, eq=False)
+class HeldOutSets:
+    """All sets of held-out lines, of the corpus itself and of others, by their numbers."""
 
-    def __len__(self) -> int:
-        return len(self.languages)
+    sets: tuple[HeldOutSet, ...]
+
+
+def held_out_sets(corpus: Artifact, tests: Mapping[str, Artifact]) -> HeldOutSets:
+    """Return the held-out sets of a corpus, and of others by name, after a check of their files."""
+    found = []
+    for prefix, one in {"": corpus, **{f"{name}:": test for name, test in tests.items()}}.items():
+        for split in HELD_OUT_SPLITS:
+            one.check(one.names(f"{split}/"))
+            found += [
+                HeldOutSet(f"{prefix}{pair}/{split}", one, pair, split, size)
+                for pair, size in line_counts(one, split).items()
+            ]
+    return HeldOutSets(tuple(found))
 
 
 @lru_cache(maxsize=LANGUAGES_HELD)
-def _read_stored(path: Path) -> HeldOutLines:
-    lines: HeldOutLines = pickle.loads(path.read_bytes())
-    return lines
-
-
-@contextmanager
-def held_out_stored(lines: Mapping[str, HeldOutLines], folder: Path) -> Iterator[StoredHeldOut]:
-    """Store held-out lines in a new folder, which is removed at the end of the block."""
-    folder.mkdir()
-    try:
-        for language, of_language in lines.items():
-            (folder / language).write_bytes(pickle.dumps(of_language))
-        yield StoredHeldOut(folder, tuple(lines))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gone with the artifact after an error
+def held_out_lines(held_out: HeldOutSets, language: str) -> HeldOutLines:
+    """Return the held-out lines of a language over all pairs, from files checked before."""
+    found = HeldOutLines()
+    for number, one in enumerate(held_out.sets):
+        if language in one.pair.split("-"):
+            name = text_name(one.split, one.pair, language)
+            found.add(iterate_lines(one.corpus.unchecked_file(name)), number)
+    return found

@@ -1,7 +1,7 @@
 """Find training lines in another language than their side's.
 
 :func:`line_identifier` chooses the language identifier. A side is judged if the identifier knows
-its language and the text is long enough; a line whose language is uncertain stays.
+its language and the text is long enough; a line in an uncertain language stays.
 """
 
 import importlib
@@ -83,7 +83,7 @@ class FastText:
         """Load a local model file.
 
         Raises:
-            ConfigError: FastText is missing, or the file is not one of its models.
+            ConfigError: FastText is missing, or the file is not a model of it.
         """
         if not Path(path).is_file():
             raise ConfigError(

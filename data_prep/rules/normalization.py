@@ -60,7 +60,7 @@ def fold(line: str) -> str:
 
 
 def head(line: str) -> str:
-    """Return the first words of a line, whose key begins the line's key.
+    """Return the first words of a line; their key begins the line's key.
 
     The head ends at a space, since nothing composes with a space; without one it is the whole line.
     """

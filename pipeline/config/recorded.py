@@ -24,12 +24,16 @@ some micro-batches. Manifests leave out [logging] and [saving] altogether.
 """
 
 REMOVED: dict[str, tuple[Any, ...]] = {
-    "clean.language_min_characters": (40,),
+    "clean.drop_control_characters": (True,),
+    "clean.drop_copies": (True,),
     "clean.drop_near_duplicates": (False,),
+    "clean.held_out_scope": ("all_pairs",),
+    "clean.language_min_characters": (40,),
     "clean.near_duplicate_similarity": (0.8,),
     "decoding.shortlist": ("",),
     "evaluation.word_lines": (100_000,),
     "shards.segmentation_nbest": (64,),
+    "tokenizer.language_token_scheme": ("underscores",),
     "training.cpu_kernels": ("processor", "measured"),
     "upcycling.kept_experts": ([],),
 }

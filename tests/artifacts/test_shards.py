@@ -346,7 +346,7 @@ def test_sides_of_unequal_length_are_refused(
 ) -> None:
     texts: Texts = {"train": {"de-en": {"de": ["a", "b"], "en": ["c"]}}}
     made = make_corpus(tmp_path / "corpus", texts)
-    with pytest.raises(DataError, match=r"train/de-en .* differ in their number of lines"):
+    with pytest.raises(ArtifactError, match=r"train/de-en/.* differ in their number of lines"):
         shard(made, inputs[1], tmp_path / "out", processes=processes)
 
 
@@ -371,7 +371,7 @@ def test_pairs_that_were_finished_when_the_stage_was_stopped_are_not_made_again(
     made: list[str] = []
 
     def until_the_last(
-        sharding: pair_shards.Sharding, job: pair_shards.PairJob
+        sharding: pair_shards.Sharding, job: pair_shards.PairWork
     ) -> pair_shards.FinishedPair:
         if job.pair == "de-ru" and "de-ru" not in made:
             made.append(job.pair)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from support.plain_rules import plain_clean
+from support.stage_runs import run_stage
 
-from data_prep import clean
 from data_prep.settings import CleanConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
@@ -21,11 +21,8 @@ from pipeline.artifacts.corpus import (
     read_lines,
     text_name,
 )
-from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 Texts = dict[Split, list[tuple[str, str]]]
 GOOD = [("Haus", "house"), ("Baum", "tree"), ("Straße", "road"), ("Wasser", "water")]
@@ -46,31 +43,15 @@ def corpus_of(directory: Path, pairs: dict[str, Texts]) -> Artifact:
 
 
 def cleaned(
-    corpus: Artifact,
-    *,
-    processes: int = 1,
-    tests: Any = None,
-    **settings: Any,
+    corpus: Artifact, *, processes: int = 1, tests: Any = None, **settings: Any
 ) -> Artifact:
-    recipe = Recipe(name="test", clean=CleanConfig(**settings))
-    stage = STAGES["clean"]
-    out_dir = corpus.directory.with_name(f"clean{processes}")
-    clean.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={
-                "corpus": corpus,
-                **{f"tests/{name}": one for name, one in (tests or {}).items()},
-            },
-            raw={},
-            out_dir=out_dir,
-            records={},
-            config=recipe.sections(stage.sections),
-            processes=processes,
-        )
+    return run_stage(
+        "clean",
+        corpus.directory.with_name(f"clean{processes}"),
+        {"corpus": corpus, **{f"tests/{name}": one for name, one in (tests or {}).items()}},
+        processes=processes,
+        clean=settings,
     )
-    return open_artifact(out_dir, kind="corpus")
 
 
 def train_lines(corpus: Artifact, pair: str) -> list[tuple[str, str]]:
@@ -82,6 +63,9 @@ def train_lines(corpus: Artifact, pair: str) -> list[tuple[str, str]]:
             strict=True,
         )
     )
+
+
+INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202e\u2060\u2066\u2069\ufeff\ufe0f"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +84,12 @@ def train_lines(corpus: Artifact, pair: str) -> list[tuple[str, str]]:
         ("duplicate", ("Baum", "tree")),
         ("held_out_overlap", ("PRÜFUNG eins!", "something else")),
         ("held_out_overlap", ("etwas anderes", "Exam: one.")),
+        # Invisible characters hide nothing.
+        ("empty", (INVISIBLE, "nothing")),
+        ("copy", ("Ho\u200btel", "\u200eHotel\u200f")),
+        ("duplicate", ("Ba\u00adum", "\ufefftree")),
+        ("held_out_overlap", ("Prü\u200bfung ei\u2060ns", "something else")),
+        ("held_out_overlap", ("etwas anderes", "\u202aexam one\u202c")),
     ],
 )
 def test_each_rule_drops_its_line_and_keeps_the_others(
@@ -119,8 +109,6 @@ def test_each_rule_drops_its_line_and_keeps_the_others(
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("drop_control_characters", ("Klin\x07gel", "bell")),
-        ("drop_copies", ("Hotel", "Hotel")),
         ("drop_duplicates", ("Baum", "tree")),
         ("drop_held_out_overlap", ("Prüfung eins", "something else")),
     ],
@@ -322,31 +310,6 @@ def test_the_script_that_import_found_goes_before_the_usual_one(tmp_path: Path) 
     assert result.statistics["languages"]["sr"] == {"script": "Latn"}
 
 
-INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202e\u2060\u2066\u2069\ufeff\ufe0f"
-
-
-@pytest.mark.parametrize(
-    ("rule", "line"),
-    [
-        ("empty", (INVISIBLE, "nothing")),
-        ("copy", ("Ho\u200btel", "\u200eHotel\u200f")),
-        ("duplicate", ("Ba\u00adum", "\ufefftree")),
-        ("held_out_overlap", ("Prü\u200bfung ei\u2060ns", "something else")),
-        ("held_out_overlap", ("etwas anderes", "\u202aexam one\u202c")),
-    ],
-)
-def test_what_is_not_seen_hides_neither_copies_nor_repeats_nor_held_out_lines(
-    tmp_path: Path, rule: str, line: tuple[str, str]
-) -> None:
-    corpus = corpus_of(
-        tmp_path / "corpus",
-        {"de-en": {"train": [*GOOD, line], "test": [("Prüfung eins", "exam one")]}},
-    )
-    result = cleaned(corpus)
-    assert train_lines(result, "de-en") == GOOD
-    assert result.statistics["dropped"]["de-en"][rule] == 1
-
-
 def test_joiners_that_are_spelling_stay_in_the_text(tmp_path: Path) -> None:
     train = [("می\u200cروم", "I go"), ("ක්\u200dෂ", "ksha")]
     corpus = corpus_of(tmp_path / "corpus", {"en-fa": {"train": [(b, a) for a, b in train]}})
@@ -513,21 +476,6 @@ def test_leaks_are_counted_per_pair_and_held_out_set_of_every_pair_and_corpus(
     }
     assert train_lines(result, "de-en") == GOOD[1:]
     assert train_lines(result, "de-fr") == [("oui", "si")]
-
-
-def test_lines_held_out_in_other_pairs_stay_where_the_scope_is_the_own_pair(tmp_path: Path) -> None:
-    corpus = corpus_of(
-        tmp_path / "corpus",
-        {
-            "de-en": {"train": [*GOOD, ("Rat", "council")], "test": [("Rat", "x")]},
-            "de-fr": {"test": [("Haus", "maison"), ("Rat", "conseil")]},
-        },
-    )
-    tests = {"more": corpus_of(tmp_path / "more", {"de-en": {"test": [("y", "tree")]}})}
-    result = cleaned(corpus, tests=tests, held_out_scope="own_pair")
-    assert train_lines(result, "de-en") == [line for line in GOOD if line != ("Baum", "tree")]
-    found = leaks_of(result)["pairs"]["de-en"]
-    assert found == {"de-en/test": 1, "de-fr/test": 2, "more:de-en/test": 1}
 
 
 def test_leaks_are_counted_where_they_are_not_dropped(tmp_path: Path) -> None:

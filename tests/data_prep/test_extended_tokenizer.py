@@ -6,16 +6,12 @@ from typing import Any
 import pytest
 from support.corpora import Texts, make_corpus
 from support.foreign_models import LINES, pieces_of, sentencepiece_model
+from support.stage_runs import run_stage
 
-from data_prep import train_tokenizer
-from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer, read_tokenizer_files
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import numbered
-from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 CHEROKEE = [
     "ᎠᏂᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ",
@@ -58,22 +54,12 @@ def tokenizer_artifact(folder: Path, files: TokenizerFiles) -> Artifact:
 
 
 def extend(base: Artifact, folder: Path, *, texts: Texts = TEXTS, **settings: Any) -> Artifact:
-    recipe = Recipe(
-        name="test", tokenizer=TokenizerConfig.model_validate({"vocabulary_size": SIZE} | settings)
+    return run_stage(
+        "train_tokenizer",
+        folder / "extended",
+        {"corpus": make_corpus(folder / "corpus", texts), "base": base},
+        tokenizer={"vocabulary_size": SIZE} | settings,
     )
-    stage = STAGES["train_tokenizer"]
-    train_tokenizer.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={"corpus": make_corpus(folder / "corpus", texts), "base": base},
-            raw={},
-            out_dir=folder / "extended",
-            records={},
-            config=recipe.sections(stage.sections),
-        )
-    )
-    return open_artifact(folder / "extended", kind="tokenizer")
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])

@@ -3,6 +3,7 @@
 import math
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.stage_runs import run_stage
 
 from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
@@ -20,8 +22,6 @@ from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, w
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import FAMILIES
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 COUNTS = {"de-en": 40, "en-nl": 10, "en-ru": 30, "en-uk": 10, "en-fr": 35, "el-en": 5, "en-fi": 20}
 CODES = ("de", "el", "en", "fi", "fr", "nl", "ru", "uk")
@@ -56,20 +56,9 @@ def group(
     families: dict[str, str] | None = None,
 ) -> Artifact:
     recipe = Recipe(name="test", groups=config, languages=LanguagesConfig(family=families or {}))
-    stage = STAGES["group_languages"]
     artifacts = {"shards": make_shards(tmp_path / "shards", counts)}
-    group_languages.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts=artifacts | ({"checkpoint": checkpoint} if checkpoint else {}),
-            raw={},
-            out_dir=tmp_path / "groups",
-            records={},
-            config=recipe.sections(stage.sections),
-        )
-    )
-    return open_artifact(tmp_path / "groups", kind="groups")
+    artifacts |= {"checkpoint": checkpoint} if checkpoint else {}
+    return run_stage("group_languages", tmp_path / "groups", artifacts, recipe)
 
 
 def embeddings(codes: tuple[str, ...] = CODES, *, seed: int = 0) -> dict[str, list[float]]:
@@ -91,6 +80,14 @@ def replace_embeddings(
         return weight
 
     monkeypatch.setattr(group_languages, "read_tensor", read)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    """A dense model of all languages, with embeddings of their tokens."""
+    made = make_checkpoint(tmp_path / "checkpoint")
+    replace_embeddings(monkeypatch, made, embeddings())
+    return made
 
 
 def partition(groups: dict[str, int]) -> set[frozenset[str]]:
@@ -186,12 +183,9 @@ def test_a_vector_without_direction_is_at_distance_one() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.75, 1.0])
 def test_groups_by_embeddings_agree_with_brute_force(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, checkpoint: Artifact, tmp_path: Path
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
-    config = GroupsConfig(max_group_share=share)
-    made = group(tmp_path, config, checkpoint=checkpoint)
+    made = group(tmp_path, GroupsConfig(max_group_share=share), checkpoint=checkpoint)
     # English, the pivot, counts as the largest of the others; the corpus has 150 sentences.
     sizes = {"de": 40, "nl": 10, "ru": 30, "uk": 10, "fr": 35, "el": 5, "fi": 20, "en": 40}
     families = [{"de", "en", "nl"}, {"el"}, {"fr"}, {"ru", "uk"}, {"fi"}]
@@ -204,25 +198,19 @@ def test_groups_by_embeddings_agree_with_brute_force(
 
 @pytest.mark.parametrize("share", [0.3, 0.5])
 def test_lines_that_a_machine_wrote_change_no_group(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, checkpoint: Artifact, tmp_path: Path
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
     config = GroupsConfig(max_group_share=share)
     more = {"de+back-fr": 500, "en-fi+distilled": 500}
     found = []
     for name, counts in {"natural": COUNTS, "both": COUNTS | more}.items():
-        (tmp_path / name).mkdir()
         made = group(tmp_path / name, config, counts=counts, checkpoint=checkpoint)
         found.append(made.read_json("groups.json"))
     assert found[0] == found[1]
 
 
-def test_a_tiny_share_leaves_the_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
+def test_a_tiny_share_leaves_the_families(checkpoint: Artifact, tmp_path: Path) -> None:
     made = group(tmp_path, GroupsConfig(max_group_share=1e-6), checkpoint=checkpoint)
-    (tmp_path / "plain").mkdir()
     plain = group(tmp_path / "plain", GroupsConfig(method="typology"))
     assert read_groups(made) == read_groups(plain)
     assert made.read_json("groups.json")["names"] == plain.read_json("groups.json")["names"]
@@ -236,7 +224,6 @@ def test_the_share_is_of_the_sentence_pairs_and_not_of_both_sides(
     replace_embeddings(monkeypatch, checkpoint, {code: [1.0, 0, 0, 0, 0, 0] for code in CODES})
     for fr_count, merged in ((8, False), (7, True)):
         directory = tmp_path / str(fr_count)
-        directory.mkdir()
         counts = {"de-en": 49 - fr_count, "en-fr": fr_count, "en-fi": 7}
         made = group(directory, GroupsConfig(), counts=counts, checkpoint=checkpoint)
         groups = read_groups(made)
@@ -244,10 +231,8 @@ def test_the_share_is_of_the_sentence_pairs_and_not_of_both_sides(
 
 
 def test_a_language_without_training_text_still_has_a_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Artifact, tmp_path: Path
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    replace_embeddings(monkeypatch, checkpoint, embeddings())
     counts = {"de-en": 10, "en-ru": 10, "fi-ru": 0, "el-ru": 0}
     made = group(tmp_path, GroupsConfig(), counts=counts, checkpoint=checkpoint)
     assert sorted(read_groups(made)) == ["de", "el", "en", "fi", "ru"]
@@ -296,7 +281,7 @@ def test_each_language_of_unknown_family_is_a_group_of_its_own_and_named(tmp_pat
     )
     assert made.manifest.summary[0] == "5 languages in 4 groups"
     assert made.manifest.summary[-1] == (
-        "no family is known of chr, chy, cop: each began alone; set "
+        "no family is known of chr, chy, cop: each began as a group of its own; set "
         'languages.family = { chr = "…" } in the recipe'
     )
 
@@ -336,27 +321,26 @@ def test_languages_of_unknown_family_merge_by_their_embeddings(
     assert "no family is known of chr, chy, cop" in made.manifest.summary[-1]
 
 
-def test_a_language_that_comes_in_two_scripts_has_one_family(tmp_path: Path) -> None:
-    counts = {"en-zh": 3, "en-zh_Hant": 3}
-    made = group(tmp_path, GroupsConfig(method="typology"), counts=counts)
-    assert made.statistics["groups"] == {"Germanic": ["en"], "Sino-Tibetan": ["zh", "zh_Hant"]}
+@pytest.mark.parametrize(
+    ("method", "second", "groups"),
+    [
+        ("typology", "zh_Hant", {"Germanic": ["en"], "Sino-Tibetan": ["zh", "zh_Hant"]}),
+        ("typology", "pt_BR", {"Germanic": ["en"], "Romance": ["pt", "pt_BR"]}),
+        ("paper", "pt_BR", {"group 3": ["en", "pt", "pt_BR"]}),
+    ],
+)
+def test_scripts_and_regions_of_a_language_are_in_one_group(
+    method: Any, second: str, groups: dict[str, list[str]], tmp_path: Path
+) -> None:
+    counts = {f"en-{second[:2]}": 3, f"en-{second}": 3}
+    made = group(tmp_path, GroupsConfig(method=method), counts=counts)
+    assert made.statistics["groups"] == groups
 
 
-def test_a_language_of_a_region_is_in_its_languages_group(tmp_path: Path) -> None:
-    counts = {"en-pt": 3, "en-pt_BR": 3}
-    made = group(tmp_path / "a", GroupsConfig(method="typology"), counts=counts)
-    assert made.statistics["groups"] == {"Germanic": ["en"], "Romance": ["pt", "pt_BR"]}
-    made = group(tmp_path / "b", GroupsConfig(method="paper"), counts=counts)
-    assert made.statistics["groups"] == {"group 3": ["en", "pt", "pt_BR"]}
-
-
-def test_the_paper_s_groups_count_from_zero(tmp_path: Path) -> None:
-    groups = read_groups(group(tmp_path, GroupsConfig(method="paper")))
+def test_the_paper_s_groups_count_from_zero_and_leave_no_gap(tmp_path: Path) -> None:
+    groups = read_groups(group(tmp_path / "all", GroupsConfig(method="paper")))
     expected = {"fi": 0, "ru": 1, "uk": 1, "de": 2, "en": 2, "fr": 2, "nl": 2, "el": 3}
     assert groups == expected
-
-
-def test_the_paper_s_groups_without_languages_leave_no_gap(tmp_path: Path) -> None:
     made = group(tmp_path, GroupsConfig(method="paper"), counts={"de-en": 9, "el-en": 9})
     assert read_groups(made) == {"de": 0, "en": 0, "el": 1}
     assert made.read_json("groups.json")["names"] == ["group 3", "group 4"]
@@ -366,7 +350,6 @@ def test_the_paper_s_table_takes_additions(tmp_path: Path) -> None:
     counts = COUNTS | {"en-tl": 7}
     with pytest.raises(ConfigError, match=r"'tl' is in none .* nearest codes"):
         group(tmp_path, GroupsConfig(method="paper"), counts=counts)
-    (tmp_path / "more").mkdir()
     extended = GroupsConfig(method="paper", extend={"tl": 1})
     assert read_groups(group(tmp_path / "more", extended, counts=counts))["tl"] == 0
 

@@ -43,7 +43,7 @@ def test_a_file_given_for_a_tree_is_refused_in_a_sentence(
     options = ["--recipe", str(tmp_path / "recipe.toml"), "--raw", str(tmp_path / "train.en")]
     assert cli.main(["import_corpus", *options, "--out", str(out)]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert "train.en is a file, but a tree of pair folders is expected" in said
+    assert "train.en is not a folder. Name a tree with folders like en-de" in said
     assert said.count("\n") == 1
     assert not out.exists()
 
@@ -160,63 +160,66 @@ def test_lines_that_are_no_text_are_quarantined_with_their_counterparts(
     assert corpus.statistics["counts"]["quarantined"] == 2
 
 
-def test_files_that_are_no_utf8_at_all_are_refused(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/train.de": "süß\n".encode("latin-1") * 50, "de-en/train.en": "sweet\n" * 50})
-    with pytest.raises(DataError, match=r"train\.de: 50 of 50 lines are not UTF-8"):
-        imported(out, raw)
+GZIP = gzip.compress(b"ein Satz\n" * 500)
+SENTENCES = "a sentence\n" * 500
 
 
-def test_unequal_line_counts_name_both_files_and_counts(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/train.de": "a\nb\nc\n", "de-en/train.en": "a\n"})
-    with pytest.raises(DataError, match=r"train\.de has 3 lines and .*train\.en has 1"):
-        imported(out, raw)
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            {"de-en/train.de": "süß\n".encode("latin-1") * 50, "de-en/train.en": "sweet\n" * 50},
+            r"train\.de: 50 of 50 lines are not UTF-8",
+        ),
+        (
+            {"de-en/train.de": "a\nb\nc\n", "de-en/train.en": "a\n"},
+            r"train\.de has 3 lines and .*train\.en has 1",
+        ),
+        ({"de-en/train.de": "a\n" * 9, "de-en/train.en": "a\n" * 8}, "has 9 lines"),  # over limit
+        ({"de-en/train.de": "", "de-en/train.en": "a\n"}, "has 0 lines"),
+        (
+            {"de-en/train.de.gz": "a\n", "de-en/train.en": "a\n", "de-en/test.en": "b\n"},
+            r"test\.en has no counterpart in de",
+        ),
+        (
+            {"de-en/dev.de": "a\n", "de-en/valid.de": "b\n", "de-en/valid.en": "c\n"},
+            r"dev\.de and .*valid\.de are both the valid text of de",
+        ),
+        (
+            {"de-en/notes.txt": "a\n", "en-fr/train.en": "a\n", "en-fr/train.fr": "b\n"},
+            "de-en holds no text of its pair",
+        ),
+        (
+            {"train.en": "a\n", "train.de": "b\n"},
+            r"holds no language pairs\. Name a tree with folders",
+        ),
+        (
+            dict.fromkeys(
+                ["de-en/train.de", "de-en/train.en", "en-de/test.de", "en-de/test.en"], "a\n"
+            ),
+            r"de-en and .*en-de are both text of the pair de-en",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_read_are_told(
+    raw: Path, out: Path, files: dict[str, str | bytes], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        imported(out, write(raw, files), CorpusConfig(max_train_lines=5))
     assert not out.exists()
 
 
-def test_line_counts_are_compared_beyond_the_limit_too(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/train.de": "a\nb\nc\n", "de-en/train.en": "a\nb\n"})
-    with pytest.raises(DataError, match="has 3 lines"):
-        imported(out, raw, CorpusConfig(max_train_lines=1))
-
-
-def test_one_empty_side_is_refused(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/train.de": "", "de-en/train.en": "a\n"})
-    with pytest.raises(DataError, match="has 0 lines"):
-        imported(out, raw)
-
-
-@pytest.mark.parametrize("kept", [40, -5])
-def test_a_truncated_gzip_file_is_named(raw: Path, out: Path, kept: int) -> None:
-    write(raw, {"de-en/train.de.gz": "ein Satz\n" * 500, "de-en/train.en": "a sentence\n" * 500})
-    path = raw / "de-en" / "train.de.gz"
-    path.write_bytes(path.read_bytes()[:kept])
+@pytest.mark.parametrize("packed", [GZIP[:40], GZIP[:-5], b"a\n"])
+def test_a_file_that_is_no_complete_gzip_file_is_named(raw: Path, out: Path, packed: bytes) -> None:
+    write(raw, {"de-en/train.en": SENTENCES})
+    (raw / "de-en" / "train.de.gz").write_bytes(packed)
     with pytest.raises(DataError, match=r"train\.de\.gz is not a complete gzip file"):
         imported(out, raw)
 
 
-def test_a_file_that_is_no_gzip_file_is_named(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/train.de.gz": "a\n", "de-en/train.en": "a\n"})
-    (raw / "de-en" / "train.de.gz").write_text("a\n")
-    with pytest.raises(DataError, match=r"train\.de\.gz is not a complete gzip file"):
-        imported(out, raw)
-
-
-def test_a_missing_side_is_refused(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/train.de": "a\n", "de-en/train.en": "a\n", "de-en/test.en": "b\n"})
-    with pytest.raises(DataError, match=r"test\.en has no counterpart in de"):
-        imported(out, raw)
-
-
-def test_two_files_for_one_side_are_refused(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/dev.de": "a\n", "de-en/valid.de": "b\n", "de-en/valid.en": "c\n"})
-    with pytest.raises(DataError, match=r"dev\.de and .*valid\.de are both the valid text of de"):
-        imported(out, raw)
-
-
-def test_a_pair_folder_without_text_is_refused(raw: Path, out: Path) -> None:
-    write(raw, {"de-en/notes.txt": "a\n", "en-fr/train.en": "a\n", "en-fr/train.fr": "b\n"})
-    with pytest.raises(DataError, match="de-en holds no text of its pair"):
-        imported(out, raw)
+def test_a_tree_source_without_a_raw_folder_is_refused(out: Path) -> None:
+    with pytest.raises(ConfigError, match="no raw text was given"):
+        imported(out, None)
 
 
 def test_a_folder_that_is_no_pair_is_counted_and_left_alone(raw: Path, out: Path) -> None:
@@ -236,23 +239,6 @@ def test_what_is_ignored_of_a_tree_is_named_in_the_summary(raw: Path, out: Path)
         "left out: 8 folders not named like a pair (notes0, notes1, notes2, notes3, notes4 and 3 "
         "more); 2 files of another form (de-en/tset.de, de-en/tset.en)"
     ]
-
-
-def test_a_tree_without_pairs_is_told_the_expected_layout(raw: Path, out: Path) -> None:
-    write(raw, {"train.en": "a\n", "train.de": "b\n"})
-    with pytest.raises(DataError, match=r"holds no language pairs\. Name a tree with folders"):
-        imported(out, raw)
-
-
-def test_a_reversed_folder_with_the_same_text_is_taken_once(raw: Path, out: Path) -> None:
-    text = {"train.de": "a\n", "train.en": "b\n"}
-    write(raw, {f"{folder}/{name}": text[name] for folder in ("de-en", "en-de") for name in text})
-    corpus = imported(out, raw)
-    assert corpus.statistics["counts"]["folders_repeated"] == 1
-    assert line_counts(corpus, "train") == {"de-en": 1}
-    write(raw, {"en-de/train.de": "c\n"})
-    with pytest.raises(DataError, match="hold different text of the pair de-en"):
-        imported(out.with_name("again"), raw)
 
 
 def test_limits_keep_the_first_lines_of_each_split(raw: Path, out: Path) -> None:
@@ -376,11 +362,6 @@ def test_a_sample_is_taken_of_the_whole_file_and_not_of_its_beginning(raw: Path,
     write(raw, {"de-en/train.de": first + rest})
     write(raw, {"de-en/train.en": numbered(GERMAN) + numbered(ENGLISH) * 10})
     assert line_counts(imported(out, raw), "train") == {"de-en": 220}
-
-
-def test_a_tree_source_without_a_raw_folder_is_refused(out: Path) -> None:
-    with pytest.raises(ConfigError, match="no raw folder was given"):
-        imported(out, None)
 
 
 # Several trees

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep.readers.outside_tests import describe_file
+from data_prep.import_tests import describe_file
 from data_prep.settings import OutsideTestsConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
@@ -290,42 +290,41 @@ def test_a_file_that_is_not_utf8_at_all_is_refused_by_its_name(raw: Path, out: P
     assert "deu_Latn" not in str(error.value)
 
 
-def test_several_test_sets_in_one_folder_are_refused(raw: Path, out: Path) -> None:
-    with pytest.raises(DataError, match=r"FLORES-200 .* and NTREX-128 "):
-        imported(out, ntrex(flores(raw, ["eng_Latn", "deu_Latn"]), ["deu"]))
-    other = raw.parent / "other"
-    for name in ("newstest2019", "newstest2020"):
-        write(other, {f"{name}-ref.{code}.txt": "a\n" for code in ("deu", "eng")})
-    with pytest.raises(DataError, match="several test sets, newstest2019, newstest2020"):
-        imported(out, other)
+TWO = ("eng_Latn", "deu_Latn")
 
 
-def test_the_same_text_twice_is_refused(raw: Path, out: Path) -> None:
-    flores(raw, ["eng_Latn", "deu_Latn"])
-    write(raw, {"more/deu_Latn.dev": "x\n"})
-    with pytest.raises(DataError, match="both the valid text of deu_Latn"):
-        imported(out, raw)
-    other = write(raw.parent / "other", {f"{name}.de-en.de": "a\n" for name in ("one", "two")})
-    with pytest.raises(DataError, match=r"one\.de-en\.de and .*two\.de-en\.de are both"):
-        imported(out, other)
-
-
-def test_a_side_without_its_counterpart_is_refused(raw: Path, out: Path) -> None:
-    write(raw, {"x.de-en.de": "a\n"})
-    with pytest.raises(DataError, match=r"x\.de-en\.de has no counterpart in en"):
-        imported(out, raw)
-
-
-def test_two_sides_of_two_sets_are_refused(raw: Path, out: Path) -> None:
-    write(raw, {"x.de-en.de": "a\n", "y.de-en.en": "b\n"})
-    with pytest.raises(DataError, match="are of two test sets"):
-        imported(out, raw)
-
-
-def test_a_pivot_that_is_not_there_is_named(raw: Path, out: Path) -> None:
-    flores(raw, ["deu_Latn", "fra_Latn"])
-    with pytest.raises(ConfigError, match="no file of the pivot 'en' among de, fr"):
-        imported(out, raw)
+@pytest.mark.parametrize(
+    ("languages", "files", "said"),
+    [
+        (TWO, {"newstest2019-src.eng.txt": "a\n"}, r"NTREX-128 .* and FLORES-200 "),
+        (TWO, {"more/deu_Latn.dev": "x\n"}, "both the valid text of deu_Latn"),
+        (("deu_Latn", "fra_Latn"), {}, "no file of the pivot 'en' among de, fr"),
+        (
+            (),
+            dict.fromkeys(
+                [f"{s}-ref.{code}.txt" for s in ("news1", "news2") for code in ("deu", "eng")], "a"
+            ),
+            "several test sets, news1, news2",
+        ),
+        ((), {"one.de-en.de": "a\n", "two.de-en.de": "a\n"}, "several test sets, one, two"),
+        ((), {"x.de-en.de": "a\n", "y.de-en.en": "b\n"}, "several test sets, x, y"),
+        ((), {"x.de-en.de": "a\n"}, r"x\.de-en\.de has no counterpart in en"),
+        ((), {"x.de-deu.de": "a\n"}, "pairs a language with itself"),
+        *(
+            ((), files, r"holds no test sets\. .*FLORES-200.*use import_corpus")
+            for files in ({}, {"en-de/test.en": "a\n"}, {"notes.txt": "a"})
+        ),
+    ],
+)
+def test_folders_that_cannot_be_read_are_told(
+    raw: Path, out: Path, languages: Sequence[str], files: dict[str, str | bytes], said: str
+) -> None:
+    raw.mkdir()
+    if languages:
+        flores(raw, languages)
+    with pytest.raises((ConfigError, DataError), match=said):
+        imported(out, write(raw, files))
+    assert not out.exists()
 
 
 def test_a_language_that_is_not_there_is_named_with_the_nearest(raw: Path, out: Path) -> None:
@@ -334,15 +333,6 @@ def test_a_language_that_is_not_there_is_named_with_the_nearest(raw: Path, out: 
         imported(out, raw, languages=("en", "es"))
     with pytest.raises(ConfigError, match=r"no pair of the languages .*en.*\. Add the other"):
         imported(out, raw, languages=("en",))
-
-
-@pytest.mark.parametrize("content", [{}, {"en-de/test.en": "a\n"}, {"notes.txt": "a"}])
-def test_a_folder_without_test_sets_is_refused_with_what_is_expected(
-    raw: Path, out: Path, content: dict[str, str]
-) -> None:
-    raw.mkdir()
-    with pytest.raises(DataError, match=r"holds no test sets\. .*FLORES-200.*use import_corpus"):
-        imported(out, write(raw, content))
 
 
 def test_a_file_where_a_folder_is_wanted_and_empty_files_are_refused(raw: Path, out: Path) -> None:

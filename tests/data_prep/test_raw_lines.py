@@ -1,6 +1,5 @@
 """Raw lines: which are sentences, and where the others are listed."""
 
-import io
 import json
 from pathlib import Path
 
@@ -9,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep import raw_lines
-from data_prep.raw_lines import LineCounts, Quarantine, good_lines
-from data_prep.readers.raw_files import FilesInStep, source_of
+from data_prep.raw_lines import LineCounts, checked_lines, good_lines, refuse_damaged
+from data_prep.readers.raw_text import FilesInStep, source_of
 from pipeline.errors import DataError
 
 
@@ -20,18 +19,18 @@ def read(
     paths = tmp_path / "train.de", tmp_path / "train.en"
     for path, data in zip(paths, sides, strict=True):
         path.write_bytes(data)
-    counts, stream = LineCounts(), io.StringIO()
-    found = list(
-        good_lines(
-            FilesInStep(tuple(paths), max_line_bytes),
-            [source_of(path, tmp_path) for path in paths],
-            limit=limit,
-            max_line_bytes=max_line_bytes,
-            quarantine=Quarantine(stream),
-            counts=counts,
+    counts, quarantine = LineCounts(), tmp_path / "quarantine.jsonl"
+    quarantine.write_bytes(b"")
+    sources = [source_of(path, tmp_path) for path in paths]
+    lines = checked_lines(FilesInStep(paths, max_line_bytes), max_line_bytes=max_line_bytes)
+    found = [
+        list(line)
+        for line in good_lines(
+            lines, sources, limit=limit, quarantine_path=quarantine, counts=counts
         )
-    )
-    return found, counts, [json.loads(line) for line in stream.getvalue().splitlines()]
+    ]
+    refuse_damaged(sources, counts)
+    return found, counts, [json.loads(line) for line in quarantine.open(encoding="utf-8")]
 
 
 def test_a_line_beyond_the_limit_is_quarantined_with_its_counterpart(tmp_path: Path) -> None:
@@ -78,9 +77,5 @@ def test_the_fast_way_and_the_careful_one_agree(
     other = b"x\n" * data.count(b"\n")
     fast = read(directory, (data, other), max_line_bytes=limit)
     with pytest.MonkeyPatch.context() as patch:
-
-        def never(_: bytes, *, max_line_bytes: int) -> str:
-            raise raw_lines._NotPlain(max_line_bytes)
-
-        patch.setattr(raw_lines, "_plain", never)
+        patch.setattr(raw_lines, "checked", raw_lines._repair)
         assert read(directory, (data, other), max_line_bytes=limit) == fast

@@ -33,7 +33,7 @@ CHEROKEE = "ᎾᏍᎩᏃ ᎾᏍᏉ ᎢᎦᏛ ᎤᏂᎪᏓ ᎠᏂᏴᏫ"
 def sample_of(first: str, second: str, *, lines: int = 12) -> EvenSample:
     sample = EvenSample()
     for number in range(lines):
-        sample.offer(f"{first} {number}", f"{second} {number}")
+        sample.offer([f"{first} {number}"], [f"{second} {number}"])
     return sample
 
 
@@ -41,25 +41,12 @@ def sample_of(first: str, second: str, *, lines: int = 12) -> EvenSample:
 def test_a_sample_is_spread_evenly_over_all_lines(count: int) -> None:
     sample = EvenSample()
     for number in range(count):
-        sample.offer(str(number), str(-number))
+        sample.offer([str(number)], [str(-number)])
     taken = [int(line) for line in sample.side(0)]
     assert taken == list(range(0, count, sample.stride))
     assert len(taken) <= SAMPLE_LINES
     assert len(taken) >= min(count, SAMPLE_LINES // 2)
     assert [int(line) for line in sample.side(1)] == [-number for number in taken]
-
-
-@given(st.lists(st.integers(0, 700), max_size=12))
-def test_a_sample_of_lines_offered_together_is_that_of_lines_offered_one_by_one(
-    counts: list[int],
-) -> None:
-    alone, together = EvenSample(), EvenSample()
-    for count in counts:
-        lines = [str(number) for number in range(count)]
-        together.offer_all(lines, lines[::-1])
-        for one, other in zip(lines, lines[::-1], strict=True):
-            alone.offer(one, other)
-    assert together == alone
 
 
 @pytest.mark.parametrize(
@@ -100,7 +87,7 @@ def test_what_cannot_be_told_is_not_called_exchanged(
 def test_a_few_exchanged_lines_do_not_make_an_exchanged_file() -> None:
     sample = sample_of(GERMAN, ENGLISH, lines=30)
     for _ in range(12):
-        sample.offer(ENGLISH, GERMAN)
+        sample.offer([ENGLISH], [GERMAN])
     assert not are_swapped(sample, ("de", "en"))
 
 
@@ -115,7 +102,7 @@ def test_no_real_pair_is_taken_for_exchanged_and_each_exchanged_one_is_found() -
     for first, second in combinations(codes, 2):
         sample = EvenSample()
         for one, other in zip(texts[first], texts[second], strict=True):
-            sample.offer(one, other)
+            sample.offer([one], [other])
         assert not are_swapped(sample, (first, second)), (first, second)
         assert are_swapped(sample, (second, first)), (second, first)
 

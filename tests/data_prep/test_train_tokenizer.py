@@ -4,23 +4,22 @@ import io
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from support.corpora import Texts, make_corpus
+from support.stage_runs import run_stage
 
 from data_prep import train_tokenizer
 from data_prep.settings import MixtureConfig, TokenizerConfig
 from data_prep.train_tokenizer import bytes_per_line, draw_sample
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.mixture import lines_per_language
 from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
-from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 GENERATOR = random.Random(1)
 WORDS = {
@@ -44,19 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 def train(corpus: Artifact, out_dir: Path, config: TokenizerConfig) -> Artifact:
     mixture = MixtureConfig(targets=config.target_languages)
     recipe = Recipe(name="test", tokenizer=config, mixture=mixture)
-    stage = STAGES["train_tokenizer"]
-    train_tokenizer.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={"corpus": corpus},
-            raw={},
-            out_dir=out_dir,
-            records={},
-            config=recipe.sections(stage.sections),
-        )
-    )
-    return open_artifact(out_dir, kind="tokenizer")
+    return run_stage("train_tokenizer", out_dir, {"corpus": corpus}, recipe)
 
 
 def test_characters_are_pieces_of_one_character_and_a_vocabulary_of_all_of_them(
@@ -93,13 +80,6 @@ def test_byte_level_bpe_has_the_size_asked_for_and_knows_every_text(
     assert tokenizer.fingerprint == load_tokenizer(made.directory).fingerprint
 
 
-def test_a_byte_level_vocabulary_smaller_than_the_bytes_is_refused(
-    corpus: Artifact, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match="is too small"):
-        train(corpus, tmp_path / "out", TokenizerConfig(kind="byte_bpe", vocabulary_size=200))
-
-
 @pytest.mark.parametrize("kind", ["sentencepiece", "characters"])
 def test_with_bytes_to_fall_back_on_no_text_is_unknown(
     kind: str, corpus: Artifact, tmp_path: Path
@@ -110,12 +90,6 @@ def test_with_bytes_to_fall_back_on_no_text_is_unknown(
     ids = tokenizer.encode("Ж \U0001f680")
     assert tokenizer.unk_id not in ids
     assert tokenizer.decode(ids) == "Ж \U0001f680"
-
-
-@pytest.mark.parametrize("kind", ["byte_bpe", "bytes"])
-def test_bytes_have_none_to_fall_back_on(kind: str) -> None:
-    with pytest.raises(ValidationError, match="Leave it out"):
-        TokenizerConfig.model_validate({"kind": kind, "byte_fallback": True})
 
 
 def test_the_sample_is_as_large_as_its_memory_allows_and_still_drawn_by_temperature(
@@ -223,41 +197,32 @@ def test_target_languages_have_pieces_of_their_own_and_those_come_first(
     assert named[4:] == [target.id_to_piece(i) for i in range(4, 24)] + [
         source.id_to_piece(i) for i in range(4, 40)
     ]
-    assert tokenizer.fingerprint != load_tokenizer(train_whole(corpus, tmp_path)).fingerprint
-
-
-def train_whole(corpus: Artifact, folder: Path) -> Path:
-    config = SPLIT.model_copy(update={"target_languages": ()})
-    return train(corpus, folder / "whole", config).directory
-
-
-def test_text_of_no_said_language_is_refused_where_languages_differ_in_their_pieces(
-    corpus: Artifact, tmp_path: Path
-) -> None:
-    tokenizer = load_tokenizer(train(corpus, tmp_path / "out", SPLIT).directory)
+    whole = train(corpus, tmp_path / "whole", SPLIT.model_copy(update={"target_languages": ()}))
+    assert tokenizer.fingerprint != load_tokenizer(whole.directory).fingerprint
     with pytest.raises(ValueError, match="say which one"):
         tokenizer.encode("ab")
-
-
-def test_a_direction_into_a_language_without_pieces_of_the_target_is_refused(
-    corpus: Artifact, tmp_path: Path
-) -> None:
-    tokenizer = load_tokenizer(train(corpus, tmp_path / "out", SPLIT).directory)
     tokenizer.refuse_to_write("zh")
     with pytest.raises(ConfigError, match=r"into zh only, not into de\. Leave it out"):
         tokenizer.refuse_to_write("de")
 
 
 @pytest.mark.parametrize(
-    ("languages", "said"),
-    [(("fr", "zh"), "names fr, which .* does not have"), (("de", "zh"), "names all languages")],
+    ("settings", "said"),
+    [
+        ({"target_languages": ("fr", "zh")}, "names fr, which .* does not have"),
+        ({"target_languages": ("de", "zh")}, "names all languages"),
+        (
+            {"target_vocabulary_size": 3000, "model_type": "unigram"},
+            r"tokenizer.target_vocabulary_size = 3000 is too large",
+        ),
+        ({"kind": "byte_bpe", "vocabulary_size": 200, "target_languages": ()}, "is too small"),
+    ],
 )
-def test_target_languages_are_some_of_the_corpus(
-    corpus: Artifact, tmp_path: Path, languages: tuple[str, ...], said: str
+def test_vocabularies_that_the_corpus_does_not_allow_are_refused(
+    corpus: Artifact, tmp_path: Path, settings: dict[str, Any], said: str
 ) -> None:
-    config = SPLIT.model_copy(update={"target_languages": languages})
     with pytest.raises(ConfigError, match=said):
-        train(corpus, tmp_path / "out", config)
+        train(corpus, tmp_path / "out", SPLIT.model_copy(update=settings))
 
 
 def test_a_side_without_training_lines_is_named(tmp_path: Path) -> None:
@@ -270,33 +235,34 @@ def test_a_side_without_training_lines_is_named(tmp_path: Path) -> None:
         train(corpus, tmp_path / "out", SPLIT)
 
 
-def test_a_target_vocabulary_that_is_too_large_is_called_by_its_setting(
-    corpus: Artifact, tmp_path: Path
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        *(
+            ({"tokenizer": SPLIT, "mixture": {"targets": targets}}, r"Let mixture\.targets name")
+            for targets in ((), ("de",), ("de", "zh"))
+        ),
+        (
+            {
+                "tokenizer": SPLIT,
+                "mixture": {"targets": ("zh",)},
+                "batches": {"tag_is_label": True},
+            },
+            "tag_is_label is true",
+        ),
+        (
+            {"tokenizer": {"kind": "bytes", "target_languages": ("de",)}},
+            "the same for all languages",
+        ),
+        ({"tokenizer": {"kind": "byte_bpe", "byte_fallback": True}}, "Leave it out"),
+        ({"tokenizer": {"kind": "bytes", "byte_fallback": True}}, "Leave it out"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    sections: dict[str, Any], said: str
 ) -> None:
-    config = SPLIT.model_copy(update={"target_vocabulary_size": 3000, "model_type": "unigram"})
-    with pytest.raises(ConfigError, match=r"tokenizer.target_vocabulary_size = 3000 is too large"):
-        train(corpus, tmp_path / "out", config)
-
-
-@pytest.mark.parametrize("targets", [(), ("de",), ("de", "zh")])
-def test_a_recipe_trains_into_target_languages_alone(targets: tuple[str, ...]) -> None:
-    with pytest.raises(ValidationError, match=r"Let mixture\.targets name them"):
-        Recipe(name="x", tokenizer=SPLIT, mixture=MixtureConfig(targets=targets))
-
-
-def test_no_language_token_is_predicted_beside_pieces_of_the_target() -> None:
-    with pytest.raises(ValidationError, match="tag_is_label is true"):
-        Recipe(
-            name="x",
-            tokenizer=SPLIT,
-            mixture=MixtureConfig(targets=("zh",)),
-            batches=BatchesConfig(tag_is_label=True),
-        )
-
-
-def test_bytes_are_not_parted() -> None:
-    with pytest.raises(ValidationError, match="the same for all languages"):
-        TokenizerConfig(kind="bytes", target_languages=("de",))
+    with pytest.raises(ValidationError, match=said):
+        Recipe.model_validate({"name": "x", **sections})
 
 
 def test_a_missing_or_damaged_target_model_is_named(corpus: Artifact, tmp_path: Path) -> None:

@@ -3,16 +3,11 @@
 import gzip
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from data_prep import import_corpus, import_tests
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.raw_input import RawInput, RawPaths
 from pipeline.config.recipe import Recipe
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
-
-CODE: dict[str, Any] = {"import_corpus": import_corpus, "import_tests": import_tests}
+from support.stage_runs import run_stage
 
 
 def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
@@ -29,17 +24,5 @@ def run_import(
     name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Recipe, *, processes: int = 1
 ) -> Artifact:
     """The corpus that an importing stage makes of raw text."""
-    stage = STAGES[name]
     given = RawPaths((raw,)) if isinstance(raw, Path) else raw
-    call = StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts={},
-        raw={} if given is None else {"raw": given},
-        out_dir=out_dir,
-        records={},
-        config=recipe.sections(stage.sections),
-        processes=processes,
-    )
-    CODE[name].run(call)
-    return open_artifact(out_dir, kind="corpus")
+    return run_stage(name, out_dir, {}, recipe, raw=given, processes=processes)

@@ -18,8 +18,8 @@ BARS = '''"""Files as word aligners take them, ``train.de-en.bars``: lines of ``
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.readers.section import RawLine, RawText, Section
-from data_prep.readers.raw_files import source_of
+from data_prep.readers.raw_text import RawLine, RawText, Section
+from data_prep.readers.raw_text import source_of
 from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawInput
 from data_prep.settings import CorpusConfig

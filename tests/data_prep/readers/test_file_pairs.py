@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 from support.raw_trees import run_import, write
 
-from data_prep.readers.file_pairs import PairFolder, find_pairs
-from data_prep.readers.section import LeftOut
+from data_prep.readers.file_pairs import read_trees
+from data_prep.readers.raw_text import RawText
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_bytes import iterate_blocks, iterate_raw_lines
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
+from pipeline.languages import Regions
 
 
 def tree(root: Path, *files: str) -> Path:
@@ -29,8 +31,13 @@ def pair_files(folder: str, split: str = "train") -> tuple[str, str]:
     return f"{folder}/{split}.{first}", f"{folder}/{split}.{second}"
 
 
-def found(root: Path, *wanted: str) -> list[PairFolder]:
-    return find_pairs([root], wanted=wanted, max_line_bytes=100, counts=LeftOut())
+def found(root: Path, *wanted: str, regions: Regions = "joined") -> RawText:
+    config = CorpusConfig(languages=wanted, regions=regions)
+    return read_trees(RawPaths((root,)), config)
+
+
+def pairs(root: Path, *wanted: str) -> list[str]:
+    return [section.pair for section in found(root, *wanted).sections]
 
 
 @pytest.mark.parametrize(
@@ -47,30 +54,30 @@ def found(root: Path, *wanted: str) -> list[PairFolder]:
     ],
 )
 def test_any_well_formed_code_names_a_pair(tmp_path: Path, folder: str, pair: str) -> None:
-    [one] = found(tree(tmp_path, *pair_files(folder)))
-    assert one.pair == pair
-    names = [path.name for path in one.files["train"]]
-    assert names == [f"train.{spelling}" for spelling in one.spellings]
+    [section] = found(tree(tmp_path, *pair_files(folder))).sections
+    assert section.pair == pair
+    names = [source.name for source in section.sources]
+    assert names == [f"{folder}/train.{spelling}" for spelling in section.spellings]
 
 
 def test_two_scripts_of_one_language_are_two_languages(tmp_path: Path) -> None:
     root = tree(
         tmp_path, *pair_files("eng_Latn-zho_Hans"), *pair_files("fra_Latn-zho_Hant", "test")
     )
-    assert [folder.pair for folder in found(root)] == ["en-zh", "fr-zh_Hant"]
-    assert [folder.pair for folder in found(root, "fr", "zh_Hant")] == ["fr-zh_Hant"]
-    assert [folder.pair for folder in found(root, "eng", "zho_Hans")] == ["en-zh"]
+    assert pairs(root) == ["en-zh", "fr-zh_Hant"]
+    assert pairs(root, "fr", "zh_Hant") == ["fr-zh_Hant"]
+    assert pairs(root, "eng", "zho_Hans") == ["en-zh"]
 
 
 def test_one_script_needs_no_mention(tmp_path: Path) -> None:
     root = tree(tmp_path, *pair_files("eng_Latn-zho_Hant"))
-    assert [folder.pair for folder in found(root)] == ["en-zh"]
-    assert [folder.pair for folder in found(root, "en", "zh")] == ["en-zh"]
+    assert pairs(root) == ["en-zh"]
+    assert pairs(root, "en", "zh") == ["en-zh"]
 
 
 def test_one_script_in_several_spellings_is_one_language(tmp_path: Path) -> None:
     root = tree(tmp_path, *pair_files("de-en"), *pair_files("deu_Latn-fr"), *pair_files("pt_BR-en"))
-    assert [folder.pair for folder in found(root)] == ["de-en", "de-fr", "en-pt"]
+    assert pairs(root) == ["de-en", "de-fr", "en-pt"]
 
 
 def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_path: Path) -> None:
@@ -80,13 +87,12 @@ def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_pat
         *pair_files("en-pt"),
         *("en-pt_BR/train.en", "en-pt_BR/train.pt", "en-pt_BR/test.en", "en-pt_BR/test.pt_br"),
     )
-    folders = find_pairs(
-        [root], wanted=("en", "pt-BR"), regions="apart", max_line_bytes=100, counts=LeftOut()
-    )
-    assert [(folder.pair, set(folder.files)) for folder in folders] == [
-        ("en-pt_BR", {"train", "test"})
+    sections = found(root, "en", "pt-BR", regions="apart").sections
+    assert [(section.pair, section.split) for section in sections] == [
+        ("en-pt_BR", "train"),
+        ("en-pt_BR", "test"),
     ]
-    with pytest.raises(DataError, match=r"different text of the pair en-pt\. Join them"):
+    with pytest.raises(DataError, match=r"are both text of the pair en-pt\. Join them"):
         found(root)
 
 
@@ -103,13 +109,12 @@ def test_a_folder_that_is_not_selected_stops_nothing(tmp_path: Path, odd: tuple[
     root = tree(tmp_path, *pair_files("de-en"), *odd)
     with pytest.raises(DataError):
         found(root)
-    assert [folder.pair for folder in found(root, "de", "en")] == ["de-en"]
+    assert pairs(root, "de", "en") == ["de-en"]
 
 
 def test_what_was_not_selected_is_counted(tmp_path: Path) -> None:
     root = tree(tmp_path, *pair_files("de-en"), *pair_files("en-fr"), "ids/x.ids")
-    counts = LeftOut()
-    find_pairs([root], wanted=["de", "en"], max_line_bytes=100, counts=counts)
+    counts = found(root, "de", "en").left_out
     assert counts == {"pairs_not_selected": 1, "folders_ignored": 1}
     assert counts.names == {"folders_ignored": ["ids"]}
 

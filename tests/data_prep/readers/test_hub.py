@@ -2,15 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.raw_trees import run_import, write
 
 from data_prep.readers.hub import read_dataset
+from data_prep.readers.raw_text import RawLine
 from data_prep.settings import CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
@@ -147,24 +148,18 @@ def test_without_the_library_it_is_said_how_to_get_it(
         imported(tmp_path / "corpus")
 
 
-def test_what_the_library_raises_becomes_one_sentence(hub: FakeHub, tmp_path: Path) -> None:
-    def fail(name: str, *, revision: str) -> list[str]:
-        raise LookupError(f"no {name} at {revision}\nTraceback of the server")
-
-    hub.__dict__["get_dataset_config_names"] = fail
-    with pytest.raises(
-        DataError, match=rf"^hub:owner/pairs@{REVISION} cannot be read \(no .*\)\. "
-    ):
-        imported(tmp_path / "corpus")
-
-
-def test_a_request_to_stop_is_not_taken_for_an_error_of_the_library(
+def test_an_error_of_the_library_becomes_one_sentence_and_a_request_to_stop_does_not(
     hub: FakeHub, tmp_path: Path
 ) -> None:
-    def stop(name: str, *, revision: str) -> list[str]:
-        raise Interrupted(name + revision)
+    errors = [LookupError("no pairs\nTraceback of the server"), Interrupted("stop")]
 
-    hub.__dict__["get_dataset_config_names"] = stop
+    def fail(*_: object, **__: object) -> list[str]:
+        raise errors.pop(0)
+
+    hub.__dict__["get_dataset_config_names"] = fail
+    said = rf"^hub:owner/pairs@{REVISION} cannot be read \(no pairs\)\. "
+    with pytest.raises(DataError, match=said):
+        imported(tmp_path / "corpus")
     with pytest.raises(Interrupted):
         imported(tmp_path / "corpus")
 
@@ -226,5 +221,6 @@ def test_the_library_itself_reads_a_data_set_laid_out_as_opus_100_is(tmp_path: P
     )
     raw = read_dataset(HubDataset(str(tmp_path / "pairs"), REVISION), CorpusConfig())
     assert [section.split for section in raw.sections] == ["train", "valid"]
-    assert [line.number for line in raw.sections[0].lines] == [1, 2, 3]
-    assert [line.texts for line in raw.sections[1].lines] == [(b"eins", b"one")]
+    train, valid = (cast("Iterable[RawLine]", section.lines) for section in raw.sections)
+    assert [line.number for line in train] == [1, 2, 3]
+    assert [line.texts for line in valid] == [(b"eins", b"one")]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
 from data_prep.readers import tmx
-from data_prep.readers.multiway import Record
+from data_prep.readers.raw_text import Record
 from data_prep.readers.tmx import CODES, iterate_units
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_bytes

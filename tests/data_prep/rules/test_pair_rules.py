@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from data_prep.rules import judge as module
-from data_prep.rules.judge import LengthRatios
+from data_prep.rules import pair_rules as module
+from data_prep.rules.pair_rules import LengthRatios
 
 
 def median(lines: list[tuple[str, str]]) -> float:

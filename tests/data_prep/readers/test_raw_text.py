@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.readers.raw_files import FilesInStep
+from data_prep.readers.raw_text import FilesInStep
 from pipeline.artifacts import raw_bytes
 from pipeline.artifacts.raw_bytes import iterate_raw_lines
 from pipeline.errors import DataError

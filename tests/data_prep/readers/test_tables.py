@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep import one_pass
+from data_prep import import_corpus
 from data_prep.readers import tables
-from data_prep.readers.multiway import Record
-from data_prep.readers.raw_files import RawFile
-from data_prep.readers.tables import Columns, iterate_rows, open_columns, open_table
+from data_prep.readers.raw_text import RawFile, Record
+from data_prep.readers.tables import Columns, iterate_rows, open_table
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_bytes
 from pipeline.artifacts.artifact import Artifact
@@ -91,7 +90,7 @@ def test_one_pass_finds_what_reading_the_table_for_each_pair_finds(
         {"split": names[name], "pair": pair, "paths": [name]} for pair in pairs for name in names
     ]
     apart = import_tsv(tmp_path / "apart", raw, source="listed", files=files, **limits)
-    monkeypatch.setattr(one_pass, "BLOCK_RECORDS", block)
+    monkeypatch.setattr(import_corpus, "BLOCK_RECORDS", block)
     together = import_tsv(tmp_path / "together", raw, **limits)
     assert together.manifest.files == apart.manifest.files
     assert together.statistics == apart.statistics
@@ -101,11 +100,11 @@ def test_one_pass_finds_what_reading_the_table_for_each_pair_finds(
 def test_a_block_holds_few_long_texts_and_many_short_ones() -> None:
     def sizes(text: bytes, records: int) -> list[int]:
         found = (Record(number, {"de": text}) for number in range(records))
-        blocks = one_pass.blocks_of(found, [("de",)], max_line_bytes=10**7)
+        blocks = import_corpus.blocks_of(found, [("de",)], max_line_bytes=10**7)
         return [len(block.numbers) for block in blocks]
 
-    assert sizes(b"x" * one_pass.BLOCK_BYTES, 3) == [1, 1, 1]
-    assert sizes(b"x", one_pass.BLOCK_RECORDS + 5) == [one_pass.BLOCK_RECORDS, 5]
+    assert sizes(b"x" * import_corpus.BLOCK_BYTES, 3) == [1, 1, 1]
+    assert sizes(b"x", import_corpus.BLOCK_RECORDS + 5) == [import_corpus.BLOCK_RECORDS, 5]
 
 
 def test_a_table_is_read_once_however_many_pairs_it_has(
@@ -483,7 +482,7 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
     csv.writer(stream).writerows([("de", "en"), *rows])
     root = tmp_path_factory.mktemp("csv")
     path = write(root, {"train.csv": stream.getvalue()}) / "train.csv"
-    table = open_columns(RawFile(path, "train.csv"), "train", CorpusConfig(), pair=("de", "en"))
+    table = open_table(RawFile(path, "train.csv"), "train", CorpusConfig(), pair=("de", "en"))
     expected = [
         {code: side.encode() for code, side in zip(("de", "en"), row, strict=True) if side}
         for row in rows

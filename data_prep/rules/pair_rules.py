@@ -46,7 +46,6 @@ Sides = tuple[bool, bool]
 NO_SIDE: Sides = (False, False)
 """No single side breaks the rule."""
 
-
 COUNTED = 512
 """Lengths below this are counted in a table; the few longer lines are kept one by one."""
 
@@ -95,53 +94,39 @@ Broken = tuple[Rule, Sides]
 """First rule that a line breaks, and the sides that break it."""
 
 
-@dataclass(frozen=True)
-class PairFacts:
-    """Facts about a pair that its rules need."""
+@dataclass
+class PairRules:
+    """Rules for one pair, which see its lines in order."""
 
+    config: CleanConfig
     letters: tuple[frozenset[str], frozenset[str]]
     """Scripts of each language's letters; empty if unknown."""
     held_out: tuple[HeldOutLines, HeldOutLines]
     """Held-out lines of each language, over all pairs."""
-    own_sets: frozenset[int] | None
-    """Numbers of the held-out sets whose lines are dropped; None for all sets."""
-
-    @property
-    def scripts_differ(self) -> bool:
-        """Return whether the two languages have known scripts without common letters."""
-        first, second = self.letters
-        return bool(first and second and not first & second)
-
-
-@dataclass
-class Judge:
-    """Rules for one pair, which see its lines in order."""
-
-    config: CleanConfig
-    facts: PairFacts
     median_ratio: float
     duplicates: Duplicates | None = None
     language_rule: LanguageRule | None = None
     leaks: Counter[int] = field(default_factory=Counter)
     """Held-out set → lines that break no earlier rule and have a side in it."""
-    _judged: int = 0
+    _lines_before: int = 0
 
     def __post_init__(self) -> None:
-        self._scripts_differ = self.facts.scripts_differ
+        first, second = self.letters
+        self._scripts_differ = bool(first and second and not first & second)
 
-    def judge(self, lines: Sequence[tuple[str, str]]) -> list[Broken | None]:
+    def broken(self, lines: Sequence[tuple[str, str]]) -> list[Broken | None]:
         """Return the first rule that each line of the next block breaks; None for good lines."""
         found = [self._by_itself(*line, *as_seen(*line)) for line in lines]
         if self.language_rule is not None:
-            self._judge_languages(self.language_rule, lines, found)
+            self._mark_languages(self.language_rule, lines, found)
         for place, (first, second) in enumerate(lines):
             if found[place] is None:
-                found[place] = self._among_others(self._judged + place, first, second)
-        self._judged += len(lines)
+                found[place] = self._among_others(self._lines_before + place, first, second)
+        self._lines_before += len(lines)
         return found
 
     def _by_itself(self, first: str, second: str, one: str, other: str) -> Broken | None:
-        """Judge a line alone; ``one`` and ``other`` are the visible text of its sides."""
+        """Return the first rule that a line breaks by itself; ``one`` and ``other`` are visible."""
         config = self.config
         if not one or not other:
             return "empty", (not one, not other)
@@ -152,11 +137,11 @@ class Judge:
             sides = _exceeds(first, config.max_bytes), _exceeds(second, config.max_bytes)
             if any(sides):
                 return "too_long", sides
-        if config.drop_control_characters and not (first.isprintable() and second.isprintable()):
+        if not (first.isprintable() and second.isprintable()):
             sides = _CONTROL.search(first) is not None, _CONTROL.search(second) is not None
             if any(sides):
                 return "control_characters", sides
-        if config.drop_copies and one == other:
+        if one == other:
             return "copy", NO_SIDE
         if config.drop_swapped and self._scripts_differ and self._is_swapped(first, second):
             return "swapped", NO_SIDE
@@ -167,7 +152,7 @@ class Judge:
 
     def _is_swapped(self, first: str, second: str) -> bool:
         """Return whether each side has letters of the other's script and none of its own."""
-        ours, theirs = self.facts.letters
+        ours, theirs = self.letters
         return (
             not has_letter_of(first, ours)
             and has_letter_of(first, theirs)
@@ -175,7 +160,7 @@ class Judge:
             and not has_letter_of(second, theirs)
         )
 
-    def _judge_languages(
+    def _mark_languages(
         self,
         rule: LanguageRule,
         lines: Sequence[tuple[str, str]],
@@ -189,20 +174,16 @@ class Judge:
                 found[place] = "wrong_language", sides
 
     def _among_others(self, number: int, first: str, second: str) -> Broken | None:
-        config = self.config
         if self.duplicates is not None and self.duplicates.is_repeated(number):
             return "duplicate", NO_SIDE
-        one, other = self.facts.held_out
+        one, other = self.held_out
         sets = [one.find(first), other.find(second)]
         if not any(sets):
             return None
         self.leaks.update({*sets[0], *sets[1]})
-        if not config.drop_held_out_overlap:
+        if not self.config.drop_held_out_overlap:
             return None
-        own = self.facts.own_sets
-        if own is not None:
-            sets = [tuple(number for number in side if number in own) for side in sets]
-        return ("held_out_overlap", (bool(sets[0]), bool(sets[1]))) if any(sets) else None
+        return "held_out_overlap", (bool(sets[0]), bool(sets[1]))
 
 
 def _exceeds(text: str, max_bytes: int) -> bool:
