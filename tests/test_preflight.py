@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.forked import Started, started_code
 
-from pipeline.distributed.board import Board, merged
+from pipeline.distributed.rounds import Rounds, merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.doctor import (
     OF_ONE_NODE,
@@ -112,7 +112,7 @@ def test_the_type_of_a_file_system_is_known_also_of_a_folder_to_come() -> None:
 def test_a_rank_whose_store_is_gone_says_that_rank_0_has_ended() -> None:
     port = free_port()
     worlds = [World(rank, 2, rank, 2, LOOPBACK, port) for rank in range(2)]
-    zero, one = (Board(world, patience=PATIENCE) for world in worlds)
+    zero, one = (Rounds(world, patience=PATIENCE) for world in worlds)
     del zero
     with pytest.raises(RankLost, match=r"Rank 0 on 127\.0\.0\.1 has ended"):
         for _ in range(100):
@@ -298,8 +298,8 @@ def test_a_rank_that_is_told_to_end_while_it_waits_for_another_says_so(
     monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
     world = World(0, 2, 0, 1, LOOPBACK, free_port())
     waiting = (
-        "from pipeline.distributed.board import Board; original = Board._judge; "
-        "Board._judge = lambda *given: (print(flush=True), original(*given))[1]"
+        "from pipeline.distributed.rounds import Rounds; original = Rounds._judge; "
+        "Rounds._judge = lambda *given: (print(flush=True), original(*given))[1]"
     )
     with started(world, tmp_path / "out", node="n1", change=waiting, patience=600) as alone:
         while not alone.said("stdout"):

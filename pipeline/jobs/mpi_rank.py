@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from pipeline.distributed.board import node_name
-from pipeline.distributed.world import rank_of
+from pipeline.distributed.world import node_name, rank_of
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
 
