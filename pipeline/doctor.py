@@ -68,7 +68,7 @@ from pipeline.errors import (
     UserError,
     to_write,
 )
-from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
+from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.jobs.site import load_site
 from pipeline.machine import prepare_process, visible_gpus

@@ -25,7 +25,7 @@ from pipeline.doctor import (
     judge_sharing,
 )
 from pipeline.errors import EXIT_USER_ERROR, RankLost
-from pipeline.jobs.attempts import REPORTS, TOLD_TO_END, read_ends
+from pipeline.jobs.job_endings import REPORTS, TOLD_TO_END, read_ends
 
 PROGRAM = "import sys; from pipeline import doctor; {change}; sys.exit(doctor.main())"
 PATIENCE = 3.0

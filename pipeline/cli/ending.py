@@ -1,6 +1,6 @@
 """End a command with an exit code, and one line for an error that the user can fix.
 
-A rank whose launcher names a folder for reports (``jobs.attempts.REPORTS``) leaves its error there
+A rank whose launcher names a folder for reports (``jobs.job_endings.REPORTS``) leaves its error there
 as its last act, and the launcher prints the errors of all ranks, equal ones once. A rank of another
 launcher prints its error itself.
 """
@@ -29,7 +29,7 @@ from pipeline.errors import (
     UserError,
     to_write,
 )
-from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
+from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 
 EXIT_LOST = 1
 EXIT_KEYBOARD = 130

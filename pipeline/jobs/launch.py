@@ -21,7 +21,7 @@ from typing import Self
 from pipeline.distributed.signals import ctrl_c_held_back, handled_by
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN
-from pipeline.jobs.attempts import REPORTS, causes_to_print, describe_exit, read_ends
+from pipeline.jobs.job_endings import REPORTS, causes_to_print, describe_exit, read_ends
 from pipeline.machine import processes_here, visible_gpus
 
 GRACE_SECONDS = 15.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.distributed.world import node_name, rank_of
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
+from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ the same command continues after a failure or a stop.
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
 from pipeline.artifacts.locks import exclusive, sole_writer
@@ -22,7 +21,6 @@ from pipeline.artifacts.places import (
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.overrides import override_texts
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
-from pipeline.jobs.attempts import describe_exit
 from pipeline.jobs.freshness import (
     change_of_files,
     forecast,
@@ -32,6 +30,7 @@ from pipeline.jobs.freshness import (
     training_done,
     why_lost,
 )
+from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.terminal import text_table
@@ -41,15 +40,6 @@ MAX_RERUNS = 3
 
 EXIT_FAILED = 1
 """Exit code of a stage that failed without saying so; running it again would not help."""
-
-
-@dataclass
-class Outcome:
-    """Result of one stage, for the summary."""
-
-    name: str
-    state: str
-    seconds: float = 0.0
 
 
 def run_plan(
@@ -75,14 +65,23 @@ def run_plan(
     """
     placed.require_inputs()
     check_rebuild(placed, rebuild)
-    _require_what_is_left_out(placed)
+    for task in placed.tasks:
+        refuse_missing_inputs(placed, task)
     lock_path = plan_lock_path(placed.out_dir)
     with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
-        run = _Run(placed, rebuild, launcher, program, say, requests)
         refuse_losses(placed, rebuild=rebuild)
+
+        def launch_stage(task: Task) -> int:
+            return launcher(
+                [*program, *stage_arguments(placed, task)],
+                processes=task.planned.processes if task.stage.parallel == "ranks" else 1,
+                threads=task.planned.threads,
+                requests=requests,
+            )
+
+        run = _Run(placed, rebuild, launch_stage, requests, say)
         code = run.all_stages()
-    rows = [[one.name, one.state, f"{one.seconds:.1f}" * (one.seconds > 0)] for one in run.outcomes]
-    say(text_table(["stage", "", "seconds"], rows))
+    say(text_table(["stage", "", "seconds"], run.summary))
     return code
 
 
@@ -112,28 +111,41 @@ def refuse_losses(placed: PlacedPlan, *, rebuild: Collection[str]) -> None:
             raise ArtifactError(refusal(task, cause))
 
 
-def _require_what_is_left_out(placed: PlacedPlan) -> None:
-    """Raise ArtifactError if a stage reads from one neither chosen nor made."""
-    for task in placed.tasks:
-        for other in placed.left_out(task):
-            if not other.is_made:
-                raise ArtifactError(
-                    f"Stage {task.name} needs {other.name}, which is not made yet. Pass --only "
-                    f"{other.name}, too, or --until {task.name}, which runs all that it needs."
-                )
+def refuse_missing_inputs(
+    placed: PlacedPlan, task: Task, *, submitted: Collection[str] = ()
+) -> None:
+    """Raise ArtifactError if a stage reads from one that is neither chosen, made nor submitted."""
+    for other in placed.left_out(task):
+        if not other.is_made and other.name not in submitted:
+            raise ArtifactError(
+                f"Stage {task.name} needs {other.name}, which is not made yet. Pass --only "
+                f"{other.name}, too, or --until {task.name}, which includes all that it needs."
+            )
 
 
-@dataclass
 class _Run:
-    """One run of a plan."""
+    """One run of a plan.
 
-    _placed: PlacedPlan
-    _rebuild: Collection[str]
-    _launcher: Callable[..., int]
-    _program: Sequence[str]
-    _say: Callable[[str], None]
-    _requests: StopRequests
-    outcomes: list[Outcome] = field(default_factory=list)
+    Args:
+        placed: The plan.
+        rebuild: Stages whose training may begin anew.
+        launch_stage: Runs a stage; returns its exit code.
+        requests: Signals to stop.
+        say: Prints a line.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedPlan,
+        rebuild: Collection[str],
+        launch_stage: Callable[[Task], int],
+        requests: StopRequests,
+        say: Callable[[str], None],
+    ) -> None:
+        self._placed, self._rebuild, self._launch_stage = placed, rebuild, launch_stage
+        self._requests, self._say = requests, say
+        self.summary: list[list[str]] = []
+        """Stage, result and seconds of all stages so far."""
 
     def all_stages(self) -> int:
         """Run the stages that are not up to date; return the first exit code other than 0."""
@@ -166,7 +178,7 @@ class _Run:
             self._say(f"{task.name}: already done")
             if problem := finish_removal(task.out_dir):
                 self._say(f"{task.name}: {problem}")
-            self.outcomes.append(Outcome(task.name, "already done"))
+            self.summary.append([task.name, "already done", ""])
             return 0
         self._set_aside(task)
         self._say_what_is_stale(task)
@@ -175,7 +187,7 @@ class _Run:
         code = self._run_until_done(task)
         asked = code == EXIT_RUN_AGAIN or self._requests.received is not None
         state = "done" if code == 0 else "stopped" if asked else "failed"
-        self.outcomes.append(Outcome(task.name, state, time.monotonic() - started))
+        self.summary.append([task.name, state, f"{time.monotonic() - started:.1f}"])
         return code
 
     def _say_what_is_stale(self, task: Task) -> None:
@@ -200,7 +212,7 @@ class _Run:
         """Rerun a stage that asks for it and saved something new, at most MAX_RERUNS times."""
         for rerun in range(MAX_RERUNS + 1):
             saved = saved_work(task.out_dir)
-            code = self._launch(task)
+            code = self._launch_stage(task)
             if code == 0 and read_manifest(task.out_dir) is None:
                 self._say(f"{task.name}: ended without an error but left no finished artifact")
                 return EXIT_FAILED
@@ -211,15 +223,6 @@ class _Run:
                 return EXIT_FAILED
             self._say(f"{task.name}: asks to be run again ({rerun} of {MAX_RERUNS} times so far)")
         return EXIT_FAILED
-
-    def _launch(self, task: Task) -> int:
-        as_ranks = task.stage.parallel == "ranks"
-        return self._launcher(
-            [*self._program, *stage_arguments(self._placed, task)],
-            processes=task.planned.processes if as_ranks else 1,
-            threads=task.planned.threads,
-            requests=self._requests,
-        )
 
 
 def refuse_edits(task: Task) -> None:
@@ -276,7 +279,7 @@ def dry_run(
         reason, change = reasons[task.name], change_of_files(task)
         if reason is not None:
             training = _fate_of_training(placed, task, reasons=reasons, rebuild=rebuild)
-            say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change, training)))})")
+            say(f"{task.name}: would run ({_joined(reason, change, training)})")
         else:
             say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
 
@@ -290,7 +293,11 @@ def _fate_of_training(
 ) -> str | None:
     """Describe what happens to a stage's training if it runs; None if there is none."""
     try:
-        done, cause = training_done(task), why_lost(task, digests=_digests_so_far(placed, task))
+        digests: Mapping[str, str] | None = placed.digests(task)
+    except ArtifactError:  # an input does not exist yet
+        digests = None
+    try:
+        done, cause = training_done(task), why_lost(task, digests=digests)
     except ArtifactError:  # unreadable: a run reports it
         return None
     inputs_may_change = any(reasons.get(name) is not None for name in task.planned.dependencies())
@@ -304,46 +311,34 @@ def _fate_of_training(
     return f"{done} would be lost{condition}: it is refused without --rebuild {task.name}"
 
 
-def _digests_so_far(placed: PlacedPlan, task: Task) -> dict[str, str] | None:
-    """Return the digests of a stage's inputs; None if one does not exist yet."""
-    try:
-        return placed.digests(task)
-    except ArtifactError:
-        return None
-
-
 def status_rows(placed: PlacedPlan) -> list[list[str]]:
     """Return name, state and explanation of each stage, by its artifacts alone.
 
     Raw data that is not given counts as unchanged.
     """
     reasons = forecast(placed)
-    return [
-        _status_row(
-            task,
-            reasons[task.name],
-            change=change_of_files(task),
-            training=_fate_of_training(placed, task, reasons=reasons),
-        )
-        for task in placed.tasks
-    ]
+    return [[task.name, *_status(placed, task, reasons)] for task in placed.tasks]
 
 
-def _status_row(
-    task: Task, reason: str | None, *, change: str | None, training: str | None
-) -> list[str]:
-    if change is not None:
-        return [task.name, "changed", "; ".join(filter(None, (change, reason)))]
+def _status(placed: PlacedPlan, task: Task, reasons: Mapping[str, str | None]) -> tuple[str, str]:
+    """Return state and explanation of a stage."""
+    reason = reasons[task.name]
+    if (change := change_of_files(task)) is not None:
+        return "changed", _joined(change, reason)
     if reason is None:
         manifest = read_manifest(task.out_dir)
         assert manifest is not None, "a stage without a reason to run has a manifest"
-        return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
+        return "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"
+    training = _fate_of_training(placed, task, reasons=reasons)
     begun = run_dir(task.out_dir).exists() and not task.is_made
     if begun or unfinished_dirs(task.out_dir):
-        told = (None if reason == "missing" else reason, training)
-        return [task.name, "in progress", "; ".join(filter(None, told))]
+        return "in progress", _joined(None if reason == "missing" else reason, training)
     if reason == "missing":
-        return [task.name, reason, ""]
+        return reason, ""
     if not task.is_made and not task.out_dir.exists():
-        return [task.name, "missing", reason]
-    return [task.name, "stale", "; ".join(filter(None, (reason, training)))]
+        return "missing", reason
+    return "stale", _joined(reason, training)
+
+
+def _joined(*texts: str | None) -> str:
+    return "; ".join(filter(None, texts))

@@ -25,7 +25,7 @@ from pipeline.distributed.collectives import gather_objects
 from pipeline.distributed.watchdog import Peers, Silence, _whereabouts, open_store, who_holds_up
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError, RankLost
-from pipeline.jobs.attempts import REPORTS, read_ends
+from pipeline.jobs.job_endings import REPORTS, read_ends
 
 SILENCE_SECONDS = 4.0
 BOUND_SECONDS = 60.0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
-from pipeline.jobs.attempts import (
+from pipeline.jobs.job_endings import (
     MAX_FRUITLESS,
     REPORTS,
     TOLD_TO_END,
@@ -26,10 +26,10 @@ from pipeline.jobs.attempts import (
     verdicts,
 )
 from pipeline.jobs.slurm_job import (
-    allocation,
     failed_nodes,
     job_fields,
     meeting_port,
+    running_job,
     step_options,
     why_asked,
     without_gpu_binding,
@@ -106,7 +106,7 @@ class Bench:
 STEP = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.jobs.attempts import REPORTS, RankEnd, write_end
+from pipeline.jobs.job_endings import REPORTS, RankEnd, write_end
 
 def end(rank, kind, cause="", update=None):
     node = ["n1", "n1", "n2", "n2"][rank]
@@ -198,7 +198,7 @@ def test_a_step_that_outlives_the_report_of_a_rank_is_ended_and_the_job_requeued
     code = bench.run("end(0, 'lost', 'rank 3 has ended')\nend(1, 'lost', 'so')\ntime.sleep(900)")
     assert code == EXIT_RUN_AGAIN
     (verdict,) = verdicts(bench.out_dir)
-    assert (verdict.verdict, verdict.nodes, verdict.ranks) == ("again", ("n2",), (2, 3))
+    assert (verdict.verdict, verdict.nodes) == ("again", ("n2",))
     assert bench.calls("scontrol")[-1] == "scontrol requeue 54321"
 
 
@@ -351,10 +351,10 @@ def test_the_ranks_of_a_job_and_their_nodes_are_those_of_its_variables(
         "SLURM_JOB_ID": "9",
         "SLURM_TASKS_PER_NODE": "2(x2),1",
     }
-    place = allocation(variables)
-    assert place.nodes == ("n1", "n1", "n2", "n2", "n7")
-    assert place.attempt == "9.0"
-    assert step_options(place.of_one_process())[2:4] == ["--nodes=1", "--ntasks=1"]
+    job = running_job(variables)
+    assert job.nodes == ("n1", "n1", "n2", "n2", "n7")
+    assert job.attempt == "9.0"
+    assert step_options(job.of_one_process())[2:4] == ["--nodes=1", "--ntasks=1"]
 
 
 def test_the_ranks_of_a_node_see_all_its_gpus() -> None:
