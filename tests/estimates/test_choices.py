@@ -16,7 +16,7 @@ from pipeline.estimates.choices import (
     choices,
     gather_seconds,
 )
-from pipeline.estimates.devices import DEVICES, Device
+from pipeline.estimates.devices import DEVICES, DataSheet
 from pipeline.estimates.memory import estimate, shape_of
 from pipeline.estimates.passes import count_training
 from pipeline.estimates.step_time import step_time
@@ -40,7 +40,7 @@ def recipe_of(*, experts: bool = False, micro_batches: int = 64) -> Recipe:
 
 
 def found(
-    recipe: Recipe, *, most: int, device: Device = H100, ds_config: Any = BF16
+    recipe: Recipe, *, most: int, device: DataSheet = H100, ds_config: Any = BF16
 ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
     listed, refused = choices(recipe, device, ds_config=ds_config, most=most, **SIZES)
     return {one["ranks"]: one for one in listed}, refused

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.estimates.devices import DEVICES
-from pipeline.estimates.launches import META, LaunchCounter
-from pipeline.estimates.operators import Counted
+from pipeline.estimates.launches import META, Counted, LaunchCounter
 from pipeline.estimates.passes import count_decoding_step, count_training
 from pipeline.kernels.attention import Spans, attend_packed
 from pipeline.kernels.logits import summed_cross_entropy

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.devices import DEVICES, peak_operations
-from pipeline.estimates.launches import META, LaunchCounter
-from pipeline.estimates.operators import KIND_OF, Counted, Launch
+from pipeline.estimates.launches import KIND_OF, META, Counted, Launch, LaunchCounter
 from pipeline.estimates.passes import count_training, micro_batch
 from pipeline.estimates.step_time import (
     LAUNCH_SECONDS,
