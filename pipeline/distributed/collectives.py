@@ -123,7 +123,7 @@ def on_rank_zero(action: Callable[[], T], *, path: Path, error: type[UserError])
     """Let rank 0 act, and return its result on every rank; all ranks call this.
 
     Args:
-        action: called on rank 0 alone; its result is pickled.
+        action: called on rank 0 only; its result is pickled.
         path: the file or directory that the action reads or writes, for the error message.
         error: raised on all ranks if the action raises a UserError or an OSError.
     """

@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 SILENCE_SECONDS = 600.0
 """How long all ranks may stand still before the watchdog ends the attempt."""
 COLLECTIVE_SECONDS = 2 * SILENCE_SECONDS
-"""How long a collective waits: longer, so that the watchdog is first to say what is wrong."""
+"""How long a collective waits: longer, since the watchdog names the rank and comes first."""
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -321,11 +321,7 @@ FILES_OF_RANK_ZERO = (100, 3)
 
 
 def refuse_too_few_files(ranks: int) -> None:
-    """Refuse a world whose rank 0 needs more files than this process may open.
-
-    Raises:
-        ConfigError: says how many.
-    """
+    """Raise ConfigError if rank 0 of so many ranks needs more files than it may open."""
     some, per_rank = FILES_OF_RANK_ZERO
     needed, limit = some + per_rank * ranks, most_open_files()
     if limit is not None and needed > limit:
@@ -339,7 +335,7 @@ def leave(code: int) -> NoReturn:
     """End this process with an exit code, the way multiprocessing ends its children.
 
     Exit handlers run, but with torch loaded the interpreter is not torn down, which takes half a
-    second. DeepSpeed also keeps references to process groups whose threads live on, and releasing a
+    second. DeepSpeed also keeps references to process groups with live threads, and releasing a
     tensor during the teardown then aborts the process ("terminate called without an active
     exception") although all work is done.
     """

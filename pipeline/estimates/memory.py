@@ -57,7 +57,7 @@ next number were fitted to 23 trainings of 3 runs or more each, ``CPU_SENT`` to 
 (glibc 2.36).
 """
 CPU_HEAP = 112 * 2**20
-"""Heap of a process whose activations are small."""
+"""Heap of a process with small activations."""
 CPU_SENT = 0.25
 """Additional share of all memory that a rank among several keeps for buckets it has sent."""
 
@@ -230,7 +230,7 @@ class OptimizerGroup:
 
     @property
     def share(self) -> int:
-        """Return the number of values whose optimizer state a rank holds."""
+        """Return the number of values of which a rank holds the optimizer state."""
         return self.values // self.ranks
 
     @property
@@ -302,7 +302,7 @@ class _HeldByZero:
         return {"parameters": value * (self.values + self.frozen), "copies": max(copied, as_built)}
 
     def backward(self) -> dict[str, int]:
-        """Return the parts in the last backward pass: gradients of earlier ones, and buckets."""
+        """Return the parts in the last backward pass: gradients of earlier passes, and buckets."""
         buckets = self._buckets() if self.is_cuda else 0
         return {**self._always(), "gradients": self._accumulated(), "buckets": buckets}
 
@@ -393,7 +393,7 @@ class _HeldByZero:
     def _buckets(self) -> int:
         """Return the bytes of the reduce buckets, and of the copies of one that is being sent.
 
-        On CPU, only what is written becomes resident. Larger tensors are reduced in place.
+        On CPU, only written pages become resident. Larger tensors are reduced in place.
         """
         zero = self.zero
         if zero.flat:

@@ -2,7 +2,7 @@
 
 A finished artifact with the same key (see ``artifacts.stage_key``) is up to date. With another key
 a stage runs if a setting that decides its result (``Stage.deciding``) or the digest of an input
-differs from the manifest; a stage that is rebuilt with the same result leaves later stages alone.
+differs from the manifest; a stage that is rebuilt with the same result affects no later stage.
 The digest of a corpus covers the splits that the stage reads (``Input.splits``): other test lines
 do not affect training. A setting that did not exist when the artifact was made counts as its
 default, and a setting that the stage no longer reads does not count. Another ``shards.max_tokens``
@@ -11,7 +11,8 @@ that leaves out the same sentences changes nothing.
 A training stage resumes from its newest state if that is a state of the same training
 (``artifacts/run_folders.py``), also for more updates. Otherwise, or if a finished model was
 trained differently, days of training may be lost: ``mmnmt run`` refuses without ``--rebuild``, and
-a stage alone refuses without ``--overwrite``. Earlier training is then set aside, not deleted.
+the command of a stage refuses without ``--overwrite``. Earlier training is then set aside, not
+deleted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -236,6 +237,6 @@ def refusal(task: Task, cause: str) -> str:
     """Return the error message for a stage that may not train anew."""
     return (
         f"Stage {task.name} would throw away {training_done(task)} in {task.out_dir} ({cause}). "
-        f"Undo that change, or pass --rebuild {task.name}, which sets what is there aside as "
-        f"{free_place_aside(task.out_dir)} and trains anew."
+        f"Undo that change, or pass --rebuild {task.name}, which trains anew and keeps it as "
+        f"{free_place_aside(task.out_dir)}."
     )

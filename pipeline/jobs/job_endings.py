@@ -3,7 +3,7 @@
 A stage with output ``NAME`` that runs as a job has a folder ``.NAME.attempts/JOB.RESTART/`` next to
 it for each start of the job:
 
-- ``start.json``: when and where it started, and what it could resume from (:class:`Start`)
+- ``start.json``: time and nodes of the start, and work that it could resume (:class:`Start`)
 - ``rank-K.json``: how rank K ended (:class:`RankEnd`), written by the rank as its last act
 - ``verdict.json``: the conclusion (:class:`Verdict`), written by the job
 
@@ -343,7 +343,7 @@ class Cause:
 
 
 def merged(ends: Iterable[RankEnd]) -> list[Cause]:
-    """Return the causes of some ranks' ends, equal ones once; what says least comes last."""
+    """Return the causes of some ranks' ends without repetition; ``TOLD_TO_END`` comes last."""
     groups: dict[tuple[str, End, str], list[RankEnd]] = {}
     for end in sorted(ends, key=lambda end: (end.cause == TOLD_TO_END, end.rank)):
         groups.setdefault((end.cause, end.end, end.stage), []).append(end)
@@ -493,7 +493,7 @@ def judge_start(out_dir: Path, start: Start, *, code: int | None, **facts: Any) 
 
 
 def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
-    """Return the verdict on a start whose job was killed before its own; None if unreadable."""
+    """Return the verdict on a start that left no final one; None if it cannot be read."""
     start = read_start(start_dir(out_dir, attempt))
     if start is None:
         return None

@@ -1,7 +1,7 @@
-"""Expand ``[defaults]`` and ``[matrix]`` of a plan, so that every stage is written out.
+"""Expand ``[defaults]`` and ``[matrix]`` of a plan to stages that are written out.
 
 ``pipeline/jobs/plan.py`` documents both. Expansion works on the parsed TOML, before the stages are
-checked: the resulting stages look as if they had been written out by hand.
+checked.
 """
 
 import re
@@ -33,7 +33,7 @@ class Matrix(Settings):
     """Order of consecutive stages of the matrix: each stage with all rows, or each row with all
     stages."""
     times: str | None = None
-    """A second matrix, such as one of seeds: each of its rows takes all rows of this one. Row a
+    """A second matrix, for example of seeds: each of its rows takes all rows of this one. Row a
     times row b is named ``a_b`` and has the values of both; placeholders with the names of the two
     matrices stand for ``a`` and ``b``."""
 
@@ -102,8 +102,8 @@ def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
         row = f"{one}_{two}"
         if row in rows:
             raise ConfigError(
-                f"{where}, [matrix.{name}], times: two rows would be named {row!r}. Rename one of "
-                "the rows that it joins."
+                f"{where}, [matrix.{name}], times: two rows would be named {row!r}. Rename a row "
+                "that it joins."
             )
         rows[row] = {**values, name: one, matrix.times: two}
     return Matrix(rows=rows, order=matrix.order, times=matrix.times)

@@ -1,7 +1,7 @@
 """Run a plan on this machine, and show what a run would do.
 
-Stages run in order, each as a command of its own. Stages that are up to date are left alone, and
-the same command continues after a failure or a stop.
+Stages run in order, each as a command of its own. Stages that are up to date are skipped, and the
+same command continues after a failure or a stop.
 """
 
 import time
@@ -52,8 +52,8 @@ def run_plan(
 ) -> int:
     """Run every stage that is not up to date, in order, and print a summary.
 
-    ``program`` is what python runs as the command line; ``rebuild`` are names of stages whose
-    training may begin anew: what they trained before is then set aside.
+    Python runs ``program`` as the command line. Stages of ``rebuild`` may train anew: their earlier
+    training is then set aside.
 
     Returns:
         0; EXIT_RUN_AGAIN if a signal asked to stop; else the exit code of the stage that failed.
@@ -128,7 +128,7 @@ class _Run:
 
     Args:
         placed: The plan.
-        rebuild: Stages whose training may begin anew.
+        rebuild: Stages that may train anew.
         launch_stage: Runs a stage; returns its exit code.
         requests: Signals to stop.
         say: Prints a line.
@@ -312,7 +312,7 @@ def _fate_of_training(
 
 
 def status_rows(placed: PlacedPlan) -> list[list[str]]:
-    """Return name, state and explanation of each stage, by its artifacts alone.
+    """Return name, state and explanation of each stage, by its artifacts, without the scheduler.
 
     Raw data that is not given counts as unchanged.
     """

@@ -453,7 +453,7 @@ def job_fields(text: str) -> dict[str, str]:
 
 
 def _run(*command: str) -> str | None:
-    """Run a command of SLURM; return its output, or print what it says if it fails."""
+    """Run a command of SLURM; return its output, or print its error if it fails."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SCONTROL_SECONDS

@@ -5,17 +5,17 @@ reads from have succeeded; stages that do not need each other run side by side. 
 ``OUT/.jobs.json``, and ``submit_plan`` can be called again at any time:
 
 - a stage that is up to date is skipped;
-- a stage whose job waits or runs keeps it, if it would be submitted with the same settings;
+- a stage keeps a job that waits or runs, if it would be submitted with the same settings;
 - a waiting job with other settings is canceled and submitted anew, as is everything that reads from
-  it. A running job is left alone if it makes the same artifact; training that makes another one is
+  it. A running job stays if it makes the same artifact; training that makes another artifact is
   refused without ``rebuild``;
-- a stage whose job failed, was canceled or is unknown to the scheduler is submitted anew, and
-  resumes.
+- a stage is submitted anew, and resumes, if its job failed, was canceled or is unknown to the
+  scheduler.
 
 Invariant: an output has at most one job. A canceled job that still runs must be gone before the new
-one starts, and a record is written before its job is submitted, so that a job whose submission was
-killed is found by its comment. A job with another name or comment than was recorded is another one:
-ids can begin anew.
+one starts. A record is written before its job is submitted: if the submission is killed, the job is
+found by its comment. A job with another name or comment than recorded is another job: ids can begin
+anew.
 """
 
 import shlex
@@ -311,7 +311,7 @@ def submit_plan(
     Args:
         placed: the plan; its folder must be an absolute path.
         site: the cluster.
-        rebuild: stages whose training may begin anew; earlier training is set aside.
+        rebuild: stages that may train anew; earlier training is set aside.
         check: refuses a stage that cannot run as allocated.
         scheduler: where to submit.
         say: prints a line.

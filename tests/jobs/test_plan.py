@@ -103,6 +103,9 @@ updates = 10
 """
 
 
+STAGES_OF_PLAN = ["corpus", "shards", "model"]
+
+
 class Workshop:
     """A launcher that builds the artifacts in this process, and remembers what it was told.
 
@@ -227,16 +230,6 @@ def _plan_with(setup: Setup, old: str, new: str) -> str:
 # ---------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("name", ["demo", "bible24"])
-def test_the_plans_that_ship_fit_together(name: str) -> None:
-    plan = load_plan(name)
-    order = stage_order(plan)
-    assert order == list(plan.stages)
-    assert order[-1] == "evaluation"
-    assert "translate_mmnmt" in plan.stages["evaluation"].sources().values()
-    assert name in plan_names()
-
-
 def test_the_plans_that_ship_name_no_ds_config_for_gpus_of_one_kind() -> None:
     """V100 and T4 do not compute in bf16: ``auto`` takes fp16 there. A study may ask for a CPU."""
     chosen = {stage.ds_config for name in plan_names() for stage in load_plan(name).stages.values()}
@@ -293,13 +286,16 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
         ('"tiny"', '"tiny"\nname = ""', "its name '' is absolute, or has an empty part"),
         ('only = "shards"', '".." = "shards"', "the name '..' leads out of the folder"),
         ("processes = 3", "processes = 3 3", "not valid TOML"),
+        ('recipe = "{recipe}"\n', "", "stage 'corpus': read reads settings"),
     ],
 )
 def test_a_plan_that_does_not_fit_together_is_refused_with_the_place(
     setup: Setup, old: str, new: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_plan(_plan_with(setup, old, new))
+        load_plan(_plan_with(setup, old.replace("{recipe}", str(setup.recipe_path)), new))
+    with pytest.raises(ConfigError, match=r"bible24, .*demo, "):
+        load_plan("nowhere")
 
 
 @pytest.mark.parametrize("folder", ["plans", "plans c++/a+b"])
@@ -326,12 +322,6 @@ def test_files_that_a_plan_names_lie_beside_it(
     assert placed[0].tasks[2].config["ds_config"]["zero_optimization"] == {"stage": 2}
 
 
-def test_a_stage_with_settings_needs_a_recipe(setup: Setup) -> None:
-    path = _plan_with(setup, f'recipe = "{setup.recipe_path}"\n', "")
-    with pytest.raises(ConfigError, match="stage 'corpus': read reads settings"):
-        load_plan(path)
-
-
 def test_stages_that_form_a_circle_are_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _plan_with(
         setup,
@@ -356,11 +346,6 @@ def test_stages_written_out_of_order_are_run_in_order(setup: Setup) -> None:
     assert stage_order(plan) == ["corpus", "shards", "model"]
 
 
-def test_an_unknown_plan_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"bible24, .*demo, "):
-        load_plan("nowhere")
-
-
 def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) -> None:
     with pytest.raises(ConfigError, match=r"wants a folder of text\. Pass --input text=PATH"):
         setup.run(given={})
@@ -372,13 +357,16 @@ def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) 
 
 
 def test_a_run_starts_every_stage_once_and_a_second_run_none(setup: Setup) -> None:
+    assert setup.forecast() == [f"{name}: would run (missing)" for name in STAGES_OF_PLAN]
+    assert not setup.out_dir.exists()
     code, _ = setup.run()
-    assert (code, setup.workshop.started) == (0, ["corpus", "shards", "model"])
+    assert (code, setup.workshop.started) == (0, STAGES_OF_PLAN)
     assert setup.workshop.told == [(1, 1), (1, 1), (3, 2)]
+    assert setup.forecast() == [f"{name}: done" for name in STAGES_OF_PLAN]
     code, said = setup.run()
     assert (code, setup.workshop.started) == (0, [])
     assert said.count("already done") == 6
-    assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
+    assert names_in(setup.out_dir) == sorted(STAGES_OF_PLAN)
 
 
 def test_a_changed_setting_rebuilds_the_stages_that_read_it_and_says_from_what_to_what(
@@ -405,17 +393,14 @@ def _made_before(path: Path, section: str, setting: str) -> None:
     (path / MANIFEST_NAME).write_text(json.dumps(manifest))
 
 
-def test_a_setting_that_is_new_and_at_its_default_makes_no_artifact_stale(setup: Setup) -> None:
+def test_a_setting_that_is_new_makes_an_artifact_stale_only_if_it_is_not_at_its_default(
+    setup: Setup,
+) -> None:
     setup.run()
     _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
     assert setup.forecast()[-1] == "model: done"
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, [])
-
-
-def test_a_setting_that_is_new_and_not_at_its_default_is_named_beside_it(setup: Setup) -> None:
-    setup.run()
-    _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
     setup.recipe_path.write_text(f"{RECIPE}expert_parallel_size = 2\n")
     change = "training.expert_parallel_size: 1 → 2"
     assert setup.forecast()[-1].startswith(f"model: would run ({change}; ")
@@ -455,17 +440,6 @@ def test_a_stage_rebuilt_with_the_same_result_leaves_what_follows_alone(setup: S
     assert "corpus: running read (missing)" in said
 
 
-def test_a_dry_run_names_what_would_run_and_makes_nothing(setup: Setup) -> None:
-    assert setup.forecast() == [
-        "corpus: would run (missing)",
-        "shards: would run (missing)",
-        "model: would run (missing)",
-    ]
-    assert not setup.out_dir.exists()
-    setup.run()
-    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
-
-
 def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
     overlay_path = setup.folder / "short.toml"
     overlay_path.write_text("[training]\nupdates = 2\n")
@@ -476,7 +450,7 @@ def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
     assert manifest.config["training"]["updates"] == 2
 
 
-def test_how_values_are_moved_and_what_is_logged_leaves_a_trained_model_up_to_date(
+def test_of_a_ds_config_only_what_decides_the_result_makes_a_trained_model_stale(
     setup: Setup,
 ) -> None:
     setup.run()
@@ -488,16 +462,11 @@ def test_how_values_are_moved_and_what_is_logged_leaves_a_trained_model_up_to_da
     _plan_with(setup, "threads = 2", f'threads = 2\nds_config = "{path}"')
     assert setup.forecast()[-1] == "model: done"
     ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
+    ds_config["zero_optimization"]["stage"] = 2
     path.write_text(json.dumps(ds_config))
     assert "ds_config.data_types.grad_accum_dtype: unset → fp32" in setup.forecast()[-1]
-
-
-def test_the_ds_config_is_part_of_what_decides_a_training_stage(setup: Setup) -> None:
-    setup.run()
-    _plan_with(setup, "threads = 2", 'threads = 2\nds_config = "zero2_fp32"')
-    _, said = setup.run(rebuild=["model"])
+    assert "ds_config.zero_optimization.stage: 1 → 2" in setup.run(rebuild=["model"])[1]
     assert setup.workshop.started == ["model"]
-    assert "ds_config.zero_optimization.stage: 1 → 2" in said
 
 
 def test_more_processes_change_no_result_and_reach_only_stages_that_can_use_them(
@@ -595,7 +564,7 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
     _change(setup, "dropout = 0.25")
     words = r"Stage model would throw away 10 updates \(0\.0 hours\) of training in .*/out/model "
     words += r"\(training\.dropout: 0\.3 → 0\.25\). Undo that change, or pass --rebuild model, "
-    words += r"which sets what is there aside as .*/model\.before-1 and trains anew\."
+    words += r"which trains anew and keeps it as .*/model\.before-1\."
     with pytest.raises(ArtifactError, match=words):
         setup.run()
     assert setup.workshop.started == []
@@ -639,7 +608,9 @@ def test_training_that_changed_inputs_make_useless_is_kept_until_told(setup: Set
         setup.run()
     assert setup.workshop.started == ["corpus", "shards"]
     assert (setup.out_dir / "model" / MANIFEST_NAME).is_file()
+    (setup.out_dir / "model.before-1.run").mkdir()
     assert setup.run(rebuild=["model"])[0] == 0
+    assert (setup.out_dir / "model.before-2" / MANIFEST_NAME).is_file(), "the first place is taken"
 
 
 def test_the_same_command_after_a_stop_trains_anew_only_once(setup: Setup) -> None:
@@ -652,15 +623,6 @@ def test_the_same_command_after_a_stop_trains_anew_only_once(setup: Setup) -> No
     assert (code, setup.workshop.started) == (0, ["model"])
     assert "set aside" not in said
     assert not (setup.out_dir / "model.before-2").exists()
-
-
-def test_what_is_set_aside_takes_no_place_that_is_taken(setup: Setup) -> None:
-    setup.run()
-    for seed, places in ((2, 1), (3, 2), (4, 4)):
-        (setup.out_dir / "model.before-3.run").mkdir(exist_ok=True)
-        _change(setup, f"seed = {seed}")
-        assert setup.run(rebuild=["model"])[0] == 0
-        assert (setup.out_dir / f"model.before-{places}" / MANIFEST_NAME).is_file()
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -731,20 +693,6 @@ def test_a_finished_model_of_other_validations_may_be_another(setup: Setup) -> N
     _change(setup, "validate_every = 3")
     with pytest.raises(ArtifactError, match=r"10 updates .*validate_every: 1000 → 3"):
         setup.run()
-
-
-def test_stages_that_take_no_training_are_rebuilt_unasked(setup: Setup) -> None:
-    setup.run()
-    shutil.rmtree(setup.out_dir / "model")
-    _change(setup, "max_tokens = 32", section="shards")
-    assert setup.run()[0] == 0
-    assert setup.workshop.started == ["shards", "model"]
-
-
-def test_a_stage_to_be_rebuilt_is_one_of_the_plans(setup: Setup) -> None:
-    for look in (setup.run, setup.forecast):
-        with pytest.raises(ConfigError, match=r"--rebuild modle: .* Did you mean 'model'"):
-            look(rebuild=["modle"])
 
 
 # ---------------------------------------------------------------- other test lines
@@ -968,10 +916,11 @@ def test_a_run_of_some_stages_wants_only_their_inputs_and_risks_only_their_train
         setup.run(only=["shards"], rebuild=["model"])
 
 
-@pytest.mark.parametrize("option", ["only", "until"])
-def test_a_stage_that_is_chosen_is_one_of_the_plans(setup: Setup, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--{option} modle: .* Did you mean 'model'"):
-        setup.run(**{option: ["modle"]})
+@pytest.mark.parametrize("option", ["only", "until", "rebuild"])
+def test_a_stage_that_an_option_names_is_one_of_the_plans(setup: Setup, option: str) -> None:
+    for look in (setup.run, setup.forecast):
+        with pytest.raises(ConfigError, match=rf"--{option} modle: .* Did you mean 'model'"):
+            look(**{option: ["modle"]})
 
 
 # ---------------------------------------------------------------- changed since they were made
@@ -1129,48 +1078,32 @@ def test_a_failing_stage_stops_the_plan_and_the_next_run_goes_on_there(setup: Se
     assert setup.workshop.started == ["shards", "model"]
 
 
-def test_a_stage_that_ends_well_without_an_artifact_counts_as_failed(setup: Setup) -> None:
-    class Idle(Workshop):
-        def _build(self, *_: object) -> None:
-            pass
+class Saving(Workshop):
+    """Saves a new state of the corpus before each start."""
 
-    setup.workshop = Idle()
-    code, said = setup.run()
-    assert (code, setup.workshop.started) == (1, ["corpus"])
-    assert "left no finished artifact" in said
+    def __init__(self, out_dir: Path, *, times: int) -> None:
+        super().__init__()
+        self.states, self.codes = out_dir / "corpus.run" / "states", [EXIT_RUN_AGAIN] * times
+
+    def __call__(self, arguments: Sequence[str], **options: Any) -> int:
+        state = self.states / f"update-{len(self.codes)}" / "manifest.json"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.write_text("{}")
+        return super().__call__(arguments, **options)
 
 
-def test_a_stage_that_asks_to_be_run_again_is_while_it_saves_something_new(setup: Setup) -> None:
-    class Saving(Workshop):
-        def __call__(self, arguments: Sequence[str], **options: Any) -> int:
-            name = f"update-{len(self.started)}"
-            state = setup.out_dir / "corpus.run" / "states" / name / "manifest.json"
-            state.parent.mkdir(parents=True, exist_ok=True)
-            state.write_text("{}")
-            return super().__call__(arguments, **options)
-
-    setup.workshop = Saving()
-    setup.workshop.codes = [EXIT_RUN_AGAIN] * MAX_RERUNS
+def test_a_stage_that_asks_to_be_run_again_is_for_a_while_if_it_saves_something_new(
+    setup: Setup,
+) -> None:
+    setup.workshop = Saving(setup.out_dir, times=100)
+    assert setup.run()[0] == 1
+    assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1)
+    setup.workshop = Saving(setup.out_dir, times=MAX_RERUNS)
     assert setup.run()[0] == 0
     assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1) + ["shards", "model"]
 
 
-def test_a_stage_that_asks_to_be_run_again_for_ever_is_given_up(setup: Setup) -> None:
-    state = setup.out_dir / "corpus.run"
-
-    class Saving(Workshop):
-        def __call__(self, arguments: Sequence[str], **options: Any) -> int:
-            state.mkdir(parents=True, exist_ok=True)
-            (state / f"rank-{len(self.started)}.jsonl").write_text("")
-            return super().__call__(arguments, **options)
-
-    setup.workshop = Saving()
-    setup.workshop.codes = [EXIT_RUN_AGAIN] * 100
-    assert setup.run()[0] == 1
-    assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1)
-
-
-def test_a_stage_that_asks_to_be_run_again_but_saved_nothing_fails(setup: Setup) -> None:
+def test_a_stage_that_saves_nothing_new_or_makes_no_artifact_fails(setup: Setup) -> None:
     log_path = setup.out_dir / "corpus.run" / "metrics.jsonl"
     log_path.parent.mkdir(parents=True)
     log_path.write_text("{}\n")
@@ -1178,6 +1111,10 @@ def test_a_stage_that_asks_to_be_run_again_but_saved_nothing_fails(setup: Setup)
     code, said = setup.run()
     assert (code, setup.workshop.started) == (1, ["corpus"])
     assert "saved nothing new" in said
+    with mock.patch.object(Workshop, "_build"):
+        code, said = setup.run()
+    assert (code, setup.workshop.started) == (1, ["corpus"])
+    assert "left no finished artifact" in said
 
 
 def test_a_signal_ends_the_plan_after_the_stage_it_reached_and_says_how_to_go_on(
@@ -1206,33 +1143,6 @@ def test_a_second_run_of_the_same_folder_says_who_holds_it(setup: Setup) -> None
         setup.run()
     assert setup.run()[0] == 0
     assert not (setup.out_dir / ".lock").exists()
-
-
-def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    program = (
-        "import sys, time; from pathlib import Path\n"
-        "from pipeline.artifacts.locks import exclusive\n"
-        "with exclusive(Path(sys.argv[1]), what='x'):\n"
-        "    print('held', flush=True); time.sleep(60)\n"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with (
-            pytest.raises(ArtifactError, match=f"process {holder.pid} "),
-            exclusive(path, what="x"),
-        ):
-            pass
-    finally:
-        holder.kill()
-        holder.wait(timeout=10)
-    with exclusive(path, what="x"):
-        (holder_file,) = path.iterdir()
-        assert json.loads(holder_file.read_text().splitlines()[0])["process"] == os.getpid()
 
 
 # ---------------------------------------------------------------- status

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import Plan, PlanStage, load_plan, place_plan, plan_names
 from pipeline.jobs.runner import stage_arguments
@@ -143,17 +142,6 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
     assert (seed.config["training"]["updates"], seed.config["training"]["seed"]) == (20, 9)
 
 
-def test_a_dry_run_lists_the_expanded_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = load(tmp_path, PLAN)
-    path = str(tmp_path / "small.toml")
-    options = [path, "--input", f"text={path}", "--out", str(tmp_path / "out"), "--dry-run"]
-    assert cli.main(["run", *options]) == 0
-    said = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in said.splitlines()] == [*plan.stages]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -183,6 +171,8 @@ def test_a_dry_run_lists_the_expanded_stages(
             '[matrix.systems]\ntimes = "sed"\n',
             "[matrix.systems], times: there is no matrix 'sed'. Did you mean 'seeds'?",
         ),
+        (PLAN, 'defaults = 3\n[stages]\nmixture = { run = "mix" }\n', "[defaults] is not a table"),
+        (PLAN, 'matrix = 3\n[stages]\nmixture = { run = "mix" }\n', "matrix is not a table"),
         (
             "[matrix.systems]\n",
             '[matrix.systems]\ntimes = "systems"\n',
@@ -303,12 +293,6 @@ def test_settings_of_a_stage_are_merged_into_those_of_its_row(tmp_path: Path) ->
     stages = load(tmp_path, text).stages
     assert stages["seed_2"].set == {"training": {"updates": 100, "dropout": 0.2, "seed": 2}}
     assert stages["seed_3"].set == {"training": {"updates": 100, "seed": 3}}
-
-
-@pytest.mark.parametrize("name", ["defaults", "matrix"])
-def test_defaults_and_matrix_are_tables(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}.* is not a table"):
-        load(tmp_path, f'{name} = 3\n[stages]\nmixture = {{ run = "mix" }}\n')
 
 
 @pytest.mark.parametrize("name", plan_names())

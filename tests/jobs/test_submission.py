@@ -147,6 +147,9 @@ def test_every_stage_is_a_job_that_waits_for_exactly_the_stages_it_reads_from(
         assert "--kill-on-invalid-dep=yes" in job["options"]
         assert f"--output={out}/{task.name}.logs/%j.log" in job["options"]
         assert (out / f"{task.name}.logs").is_dir()
+    before = slurm.jobs
+    assert all("waits as job" in line for line in submit(graph(out))), "submitted again"
+    assert slurm.jobs == before
 
 
 def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> None:
@@ -173,13 +176,6 @@ def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> No
         "MMNMT_MAX_RESTARTS": "2",
     }
     assert not any("gpus" in one for one in slurm.jobs[slurm.ids()["shards"]]["options"])
-
-
-def test_a_second_submission_submits_nothing(slurm: FakeSlurm, out: Path) -> None:
-    submit(graph(out))
-    before = slurm.jobs
-    assert all("waits as job" in line for line in submit(graph(out)))
-    assert slurm.jobs == before
 
 
 def test_a_job_whose_id_was_never_recorded_is_found_again(slurm: FakeSlurm, out: Path) -> None:
@@ -250,15 +246,8 @@ def test_accounting_tells_how_a_job_ended_that_slurm_has_forgotten(
     slurm.forget(job)
     assert status(graph(out))["corpus"].startswith(f"corpus failed {job}.1 2026-11-23T")
     assert "SLURM ended it as TIMEOUT" in status(graph(out))["corpus"]
-
-
-def test_a_job_that_accounting_takes_for_running_for_ever_is_submitted_again(
-    slurm: FakeSlurm, out: Path
-) -> None:
-    submit(graph(out).chosen(only=["corpus"]))
+    # Accounting that missed the end takes the job for running for ever.
     (slurm.bin / "sacct").write_text("#!/bin/sh\necho 'RUNNING|Unknown'\n", encoding="utf-8")
-    (slurm.bin / "sacct").chmod(0o755)
-    slurm.forget(slurm.ids()["corpus"])
     assert "failed" in status(graph(out))["corpus"]
     assert "submitted as job" in submit(graph(out).chosen(only=["corpus"]))[0]
 
@@ -277,25 +266,20 @@ def test_a_job_of_somebody_else_with_the_recorded_id_is_neither_kept_nor_cancele
     assert "submitted as job" in submit(graph(out).chosen(only=["corpus"]))[0]
 
 
-def test_a_canceled_job_that_still_ends_is_followed_by_a_new_one(
+def test_a_job_that_still_ends_is_kept_if_it_was_requeued_and_followed_if_it_was_canceled(
     slurm: FakeSlurm, out: Path
 ) -> None:
     """A user cancels and submits again while the stage still saves its state."""
-    submit(graph(out).chosen(only=["corpus"]))
-    first = slurm.ids()["corpus"]
-    slurm.become(first, "COMPLETING")
-    (said,) = submit(graph(out).chosen(only=["corpus"]))
-    assert f"instead of job {first}" in said
-    assert slurm.jobs[slurm.ids()["corpus"]]["after"] == f"afterany:{first}"
-
-
-def test_a_requeued_job_that_still_ends_is_kept(slurm: FakeSlurm, out: Path) -> None:
     submit(graph(out).chosen(only=["corpus"]))
     first = slurm.ids()["corpus"]
     end(out / "corpus", f"{first}.0", "again", "preempted")
     slurm.become(first, "COMPLETING", restarts=1)
     submit(graph(out).chosen(only=["corpus"]))
     assert slurm.ids()["corpus"] == first
+    slurm.become(first, "COMPLETING", restarts=0)
+    (said,) = submit(graph(out).chosen(only=["corpus"]))
+    assert f"instead of job {first}" in said
+    assert slurm.jobs[slurm.ids()["corpus"]]["after"] == f"afterany:{first}"
 
 
 def test_another_setting_resubmits_the_stage_and_what_follows_it(
@@ -418,6 +402,10 @@ def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Pat
     assert said == ["No job waits or runs."]
     with pytest.raises(ConfigError, match="has no such stage"):
         cancel_jobs(graph(out), ["moo"])
+    elsewhere = graph(out.with_name("elsewhere"))
+    for look in (lambda: cancel_jobs(elsewhere, []), lambda: last_log(elsewhere, "corpus")):
+        with pytest.raises(ArtifactError, match=f"Nothing was submitted to {elsewhere.out_dir}"):
+            look()
 
 
 # ---------------------------------------------------------------- status
@@ -569,13 +557,6 @@ def test_a_stage_whose_submission_slurm_refused_is_missing_and_says_so(
     with pytest.raises(SchedulerError):
         submit(graph(out))
     assert status(graph(out))["corpus"] == "corpus missing its job was not submitted; submit again"
-
-
-def test_logs_and_cancel_say_where_nothing_was_submitted(out: Path) -> None:
-    with pytest.raises(ArtifactError, match=f"Nothing was submitted to {out}"):
-        cancel_jobs(graph(out), [])
-    with pytest.raises(ArtifactError, match=f"Nothing was submitted to {out}"):
-        last_log(graph(out), "corpus")
 
 
 @pytest.mark.usefixtures("slurm")
