@@ -69,7 +69,7 @@ from pipeline.errors import (
     to_write,
 )
 from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.site import load_site
 from pipeline.machine import prepare_process, visible_gpus
 from pipeline.terminal import counted, listed
@@ -113,7 +113,7 @@ class Finding:
 class Patient:
     """The plan to examine, if there is one, and the directory of its stages."""
 
-    placed: PlacedPlan | None
+    placed: ResolvedPlan | None
     out_dir: Path
 
     @property
@@ -127,7 +127,7 @@ class Patient:
 
 
 def examine(
-    placed: PlacedPlan | None, *, out_dir: Path, site: Path | None = None
+    placed: ResolvedPlan | None, *, out_dir: Path, site: Path | None = None
 ) -> Iterator[Finding]:
     """Yield the findings of all checks, in the order in which they are printed.
 

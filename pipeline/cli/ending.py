@@ -1,8 +1,8 @@
 """End a command with an exit code, and one line for an error that the user can fix.
 
-A rank whose launcher names a folder for reports (``jobs.job_endings.REPORTS``) leaves its error there
-as its last act, and the launcher prints the errors of all ranks, equal ones once. A rank of another
-launcher prints its error itself.
+If a launcher names a folder for reports (``jobs.job_endings.REPORTS``), a rank leaves its error
+there as its last act, and the launcher prints the errors of all ranks, equal ones once. A rank of
+another launcher prints its error itself.
 """
 
 import os

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.memory import estimate
-from pipeline.jobs.plan import PlacedPlan, Task, num_bytes
+from pipeline.jobs.plan import ResolvedPlan, Task, num_bytes
 from pipeline.jobs.site import Allocation
 from pipeline.model.parameters import count_parameters
 from pipeline.training.engine import merge_ds_config
@@ -91,15 +91,15 @@ def disk_space(recipe: Recipe, *, parameters: int, trains: bool) -> DiskSpace:
     return DiskSpace(peak=(states + 1) * state + 2 * weights + mean, kept=weights + left * state)
 
 
-def plan_space(placed: PlacedPlan, recipes: Mapping[str, Recipe]) -> tuple[int, int]:
+def plan_space(resolved: ResolvedPlan, recipes: Mapping[str, Recipe]) -> tuple[int, int]:
     """Return the most bytes that stages take one after another, and the bytes that stay.
 
     Args:
-        placed: the plan; finished stages are left out.
+        resolved: the plan; finished stages are left out.
         recipes: stage of the plan → its recipe.
     """
     peak = kept = 0
-    for task in placed.tasks:
+    for task in resolved.tasks:
         if task.stage.name in STAGES and not task.is_made:
             recipe = recipes[task.name]
             count = count_parameters(

@@ -32,7 +32,7 @@ from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_t
 from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.stages.stage import Stage, StageCall
 from pipeline.terminal import JsonLines, counted, with_article
 
@@ -86,10 +86,10 @@ def changes_since(
     return changes
 
 
-def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:
+def reason_to_run(resolved: ResolvedPlan, task: Task) -> str | None:
     """Return why the task must run, or None if its artifact is up to date."""
     return why_not_done(
-        task.out_dir, stage=task.stage, config=task.config, digests=placed.digests(task)
+        task.out_dir, stage=task.stage, config=task.config, digests=resolved.digests(task)
     )
 
 
@@ -113,15 +113,15 @@ def change_of_files(task: Task) -> str | None:
     return None
 
 
-def forecast(placed: PlacedPlan) -> dict[str, str | None]:
+def forecast(resolved: ResolvedPlan) -> dict[str, str | None]:
     """Return stage → why it would run, or None; a stage also runs if one that it reads from will.
 
     Stages that are left out will not run: their artifacts are read as they are.
     """
     reasons: dict[str, str | None] = {}
-    for task in placed.tasks:
+    for task in resolved.tasks:
         causes = [name for name in task.planned.dependencies() if reasons.get(name) is not None]
-        missing = [other.name for other in placed.left_out(task) if not other.is_made]
+        missing = [other.name for other in resolved.left_out(task) if not other.is_made]
         if missing:
             reasons[task.name] = f"needs {missing[0]}, which is not made yet"
         elif causes and task.is_made:
@@ -129,7 +129,7 @@ def forecast(placed: PlacedPlan) -> dict[str, str | None]:
         elif causes:
             reasons[task.name] = "missing"
         else:
-            reasons[task.name] = reason_to_run(placed, task)
+            reasons[task.name] = reason_to_run(resolved, task)
     return reasons
 
 

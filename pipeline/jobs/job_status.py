@@ -12,9 +12,9 @@ from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
 from pipeline.errors import ArtifactError, SchedulerError
 from pipeline.jobs.job_endings import Verdict, ended_starts, job_of, one_line
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.runner import status_rows
-from pipeline.jobs.scheduler import NEVER_SATISFIED, Scheduler, SlurmJob
+from pipeline.jobs.slurm_commands import NEVER_SATISFIED, Scheduler, SlurmJob
 from pipeline.jobs.submission import JobRecord, JobsRecord, jobs_of, log_dir, read_jobs
 from pipeline.terminal import JsonLines, clock_text, counted, text_table
 
@@ -27,12 +27,15 @@ _RATE_LINES = 20
 
 
 def show_jobs(
-    placed: PlacedPlan, *, scheduler: Scheduler | None = None, say: Callable[[str], None] = print
+    resolved: ResolvedPlan,
+    *,
+    scheduler: Scheduler | None = None,
+    say: Callable[[str], None] = print,
 ) -> None:
     """Print a table of the plan's stages with their jobs, if any were submitted."""
-    record = read_jobs(placed.out_dir)
+    record = read_jobs(resolved.out_dir)
     if record is None:
-        say(text_table(["stage", "state", ""], status_rows(placed)))
+        say(text_table(["stage", "state", ""], status_rows(resolved)))
         return
     jobs: Jobs | None = None
     unknown = ""
@@ -40,9 +43,9 @@ def show_jobs(
         jobs = jobs_of(record, scheduler=scheduler or Scheduler())
     except SchedulerError as error:
         unknown = f"States of jobs are unknown. {error}"
-    rows = status_rows(placed)  # after the jobs: one that has ended has made its artifact by now
+    rows = status_rows(resolved)  # after the jobs: one that has ended has made its artifact by now
     table: list[list[str]] = []
-    for task, row in zip(placed.tasks, rows, strict=True):
+    for task, row in zip(resolved.tasks, rows, strict=True):
         table += _rows(task, row, record=record, jobs=jobs)
     say(text_table(["stage", "state", "job", "since", ""], table))
     if unknown:

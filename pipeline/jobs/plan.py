@@ -1,4 +1,4 @@
-"""Read and check plans, graphs of stages, and lay them out in a directory.
+"""Read and check plans, graphs of stages, and resolve the settings and directory of every stage.
 
 A plan is a TOML file. ``[inputs]`` names the raw data that it wants. ``[stages]`` says which stage
 to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``::
@@ -296,7 +296,7 @@ def _problem_of_source(plan: Plan, source: str, *, wanted: Input) -> str:
     )
 
 
-# ---------------------------------------------------------------- a plan in a place
+# ---------------------------------------------------------------- resolving settings
 
 
 @dataclass(frozen=True)
@@ -319,8 +319,8 @@ class Task:
 
 
 @dataclass
-class PlacedPlan:
-    """A plan, the directory of its outputs, and the data it is given."""
+class ResolvedPlan:
+    """A plan with resolved settings, the directory of its outputs, and the data it is given."""
 
     plan: Plan
     out_dir: Path
@@ -344,7 +344,7 @@ class PlacedPlan:
             return self.given[source[1:]].values
         return (str(self.path(source)),)
 
-    def chosen(self, *, only: Collection[str] = (), until: Collection[str] = ()) -> "PlacedPlan":
+    def chosen(self, *, only: Collection[str] = (), until: Collection[str] = ()) -> "ResolvedPlan":
         """Return the plan with some of its stages, or with all if none is named.
 
         Args:
@@ -443,7 +443,7 @@ def default_dir(plan: Plan) -> Path:
     return Path("runs") / plan.name
 
 
-def place_plan(
+def resolve_plan(
     plan: Plan,
     *,
     out_dir: Path | None = None,
@@ -452,7 +452,7 @@ def place_plan(
     given: Mapping[str, RawInput] | None = None,
     processes: int | None = None,
     auto: str = AUTO,
-) -> PlacedPlan:
+) -> ResolvedPlan:
     """Resolve every stage's settings.
 
     Args:
@@ -500,4 +500,4 @@ def place_plan(
             run_folder=stage.work is not None,
             what=f"Stage {name}'s folder",
         )
-    return PlacedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)
+    return ResolvedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)

@@ -32,7 +32,7 @@ from pipeline.jobs.freshness import (
 )
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.terminal import text_table
 
 MAX_RERUNS = 3
@@ -43,7 +43,7 @@ EXIT_FAILED = 1
 
 
 def run_plan(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     *,
     rebuild: Collection[str] = (),
     launcher: Callable[..., int] = launch,
@@ -63,33 +63,33 @@ def run_plan(
         ArtifactError: another run holds the folder, training would be thrown away, or a stage
             reads from one that is left out and not made yet.
     """
-    placed.require_inputs()
-    check_rebuild(placed, rebuild)
-    for task in placed.tasks:
-        refuse_missing_inputs(placed, task)
-    lock_path = plan_lock_path(placed.out_dir)
-    with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
-        refuse_losses(placed, rebuild=rebuild)
+    resolved.require_inputs()
+    check_rebuild(resolved, rebuild)
+    for task in resolved.tasks:
+        refuse_missing_inputs(resolved, task)
+    lock_path = plan_lock_path(resolved.out_dir)
+    with exclusive(lock_path, what=str(resolved.out_dir)), StopRequests() as requests:
+        refuse_losses(resolved, rebuild=rebuild)
 
         def launch_stage(task: Task) -> int:
             return launcher(
-                [*program, *stage_arguments(placed, task)],
+                [*program, *stage_arguments(resolved, task)],
                 processes=task.planned.processes if task.stage.parallel == "ranks" else 1,
                 threads=task.planned.threads,
                 requests=requests,
             )
 
-        run = _Run(placed, rebuild, launch_stage, requests, say)
+        run = _Run(resolved, rebuild, launch_stage, requests, say)
         code = run.all_stages()
     say(text_table(["stage", "", "seconds"], run.summary))
     return code
 
 
-def check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
+def check_rebuild(resolved: ResolvedPlan, names: Collection[str]) -> None:
     """Raise ConfigError if a stage that is to be rebuilt is unknown or left out."""
-    chosen = {task.name for task in placed.tasks}
+    chosen = {task.name for task in resolved.tasks}
     for name in names:
-        placed.require_stage(name, "--rebuild")
+        resolved.require_stage(name, "--rebuild")
         if name not in chosen:
             raise ConfigError(
                 f"--rebuild {name}: --only or --until leaves that stage out. Name it there, too, "
@@ -97,14 +97,14 @@ def check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
             )
 
 
-def refuse_losses(placed: PlacedPlan, *, rebuild: Collection[str]) -> None:
+def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
     """Check, before any stage runs, what settings tell; inputs may still change.
 
     Raises:
         ArtifactError: training would be thrown away, and that is not asked for; or a stage would
             replace an artifact of another kind.
     """
-    for task in placed.tasks:
+    for task in resolved.tasks:
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
         cause = why_lost(task)
         if cause is not None and task.name not in rebuild:
@@ -112,10 +112,10 @@ def refuse_losses(placed: PlacedPlan, *, rebuild: Collection[str]) -> None:
 
 
 def refuse_missing_inputs(
-    placed: PlacedPlan, task: Task, *, submitted: Collection[str] = ()
+    resolved: ResolvedPlan, task: Task, *, submitted: Collection[str] = ()
 ) -> None:
     """Raise ArtifactError if a stage reads from one that is neither chosen, made nor submitted."""
-    for other in placed.left_out(task):
+    for other in resolved.left_out(task):
         if not other.is_made and other.name not in submitted:
             raise ArtifactError(
                 f"Stage {task.name} needs {other.name}, which is not made yet. Pass --only "
@@ -127,7 +127,7 @@ class _Run:
     """One run of a plan.
 
     Args:
-        placed: The plan.
+        resolved: The plan.
         rebuild: Stages that may train anew.
         launch_stage: Runs a stage; returns its exit code.
         requests: Signals to stop.
@@ -136,20 +136,20 @@ class _Run:
 
     def __init__(
         self,
-        placed: PlacedPlan,
+        resolved: ResolvedPlan,
         rebuild: Collection[str],
         launch_stage: Callable[[Task], int],
         requests: StopRequests,
         say: Callable[[str], None],
     ) -> None:
-        self._placed, self._rebuild, self._launch_stage = placed, rebuild, launch_stage
+        self._resolved, self._rebuild, self._launch_stage = resolved, rebuild, launch_stage
         self._requests, self._say = requests, say
         self.summary: list[list[str]] = []
         """Stage, result and seconds of all stages so far."""
 
     def all_stages(self) -> int:
         """Run the stages that are not up to date; return the first exit code other than 0."""
-        for task in self._placed.tasks:
+        for task in self._resolved.tasks:
             code = self._up_to_date(task)
             if self._requests.received is not None and code != 0:
                 self._say(
@@ -172,7 +172,7 @@ class _Run:
         if replaced_dir(task.out_dir).exists() and not task.out_dir.exists():
             with sole_writer(task.out_dir):  # else a job may be replacing it at this moment
                 restore(task.out_dir)
-        reason = reason_to_run(self._placed, task)
+        reason = reason_to_run(self._resolved, task)
         refuse_edits(task)
         if reason is None:
             self._say(f"{task.name}: already done")
@@ -192,14 +192,14 @@ class _Run:
 
     def _say_what_is_stale(self, task: Task) -> None:
         """Print which artifacts of left-out stages are read although they are stale."""
-        for other in self._placed.left_out(task):
+        for other in self._resolved.left_out(task):
             with suppress(ArtifactError):  # its own inputs are gone
-                if reason := reason_to_run(self._placed, other):
+                if reason := reason_to_run(self._resolved, other):
                     self._say(f"{task.name}: takes {other.name} as it is ({reason})")
 
     def _set_aside(self, task: Task) -> None:
         """Keep earlier training under another name if training begins anew."""
-        cause = why_lost(task, digests=self._placed.digests(task))
+        cause = why_lost(task, digests=self._resolved.digests(task))
         if cause is not None and task.name not in self._rebuild:
             raise ArtifactError(refusal(task, cause))
         if cause is not None:
@@ -234,7 +234,7 @@ def refuse_edits(task: Task) -> None:
     refuse_changed(task.out_dir)
 
 
-def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
+def stage_arguments(resolved: ResolvedPlan, task: Task) -> list[str]:
     """Return the command line of one stage of a plan: the command and its options.
 
     Whatever exists at its output is stale or an unfinished run, which is resumed with the same
@@ -248,10 +248,10 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     for name, source in task.planned.inputs.items():
         option = f"--{name}"
         if isinstance(source, str):
-            first, *others = placed.values(source)
+            first, *others = resolved.values(source)
             arguments += [option, first, *others] if others else [f"{option}={first}"]
         else:
-            named = [f"{entry}={placed.path(value)}" for entry, value in source.items()]
+            named = [f"{entry}={resolved.path(value)}" for entry, value in source.items()]
             arguments += [option, *named]
     if task.stage.parallel == "workers":
         arguments.append(f"--processes={task.planned.processes}")
@@ -265,27 +265,27 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
 
 
 def dry_run(
-    placed: PlacedPlan, *, rebuild: Collection[str] = (), say: Callable[[str], None] = print
+    resolved: ResolvedPlan, *, rebuild: Collection[str] = (), say: Callable[[str], None] = print
 ) -> None:
     """Print for each stage whether it would run, and why; start nothing.
 
     Raises:
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
     """
-    placed.require_inputs()
-    check_rebuild(placed, rebuild)
-    reasons = forecast(placed)
-    for task in placed.tasks:
+    resolved.require_inputs()
+    check_rebuild(resolved, rebuild)
+    reasons = forecast(resolved)
+    for task in resolved.tasks:
         reason, change = reasons[task.name], change_of_files(task)
         if reason is not None:
-            training = _fate_of_training(placed, task, reasons=reasons, rebuild=rebuild)
+            training = _fate_of_training(resolved, task, reasons=reasons, rebuild=rebuild)
             say(f"{task.name}: would run ({_joined(reason, change, training)})")
         else:
             say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
 
 
 def _fate_of_training(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     task: Task,
     *,
     reasons: Mapping[str, str | None],
@@ -293,7 +293,7 @@ def _fate_of_training(
 ) -> str | None:
     """Describe what happens to a stage's training if it runs; None if there is none."""
     try:
-        digests: Mapping[str, str] | None = placed.digests(task)
+        digests: Mapping[str, str] | None = resolved.digests(task)
     except ArtifactError:  # an input does not exist yet
         digests = None
     try:
@@ -311,16 +311,18 @@ def _fate_of_training(
     return f"{done} would be lost{condition}: it is refused without --rebuild {task.name}"
 
 
-def status_rows(placed: PlacedPlan) -> list[list[str]]:
+def status_rows(resolved: ResolvedPlan) -> list[list[str]]:
     """Return name, state and explanation of each stage, by its artifacts, without the scheduler.
 
     Raw data that is not given counts as unchanged.
     """
-    reasons = forecast(placed)
-    return [[task.name, *_status(placed, task, reasons)] for task in placed.tasks]
+    reasons = forecast(resolved)
+    return [[task.name, *_status(resolved, task, reasons)] for task in resolved.tasks]
 
 
-def _status(placed: PlacedPlan, task: Task, reasons: Mapping[str, str | None]) -> tuple[str, str]:
+def _status(
+    resolved: ResolvedPlan, task: Task, reasons: Mapping[str, str | None]
+) -> tuple[str, str]:
     """Return state and explanation of a stage."""
     reason = reasons[task.name]
     if (change := change_of_files(task)) is not None:
@@ -329,7 +331,7 @@ def _status(placed: PlacedPlan, task: Task, reasons: Mapping[str, str | None]) -
         manifest = read_manifest(task.out_dir)
         assert manifest is not None, "a stage without a reason to run has a manifest"
         return "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"
-    training = _fate_of_training(placed, task, reasons=reasons)
+    training = _fate_of_training(resolved, task, reasons=reasons)
     begun = run_dir(task.out_dir).exists() and not task.is_made
     if begun or unfinished_dirs(task.out_dir):
         return "in progress", _joined(None if reason == "missing" else reason, training)

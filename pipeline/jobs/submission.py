@@ -33,7 +33,7 @@ from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import forecast
 from pipeline.jobs.job_endings import now, recorded_starts
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.runner import (
     check_rebuild,
     refuse_edits,
@@ -41,8 +41,8 @@ from pipeline.jobs.runner import (
     refuse_missing_inputs,
     stage_arguments,
 )
-from pipeline.jobs.scheduler import Request, Scheduler, SlurmJob
 from pipeline.jobs.site import Allocation, Site, allocate
+from pipeline.jobs.slurm_commands import Request, Scheduler, SlurmJob
 
 RECORD_NAME = ".jobs.json"
 _REPLACES = ("--overwrite", "--if-stale")
@@ -159,18 +159,18 @@ Check = Callable[[Task, Allocation], None]
 class _Submission:
     """Decides what to submit, for one call of ``submit_plan``."""
 
-    placed: PlacedPlan
+    resolved: ResolvedPlan
     site: Site
     _rebuild: Collection[str]
     _check: Check | None
     scheduler: Scheduler | None
 
     def __post_init__(self) -> None:
-        self.placed.require_inputs()
-        check_rebuild(self.placed, self._rebuild)
-        refuse_losses(self.placed, rebuild=self._rebuild)
+        self.resolved.require_inputs()
+        check_rebuild(self.resolved, self._rebuild)
+        refuse_losses(self.resolved, rebuild=self._rebuild)
         ds_config = self.site.auto_ds_config
-        self.record = read_jobs(self.placed.out_dir) or JobsRecord(ds_config=ds_config)
+        self.record = read_jobs(self.resolved.out_dir) or JobsRecord(ds_config=ds_config)
         self.jobs = live_jobs(self.record, scheduler=self.scheduler) if self.scheduler else {}
 
     def decisions(self) -> list[Decision]:
@@ -181,16 +181,16 @@ class _Submission:
                 lost.
             ConfigError: a stage cannot run as its settings ask.
         """
-        reasons = forecast(self.placed)
+        reasons = forecast(self.resolved)
         decisions: list[Decision] = []
         renewed: set[str] = set()
-        for task in self.placed.tasks:
+        for task in self.resolved.tasks:
             refuse_edits(task)
             reason, job = reasons[task.name], self.jobs.get(task.name)
             if reason is None:
                 decisions.append(Decision(task, None, job, None))
                 continue
-            refuse_missing_inputs(self.placed, task, submitted=self.jobs)
+            refuse_missing_inputs(self.resolved, task, submitted=self.jobs)
             needs = renewed.intersection(task.planned.dependencies())
             request = self._request(task, replaces=self._replaces(task, reasons))
             if job is not None and self._keeps(task, job, request, is_renewed=bool(needs)):
@@ -233,7 +233,7 @@ class _Submission:
         return False
 
     def _request(self, task: Task, *, replaces: bool) -> Request:
-        arguments = [a for a in stage_arguments(self.placed, task) if a != "--overwrite"]
+        arguments = [a for a in stage_arguments(self.resolved, task) if a != "--overwrite"]
         allocation = allocate(task, self.site)
         if task.stage.parallel == "workers" and allocation.tasks > 1:
             arguments.append("--mpi")
@@ -298,7 +298,7 @@ def _environment(site: Site, allocation: Allocation) -> dict[str, str]:
 
 
 def submit_plan(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     site: Site,
     *,
     rebuild: Collection[str] = (),
@@ -309,7 +309,7 @@ def submit_plan(
     """Submit a job for every stage that is neither up to date nor submitted already.
 
     Args:
-        placed: the plan; its folder must be an absolute path.
+        resolved: the plan; its folder must be an absolute path.
         site: the cluster.
         rebuild: stages that may train anew; earlier training is set aside.
         check: refuses a stage that cannot run as allocated.
@@ -322,8 +322,8 @@ def submit_plan(
         SchedulerError: SLURM refuses a job or does not answer; jobs submitted so far are recorded.
     """
     scheduler = scheduler or Scheduler()
-    with exclusive(plan_lock_path(placed.out_dir), what=str(placed.out_dir)):
-        submission = _Submission(placed, site, rebuild, check, scheduler)
+    with exclusive(plan_lock_path(resolved.out_dir), what=str(resolved.out_dir)):
+        submission = _Submission(resolved, site, rebuild, check, scheduler)
         decisions = submission.decisions()
         scheduler.cancel(_canceled(decisions))
         record = submission.record.model_copy(update={"ds_config": site.auto_ds_config})
@@ -338,20 +338,20 @@ def submit_plan(
                     command=command_digest(task, request),
                     submitted=now(),
                 )
-                write_jobs(placed.out_dir, record.with_job(name, job))
+                write_jobs(resolved.out_dir, record.with_job(name, job))
                 request.log.parent.mkdir(parents=True, exist_ok=True)
                 ids[name] = scheduler.submit(request)
                 record = record.with_job(name, job.model_copy(update={"id": ids[name]}))
-                write_jobs(placed.out_dir, record)
+                write_jobs(resolved.out_dir, record)
             elif decision.job is not None:
                 job = record.stages[name].model_copy(update={"id": decision.job.id})
                 record = record.with_job(name, job)
             say(_line(decision, ids=ids))
-        write_jobs(placed.out_dir, record)
+        write_jobs(resolved.out_dir, record)
 
 
 def show_commands(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     site: Site,
     *,
     rebuild: Collection[str] = (),
@@ -363,7 +363,7 @@ def show_commands(
 
     Without ``scheduler``, no stage counts as submitted.
     """
-    submission = _Submission(placed, site, rebuild, check, scheduler)
+    submission = _Submission(resolved, site, rebuild, check, scheduler)
     decisions = submission.decisions()
     if canceled := _canceled(decisions):
         say(f"scancel {' '.join(canceled)}")
@@ -382,7 +382,7 @@ def show_commands(
 
 
 def cancel_jobs(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     stages: Collection[str],
     *,
     scheduler: Scheduler | None = None,
@@ -399,8 +399,8 @@ def cancel_jobs(
     """
     scheduler = scheduler or Scheduler()
     for name in stages:
-        placed.require_stage(name, "--only")
-    record = _submitted(placed)
+        resolved.require_stage(name, "--only")
+    record = _submitted(resolved)
     live = live_jobs(record, scheduler=scheduler)
     chosen = {name: job for name, job in live.items() if not stages or name in stages}
     scheduler.cancel([job.id for job in chosen.values()])
@@ -410,16 +410,16 @@ def cancel_jobs(
         say("No job waits or runs.")
 
 
-def last_log(placed: PlacedPlan, stage: str) -> Path:
+def last_log(resolved: ResolvedPlan, stage: str) -> Path:
     """Return the log of a stage's newest job.
 
     Raises:
         ConfigError: the plan has no such stage.
         ArtifactError: no job of it has written a log.
     """
-    placed.require_stage(stage, "STAGE")
-    folder = log_dir(placed.out_dir / stage)
-    record = _submitted(placed)
+    resolved.require_stage(stage, "STAGE")
+    folder = log_dir(resolved.out_dir / stage)
+    record = _submitted(resolved)
     job_id = record.stages[stage].id if stage in record.stages else ""
     path = folder / f"{job_id}.log"
     if job_id and path.is_file():
@@ -433,12 +433,12 @@ def last_log(placed: PlacedPlan, stage: str) -> Path:
     return logs[-1]
 
 
-def _submitted(placed: PlacedPlan) -> JobsRecord:
+def _submitted(resolved: ResolvedPlan) -> JobsRecord:
     """Return the jobs of a plan; ArtifactError if nothing was submitted."""
-    record = read_jobs(placed.out_dir)
+    record = read_jobs(resolved.out_dir)
     if record is None:
         raise ArtifactError(
-            f"Nothing was submitted to {placed.out_dir.absolute()}. Change to the folder of "
+            f"Nothing was submitted to {resolved.out_dir.absolute()}. Change to the folder of "
             "`mmnmt submit`, or pass its --out."
         )
     return record

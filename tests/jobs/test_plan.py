@@ -33,7 +33,7 @@ from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
+from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, stage_arguments, status_rows
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Input, Stage, stage_config
@@ -189,29 +189,29 @@ class Setup:
         self.recipe_path.write_text(RECIPE)
         self.plan_path.write_text(PLAN.format(recipe=self.recipe_path))
 
-    def placed(
+    def resolved(
         self, *, only: Collection[str] = (), until: Collection[str] = (), **options: Any
-    ) -> PlacedPlan:
+    ) -> ResolvedPlan:
         options = {"given": {"text": RawPaths((self.text_path.parent,))}, **options}
         plan = load_plan(str(self.plan_path))
-        placed = place_plan(plan, out_dir=self.out_dir, **options)
-        return placed.chosen(only=only, until=until)
+        resolved = resolve_plan(plan, out_dir=self.out_dir, **options)
+        return resolved.chosen(only=only, until=until)
 
     def run(self, *, rebuild: Collection[str] = (), **options: Any) -> tuple[int, str]:
         """Exit code and output of a run; ``workshop.started`` holds what this run started."""
         self.workshop.started.clear()
         lines: list[str] = []
-        placed = self.placed(**options)
-        code = run_plan(placed, rebuild=rebuild, launcher=self.workshop, say=lines.append)
+        resolved = self.resolved(**options)
+        code = run_plan(resolved, rebuild=rebuild, launcher=self.workshop, say=lines.append)
         return code, "\n".join(lines)
 
     def forecast(self, *, rebuild: Collection[str] = (), **options: Any) -> list[str]:
         lines: list[str] = []
-        dry_run(self.placed(**options), rebuild=rebuild, say=lines.append)
+        dry_run(self.resolved(**options), rebuild=rebuild, say=lines.append)
         return lines
 
     def status(self, **options: Any) -> str:
-        return text_table(["stage", "state", ""], status_rows(self.placed(**options)))
+        return text_table(["stage", "state", ""], status_rows(self.resolved(**options)))
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
     tmp_path: Path,
 ) -> None:
     plan = load_plan("demo")
-    tasks = {task.name: task for task in place_plan(plan, out_dir=tmp_path).tasks}
+    tasks = {task.name: task for task in resolve_plan(plan, out_dir=tmp_path).tasks}
 
     def new_updates(name: str) -> int:
         sources = {
@@ -316,10 +316,10 @@ def test_files_that_a_plan_names_lie_beside_it(
     (here / "recipes" / "own.toml").unlink()
     (here / "recipes" / "own.json").unlink()
     plan = load_plan(f"../{folder}/plan.toml")
-    placed = [place_plan(plan, overlay=one) for one in ("", "recipes/over.toml")]
-    limits = [one.tasks[1].config["shards"]["max_tokens"] for one in placed]
+    resolved = [resolve_plan(plan, overlay=one) for one in ("", "recipes/over.toml")]
+    limits = [one.tasks[1].config["shards"]["max_tokens"] for one in resolved]
     assert limits == [7, 9]
-    assert placed[0].tasks[2].config["ds_config"]["zero_optimization"] == {"stage": 2}
+    assert resolved[0].tasks[2].config["ds_config"]["zero_optimization"] == {"stage": 2}
 
 
 def test_stages_that_form_a_circle_are_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) 
     with pytest.raises(ConfigError, match=r"wants a folder of text\. Pass --input text=PATH"):
         setup.run(given={})
     with pytest.raises(ConfigError, match="has no input 'txt'"):
-        setup.placed(given={"txt": RawPaths((setup.folder,))})
+        setup.resolved(given={"txt": RawPaths((setup.folder,))})
 
 
 # ---------------------------------------------------------------- what runs
@@ -472,9 +472,9 @@ def test_of_a_ds_config_only_what_decides_the_result_makes_a_trained_model_stale
 def test_more_processes_change_no_result_and_reach_only_stages_that_can_use_them(
     setup: Setup,
 ) -> None:
-    placed = setup.placed(processes=5)
-    assert [task.planned.processes for task in placed.tasks] == [1, 5, 5]
-    assert "--processes=5" in stage_arguments(placed, placed.tasks[1])
+    resolved = setup.resolved(processes=5)
+    assert [task.planned.processes for task in resolved.tasks] == [1, 5, 5]
+    assert "--processes=5" in stage_arguments(resolved, resolved.tasks[1])
     setup.run()
     setup.run(processes=5)
     assert setup.workshop.started == []
@@ -504,21 +504,21 @@ def test_several_raw_folders_reach_the_stage_and_decide_with_their_order(setup: 
     folders[1].mkdir()
     (folders[1] / "text").write_text("cherry")
     given = {"text": RawPaths(folders)}
-    placed = setup.placed(given=given)
-    arguments = stage_arguments(placed, placed.tasks[0])
+    resolved = setup.resolved(given=given)
+    arguments = stage_arguments(resolved, resolved.tasks[0])
     start = arguments.index("--raw")
     assert arguments[start + 1 : start + 3] == [str(folder) for folder in folders]
     digests = {name: record.digest for name, record in given["text"].records("raw").items()}
-    assert placed.digests(placed.tasks[0]) == digests
+    assert resolved.digests(resolved.tasks[0]) == digests
 
 
 def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
     setup: Setup,
 ) -> None:
     dataset = HubDataset("owner/pairs", "0" * 40)
-    placed = setup.placed(given={"text": dataset})
-    assert f"--raw={dataset}" in stage_arguments(placed, placed.tasks[0])
-    assert placed.digests(placed.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
+    resolved = setup.resolved(given={"text": dataset})
+    assert f"--raw={dataset}" in stage_arguments(resolved, resolved.tasks[0])
+    assert resolved.digests(resolved.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
 
 
 # ---------------------------------------------------------------- what was trained
@@ -526,7 +526,7 @@ def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
 
 def _leave_state(setup: Setup, update: int, *, seconds: float = 7200) -> None:
     """An unfinished run of the model, of the settings and inputs as they are."""
-    task = setup.placed().tasks[-1]
+    task = setup.resolved().tasks[-1]
     shards = open_artifact(setup.out_dir / "shards", kind="shards")
     with new_artifact(
         setup.out_dir / "model.run" / "states" / f"update-{update:07d}",
@@ -752,16 +752,16 @@ class Trained:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"word {n} of {code}\n" for n in range(start, start + number)))
 
-    def placed(self) -> PlacedPlan:
+    def resolved(self) -> ResolvedPlan:
         given = {"text": RawPaths((self.raw,))}
-        return place_plan(
+        return resolve_plan(
             load_plan(str(self.folder / "plan.toml")), out_dir=self.folder / "out", given=given
         )
 
     def run(self, **chosen: Collection[str]) -> tuple[int, dict[str, str]]:
         """Exit code, and stage → what the run says of it first."""
         lines: list[str] = []
-        code = run_plan(self.placed().chosen(**chosen), launcher=as_child, say=lines.append)
+        code = run_plan(self.resolved().chosen(**chosen), launcher=as_child, say=lines.append)
         said: dict[str, str] = {}
         for line in lines:
             stage, _, words = line.partition(": ")
@@ -856,12 +856,12 @@ def test_shards_of_an_earlier_version_go_by_the_whole_corpus(trained: Trained) -
     corpus = open_artifact(trained.folder / "out" / "clean", kind="corpus")
     manifest["inputs"]["corpus"]["digest"] = corpus.digest
     path.write_text(json.dumps(manifest))
-    placed = trained.placed()
-    (shards,) = (task for task in placed.tasks if task.name == "shards")
-    assert reason_to_run(placed, shards) is None
+    resolved = trained.resolved()
+    (shards,) = (task for task in resolved.tasks if task.name == "shards")
+    assert reason_to_run(resolved, shards) is None
     trained.write("de-en", "test", 300, 4)
     trained.run(only=["corpus", "clean"])
-    assert reason_to_run(trained.placed(), shards) == "input corpus changed"
+    assert reason_to_run(trained.resolved(), shards) == "input corpus changed"
 
 
 # ---------------------------------------------------------------- some stages of a plan
@@ -1055,7 +1055,7 @@ def test_a_plan_does_not_write_over_around_or_into_what_it_is_given(
 ) -> None:
     setup.out_dir = setup.folder / out
     with pytest.raises(ConfigError, match=words):
-        setup.placed()
+        setup.resolved()
     assert setup.text_path.read_text() == "banana"
 
 
@@ -1063,7 +1063,7 @@ def test_a_stage_folder_that_is_a_link_to_an_input_is_refused(setup: Setup) -> N
     setup.out_dir.mkdir()
     (setup.out_dir / "corpus").symlink_to(setup.text_path.parent)
     with pytest.raises(ConfigError, match=r"Stage corpus's folder .* is the input text"):
-        setup.placed()
+        setup.resolved()
 
 
 # ---------------------------------------------------------------- failures and stops
@@ -1209,11 +1209,11 @@ RUNNER = """
 import driver, sys
 from pathlib import Path
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
-placed = place_plan(
+resolved = resolve_plan(
     load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawPaths((Path("raw"),))})
-sys.exit(run_plan(placed, program=("driver.py",)))
+sys.exit(run_plan(resolved, program=("driver.py",)))
 """
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.jobs.plan import Task, load_plan, num_bytes, place_plan, seconds_of
+from pipeline.jobs.plan import Task, load_plan, num_bytes, resolve_plan, seconds_of
 from pipeline.jobs.site import Site, allocate, load_site
 
 EXAMPLE = Path(__file__).parents[2] / "slurm" / "site.example.toml"
@@ -39,8 +39,8 @@ threads = 4
 def task(tmp_path: Path, name: str, job: str = "") -> Task:
     path = tmp_path / "plan.toml"
     path.write_text(f"{PLAN}\n[stages.{name}.job]\n{job}\n", encoding="utf-8")
-    placed = place_plan(load_plan(str(path)), out_dir=tmp_path / "run")
-    return next(one for one in placed.tasks if one.name == name)
+    resolved = resolve_plan(load_plan(str(path)), out_dir=tmp_path / "run")
+    return next(one for one in resolved.tasks if one.name == name)
 
 
 def site(**node: object) -> Site:
