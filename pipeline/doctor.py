@@ -384,7 +384,7 @@ def _disk(patient: Patient) -> Iterator[Finding]:
     """Compare the free space with what models and training states will take."""
     if patient.placed is None:
         return
-    from pipeline.estimates.fitting import plan_space
+    from pipeline.estimates.disk import plan_space
 
     peak, kept = plan_space(patient.placed, patient.recipes())
     place = _existing(patient.out_dir)

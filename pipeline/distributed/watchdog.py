@@ -254,12 +254,12 @@ class Peers:
 
     def _look(self, watch: Watch) -> None:
         """End this process when no rank advances, or when another rank has raised the alarm."""
-        of_ranks, of_store = (Silence(longest_step=2 * watch.beat_seconds) for _ in range(2))
+        ranks, store = (Silence(longest_step=2 * watch.beat_seconds) for _ in range(2))
         while True:
             watch.arm()
             news = self._news
-            silent = of_ranks.since_change_of((news.advanced, progress.count()))
-            silent_store = of_store.since_change_of(news.answers)
+            silent = ranks.since_change_of((news.advanced, progress.count()))
+            silent_store = store.since_change_of(news.answers)
             is_late = silent > watch.silence_seconds
             if news.is_gone or silent_store > watch.answer_seconds:
                 if is_late:
@@ -425,10 +425,10 @@ def open_store(address: str, *, size: int) -> "TCPStore":
     from torch.distributed import TCPStore
 
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    of_ranks = [f"{kind}/{rank}" for kind in ("node", "where") for rank in range(size)]
-    first = {MET: "0", LOST: "", ADVANCED: "0", ALARM: "", **dict.fromkeys(of_ranks, "")}
-    first["node/0"] = socket.gethostname()  # others ask for it before rank 0 has joined
-    for key, value in first.items():
+    rank_keys = [f"{kind}/{rank}" for kind in ("node", "where") for rank in range(size)]
+    values = {MET: "0", LOST: "", ADVANCED: "0", ALARM: "", **dict.fromkeys(rank_keys, "")}
+    values["node/0"] = socket.gethostname()  # others ask for it before rank 0 has joined
+    for key, value in values.items():
         store.set(key, value)
     return store
 

@@ -96,21 +96,21 @@ def num_bytes(size: str | None) -> int | None:
     """Return the bytes of a size, for example ``512G``; without a unit, MiB, as for sbatch."""
     if size is None:
         return None
-    if (found := _SIZE.fullmatch(size.strip())) is None:
+    if (match := _SIZE.fullmatch(size.strip())) is None:
         raise ValueError("Write a size of memory, for example 64G")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def seconds_of(time: str | None) -> int | None:
     """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like."""
     if time is None:
         return None
-    if (found := _TIME.fullmatch(time.strip())) is None:
+    if (match := _TIME.fullmatch(time.strip())) is None:
         raise ValueError("Write a time limit, for example 24:00:00")
-    parts = [int(part) for part in found.groups()[1:] if part is not None]
-    units = [3600, 60, 1] if found[1] or len(parts) == 3 else [60, 1]
+    parts = [int(part) for part in match.groups()[1:] if part is not None]
+    units = [3600, 60, 1] if match[1] or len(parts) == 3 else [60, 1]
     clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
-    return int(found[1] or 0) * 86400 + clock
+    return int(match[1] or 0) * 86400 + clock
 
 
 def _as_written(read: Callable[[str | None], int | None]) -> AfterValidator:
@@ -478,8 +478,8 @@ def resolve_plan(
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
     laid_over: dict[str, Any] = {}
-    for one in recipe_layers(overlay) if overlay else ():
-        laid_over = merge(laid_over, read_overlay(one, base=plan.name))
+    for layer in recipe_layers(overlay) if overlay else ():
+        laid_over = merge(laid_over, read_overlay(layer, base=plan.name))
     tasks = []
     for name in stage_order(plan):
         planned, stage = plan.stages[name], STAGES[plan.stages[name].run]

@@ -176,13 +176,13 @@ class Scheduler:
                 ``find`` tells.
         """
         answer = self._ask(request.command(), environment=request.environment)
-        found = re.match(r"\d+", answer.stdout)
-        if answer.returncode != 0 or found is None:
+        job_id = re.match(r"\d+", answer.stdout)
+        if answer.returncode != 0 or job_id is None:
             raise SchedulerError(
                 f"SLURM does not take the job of {request.name} ({_said(answer)}). Correct the "
                 "site file or the stage's job settings."
             )
-        return found[0]
+        return job_id[0]
 
     def job(self, job_id: str) -> SlurmJob | None:
         """Return a job; None if neither SLURM nor its accounting knows it.
@@ -191,8 +191,8 @@ class Scheduler:
             SchedulerError: SLURM does not answer.
         """
         answer = self._ask(["scontrol", "-o", "show", "job", job_id])
-        if answer.returncode == 0 and (found := _parsed(job_id, answer.stdout)) is not None:
-            return found
+        if answer.returncode == 0 and (job := _parsed(job_id, answer.stdout)) is not None:
+            return job
         if "Invalid job id" not in answer.stderr:
             raise self._silent("scontrol", _said(answer))
         return self._accounted(job_id)

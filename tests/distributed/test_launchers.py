@@ -16,7 +16,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.cli.recipe_commands import recipe_toml
 from pipeline.distributed.world import LOOPBACK, free_port
-from pipeline.estimates.fitting import STATE_BYTES, WEIGHT_BYTES, disk_space
+from pipeline.estimates.disk import STATE_BYTES, WEIGHT_BYTES, disk_space
 from pipeline.model.parameters import count_parameters_of
 
 pytestmark = pytest.mark.slow

@@ -185,27 +185,20 @@ def test_starts_that_save_nothing_new_are_bounded_and_preemptions_do_not_count(
     found = judged(*everyone(kind, "x"), asked=asked, saved=saved, history=history)
     assert (found.verdict, found.fruitless) == (verdict, fruitless)
     assert found.progress == (fruitless == 0)
+    failed = replace(judged(*everyone("crashed", "x")), verdict="failed", fruitless=4)
+    assert judged(*everyone("crashed", "x"), history=[failed]).fruitless == 1, "a new run"
     if verdict == "failed":
         assert "4 starts in a row saved nothing new" in found.cause
 
 
-def test_a_new_run_after_a_failure_counts_from_the_start() -> None:
-    failed = replace(judged(*everyone("crashed", "x")), verdict="failed", fruitless=4)
-    assert judged(*everyone("crashed", "x"), history=[failed]).fruitless == 1
-
-
-def test_the_last_update_of_any_rank_is_recorded() -> None:
-    ends = [end(0, "lost", "gloo", 11), end(1, "crashed", "x", 12), end(2, "lost", "gloo")]
-    assert judged(*ends).update == 12
-
-
 def test_equal_errors_are_merged_and_consequences_left_out() -> None:
     ends = [
-        end(0, "lost", "gloo"),
-        end(1, "failed", "no recipe"),
+        end(0, "lost", "gloo", 11),
+        end(1, "failed", "no recipe", 12),
         end(2, "crashed", "MemoryError"),
         end(3, "failed", "no recipe"),
     ]
+    assert judged(*ends).update == 12, "the last update of any rank"
     lines = [cause.line(size=len(NODES)) for cause in causes_to_print(ends)]
     assert lines == ["ranks 1, 3 on node1, node2: no recipe", "rank 2 on node2: MemoryError"]
     assert [cause.text for cause in causes_to_print(ends[:1])] == ["gloo"]
@@ -238,21 +231,23 @@ def test_what_was_written_is_read_and_damaged_or_unfinished_records_are_left_out
     assert ended_starts(tmp_path / "other", most=5) == []
 
 
-def test_starts_are_in_order_of_time_also_where_job_ids_begin_anew(tmp_path: Path) -> None:
-    for attempt, hour in (("99.0", 0), ("99.2", 2), ("99.10", 3), ("1.0", 4)):
-        start = replace(START, attempt=attempt, started=f"2026-01-01T0{hour}:00:00+00:00")
-        write_start(tmp_path / "model", start)
-    assert recorded_starts(tmp_path / "model") == ["99.0", "99.2", "99.10", "1.0"]
-
-
-def test_starts_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "starts",
+    [
+        [("99.0", 0), ("99.2", 2), ("99.10", 3), ("1.0", 4)],  # ids begin anew
+        [("99.0", 5), ("99.1", 3), ("99.2", 3), ("100.0", 4)],  # clocks of nodes differ
+    ],
+)
+def test_starts_are_in_order_whatever_their_ids_and_the_clocks_of_their_nodes_say(
+    tmp_path: Path, starts: list[tuple[str, int]]
+) -> None:
     out_dir = tmp_path / "model"
-    for attempt, hour in (("99.0", 5), ("99.1", 3), ("99.2", 3), ("100.0", 4)):
+    for attempt, hour in starts:
         start = replace(START, attempt=attempt, started=f"2026-01-01T0{hour}:00:00+00:00")
         write_start(out_dir, start)
-    assert recorded_starts(out_dir) == ["99.0", "99.1", "99.2", "100.0"]
-    write_start(out_dir, replace(START, attempt="99.1", started="2026-01-01T06:00:00+00:00"))
-    assert recorded_starts(out_dir)[-1] == "99.1", "job ids began anew"
+    assert recorded_starts(out_dir) == [attempt for attempt, _ in starts]
+    write_start(out_dir, replace(START, attempt="99.0", started="2026-01-01T06:00:00+00:00"))
+    assert recorded_starts(out_dir)[-1] == "99.0", "the id is used again"
 
 
 def test_of_thousands_of_starts_the_newest_are_kept(

@@ -27,7 +27,6 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
-from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.ds_config import AUTO, load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
@@ -404,15 +403,9 @@ def test_a_setting_that_is_new_makes_an_artifact_stale_only_if_it_is_not_at_its_
     setup.recipe_path.write_text(f"{RECIPE}expert_parallel_size = 2\n")
     change = "training.expert_parallel_size: 1 → 2"
     assert setup.forecast()[-1].startswith(f"model: would run ({change}; ")
-
-
-def test_where_a_setting_is_no_more_the_artifact_is_stale(setup: Setup) -> None:
-    setup.run()
     path = setup.out_dir / "model" / MANIFEST_NAME
     path.write_text(path.read_text().replace('"updates"', '"up_dates"'))
-    _made_before(path.parent, "training", "expert_parallel_size")
-    reason = setup.forecast()[-1]
-    assert "training.expert_parallel_size: unset → 1; training.up_dates: 10 → unset" in reason
+    assert "training.up_dates: 10 → unset" in setup.forecast()[-1], "a setting that is no more"
 
 
 def test_a_stage_rebuilt_with_another_result_rebuilds_what_follows(setup: Setup) -> None:
@@ -510,11 +503,6 @@ def test_several_raw_folders_reach_the_stage_and_decide_with_their_order(setup: 
     assert arguments[start + 1 : start + 3] == [str(folder) for folder in folders]
     digests = {name: record.digest for name, record in given["text"].records("raw").items()}
     assert resolved.digests(resolved.tasks[0]) == digests
-
-
-def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
-    setup: Setup,
-) -> None:
     dataset = HubDataset("owner/pairs", "0" * 40)
     resolved = setup.resolved(given={"text": dataset})
     assert f"--raw={dataset}" in stage_arguments(resolved, resolved.tasks[0])
@@ -581,6 +569,14 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
     assert names_in(setup.out_dir / "model.before-1.run" / "states") == ["update-0000008"]
     assert not (setup.out_dir / "model.run").exists()
     assert setup.forecast()[-1] == "model: done"
+    _change(setup, "seed = 2")
+    setup.workshop.codes = [EXIT_RUN_AGAIN]
+    assert setup.run(rebuild=["model"])[0] != 0
+    _leave_state(setup, 4)
+    code, said = setup.run(rebuild=["model"])
+    assert (code, setup.workshop.started) == (0, ["model"])
+    assert "set aside" not in said, "the same command after a stop goes on"
+    assert not (setup.out_dir / "model.before-3").exists()
 
 
 def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_told(
@@ -613,18 +609,6 @@ def test_training_that_changed_inputs_make_useless_is_kept_until_told(setup: Set
     assert (setup.out_dir / "model.before-2" / MANIFEST_NAME).is_file(), "the first place is taken"
 
 
-def test_the_same_command_after_a_stop_trains_anew_only_once(setup: Setup) -> None:
-    setup.run()
-    _change(setup, "seed = 2")
-    setup.workshop.codes = [EXIT_RUN_AGAIN]
-    assert setup.run(rebuild=["model"])[0] != 0
-    _leave_state(setup, 4)
-    code, said = setup.run(rebuild=["model"])
-    assert (code, setup.workshop.started) == (0, ["model"])
-    assert "set aside" not in said
-    assert not (setup.out_dir / "model.before-2").exists()
-
-
 @pytest.mark.parametrize("finished", [False, True])
 def test_more_updates_go_on_from_the_last_state(setup: Setup, finished: bool) -> None:
     if finished:
@@ -641,40 +625,30 @@ def test_more_updates_go_on_from_the_last_state(setup: Setup, finished: bool) ->
     assert setup.forecast()[-1] == "model: done"
 
 
-def test_more_updates_of_a_model_whose_states_are_gone_would_begin_anew(setup: Setup) -> None:
-    setup.run()
-    _change(setup, "updates = 20")
-    words = r"10 → 20; .*run has no training state to go on from, .* saving\.keep_states = \"last\""
-    with pytest.raises(ArtifactError, match=words):
-        setup.run()
-
-
-def test_a_plan_removes_the_run_folder_that_a_killed_training_left_behind(setup: Setup) -> None:
-    setup.run()
-    _leave_state(setup, 10)
-    manifest = open_artifact(setup.out_dir / "model", kind="checkpoint").manifest
-    assert setup.run()[0] == 0
-    assert (setup.out_dir / "model.run").exists(), "its removal was not announced"
-    announce_removal(setup.out_dir / "model.run", key=manifest.key)
-    (setup.out_dir / "model.run" / "notes.txt").write_text("mine")
-    code, said = setup.run()
-    assert (code, setup.workshop.started) == (0, [])
-    assert "model: already done" in said
-    assert "model.run is removed but for notes.txt, which training did not write" in said
-    assert names_in(setup.out_dir / "model.run") == [".made-by-mmnmt", "notes.txt"]
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_fewer_updates_than_are_done_are_refused(setup: Setup, finished: bool) -> None:
-    if finished:
+@pytest.mark.parametrize(
+    ("is_finished", "state", "setting", "words"),
+    [
+        (True, 8, "updates = 7", r"throw away 10 updates .*updates: 10 → 7"),
+        (False, 8, "updates = 7", r"throw away 8 updates .*updates: 10 → 7"),
+        (True, 8, "validate_every = 3", r"10 updates .*validate_every: 1000 → 3"),
+        (True, None, "updates = 20", r"10 → 20; .*run has no training state to go on from, .*keep"),
+    ],
+    ids=["fewer updates", "fewer than an unfinished run has", "other validations", "no state left"],
+)
+def test_settings_with_which_training_could_not_go_on_are_refused(
+    setup: Setup, is_finished: bool, state: int | None, setting: str, words: str
+) -> None:
+    if is_finished:
         setup.run()
     else:
         _fail_in_model(setup)
-    _leave_state(setup, 8)
-    _change(setup, "updates = 7")
-    with pytest.raises(ArtifactError, match=r"throw away (8|10) updates .*updates: 10 → 7"):
+    if state is not None:
+        _leave_state(setup, state)
+    _change(setup, setting)
+    with pytest.raises(ArtifactError, match=words):
         setup.run()
-    assert names_in(setup.out_dir / "model.run" / "states") == ["update-0000008"]
+    if state is not None:
+        assert names_in(setup.out_dir / "model.run" / "states") == ["update-0000008"]
 
 
 @pytest.mark.parametrize("setting", ["keep_last = 5", "checkpoint_every = 7", "validate_every = 3"])
@@ -685,14 +659,6 @@ def test_an_unfinished_run_goes_on_with_other_intervals(setup: Setup, setting: s
     assert setup.forecast()[-1] == "model: would run (missing; training goes on after update 8)"
     assert setup.run()[0] == 0
     assert "--overwrite" not in setup.workshop.commands[-1]
-
-
-def test_a_finished_model_of_other_validations_may_be_another(setup: Setup) -> None:
-    setup.run()
-    _leave_state(setup, 8)
-    _change(setup, "validate_every = 3")
-    with pytest.raises(ArtifactError, match=r"10 updates .*validate_every: 1000 → 3"):
-        setup.run()
 
 
 # ---------------------------------------------------------------- other test lines
@@ -867,8 +833,12 @@ def test_shards_of_an_earlier_version_go_by_the_whole_corpus(trained: Trained) -
 # ---------------------------------------------------------------- some stages of a plan
 
 
-def test_only_the_stages_that_are_named_are_run(setup: Setup) -> None:
-    setup.run()
+def test_until_a_stage_runs_all_that_it_needs_and_only_a_stage_itself(setup: Setup) -> None:
+    code, _ = setup.run(until=["shards"])
+    assert (code, setup.workshop.started) == (0, ["corpus", "shards"])
+    assert setup.forecast(until=["shards"]) == ["corpus: done", "shards: done"]
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, ["model"])
     setup.text_path.write_text("bananas")
     code, said = setup.run(only=["shards"])
     assert (code, setup.workshop.started) == (0, [])
@@ -879,6 +849,12 @@ def test_only_the_stages_that_are_named_are_run(setup: Setup) -> None:
     code, said = setup.run(only=["shards"])
     assert (code, setup.workshop.started) == (0, ["shards"])
     assert "shards: takes corpus as it is (input raw changed)" in said
+    _change(setup, "dropout = 0.25")
+    assert setup.run(only=["shards"], given={})[0] == 0, "no training and no input is at stake"
+    with pytest.raises(ConfigError, match="Pass --input text=PATH"):
+        setup.run(only=["corpus"], given={})
+    with pytest.raises(ConfigError, match="--rebuild model: --only or --until leaves that stage"):
+        setup.run(only=["shards"], rebuild=["model"])
 
 
 def test_only_a_stage_whose_inputs_are_not_made_is_refused_with_what_to_run(setup: Setup) -> None:
@@ -891,29 +867,6 @@ def test_only_a_stage_whose_inputs_are_not_made_is_refused_with_what_to_run(setu
     assert setup.status(only=["shards"]).splitlines()[2:] == [
         "shards  missing  needs corpus, which is not made yet"
     ]
-
-
-def test_until_a_stage_runs_all_that_it_needs_and_nothing_else(setup: Setup) -> None:
-    code, _ = setup.run(until=["shards"])
-    assert (code, setup.workshop.started) == (0, ["corpus", "shards"])
-    assert setup.forecast(until=["shards"]) == ["corpus: done", "shards: done"]
-    assert [line.split()[0] for line in setup.status(until=["corpus"]).splitlines()[2:]] == [
-        "corpus"
-    ]
-    code, _ = setup.run()
-    assert (code, setup.workshop.started) == (0, ["model"])
-
-
-def test_a_run_of_some_stages_wants_only_their_inputs_and_risks_only_their_training(
-    setup: Setup,
-) -> None:
-    setup.run()
-    _change(setup, "dropout = 0.25")
-    assert setup.run(only=["shards"], given={})[0] == 0
-    with pytest.raises(ConfigError, match="Pass --input text=PATH"):
-        setup.run(only=["corpus"], given={})
-    with pytest.raises(ConfigError, match="--rebuild model: --only or --until leaves that stage"):
-        setup.run(only=["shards"], rebuild=["model"])
 
 
 @pytest.mark.parametrize("option", ["only", "until", "rebuild"])
@@ -958,6 +911,10 @@ def test_a_copy_of_a_plans_folder_is_done_and_an_edit_of_it_is_noticed(setup: Se
     assert setup.forecast()[1] == (
         "shards: would be refused (its file text changed since it was made)"
     )
+    path.unlink()
+    assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
+    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* move the folder"):
+        setup.run()
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -992,23 +949,6 @@ def test_a_damaged_trained_model_is_kept_and_nothing_advises_to_remove_it(
         setup.run(rebuild=["model"])
     assert "remove" not in str(caught.value)
     assert path.read_text() == "{}"
-
-
-def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
-    setup.run()
-    (setup.out_dir / "shards" / "text").unlink()
-    assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
-    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* move the folder"):
-        setup.run()
-
-
-def test_a_link_in_place_of_a_file_is_not_taken_for_it(setup: Setup) -> None:
-    setup.run()
-    path = setup.out_dir / "corpus" / "text"
-    path.rename(setup.folder / "elsewhere")
-    path.symlink_to(setup.folder / "elsewhere")
-    with pytest.raises(ArtifactError, match="text is a link"):
-        setup.run()
 
 
 def test_a_folder_that_is_no_artifact_where_a_stage_would_write_is_named_and_kept(
@@ -1057,9 +997,7 @@ def test_a_plan_does_not_write_over_around_or_into_what_it_is_given(
     with pytest.raises(ConfigError, match=words):
         setup.resolved()
     assert setup.text_path.read_text() == "banana"
-
-
-def test_a_stage_folder_that_is_a_link_to_an_input_is_refused(setup: Setup) -> None:
+    setup.out_dir = setup.folder / "elsewhere"
     setup.out_dir.mkdir()
     (setup.out_dir / "corpus").symlink_to(setup.text_path.parent)
     with pytest.raises(ConfigError, match=r"Stage corpus's folder .* is the input text"):
