@@ -165,28 +165,18 @@ def how_far(task: Task) -> str:
     """
     if not task.stage.trains or "training" not in task.config:
         return ""
-    total = task.config["training"]["updates"]
+    total, path = task.config["training"]["updates"], run_dir(task.out_dir) / "metrics.jsonl"
     try:
-        lines = _training_lines(task)
+        lines = [*JsonLines(path).read()] if path.is_file() else []
         state = newest_state(run_dir(task.out_dir))
     except (ArtifactError, OSError):  # being replaced at this moment
         return ""
-    saved = updates_done(state) if state else 0
-    update = max(saved, lines[-1][0] if lines else 0)
+    lines = [line for line in lines if line.get("kind") == "train"][-_RATE_LINES:]
+    update = max(updates_done(state) if state else 0, lines[-1]["update"] if lines else 0)
     if not update:
         return ""
     text = f"{update:,} of {counted(total, 'update')}"
-    if len(lines) > 1 and lines[-1][0] > lines[0][0]:
-        (first, started), (last, now) = lines[0], lines[-1]
-        left = (total - last) * (now - started) / (last - first)
-        text += f", {clock_text(left)} left"
+    if lines and (updates := lines[-1]["update"] - lines[0]["update"]) > 0:
+        seconds = lines[-1]["seconds"] - lines[0]["seconds"]
+        text += f", {clock_text((total - lines[-1]['update']) * seconds / updates)} left"
     return text
-
-
-def _training_lines(task: Task) -> list[tuple[int, float]]:
-    """Return update and seconds of the last lines of training metrics."""
-    path = run_dir(task.out_dir) / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    lines = [line for line in JsonLines(path).read() if line.get("kind") == "train"]
-    return [(int(line["update"]), float(line["seconds"])) for line in lines[-_RATE_LINES:]]

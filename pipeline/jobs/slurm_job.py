@@ -46,7 +46,6 @@ from pipeline.jobs.job_endings import (
     recorded_starts,
     restart_of,
     resumable,
-    start_dir,
     verdicts,
     write_start,
     write_verdict,
@@ -179,7 +178,9 @@ class _StageRun:
         """Start the ranks, wait for them, judge; return the exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._note)
-        self._say(f"{self._job}, on {self._nodes()}")
+        first, last = self._job.hosts[0], self._job.hosts[-1]
+        ranks = f" to {last}, ranks 0-{len(self._job.nodes) - 1}" if first != last else ""
+        self._say(f"{self._job}, on {first}{ranks}")
         self._settle()
         folder = write_start(self._out_dir, self._start)
         for record in (*folder.glob("rank-*.json"), *folder.glob("verdict.json")):
@@ -192,12 +193,12 @@ class _StageRun:
             code = self._run_ranks(folder, module, *self._arguments)
         self._await_reason(folder)
         verdict = self._judge(code)
-        self._say_end(verdict)
-        return self._leave(verdict)
-
-    def _nodes(self) -> str:
-        size, first, last = len(self._job.nodes), self._job.hosts[0], self._job.hosts[-1]
-        return f"{first} to {last}, ranks 0-{size - 1}" if first != last else first
+        for cause in causes_to_print(read_ends(folder)) if verdict.verdict != "done" else ():
+            self._say(cause.line(size=len(self._job.nodes)))
+        cause_text = f": {verdict.cause}" if verdict.cause else ""
+        self._say(f"{self._job}: {verdict.verdict}{cause_text}")
+        self._requeue(verdict)
+        return {"done": 0, "again": EXIT_RUN_AGAIN, "failed": EXIT_FAILED}[verdict.verdict]
 
     def _note(self, number: int, _frame: object) -> None:
         self._requests.append(signal.Signals(number))
@@ -273,12 +274,10 @@ class _StageRun:
     def _pass_on(self) -> None:
         """Ask the ranks to stop, and leave a verdict in case that this process is killed soon."""
         is_new, self._passed_on = self._is_new_request(), len(self._requests)
-        if is_new and self._requests[-1] == signal.SIGTERM:
-            # SLURM has sent it to the tasks, too, and kills this process soon.
-            self._learn_and_record()
-            return
-        # Without --batch the signal goes to the tasks of the step and not to this process.
-        _run("scancel", "--signal=USR1", self._job.job)
+        # SLURM sends SIGTERM to the tasks, too, and kills this process soon.
+        if not is_new or self._requests[-1] != signal.SIGTERM:
+            # Without --batch the signal goes to the tasks of the step and not to this process.
+            _run("scancel", "--signal=USR1", self._job.job)
         if is_new:
             self._learn_and_record()
 
@@ -312,20 +311,6 @@ class _StageRun:
         )
         write_verdict(self._out_dir, verdict)
         return verdict
-
-    def _say_end(self, verdict: Verdict) -> None:
-        ends = read_ends(start_dir(self._out_dir, self._job.attempt))
-        for cause in causes_to_print(ends) if verdict.verdict != "done" else ():
-            self._say(cause.line(size=len(self._start.nodes)))
-        cause_text = f": {verdict.cause}" if verdict.cause else ""
-        self._say(f"{self._job}: {verdict.verdict}{cause_text}")
-
-    def _leave(self, verdict: Verdict) -> int:
-        """Requeue the job if the stage goes on in it; return the exit code."""
-        if verdict.verdict != "again":
-            return 0 if verdict.verdict == "done" else EXIT_FAILED
-        self._requeue(verdict)
-        return EXIT_RUN_AGAIN
 
     def _requeue(self, verdict: Verdict) -> None:
         """Requeue the job once, if the stage goes on in it and SLURM does not do so itself."""
