@@ -51,15 +51,8 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.distributed.rounds import Judgment, Rounds, first_line, merged
-from pipeline.distributed.world import (
-    World,
-    discover,
-    local_device,
-    node_name,
-    rank_of,
-    refuse_shared,
-)
+from pipeline.distributed.rounds import Judgment, Rounds, first_line, merged, node_name
+from pipeline.distributed.world import World, discover, local_device, rank_of, refuse_shared
 from pipeline.errors import (
     EXIT_USER_ERROR,
     ArtifactError,

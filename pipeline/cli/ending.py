@@ -15,9 +15,10 @@ from pathlib import Path
 
 from pipeline.artifacts.artifact import UNWRITABLE
 from pipeline.distributed import progress
+from pipeline.distributed.rounds import node_name
 from pipeline.distributed.signals import let_ctrl_c_in
 from pipeline.distributed.watchdog import BEFORE_END
-from pipeline.distributed.world import node_name, rank_of
+from pipeline.distributed.world import rank_of
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
     EXIT_USER_ERROR,

@@ -8,6 +8,7 @@ a bounded time, and names the ranks that are silent, and their nodes.
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distributed.world import World, node_name, refuse_taken_port
+from pipeline.distributed.world import World, refuse_taken_port
 from pipeline.errors import RankLost, UserError
 from pipeline.terminal import listed
 
@@ -190,3 +191,8 @@ def merged(problems: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(map(str, ranks))}"
+
+
+def node_name() -> str:
+    """Return the name of this node, as the scheduler has it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -105,11 +105,6 @@ def _rank_name(environment: Mapping[str, str]) -> str | None:
     return next((name for name in _MPI_RANK_NAMES if name in environment), None)
 
 
-def node_name() -> str:
-    """Return the name of this node, as the scheduler has it."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def slurm_port(job: int) -> int:
     """Return the TCP port that the ranks of a SLURM job meet at, below the ephemeral ones."""
     return 20000 + job % 10000

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from pipeline.distributed.world import node_name, rank_of
+from pipeline.distributed.rounds import node_name
+from pipeline.distributed.world import rank_of
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 
