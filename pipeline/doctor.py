@@ -51,7 +51,7 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.distributed.board import Board, Judgment, first_line, merged, node_name
+from pipeline.distributed.rounds import Judgment, Rounds, first_line, merged, node_name
 from pipeline.distributed.world import World, discover, local_device, rank_of, refuse_shared
 from pipeline.errors import (
     EXIT_USER_ERROR,
@@ -61,8 +61,8 @@ from pipeline.errors import (
     UserError,
     to_write,
 )
-from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.site import load_site
 from pipeline.machine import prepare_process, visible_gpus
 from pipeline.terminal import counted, listed
@@ -106,7 +106,7 @@ class Finding:
 class Patient:
     """The plan to examine, if there is one, and the directory of its stages."""
 
-    placed: PlacedPlan | None
+    placed: ResolvedPlan | None
     out_dir: Path
 
     @property
@@ -120,7 +120,7 @@ class Patient:
 
 
 def examine(
-    placed: PlacedPlan | None, *, out_dir: Path, site: Path | None = None
+    placed: ResolvedPlan | None, *, out_dir: Path, site: Path | None = None
 ) -> Iterator[Finding]:
     """Yield the findings of all checks, in the order in which they are printed.
 
@@ -429,22 +429,22 @@ def check(world: World, *, out_dir: Path, patience: float = PATIENCE_SECONDS) ->
     Raises:
         UserError: rank 0 cannot be reached, or its port is taken.
     """
-    board = Board(world, patience=patience)
-    rounds: tuple[tuple[Callable[[], Any], Callable[[list[Any]], Judgment]], ...] = (
+    rounds = Rounds(world, patience=patience)
+    steps: tuple[tuple[Callable[[], Any], Callable[[list[Any]], Judgment]], ...] = (
         (lambda: asdict(find_facts(world)), lambda found: judge_facts([Facts(**f) for f in found])),
-        (lambda: _share(board, out_dir), judge_sharing),
-        (lambda: _exchange(board), lambda found: Judgment((), f"all {len(found)} connected")),
+        (lambda: _share(rounds, out_dir), judge_sharing),
+        (lambda: _exchange(rounds), lambda found: Judgment((), f"all {len(found)} connected")),
     )
     said: list[str] = []
     try:
-        for number, (act, judge) in enumerate(rounds):
-            judgment = board.round(number, act, judge)
+        for number, (act, judge) in enumerate(steps):
+            judgment = rounds.round(number, act, judge)
             if judgment.problems:
                 return judgment
             said.append(judgment.summary)
         return Judgment((), "; ".join(said))
     finally:
-        board.leave()
+        rounds.leave()
 
 
 # ---------------------------------------------------------------- what each rank has
@@ -581,54 +581,54 @@ def _other_versions(found: Sequence[Facts]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- the folder of the output
 
 
-def _share(board: Board, out_dir: Path) -> dict[str, Any]:
+def _share(rounds: Rounds, out_dir: Path) -> dict[str, Any]:
     """Write a file per node, see those of all nodes, and respect the lock that rank 0 holds."""
-    found: dict[str, Any] = {"node": board.node, "seconds": 0.0}
-    if board.world.local_rank != 0:
+    found: dict[str, Any] = {"node": rounds.node, "seconds": 0.0}
+    if rounds.world.local_rank != 0:
         return found
     folder = probe_dir(out_dir)
-    if board.world.rank == 0:
-        found["seconds"] = _hold_and_share(board, folder)
+    if rounds.world.rank == 0:
+        found["seconds"] = _hold_and_share(rounds, folder)
         return found
-    refusal = board.read("folder", seconds=2 * board.patience)
+    refusal = rounds.read("folder", seconds=2 * rounds.patience)
     if refusal is not None:
         return found  # rank 0 cannot write there and says so
     succeeded = False
     try:
-        found["seconds"] = _write_and_see(board, folder)
+        found["seconds"] = _write_and_see(rounds, folder)
         found["excluded"] = _is_locked_out(folder)
         succeeded = True
     finally:
-        board.post("shared", succeeded)
+        rounds.post("shared", succeeded)
     return found
 
 
-def _hold_and_share(board: Board, folder: Path) -> float:
+def _hold_and_share(rounds: Rounds, folder: Path) -> float:
     """Make the folder under a lock, share files, and wait until all nodes are done with them."""
-    firsts = board.firsts()
+    firsts = rounds.firsts()
     try:
         with sole_writer(folder):
             make_working(folder)
-            board.announce("folder", None)
+            rounds.announce("folder", None)
             try:
-                return _write_and_see(board, folder)
+                return _write_and_see(rounds, folder)
             finally:
                 keys = [f"shared/{rank}" for rank in firsts if rank != 0]
                 with suppress(RuntimeError):  # who is late is named by the round
-                    board.store.wait(keys, timedelta(seconds=board.patience))
+                    rounds.store.wait(keys, timedelta(seconds=rounds.patience))
                 discard_working(folder)
     except (OSError, UserError) as error:
-        board.announce("folder", "refused")
+        rounds.announce("folder", "refused")
         raise _unwritable(folder, error) from error
 
 
-def _write_and_see(board: Board, folder: Path) -> float:
+def _write_and_see(rounds: Rounds, folder: Path) -> float:
     """Write this node's file and wait for the others'; return the seconds until all were seen."""
     begun = time.monotonic()
-    own = f"node-{board.world.rank}"
+    own = f"node-{rounds.world.rank}"
     fix = "Name an --out on storage that all nodes share."
     is_of_one_node = file_system(folder) in OF_ONE_NODE
-    patience = min(board.patience, DISK_SECONDS) if is_of_one_node else board.patience
+    patience = min(rounds.patience, DISK_SECONDS) if is_of_one_node else rounds.patience
     if not _await(folder.is_dir, patience=patience):
         raise ArtifactError(f"the folder that rank 0 made in {folder.parent} is not seen. {fix}")
     try:
@@ -639,17 +639,17 @@ def _write_and_see(board: Board, folder: Path) -> float:
         sync(folder)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    unseen = dict.fromkeys(board.firsts())
+    unseen = dict.fromkeys(rounds.firsts())
 
     def all_seen() -> bool:
         for rank in [*unseen]:
-            if _text(folder / f"node-{rank}") == f"node-{rank}" or _has_failed(board, rank):
+            if _text(folder / f"node-{rank}") == f"node-{rank}" or _has_failed(rounds, rank):
                 del unseen[rank]
         return not unseen
 
     # A node that does not see the folder says so itself, within the time that the others wait here.
-    if not _await(all_seen, patience=2 * board.patience):
-        nodes = [board.node_of(rank) for rank in unseen]
+    if not _await(all_seen, patience=2 * rounds.patience):
+        nodes = [rounds.node_of(rank) for rank in unseen]
         raise ArtifactError(
             f"the files that {listed(nodes)} wrote in {folder.parent} are not seen. {fix}"
         )
@@ -674,10 +674,10 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
 
 
-def _has_failed(board: Board, rank: int) -> bool:
+def _has_failed(rounds: Rounds, rank: int) -> bool:
     """Return whether a node could not write or see files, which it says itself."""
     key = f"shared/{rank}"
-    return board.store.check([key]) and not json.loads(board.store.get(key))
+    return rounds.store.check([key]) and not json.loads(rounds.store.get(key))
 
 
 def _text(path: Path) -> str | None:
@@ -738,7 +738,7 @@ def judge_sharing(found: Sequence[Mapping[str, Any]]) -> Judgment:
 # ---------------------------------------------------------------- the network
 
 
-def _exchange(board: Board) -> None:
+def _exchange(rounds: Rounds) -> None:
     """Reduce over all ranks.
 
     Raises:
@@ -747,16 +747,16 @@ def _exchange(board: Board) -> None:
     import torch
     from torch import distributed as dist
 
-    world = board.world
+    world = rounds.world
     device = local_device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("group", board.store),
+        store=dist.PrefixStore("group", rounds.store),
         rank=world.rank,
         world_size=world.size,
-        timeout=timedelta(seconds=board.patience),
+        timeout=timedelta(seconds=rounds.patience),
     )
     try:
         values = torch.empty(MESSAGE_VALUES, device=device)

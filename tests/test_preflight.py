@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.forked import Started, started_code
 
-from pipeline.distributed.board import Board, merged
+from pipeline.distributed.rounds import Rounds, merged
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.doctor import (
     OF_ONE_NODE,
@@ -25,7 +25,7 @@ from pipeline.doctor import (
     judge_sharing,
 )
 from pipeline.errors import EXIT_USER_ERROR, RankLost
-from pipeline.jobs.attempts import REPORTS, TOLD_TO_END, read_ends
+from pipeline.jobs.job_endings import REPORTS, TOLD_TO_END, read_ends
 
 PROGRAM = "import sys; from pipeline import doctor; {change}; sys.exit(doctor.main())"
 PATIENCE = 3.0
@@ -38,42 +38,38 @@ def facts(rank: int, *, node: str, local_rank: int = 0, **versions: str) -> Fact
 # ---------------------------------------------------------------- judging what was found
 
 
+def test_the_node_with_another_torch_or_code_is_named_wherever_it_stands() -> None:
+    for odd in range(3):
+        found = [
+            facts(
+                rank,
+                node=f"n{rank}",
+                torch="2.12.0" if rank == odd else "2.13.0",
+                code=f"copy {int(rank == odd)}",
+            )
+            for rank in range(3)
+        ]
+        torch_line, code_line = judge_facts(found).problems
+        usual = "n1" if odd == 0 else "n0"
+        expected = f"n{odd}: torch is 2.12.0, and 2.13.0 on {usual}. Give all nodes"
+        assert torch_line.startswith(expected)
+        assert code_line.startswith(f"n{odd}: code is copy 1, and copy 0 on {usual}.")
+
+
 def test_a_problem_of_several_nodes_is_one_line_that_names_them() -> None:
     found = [("n1", "no room"), ("n2", "no lock"), ("n3", "no room"), ("n1", "no room")]
     assert merged(found) == ("n1, n3: no room", "n2: no lock")
 
 
-def test_the_node_with_another_torch_is_named_wherever_it_stands() -> None:
-    for odd in range(3):
-        found = [
-            facts(rank, node=f"n{rank}", torch="2.12.0" if rank == odd else "2.13.0")
-            for rank in range(3)
-        ]
-        (line,) = judge_facts(found).problems
-        usual = "n1" if odd == 0 else "n0"
-        assert line.startswith(f"n{odd}: torch is 2.12.0, and 2.13.0 on {usual}. Give all nodes")
-
-
-def test_a_node_with_another_copy_of_the_code_is_named() -> None:
-    found = [facts(rank, node=f"n{rank}", code=f"copy {min(rank, 1)}") for rank in range(3)]
-    (line,) = judge_facts(found).problems
-    assert line.startswith("n0: code is copy 0, and copy 1 on n1.")
-
-
-def test_two_ranks_that_would_share_a_gpu_are_refused_with_their_node() -> None:
-    found = [facts(rank, node="n1", local_rank=rank) for rank in range(2)]
-    for one in found:
-        one.device, one.device_id = "cuda", "GPU-7"
-    (line,) = judge_facts(found).problems
-    assert "2 processes on n1 would share one GPU (GPU-7)" in line
-
-
-def test_the_summary_counts_nodes_ranks_and_gpus() -> None:
+def test_the_summary_counts_nodes_ranks_and_gpus_and_shared_gpus_are_refused() -> None:
     found = [facts(rank, node=f"n{rank // 2}", local_rank=rank % 2) for rank in range(4)]
     assert judge_facts(found).summary == "2 nodes, 4 ranks on CPU, torch 2.13.0, mmnmt 0.1.0"
     for rank, one in enumerate(found):
         one.device, one.device_id, one.gpu = "cuda", f"GPU-{rank}", "H100"
     assert "4 ranks on 4 H100," in judge_facts(found).summary
+    found[0].device_id = "GPU-1"
+    (line,) = judge_facts(found).problems
+    assert "2 processes on n0 would share one GPU (GPU-1)" in line
 
 
 @pytest.mark.parametrize(
@@ -112,7 +108,7 @@ def test_the_type_of_a_file_system_is_known_also_of_a_folder_to_come() -> None:
 def test_a_rank_whose_store_is_gone_says_that_rank_0_has_ended() -> None:
     port = free_port()
     worlds = [World(rank, 2, rank, 2, LOOPBACK, port) for rank in range(2)]
-    zero, one = (Board(world, patience=PATIENCE) for world in worlds)
+    zero, one = (Rounds(world, patience=PATIENCE) for world in worlds)
     del zero
     with pytest.raises(RankLost, match=r"Rank 0 on 127\.0\.0\.1 has ended"):
         for _ in range(100):
@@ -298,8 +294,8 @@ def test_a_rank_that_is_told_to_end_while_it_waits_for_another_says_so(
     monkeypatch.setenv(REPORTS, str(tmp_path / "reports"))
     world = World(0, 2, 0, 1, LOOPBACK, free_port())
     waiting = (
-        "from pipeline.distributed.board import Board; original = Board._judge; "
-        "Board._judge = lambda *given: (print(flush=True), original(*given))[1]"
+        "from pipeline.distributed.rounds import Rounds; original = Rounds._judge; "
+        "Rounds._judge = lambda *given: (print(flush=True), original(*given))[1]"
     )
     with started(world, tmp_path / "out", node="n1", change=waiting, patience=600) as alone:
         while not alone.said("stdout"):

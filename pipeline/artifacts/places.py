@@ -11,7 +11,7 @@ Next to an output ``NAME`` there may be
   run folder, set aside when training began anew or another artifact took the place. No stage reads
   them, so they can be removed or renamed back;
 - ``.NAME.lock``: one writer at a time (``locks``);
-- ``.NAME.attempts``: how the jobs that make it started and ended (``jobs/attempts.py``);
+- ``.NAME.attempts``: how the jobs that make it started and ended (``jobs/job_endings.py``);
 - ``.NAME.probe``: files by which the nodes of a job try whether they share storage.
 
 These hidden names belong to the project. ``NAME`` itself is replaced or removed only if it is empty

@@ -32,7 +32,7 @@ from pipeline.batching.one_buffer import in_one_buffer
 from pipeline.batching.passes import Pass
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
-from pipeline.distributed.own_time import OWN_TIME
+from pipeline.distributed.busy_time import BUSY_TIME
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.kernels.sentence_loops import gather, gather_flags, locate
 from pipeline.seeds import derive_seed
@@ -422,7 +422,7 @@ def read_updates(
         for number, step in enumerate(steps, start=update + 1)
     )
     with closing(steps), closing(read_ahead(_passes(planned), depth=PASSES_AHEAD)) as arriving:
-        passes = OWN_TIME.awaited(arriving)
+        passes = BUSY_TIME.awaited(arriving)
         for first, one in passes:
             others = (other for _, other in islice(passes, -(-len(first.indices) // per_pass) - 1))
             of_update = replace(first, ahead=chain([one], others))

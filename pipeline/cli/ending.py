@@ -1,8 +1,8 @@
 """End a command with an exit code, and one line for an error that the user can fix.
 
-A rank whose launcher names a folder for reports (``jobs.attempts.REPORTS``) leaves its error there
-as its last act, and the launcher prints the errors of all ranks, equal ones once. A rank of another
-launcher prints its error itself.
+If a launcher names a folder for reports (``jobs.job_endings.REPORTS``), a rank leaves its error
+there as its last act, and the launcher prints the errors of all ranks, equal ones once. A rank of
+another launcher prints its error itself.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.artifacts.artifact import UNWRITABLE
 from pipeline.distributed import progress
-from pipeline.distributed.board import node_name
+from pipeline.distributed.rounds import node_name
 from pipeline.distributed.signals import let_ctrl_c_in
 from pipeline.distributed.watchdog import BEFORE_END
 from pipeline.distributed.world import rank_of
@@ -30,7 +30,7 @@ from pipeline.errors import (
     UserError,
     to_write,
 )
-from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
+from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 
 EXIT_LOST = 1
 EXIT_KEYBOARD = 130

@@ -14,10 +14,10 @@ from pipeline.distributed.world import is_launched
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.launch import MAX_PROCESSES
-from pipeline.jobs.plan import PlacedPlan, Task, default_dir, load_plan, place_plan, plan_names
+from pipeline.jobs.plan import ResolvedPlan, Task, default_dir, load_plan, plan_names, resolve_plan
 from pipeline.jobs.runner import dry_run, run_plan
-from pipeline.jobs.scheduler import Scheduler
 from pipeline.jobs.site import Allocation, load_site
+from pipeline.jobs.slurm_commands import Scheduler
 from pipeline.jobs.submission import cancel_jobs, last_log, read_jobs, show_commands, submit_plan
 
 MAX_RANKS = 10**5
@@ -66,13 +66,13 @@ def _refuse_unfit(task: Task, allocation: Allocation) -> None:
 
 
 def _cancel(options: argparse.Namespace) -> int:
-    cancel_jobs(place_plan(load_plan(options.plan), out_dir=options.out), options.only)
+    cancel_jobs(resolve_plan(load_plan(options.plan), out_dir=options.out), options.only)
     return 0
 
 
 def _logs(options: argparse.Namespace) -> int:
     of_rank = re.compile("" if options.rank is None else rf"\s*0*{options.rank}: ")
-    path = last_log(place_plan(load_plan(options.plan), out_dir=options.out), options.stage)
+    path = last_log(resolve_plan(load_plan(options.plan), out_dir=options.out), options.stage)
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if of_rank.match(line):  # as srun labels it
@@ -100,9 +100,9 @@ def _plan_dir(options: argparse.Namespace) -> Path:
 
 def _placed_plan(
     options: argparse.Namespace, *, processes: int | None = None, auto: str = AUTO
-) -> PlacedPlan:
+) -> ResolvedPlan:
     """Return the plan that the options name, and the stages that they choose."""
-    return place_plan(
+    return resolve_plan(
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,

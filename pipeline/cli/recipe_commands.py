@@ -26,7 +26,7 @@ from pipeline.config.overrides import leaf_settings, override_texts, parse_overr
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
 from pipeline.config.settings import MAX_GROUPS, shown
 from pipeline.errors import ConfigError, hint
-from pipeline.jobs.plan import Task, load_plan, place_plan, plan_names
+from pipeline.jobs.plan import Task, load_plan, plan_names, resolve_plan
 from pipeline.machine import Gpus
 from pipeline.terminal import counted, text_table
 
@@ -245,7 +245,7 @@ def _ds_config_name(options: argparse.Namespace, planned: str = AUTO) -> str:
 
 def _estimate_plan(options: argparse.Namespace) -> int:
     overrides = parse_overrides(options.overrides)
-    placed = place_plan(load_plan(options.name), overrides=overrides).chosen(only=options.only)
+    placed = resolve_plan(load_plan(options.name), overrides=overrides).chosen(only=options.only)
     tasks = [task for task in placed.tasks if task.stage.name in ESTIMATED]
     if not tasks:
         raise ConfigError(

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pipeline.distributed import progress
-from pipeline.distributed.heartbeat import Heartbeat, open_store
-from pipeline.distributed.watchdog import BEAT_SECONDS, Watch
+from pipeline.distributed.watchdog import Peers, Watch, open_store
 from pipeline.errors import UserError, describe_os_error
 
 if TYPE_CHECKING:
@@ -19,42 +18,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_HEARTS: list[Heartbeat] = []
-"""Heartbeat of the open process group; empty with a single rank."""
+_PEERS: list[Peers] = []
+"""The ranks of the open process group; empty with a single rank."""
 
 
 @contextmanager
-def heartbeat(address: str, *, watch: Watch | None) -> Iterator[None]:
-    """Let ranks wait for each other as long as they live; all ranks call this."""
+def meetings(address: str, *, watch: Watch | None) -> Iterator[None]:
+    """Let ranks wait for each other as long as they work; all ranks call this."""
     if world_size() == 1:
         yield
         return
     server = open_store(address, size=world_size()) if rank() == 0 else None
     port = from_rank_zero(0 if server is None else server.port)
-    heart = Heartbeat(
-        rank=rank(),
-        size=world_size(),
-        address=address,
-        port=port,
-        server=server,
-        beat_seconds=watch.beat_seconds if watch else BEAT_SECONDS,
-        watch=watch,
+    peers = Peers(
+        rank=rank(), size=world_size(), address=address, port=port, server=server, watch=watch
     )
-    _HEARTS.append(heart)
+    _PEERS.append(peers)
     try:
         yield
     except BaseException:
-        heart.end()
+        peers.end()
         raise
     else:
-        heart.leave()
+        peers.leave()
     finally:
-        _HEARTS.remove(heart)
+        _PEERS.remove(peers)
 
 
 def _meet() -> None:
-    for heart in _HEARTS:
-        heart.meet()
+    for peers in _PEERS:
+        peers.meet()
         progress.advance()
 
 
@@ -74,20 +67,20 @@ def rank() -> int:
 
 def all_sum(tensor: "Tensor") -> "Tensor":
     """Sum over ranks, in place; the tensor itself at world size 1."""
-    import torch
-
-    if world_size() > 1:
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.SUM)
-        progress.advance()
-    return tensor
+    return _reduced(tensor, "SUM")
 
 
 def all_max(tensor: "Tensor") -> "Tensor":
     """Take the maximum over ranks, in place; the tensor itself at world size 1."""
+    return _reduced(tensor, "MAX")
+
+
+def _reduced(tensor: "Tensor", operation: str) -> "Tensor":
     import torch
 
     if world_size() > 1:
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+        operator = getattr(torch.distributed.ReduceOp, operation)
+        torch.distributed.all_reduce(tensor, op=operator)
         progress.advance()
     return tensor
 
@@ -130,7 +123,7 @@ def on_rank_zero(action: Callable[[], T], *, path: Path, error: type[UserError])
     """Let rank 0 act, and return its result on every rank; all ranks call this.
 
     Args:
-        action: called on rank 0 alone; its result is pickled.
+        action: called on rank 0 only; its result is pickled.
         path: the file or directory that the action reads or writes, for the error message.
         error: raised on all ranks if the action raises a UserError or an OSError.
     """

@@ -2,7 +2,7 @@
 
 Stages that need no process group (import, cleaning, shards, evaluation) have tasks that do not
 depend on each other. ``open_pool`` returns whatever computes them. Their results come in the
-order of the tasks, so that a stage's output does not depend on the pool. What all tasks share is
+order of the tasks: a stage's output does not depend on the pool. A value that all tasks share is
 pickled and sent once per worker: with hundreds of pairs, a tokenizer and a manifest in each task
 would take more time than the lines.
 
@@ -58,7 +58,7 @@ def _call(function: Callable[[C, S], T], task: S) -> T:
 
 
 def with_shared(function: Callable[[C, S], T]) -> Callable[[S], T]:
-    """Return a function for workers that gets what its pool's tasks share, and a task."""
+    """Return a function for workers that gets the shared value of its pool, and a task."""
     return partial(_call, function)
 
 
@@ -171,5 +171,5 @@ def open_pool(processes: int, *, mpi: bool = False, shared: object = None) -> Po
     from mpi4py import MPI  # loaded by mpi4py.futures already
 
     if MPI.COMM_WORLD.Get_size() < 2:
-        raise ConfigError(f"--mpi needs a rank beside the one that leads. Start {MPI_COMMAND}.")
+        raise ConfigError(f"--mpi needs at least two ranks. Start {MPI_COMMAND}.")
     return RankPool(pickle.dumps(shared))

@@ -1,14 +1,14 @@
 """Find the world of ranks in the environment, open and close its process group, choose devices.
 
-Whatever started the processes (our launcher, torchrun, deepspeed, srun, mpirun, or nothing),
-``discover`` maps what it left in the environment to a ``World``, and ``distributed_world`` opens
-the process group for it. torch is imported only where a process group is opened, because the
-command line asks this module for its rank and has to start fast.
+``discover`` maps the variables of the launcher (ours, torchrun, deepspeed, srun, mpirun, or none)
+to a ``World``, and ``distributed_world`` opens the process group for it. torch is imported only
+where a process group is opened, because the command line asks this module for its rank and has to
+start fast.
 
 A rank computes on a GPU of its own, or on the CPU. Some launchers show all GPUs of a node to each
 of its ranks, others show every rank its own, which then is number 0 (``--gpus-per-task=1``).
 DeepSpeed takes ``LOCAL_RANK`` for the number of the device, so it is told the number found here
-(:func:`~pipeline.training.engine.connect`). It has run on one GPU, not on several.
+(:func:`~pipeline.training.engine.connect`).
 """
 
 import atexit
@@ -26,8 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeline.distributed.collectives import gather_objects, heartbeat, wait_for_all
-from pipeline.distributed.watchdog import Watch, flight_prefix
+from pipeline.distributed.collectives import gather_objects, meetings, wait_for_all
+from pipeline.distributed.watchdog import Watch
 from pipeline.errors import ConfigError
 from pipeline.machine import most_open_files
 
@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 SILENCE_SECONDS = 600.0
 """How long all ranks may stand still before the watchdog ends the attempt."""
 COLLECTIVE_SECONDS = 2 * SILENCE_SECONDS
-"""How long a collective waits: longer, so that the watchdog is first to say what is wrong."""
+"""How long a collective waits: longer, since the watchdog names the rank and comes first."""
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -74,32 +74,35 @@ def discover(environment: Mapping[str, str]) -> World:
     Raises:
         ConfigError: a launcher's variables are incomplete, or MPI or scontrol cannot be used.
     """
-    if "RANK" in environment:
-        return _from_launcher(environment)
-    if _in_slurm_step(environment):
-        return _from_slurm(environment)
-    if any(name in environment for name in _MPI_RANK_NAMES):
-        return _from_mpi()
-    return World(0, 1, 0, 1, LOOPBACK, free_port())
+    match _rank_name(environment):
+        case "RANK":
+            return _from_launcher(environment)
+        case "SLURM_PROCID":
+            return _from_slurm(environment)
+        case None:
+            return World(0, 1, 0, 1, LOOPBACK, free_port())
+    return _from_mpi()
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Return whether a launcher started this process as one rank of a world."""
-    return (
-        "RANK" in environment
-        or _in_slurm_step(environment)
-        or any(name in environment for name in _MPI_RANK_NAMES)
-    )
+    return _rank_name(environment) is not None
 
 
 def rank_of(environment: Mapping[str, str]) -> int:
     """Return this process's rank without opening anything; 0 without a launcher."""
+    name = _rank_name(environment)
+    return 0 if name is None else _integer(environment, name)
+
+
+def _rank_name(environment: Mapping[str, str]) -> str | None:
+    """Return the variable with the rank of this process; None without a launcher."""
     if "RANK" in environment:
-        return _integer(environment, "RANK")
-    if _in_slurm_step(environment):
-        return _integer(environment, "SLURM_PROCID")
-    present = [name for name in _MPI_RANK_NAMES if name in environment]
-    return _integer(environment, present[0]) if present else 0
+        return "RANK"
+    # A batch script has SLURM_PROCID, too, but no step.
+    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        return "SLURM_PROCID"
+    return next((name for name in _MPI_RANK_NAMES if name in environment), None)
 
 
 def slurm_port(job: int) -> int:
@@ -122,26 +125,18 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
             f"RANK is set in the environment but {', '.join(missing)} is not. Start with "
             "--processes, torchrun, deepspeed, srun or mpirun, or unset RANK."
         )
-    size = _integer(environment, "WORLD_SIZE")
-    local_names = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environment]
     return World(
         rank=_integer(environment, "RANK"),
-        size=size,
+        size=_integer(environment, "WORLD_SIZE"),
         local_rank=_integer(environment, "LOCAL_RANK"),
-        local_size=_integer(environment, local_names[0]) if local_names else size,
+        local_size=_first(environment, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")),
         master_address=environment["MASTER_ADDR"],
         master_port=_port(environment),
     )
 
 
-def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Return whether srun started this process; a batch script has SLURM_PROCID but no step."""
-    return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
-
-
 def _from_slurm(environment: Mapping[str, str]) -> World:
-    sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environment]
-    size = _integer(environment, sizes[0]) if sizes else 1
+    size = _first(environment, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), otherwise=1)
     port = slurm_port(_integer(environment, "SLURM_JOB_ID"))
     return World(
         rank=_integer(environment, "SLURM_PROCID"),
@@ -243,6 +238,12 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         ) from error
 
 
+def _first(environment: Mapping[str, str], names: Sequence[str], *, otherwise: int = 0) -> int:
+    """Return the first of some variables that is set."""
+    found = next((name for name in names if name in environment), None)
+    return otherwise if found is None else _integer(environment, found)
+
+
 def _port(environment: Mapping[str, str]) -> int:
     port = _integer(environment, "MASTER_PORT")
     if not 0 < port < 2**16:
@@ -276,7 +277,10 @@ def distributed_world(
     if world.rank == 0:
         refuse_too_few_files(world.size)
     watch = Watch(silence_seconds, stacks_dir) if stacks_dir and world.size > 1 else None
-    settings = world.environment() | _settings_of_groups(stacks_dir)
+    # gloo connects two ranks when they first exchange something, instead of all pairs of every
+    # group at once: rank 0 of 512 would hold thousands of connections that nobody uses.
+    lazy = {"TORCH_GLOO_LAZY_INIT": os.environ.get("TORCH_GLOO_LAZY_INIT", "1")}
+    settings = lazy | world.environment()
     with _environment(settings), watch.armed() if watch else contextlib.nullcontext():
         try:
             torch.distributed.init_process_group(
@@ -290,7 +294,7 @@ def distributed_world(
             raise
         try:
             take_device(world.local_rank)
-            with heartbeat(world.master_address, watch=watch):
+            with meetings(world.master_address, watch=watch):
                 yield world
                 wait_for_all()
         finally:
@@ -312,11 +316,7 @@ FILES_OF_RANK_ZERO = (100, 3)
 
 
 def refuse_too_few_files(ranks: int) -> None:
-    """Refuse a world whose rank 0 needs more files than this process may open.
-
-    Raises:
-        ConfigError: says how many.
-    """
+    """Raise ConfigError if rank 0 of so many ranks needs more files than it may open."""
     some, per_rank = FILES_OF_RANK_ZERO
     needed, limit = some + per_rank * ranks, most_open_files()
     if limit is not None and needed > limit:
@@ -326,30 +326,11 @@ def refuse_too_few_files(ranks: int) -> None:
         )
 
 
-def _settings_of_groups(stacks_dir: Path | None) -> dict[str, str]:
-    """Return the variables that torch reads when it makes groups, but for those that are set.
-
-    gloo connects two ranks when they first exchange something, instead of all pairs of every group
-    at once: rank 0 of 512 would hold thousands of connections that nobody uses. NCCL's flight
-    record is written beside the run when NCCL notices a timeout. (Names as of torch 2.11 to 2.13;
-    ``TORCH_NCCL_TRACE_BUFFER_SIZE`` and ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` are older ones.)
-    """
-    wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
-    if stacks_dir is not None and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
-        wanted |= {
-            "TORCH_FR_DUMP_TEMP_FILE": str(flight_prefix(stacks_dir)),
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        }
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        wanted["TORCH_FR_BUFFER_SIZE"] = "2000"
-    return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
 def leave(code: int) -> NoReturn:
     """End this process with an exit code, the way multiprocessing ends its children.
 
     Exit handlers run, but with torch loaded the interpreter is not torn down, which takes half a
-    second. DeepSpeed also keeps references to process groups whose threads live on, and releasing a
+    second. DeepSpeed also keeps references to process groups with live threads, and releasing a
     tensor during the teardown then aborts the process ("terminate called without an active
     exception") although all work is done.
     """

@@ -40,23 +40,15 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch filled to the token budget, and properties that decide what is kept.
+    """A micro-batch filled to the token budget, and properties that decide what is kept."""
 
-    Attributes:
-        tokens: N, number of tokens of the source, and of the target.
-        length: L, length of every sentence.
-        value: e, bytes of a value in the model's dtype.
-        is_spread: whether experts are spread over several ranks.
-        recomputes: whether only inputs of layers are kept, and layers recomputed one at a time.
-    """
-
-    tokens: int
-    length: int
-    value: int
+    tokens: int  # N, of the source, and of the target
+    length: int  # L, of every sentence
+    value: int  # e, bytes of a value in the model's dtype
     device: Device
     regularization: Regularization
-    is_spread: bool = False
-    recomputes: bool = False
+    is_spread: bool = False  # whether experts are spread over several ranks
+    recomputes: bool = False  # whether layers keep their inputs, and are recomputed one at a time
 
     def score_bytes(self, *, head_width: int) -> int:
         """Return the bytes kept per query, key and head: probabilities before and after dropout.
@@ -79,10 +71,7 @@ class MicroBatchShape:
 
 
 def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, int]:
-    """Return the bytes that a forward pass keeps for its gradients, by part, without the logits.
-
-    The model may be on the meta device.
-    """
+    """Return the bytes that a forward pass keeps for its gradients, by part, without the logits."""
     width = model.spec.model.width
     hidden = batch.tokens * width
     layers = [
@@ -183,9 +172,6 @@ def _routes(moe: MoEConfig, tokens: int) -> int:
         tokens, num_experts=moe.num_experts, top_k=moe.top_k, factor=moe.capacity_factor
     )
     return min(moe.top_k * tokens, capacity * moe.num_experts)
-
-
-# Parts without a closed form
 
 
 def _saved_by_front(spec: ModelSpec, batch: MicroBatchShape) -> int:

@@ -16,7 +16,7 @@ from pipeline.batching.world_sizes import check_ranks, expert_parallel_size, exp
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32
-from pipeline.estimates.devices import Device
+from pipeline.estimates.devices import DataSheet
 from pipeline.estimates.memory import ZeroSettings, estimate, optimizer_groups, shape_of
 from pipeline.estimates.passes import count_training
 from pipeline.estimates.step_time import COPY_SHARE, DEFAULT_SHARE, StepTime, step_time
@@ -34,7 +34,7 @@ UPDATED_BYTES = 42
 
 
 def choices(
-    recipe: Recipe, device: Device, *, ds_config: Mapping[str, Any], most: int, **sizes: int
+    recipe: Recipe, device: DataSheet, *, ds_config: Mapping[str, Any], most: int, **sizes: int
 ) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """Return the fastest choice that fits into memory for 1, 2, 4, … GPUs up to ``most``.
 
@@ -62,25 +62,22 @@ def at_size(recipe: Recipe, size: int) -> Recipe:
 @dataclass(frozen=True, eq=False)
 class _Forecast:
     recipe: Recipe
-    device: Device
+    device: DataSheet
     ds_config: Mapping[str, Any]
     sizes: Mapping[str, int]
 
     def best(self, ranks: int) -> dict[str, Any]:
-        """Return the fastest choice for a number of GPUs.
-
-        Raises:
-            ConfigError: this many ranks cannot serve the recipe, or no choice fits into memory.
-        """
+        """Return the fastest choice for a number of GPUs; ConfigError if none can serve."""
         check_ranks(self.recipe, ranks=ranks)
         usable = MEMORY_SHARE * self.device.memory
         expert_sizes = [expert_parallel_size(self.recipe, ranks=ranks)]
         if self.recipe.model.moe is not None:
             expert_sizes = expert_parallel_sizes(self.recipe, ranks=ranks)
-        needed = {}
         given: dict[str, Any] = {"processes": ranks, "ds_config": self.ds_config, **self.sizes}
-        for size in expert_sizes:
-            needed[size] = estimate(at_size(self.recipe, size), **given).device_bytes
+        needed = {
+            size: estimate(at_size(self.recipe, size), **given).device_bytes
+            for size in expert_sizes
+        }
         if min(needed.values()) > usable:
             raise ConfigError(
                 f"A GPU would need at least {min(needed.values()) / 2**30:.1f} GiB, and "
@@ -133,7 +130,7 @@ class _Forecast:
         }
 
 
-def gather_seconds(device: Device, size: float, *, ranks: int, stride: int = 1) -> float:
+def gather_seconds(device: DataSheet, size: float, *, ranks: int, stride: int = 1) -> float:
     """Return the time to gather ``size`` bytes from ranks, or to reduce and scatter them.
 
     ``stride`` is the distance of the ranks: the groups in between use their adapters as well.
@@ -146,7 +143,7 @@ def gather_seconds(device: Device, size: float, *, ranks: int, stride: int = 1) 
     return CALL_SECONDS + (ranks - 1) / ranks * size / (LINK_SHARE * link)
 
 
-def all_to_all_seconds(device: Device, size: float, *, ranks: int) -> float:
+def all_to_all_seconds(device: DataSheet, size: float, *, ranks: int) -> float:
     """Return the time in which each of consecutive ranks sends ``size`` bytes, evenly to all."""
     if ranks == 1:
         return 0.0

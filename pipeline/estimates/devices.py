@@ -1,4 +1,4 @@
-"""GPUs as their data sheets describe them, and the peak by which training logs ``mfu``."""
+"""Data sheets of GPUs, and the peak by which training logs ``mfu``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,43 +11,28 @@ from pipeline.errors import ConfigError, hint
 
 
 @dataclass(frozen=True)
-class Device:
-    """A GPU, without sparsity.
-
-    Attributes:
-        memory: bytes of memory.
-        bandwidth: memory bandwidth in bytes per second.
-        half: operations per second in bfloat16; a multiply-add counts as two.
-        float32: operations per second in float32.
-        multiprocessors: number of streaming multiprocessors.
-        nvlink: bytes per second that a GPU sends to others of its node.
-        adapter: bytes per second that a GPU sends to other nodes, in NVIDIA's DGX.
-        capability: CUDA's number of its architecture, by which kernels choose.
-    """
+class DataSheet:
+    """A GPU by its data sheet, without sparsity; bytes, and bytes or operations per second."""
 
     memory: float
-    bandwidth: float
-    half: float
-    float32: float
+    bandwidth: float  # of memory
+    half: float  # operations in bfloat16; a multiply-add counts as two
+    float32: float  # operations in float32
     multiprocessors: int
-    nvlink: float
-    adapter: float
-    capability: tuple[int, int]
+    nvlink: float  # that a GPU sends to others of its node
+    adapter: float  # that a GPU sends to other nodes, in NVIDIA's DGX
+    capability: tuple[int, int]  # CUDA's number of its architecture, by which kernels choose
 
 
 DEVICES = {  # by NVIDIA's data sheets of SXM modules: A100 of 80 GB, H100, H200
-    "a100": Device(80e9, 2.039e12, 312e12, 19.5e12, 108, 300e9, 25e9, (8, 0)),
-    "h100": Device(80e9, 3.35e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
-    "h200": Device(141e9, 4.8e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
+    "a100": DataSheet(80e9, 2.039e12, 312e12, 19.5e12, 108, 300e9, 25e9, (8, 0)),
+    "h100": DataSheet(80e9, 3.35e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
+    "h200": DataSheet(141e9, 4.8e12, 989e12, 67e12, 132, 450e9, 50e9, (9, 0)),
 }
 
 
-def device_named(name: str) -> Device:
-    """Return a GPU of :data:`DEVICES`.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+def device_named(name: str) -> DataSheet:
+    """Return a GPU of :data:`DEVICES`; ConfigError if it has none of that name."""
     if name not in DEVICES:
         raise ConfigError(f"There is no device {name!r}{hint(name, [*DEVICES, 'cpu'])}")
     return DEVICES[name]
@@ -58,18 +43,12 @@ def peak_operations(ds_config: Mapping[str, Any]) -> float | None:
 
     None on a CPU, and for GPUs that are not in the table.
     """
-    sheet = data_sheet_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    words = torch.cuda.get_device_name().lower().replace("-", " ").split()
+    if "pcie" in words or "nvl" in words:  # slower than the SXM modules of the same name
+        return None
+    sheet = next((sheet for name, sheet in DEVICES.items() if name in words), None)
     if sheet is None:
         return None
     return sheet.float32 if precision_of(ds_config) == "fp32" else sheet.half
-
-
-def data_sheet_of(name: str) -> Device | None:
-    """Return the data sheet of a GPU by CUDA's name of it; None if it is not in the table.
-
-    The sheets are of SXM modules. PCIe cards of the same name are slower.
-    """
-    words = name.lower().replace("-", " ").split()
-    if "pcie" in words or "nvl" in words:
-        return None
-    return next((sheet for known, sheet in DEVICES.items() if known in words), None)

@@ -1,14 +1,14 @@
 """Estimate the disk space that a plan's models and training states take, without running it.
 
 Weights and states are in float32 (``training/engine.py``): a state holds a parameter and its two
-moments. Corpora and shards depend on the raw text and are not counted.
+moments. The size of corpora and shards depends on the raw text and is not counted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.config.recipe import Recipe
-from pipeline.jobs.plan import PlacedPlan
+from pipeline.jobs.plan import ResolvedPlan
 from pipeline.model.parameters import count_parameters
 
 WEIGHT_BYTES, STATE_BYTES = 4, 3 * 4
@@ -25,10 +25,8 @@ class DiskSpace:
 
 
 def disk_space(recipe: Recipe, *, parameters: int, trains: bool) -> DiskSpace:
-    """Return the space of a stage that makes a model.
-
-    A new state is complete before the oldest is removed, and so are new weights.
-    """
+    """Return the space of a stage that makes a model."""
+    # A new state is complete before the oldest is removed, and so are new weights.
     weights, state = WEIGHT_BYTES * parameters, STATE_BYTES * parameters
     if not trains:
         return DiskSpace(weights, weights)
@@ -39,27 +37,24 @@ def disk_space(recipe: Recipe, *, parameters: int, trains: bool) -> DiskSpace:
     return DiskSpace(peak=(states + 1) * state + 2 * weights + mean, kept=weights + left * state)
 
 
-def plan_space(placed: PlacedPlan, recipes: Mapping[str, Recipe]) -> tuple[int, int]:
-    """Return the most bytes that the stages still to run take, one after another, and what stays.
+def plan_space(resolved: ResolvedPlan, recipes: Mapping[str, Recipe]) -> tuple[int, int]:
+    """Return the most bytes that stages take one after another, and the bytes that stay.
 
     Args:
-        placed: the plan; finished stages are left out.
+        resolved: the plan; finished stages are left out.
         recipes: stage of the plan → its recipe.
     """
-    spaces = []
-    for task in placed.tasks:
+    peak = kept = 0
+    for task in resolved.tasks:
         if task.stage.name in STAGES and not task.is_made:
             recipe = recipes[task.name]
-            spaces.append(
-                disk_space(recipe, parameters=_parameters(recipe), trains=task.stage.trains)
+            count = count_parameters(
+                recipe.model, output_size=recipe.tokenizer.output_ids, **sizes(recipe)
             )
-    kept = sum(space.kept for space in spaces)
-    return kept + max((space.peak - space.kept for space in spaces), default=0), kept
-
-
-def _parameters(recipe: Recipe) -> int:
-    output_size = recipe.tokenizer.output_ids
-    return count_parameters(recipe.model, output_size=output_size, **sizes(recipe))["total"]
+            space = disk_space(recipe, parameters=count["total"], trains=task.stage.trains)
+            peak = max(peak, space.peak - space.kept)
+            kept += space.kept
+    return kept + peak, kept
 
 
 def sizes(recipe: Recipe) -> dict[str, int]:

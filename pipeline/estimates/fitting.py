@@ -15,12 +15,7 @@ _FEWER_BYTES = (
 
 
 def refuse_unfit(task: Task, allocation: Allocation) -> None:
-    """Compare a training stage with the ranks and the memory that it is allocated.
-
-    Raises:
-        ConfigError: the number of ranks does not fit its micro-batches, or a rank needs more
-            memory than its node or GPU has.
-    """
+    """Raise ConfigError if a training stage does not fit its number of ranks or their memory."""
     if not {"model", "batches"} <= set(task.stage.sections):
         return
     recipe = load_recipe(task.recipe, task.overrides)

@@ -1,15 +1,15 @@
 """Estimate the memory of a training rank, by part, without running it.
 
 :func:`estimate` adds the activations of the model's layers and the allocations of DeepSpeed 0.19's
-ZeRO 1 and 2. Not all of them exist at the same time, so each phase of an update has its own sum:
+ZeRO 1 and 2. They do not exist at the same time, so each phase of an update has its own sum:
 
 - ``start``: the model is built, then flattened into DeepSpeed's buffers
 - ``backward``: the last micro-batch, with all activations, when the logits are at their peak
 - ``reduce``: activations are freed, all gradients exist and are being reduced
 - ``step``: gradients are flattened for the optimizer
 
-The peak is the largest phase. The estimate assumes full micro-batches and routes spread evenly over
-experts, so that a run stays below it unless its routing is skewed.
+The peak is the largest phase. The estimate assumes full micro-batches of the worst length and even
+routing: a run stays below it unless its routing is skewed.
 """
 
 import math
@@ -57,24 +57,21 @@ next number were fitted to 23 trainings of 3 runs or more each, ``CPU_SENT`` to 
 (glibc 2.36).
 """
 CPU_HEAP = 112 * 2**20
-"""Heap of a process whose activations are small."""
+"""Heap of a process with small activations."""
 CPU_SENT = 0.25
 """Additional share of all memory that a rank among several keeps for buckets it has sent."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of the rank that needs the most, in bytes.
-
-    Attributes:
-        phases: bytes on the device in each phase of training, by part.
-        host: bytes that offload keeps in host memory, by part.
-        device: device of the model; on ``cpu``, both are the same memory.
-    """
+    """Memory of the rank that needs the most, in bytes, by part."""
 
     phases: Mapping[Phase, Parts]
+    """On the device in each phase of training."""
     host: Parts
+    """In host memory, by offload."""
     device: Device
+    """Device of the model; on ``cpu``, both are the same memory."""
 
     @property
     def peak_phase(self) -> Phase:
@@ -83,7 +80,7 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """Return the peak on the device, without the host's share."""
+        """Return the peak on the device."""
         return sum(self.phases[self.peak_phase].values())
 
     @property
@@ -93,12 +90,8 @@ class MemoryEstimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as a JSON object."""
-        return {
-            **asdict(self),
-            "peak_phase": self.peak_phase,
-            "device_bytes": self.device_bytes,
-            "host_bytes": self.host_bytes,
-        }
+        totals = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
+        return {**asdict(self), "peak_phase": self.peak_phase, **totals}
 
 
 def estimate(
@@ -107,7 +100,6 @@ def estimate(
     processes: int,
     ds_config: Mapping[str, Any],
     device: Device = "cuda",
-    sentence_length: int | None = None,
     **sizes: int,
 ) -> MemoryEstimate:
     """Estimate the memory of a training run per rank.
@@ -117,9 +109,6 @@ def estimate(
         processes: number of ranks.
         ds_config: DeepSpeed's configuration.
         device: device of the model.
-        sentence_length: tokens per sentence, tags included. It matters if attention keeps its
-            scores (on CPU, unless its kernel is fused). None: the worst length that the recipe
-            allows.
         sizes: sizes of the model that the data decides: ``vocabulary_size``, ``num_groups``, and
             ``num_languages`` that have modules.
 
@@ -128,13 +117,13 @@ def estimate(
     """
     model = shape_of(recipe, **sizes)
     zero = ZeroSettings.of(recipe, ds_config, processes=processes)
-    batch = _micro_batch(recipe, zero, device=device, processes=processes, length=sentence_length)
+    batch = worst_micro_batch(recipe, zero, device=device, processes=processes)
     groups = optimizer_groups(model, recipe, processes=processes)
     tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
     held = _HeldByZero(
         zero,
         groups,
-        device=device,
+        is_cuda=device == "cuda",
         embedding=max(tables, default=0),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
@@ -155,14 +144,14 @@ def estimate(
 
 
 def shape_of(recipe: Recipe, **sizes: int) -> Transformer:
-    """Return a recipe's model on the meta device; ``sizes`` are those that the data decides."""
+    """Return a recipe's model on the meta device; the data decides ``sizes``."""
     spec = placeholder_spec(recipe.model, **sizes, output_size=recipe.tokenizer.output_ids)
     return shape_of_model(spec)
 
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """Settings of recipe and ds_config that determine memory and traffic; sizes in bytes."""
+    """Settings of recipe and ds_config that decide memory and traffic; sizes in bytes."""
 
     stage: int
     value: int  # of a parameter
@@ -177,11 +166,7 @@ class ZeroSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "ZeroSettings":
-        """Merge a ds_config with the recipe's settings for a number of ranks.
-
-        Raises:
-            ConfigError: they do not fit together.
-        """
+        """Merge a ds_config with a recipe; ConfigError if they do not fit the number of ranks."""
         merged = merge_ds_config(ds_config, recipe, world_size=processes)
         settings = merged["zero_optimization"]
         value = FLOAT32 if precision_of(merged) == "fp32" else 2
@@ -203,26 +188,24 @@ class ZeroSettings:
 
     @property
     def accumulates_wider(self) -> bool:
-        """Return whether gradients of 16-bit parameters are accumulated in float32."""
+        """Whether gradients of 16-bit parameters are accumulated in float32."""
         return self.accumulated > self.value
 
 
-def _micro_batch(
-    recipe: Recipe, zero: ZeroSettings, *, device: Device, processes: int, length: int | None
+def worst_micro_batch(
+    recipe: Recipe, zero: ZeroSettings, *, device: Device, processes: int
 ) -> MicroBatchShape:
-    """Return the full micro-batches of a pass; without a length, of the one that keeps the most."""
+    """Return the full micro-batches of a pass, of the sentence length that keeps the most."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
     batch = MicroBatchShape(
         tokens=recipe.batches.tokens * zero.per_pass,
-        length=min(length or longest, recipe.batches.tokens),
+        length=min(longest, recipe.batches.tokens),
         value=zero.value,
         device=device,
         regularization=Regularization.of(recipe.training),
         is_spread=expert_parallel_size(recipe, ranks=processes) > 1,
         recomputes=recipe.training.recompute_layers,
     )
-    if length is not None:
-        return batch
     head_width = recipe.model.width // recipe.model.num_heads
 
     def scores_kept(batch: MicroBatchShape) -> tuple[int, int]:
@@ -247,7 +230,7 @@ class OptimizerGroup:
 
     @property
     def share(self) -> int:
-        """Return the number of values whose optimizer state a rank holds."""
+        """Return the number of values of which a rank holds the optimizer state."""
         return self.values // self.ranks
 
     @property
@@ -262,11 +245,7 @@ class OptimizerGroup:
 
 
 def optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> list[OptimizerGroup]:
-    """Return a group of all replicated tensors and, with expert parallelism, those of experts.
-
-    Raises:
-        ConfigError: so many ranks cannot train by the recipe.
-    """
+    """Return a group of all replicated tensors and, with expert parallelism, groups of experts."""
     check_ranks(recipe, ranks=processes)
     spread = expert_parallel_size(recipe, ranks=processes)
     replicated, experts = [], []
@@ -278,8 +257,8 @@ def optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> l
     }
     for parameter in trainable(model):
         if spread > 1 and id(parameter) in of_experts:
-            count = len(parameter)  # slots of this rank; language modules may be padded
-            experts.append(parameter.numel() // count * -(-count // spread))
+            slots = math.ceil(len(parameter) / spread)  # language modules may be padded
+            experts.append(parameter[0].numel() * slots)
         else:
             replicated.append(parameter.numel())
     expert_groups = [OptimizerGroup(sizes, processes // spread) for sizes in _split(experts)]
@@ -306,9 +285,9 @@ class _HeldByZero:
         *,
         embedding: int,
         frozen: int,
-        device: Device,
+        is_cuda: bool,
     ) -> None:
-        self.zero, self.groups, self.device = zero, groups, device
+        self.zero, self.groups, self.is_cuda = zero, groups, is_cuda
         self.embedding, self.frozen = embedding, frozen
         self.values = sum(group.values for group in groups)
         self.share = sum(group.share for group in groups)
@@ -323,12 +302,9 @@ class _HeldByZero:
         return {"parameters": value * (self.values + self.frozen), "copies": max(copied, as_built)}
 
     def backward(self) -> dict[str, int]:
-        """Return the parts in the last backward pass: gradients of earlier ones, and buckets."""
-        return {
-            **self._always(),
-            "gradients": self._accumulated(),
-            "buckets": self._buckets() if self.device == "cuda" else 0,
-        }
+        """Return the parts in the last backward pass: gradients of earlier passes, and buckets."""
+        buckets = self._buckets() if self.is_cuda else 0
+        return {**self._always(), "gradients": self._accumulated(), "buckets": buckets}
 
     def reduce(self) -> dict[str, int]:
         """Return the parts when every gradient exists, or has been reduced into a rank's share."""
@@ -337,40 +313,36 @@ class _HeldByZero:
     def step(self) -> dict[str, int]:
         """Return the parts in the optimizer's step, where a group's gradients become one tensor."""
         zero = self.zero
-        norm = FLOAT64 * self.largest  # of one tensor
-        share = max(group.share for group in self.groups)
+        shared = [group.values for group in self.groups if group.ranks > 1]
+        # gloo gathers new parameters into a buffer.
+        gathered = 0 if self.is_cuda else zero.value * max(shared, default=0)
+        norm, flat = FLOAT64 * self.largest, 0  # of one tensor
         if zero.flat:
-            return {
-                **self._always(),
-                "gradients": FLOAT32 * self.values,
-                "temporaries": self._gathered(),
-            }
-        if zero.offloads:
-            gradients, flat = 0, 0
+            norm, gradients = 0, FLOAT32 * self.values
+        elif zero.offloads:
+            gradients = 0
         elif zero.accumulates_wider:
-            gradients, flat = FLOAT32 * self.share, 0
+            gradients = FLOAT32 * self.share
         else:
             widened = FLOAT32 if zero.value < FLOAT32 else 0
-            gradients, flat = zero.value * self.covering, (zero.value + widened) * share
-        temporaries = max(norm, flat, self._gathered())
-        return {**self._always(), "gradients": gradients, "temporaries": temporaries}
-
-    def _gathered(self) -> int:
-        """Return the bytes of the buffer into which gloo gathers new parameters."""
-        shared = [group.values for group in self.groups if group.ranks > 1]
-        return self.zero.value * max(shared, default=0) if self.device == "cpu" else 0
+            gradients = zero.value * self.covering
+            flat = (zero.value + widened) * max(group.share for group in self.groups)
+        return {
+            **self._always(),
+            "gradients": gradients,
+            "temporaries": max(norm, flat, gathered),
+        }
 
     def host(self) -> dict[str, int]:
-        """Return the parts on the host, with offload: all that belongs to this rank's share."""
+        """Return the parts on the host, with offload: all of this rank's share."""
         zero = self.zero
         if not zero.offloads:
             return {}
         gathers = zero.passes > 1 and not zero.accumulates_wider
-        gradients = FLOAT32 * self.share + (zero.value * self.covering if gathers else 0)
         return {
             "master weights": FLOAT32 * self.share,
             "moments": 2 * FLOAT32 * self.share,
-            "gradients": gradients,
+            "gradients": FLOAT32 * self.share + (zero.value * self.covering if gathers else 0),
             "parameters": zero.value * self.share,
             "buckets": zero.value * self.largest,
         }
@@ -381,7 +353,7 @@ class _HeldByZero:
             "parameters": zero.value * (self.values + self.frozen),
             "master weights": self._state(FLOAT32),
             "moments": self._state(2 * FLOAT32),
-            "runtime": CPU_RUNTIME if self.device == "cpu" else 0,
+            "runtime": 0 if self.is_cuda else CPU_RUNTIME,
         }
 
     def _state(self, size: int) -> int:
@@ -405,25 +377,23 @@ class _HeldByZero:
         """Return the bytes of gradients at the end of the last backward pass of an update."""
         zero = self.zero
         if zero.flat:  # a GPU joins new gradients of 16 bits before it adds them
-            joins = self.device == "cuda" and zero.passes > 1 and zero.value < FLOAT32
+            joins = self.is_cuda and zero.passes > 1 and zero.value < FLOAT32
             return (FLOAT32 + zero.value * (2 if joins else 1)) * self.values
         if zero.stage == 1:
-            whole = zero.accumulated * self.values
-            compact = FLOAT32 * self.share if zero.accumulates_wider else 0
-            reserved = zero.value * self.covering if self.device == "cuda" else 0
-            return whole + (compact if zero.accumulates_wider else reserved)
+            reserved = zero.value * self.covering if self.is_cuda else 0
+            compact = FLOAT32 * self.share if zero.accumulates_wider else reserved
+            return zero.accumulated * self.values + compact
         if zero.accumulates_wider:
             one_layer = max(self.embedding, 2 * self.largest)
             return FLOAT32 * (self.share + self.largest) + zero.value * one_layer
         if zero.offloads:
             return zero.value * self.embedding
-        new = zero.value * max(self.covering, self.embedding)
-        return self._accumulated() + new
+        return self._accumulated() + zero.value * max(self.covering, self.embedding)
 
     def _buckets(self) -> int:
         """Return the bytes of the reduce buckets, and of the copies of one that is being sent.
 
-        On CPU, only what is written becomes resident. Larger tensors are reduced in place.
+        On CPU, only written pages become resident. Larger tensors are reduced in place.
         """
         zero = self.zero
         if zero.flat:
@@ -431,10 +401,9 @@ class _HeldByZero:
         size = zero.accumulated if zero.stage == 1 else zero.value
         fitting = [s for group in self.groups for s in group.sizes if s <= zero.bucket]
         filled = min(zero.bucket, sum(fitting))
-        is_shared = any(group.ranks > 1 for group in self.groups)
-        copied = is_shared or zero.accumulates_wider
+        copied = zero.accumulates_wider or any(group.ranks > 1 for group in self.groups)
         widened = zero.sent if zero.sent != size else 0  # in another type
-        reserved = zero.bucket if self.device == "cuda" else filled
+        reserved = zero.bucket if self.is_cuda else filled
         buckets = 2 if zero.overlaps else 1  # one is filled while the other is being reduced
         return size * buckets * reserved + (filled * (size + widened) if copied else 0)
 
@@ -442,11 +411,10 @@ class _HeldByZero:
 def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
     """Return the working memory of the backward pass while nearly all activations are kept.
 
-    It is the maximum over three moments: the loss; the gradient of the logits together with that of
-    the tied embedding; and the latter, kept until the look-up's gradient is added, together with
-    the gradients inside a layer. If outputs are padded on a GPU
-    (:func:`~pipeline.kernels.products.padded_product`), the first two keep the padded matrix, and
-    the second has padded copies of both gradients.
+    It is the maximum over three moments: the loss; the gradients of the logits and of the tied
+    embedding; and the latter gradient with the gradients inside a layer. If outputs are padded on a
+    GPU (:func:`~pipeline.kernels.products.padded_product`), the first two keep the padded matrix,
+    and the second has padded copies of both gradients.
     """
     outputs = recipe.tokenizer.output_ids or vocabulary_size
     logits = batch.tokens * outputs
@@ -469,10 +437,7 @@ def _passes(recipe: Recipe) -> int:
 
 
 def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
-    """Return the peak of the loss: N V logits, as many gradients, and some rows in float32.
-
-    The float32 rows are a few on CPU, and the largest of a few chunks on CUDA.
-    """
+    """Return the peak of the loss: N V logits, as many gradients, and a chunk in float32."""
     copies = 3 if batch.value < FLOAT32 else 2
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
     return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * outputs

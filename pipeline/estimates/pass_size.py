@@ -28,14 +28,9 @@ def micro_batches_that_fit(call: StageCall, spec: ModelSpec) -> int | None:
     """
     if not (torch.cuda.is_available() and asks_for_largest_passes(call.ds_config)):
         return None
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return most_per_pass(
-        spec,
-        call.recipe,
-        call.ds_config,
-        ranks=world_size(),
-        memory=min(gather_objects(memory)),
-    )
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())
+    memory = min(gather_objects(card.total_memory))
+    return most_per_pass(spec, call.recipe, call.ds_config, ranks=world_size(), memory=memory)
 
 
 def most_per_pass(
@@ -43,14 +38,8 @@ def most_per_pass(
 ) -> int:
     """Return the most micro-batches of a pass that fit and that fill a GPU; at least 1.
 
-    Passes of an update are of the same size, up to one micro-batch.
-
-    Args:
-        spec: the model.
-        recipe: settings of its training.
-        ds_config: DeepSpeed's configuration.
-        ranks: number of ranks.
-        memory: bytes of the GPU with the least memory.
+    Passes of an update are of the same size, up to one micro-batch. ``memory`` is the number of
+    bytes of the GPU with the least memory.
     """
     turns = passes_per_update(recipe, ranks=ranks)
     enough = ENOUGH_TOKENS * OF_WIDTH**2 // spec.model.width**2

@@ -13,8 +13,7 @@ from pipeline.decoding.beam_search import Search
 from pipeline.decoding.grid_search import Grid, grid_shape, suits_grids
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import weight_dtype
-from pipeline.estimates.launches import META, LaunchCounter
-from pipeline.estimates.operators import Counted, tensor_bytes
+from pipeline.estimates.launches import META, Counted, LaunchCounter, tensor_bytes
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel, RankExperts, RowCounts
 from pipeline.model.regularization import Regularization
@@ -34,11 +33,9 @@ def count_training(
 ) -> Counted:
     """Count the forward pass, loss and backward pass of full micro-batches that share a pass.
 
-    ``sizes`` are the numbers of ids, groups and languages that the data decides.
-
-    Half of the sentences are one token shorter than the others, so that there is padding. If the
-    recipe spreads the experts over ranks, the work is that of one of them, which holds its share of
-    the experts and gets as many rows as it sends. Layers are not recomputed.
+    ``sizes`` are the numbers of ids, groups and languages that the data decides. If the recipe
+    spreads the experts over ranks, a rank holds its share of them and gets as many rows as it
+    sends. Layers are not recomputed.
     """
     size, no_group = recipe.training.expert_parallel_size, None
     exchange = _EvenExchange(no_group, 0, size) if size > 1 else None  # type: ignore[arg-type]

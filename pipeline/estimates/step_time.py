@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from pipeline.estimates.devices import Device
-from pipeline.estimates.operators import Counted, Launch
+from pipeline.estimates.devices import DataSheet
+from pipeline.estimates.launches import Counted, Launch
 
 LAUNCH_SECONDS = 31.9e-3 / 1471
 """Host time of an operator: a pass of dense_opus100 took 31.9 ms of it on an H200's machine."""
@@ -52,7 +52,7 @@ GRADIENT_ENDS, ENDS_BLOCKS = 16e-6, 1024
 """Time of the two kernels around attention's backward pass, for up to this many blocks."""
 
 
-def kernel_seconds(launch: Launch, device: Device) -> float:
+def kernel_seconds(launch: Launch, device: DataSheet) -> float:
     """Return the forecast time of one launch on the GPU."""
     share = SHARES.get(launch.kind, DEFAULT_SHARE)
     start = START_SECONDS.get(launch.kind, DEFAULT_START)
@@ -77,7 +77,9 @@ def _grouped_share(launch: Launch) -> float:
 
 
 @cache
-def _product_seconds(rows: int, columns: int, inner: int, *, peak: float, device: Device) -> float:
+def _product_seconds(
+    rows: int, columns: int, inner: int, *, peak: float, device: DataSheet
+) -> float:
     """Return the time of a product by its fastest tile and split."""
     of_one = PRODUCT_SHARE * peak / device.multiprocessors
     least = float("inf")
@@ -95,7 +97,7 @@ def _product_seconds(rows: int, columns: int, inner: int, *, peak: float, device
     return least + START_SECONDS["product"]
 
 
-def _attention_seconds(launch: Launch, device: Device) -> float:
+def _attention_seconds(launch: Launch, device: DataSheet) -> float:
     if launch.operator.endswith("backward"):
         ends = GRADIENT_ENDS * max(1.0, launch.blocks / ENDS_BLOCKS)
         return ceil(launch.blocks / device.multiprocessors) * BACKWARD_BLOCK + ends
@@ -104,10 +106,11 @@ def _attention_seconds(launch: Launch, device: Device) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Forecast time of a step: of the GPU by kind of kernel, and of the host."""
+    """Forecast time of a step."""
 
     counted: Counted
     kernels: dict[str, float]
+    """Kind of kernel → seconds on the GPU."""
 
     @property
     def kernel_seconds(self) -> float:
@@ -137,7 +140,7 @@ class StepTime:
         }
 
 
-def step_time(counted: Counted, device: Device) -> StepTime:
+def step_time(counted: Counted, device: DataSheet) -> StepTime:
     """Return the forecast time of a step on a GPU."""
     kernels: dict[str, float] = defaultdict(float)
     for launch in counted.launches:

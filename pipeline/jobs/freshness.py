@@ -2,7 +2,7 @@
 
 A finished artifact with the same key (see ``artifacts.stage_key``) is up to date. With another key
 a stage runs if a setting that decides its result (``Stage.deciding``) or the digest of an input
-differs from the manifest; a stage that is rebuilt with the same result leaves later stages alone.
+differs from the manifest; a stage that is rebuilt with the same result affects no later stage.
 The digest of a corpus covers the splits that the stage reads (``Input.splits``): other test lines
 do not affect training. A setting that did not exist when the artifact was made counts as its
 default, and a setting that the stage no longer reads does not count. Another ``shards.max_tokens``
@@ -11,7 +11,8 @@ that leaves out the same sentences changes nothing.
 A training stage resumes from its newest state if that is a state of the same training
 (``artifacts/run_folders.py``), also for more updates. Otherwise, or if a finished model was
 trained differently, days of training may be lost: ``mmnmt run`` refuses without ``--rebuild``, and
-a stage alone refuses without ``--overwrite``. Earlier training is then set aside, not deleted.
+the command of a stage refuses without ``--overwrite``. Earlier training is then set aside, not
+deleted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_t
 from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.stages.stage import Stage, StageCall
 from pipeline.terminal import JsonLines, counted, with_article
 
@@ -85,10 +86,10 @@ def changes_since(
     return changes
 
 
-def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:
+def reason_to_run(resolved: ResolvedPlan, task: Task) -> str | None:
     """Return why the task must run, or None if its artifact is up to date."""
     return why_not_done(
-        task.out_dir, stage=task.stage, config=task.config, digests=placed.digests(task)
+        task.out_dir, stage=task.stage, config=task.config, digests=resolved.digests(task)
     )
 
 
@@ -112,15 +113,15 @@ def change_of_files(task: Task) -> str | None:
     return None
 
 
-def forecast(placed: PlacedPlan) -> dict[str, str | None]:
+def forecast(resolved: ResolvedPlan) -> dict[str, str | None]:
     """Return stage → why it would run, or None; a stage also runs if one that it reads from will.
 
     Stages that are left out will not run: their artifacts are read as they are.
     """
     reasons: dict[str, str | None] = {}
-    for task in placed.tasks:
+    for task in resolved.tasks:
         causes = [name for name in task.planned.dependencies() if reasons.get(name) is not None]
-        missing = [other.name for other in placed.left_out(task) if not other.is_made]
+        missing = [other.name for other in resolved.left_out(task) if not other.is_made]
         if missing:
             reasons[task.name] = f"needs {missing[0]}, which is not made yet"
         elif causes and task.is_made:
@@ -128,7 +129,7 @@ def forecast(placed: PlacedPlan) -> dict[str, str | None]:
         elif causes:
             reasons[task.name] = "missing"
         else:
-            reasons[task.name] = reason_to_run(placed, task)
+            reasons[task.name] = reason_to_run(resolved, task)
     return reasons
 
 
@@ -236,6 +237,6 @@ def refusal(task: Task, cause: str) -> str:
     """Return the error message for a stage that may not train anew."""
     return (
         f"Stage {task.name} would throw away {training_done(task)} in {task.out_dir} ({cause}). "
-        f"Undo that change, or pass --rebuild {task.name}, which sets what is there aside as "
-        f"{free_place_aside(task.out_dir)} and trains anew."
+        f"Undo that change, or pass --rebuild {task.name}, which trains anew and keeps it as "
+        f"{free_place_aside(task.out_dir)}."
     )

@@ -1,8 +1,8 @@
 """Show the stages of a plan with their jobs: artifacts, verdicts and scheduler in one table.
 
-Artifacts decide what is done. For the rest, the scheduler tells whether a job waits or runs, and
-the verdicts (``attempts.py``) how its earlier starts ended. A job that the scheduler does not know
-any more has ended, however it ended.
+Artifacts decide which stages are done. For the rest, the scheduler tells whether a job waits or
+runs, and the verdicts (``job_endings.py``) how its earlier starts ended. A job that the scheduler
+does not know any more has ended, however it ended.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,36 +11,41 @@ from pathlib import Path
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
 from pipeline.errors import ArtifactError, SchedulerError
-from pipeline.jobs.attempts import Verdict, ended_starts, job_of, one_line
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.job_endings import Verdict, ended_starts, job_of, one_line
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.runner import status_rows
-from pipeline.jobs.scheduler import NEVER_SATISFIED, Job, Scheduler
+from pipeline.jobs.slurm_commands import NEVER_SATISFIED, Scheduler, SlurmJob
 from pipeline.jobs.submission import JobRecord, JobsRecord, jobs_of, log_dir, read_jobs
 from pipeline.terminal import JsonLines, clock_text, counted, text_table
 
-SHOWN_ATTEMPTS = 5
+Jobs = Mapping[str, SlurmJob | None]
+"""Stage → its newest job; None if the scheduler does not know it any more."""
+SHOWN_STARTS = 5
 """Most ended starts of a stage that are shown, the newest."""
 _RATE_LINES = 20
 """Lines of metrics over which the speed of training is averaged."""
 
 
 def show_jobs(
-    placed: PlacedPlan, *, scheduler: Scheduler | None = None, say: Callable[[str], None] = print
+    resolved: ResolvedPlan,
+    *,
+    scheduler: Scheduler | None = None,
+    say: Callable[[str], None] = print,
 ) -> None:
-    """Print a table of the plan's stages with their jobs; without jobs, of the stages alone."""
-    record = read_jobs(placed.out_dir)
+    """Print a table of the plan's stages with their jobs, if any were submitted."""
+    record = read_jobs(resolved.out_dir)
     if record is None:
-        say(text_table(["stage", "state", ""], status_rows(placed)))
+        say(text_table(["stage", "state", ""], status_rows(resolved)))
         return
-    jobs: Mapping[str, Job | None] | None = None
+    jobs: Jobs | None = None
     unknown = ""
     try:
         jobs = jobs_of(record, scheduler=scheduler or Scheduler())
     except SchedulerError as error:
         unknown = f"States of jobs are unknown. {error}"
-    rows = status_rows(placed)  # after the jobs: one that has ended has made its artifact by now
+    rows = status_rows(resolved)  # after the jobs: one that has ended has made its artifact by now
     table: list[list[str]] = []
-    for task, row in zip(placed.tasks, rows, strict=True):
+    for task, row in zip(resolved.tasks, rows, strict=True):
         table += _rows(task, row, record=record, jobs=jobs)
     say(text_table(["stage", "state", "job", "since", ""], table))
     if unknown:
@@ -48,42 +53,43 @@ def show_jobs(
 
 
 def _rows(
-    task: Task, row: Sequence[str], *, record: JobsRecord, jobs: Mapping[str, Job | None] | None
+    task: Task, row: Sequence[str], *, record: JobsRecord, jobs: Jobs | None
 ) -> list[list[str]]:
     """Return the row of a stage, and one for each of its last starts that ended unfinished.
 
     Args:
         task: The stage.
-        row: Name, state and explanation by its artifacts alone.
+        row: Name, state and explanation by its artifacts.
         record: What was submitted.
         jobs: Stage → job; None if the scheduler does not answer.
     """
     name, state, about = row
-    noted = record.stages.get(name)
-    if state == "done" or noted is None or jobs is None:
-        job_id = noted.id if noted and jobs is None else ""
+    known = record.stages.get(name)
+    if state == "done" or known is None or jobs is None:
+        job_id = known.id if known and jobs is None else ""
         ended = [] if state == "done" else _ended(task, may_run=True)
-        return [[name, state, job_id, "", about], *_attempt_rows(ended)]
+        return [[name, state, job_id, "", about], *_start_rows(ended)]
     job = jobs[name]
     if job is not None and job.is_live:
         ended = _ended(task, running=job.attempt if job.runs else "")
         shown = _live_row(task, job, record=record, jobs=jobs, about=about)
-        return [shown, *_attempt_rows(ended)]
+        return [shown, *_start_rows(ended)]
     ended = _ended(task)
-    last = ended[-1] if ended and job_of(ended[-1].attempt) == noted.id else None
-    if job is None and not noted.id:
+    last = ended[-1] if ended and job_of(ended[-1].attempt) == known.id else None
+    if job is None and not known.id:
         about = "; ".join(filter(None, (about, "its job was not submitted; submit again")))
-        return [[name, state, "", "", about], *_attempt_rows(ended)]
-    if state == "changed" or _has_succeeded(task, job, last):
-        return [[name, state, "", "", about], *_attempt_rows(ended)]  # it is stale since
+        return [[name, state, "", "", about], *_start_rows(ended)]
+    has_succeeded = (last and last.verdict == "done") or (job and job.state == "COMPLETED")
+    if state == "changed" or (task.is_made and has_succeeded):
+        return [[name, state, "", "", about], *_start_rows(ended)]  # it is stale since
     if job is not None and (job.state, job.reason) == ("CANCELLED", NEVER_SATISFIED):
-        return [[name, "canceled", job.attempt, job.since, job.why], *_attempt_rows(ended)]
-    shown = _ended_row(task, noted, job, last)
-    return [shown, *_attempt_rows(ended[:-1] if last is not None else ended)]
+        return [[name, "canceled", job.attempt, job.since, job.why], *_start_rows(ended)]
+    shown = _ended_row(task, known, job, last)
+    return [shown, *_start_rows(ended[:-1] if last is not None else ended)]
 
 
 def _live_row(
-    task: Task, job: Job, *, record: JobsRecord, jobs: Mapping[str, Job | None], about: str
+    task: Task, job: SlurmJob, *, record: JobsRecord, jobs: Jobs, about: str
 ) -> list[str]:
     """Return the row of a stage with a job that waits or runs."""
     if job.runs:
@@ -98,30 +104,33 @@ def _live_row(
     return [task.name, "waiting", job.attempt, job.since, about]
 
 
-def _ended_row(task: Task, noted: JobRecord, job: Job | None, last: Verdict | None) -> list[str]:
+def _ended_row(
+    task: Task, known: JobRecord, job: SlurmJob | None, last: Verdict | None
+) -> list[str]:
     """Return the row of a stage after its job ended without its artifact.
 
     ``last`` is the verdict on the job's last start, if that left one.
     """
-    attempt, since = (noted.id, noted.submitted) if job is None else (job.attempt, job.since)
+    times = (known.id, known.submitted) if job is None else (job.attempt, job.since)
     if last is not None and last.verdict == "done":
-        told = f"it was made, but {task.out_dir} is not seen here; submit again to make it anew"
-        return [task.name, "missing", attempt, since, told]
-    told = last.cause if last is not None else ""
+        cause = f"it was made, but {task.out_dir} is not seen here; submit again to make it anew"
+        return [task.name, "missing", *times, cause]
+    log = f"its log is in {log_dir(task.out_dir)}"
+    next_step = f"{log}; submit again to go on" if task.stage.work else f"{log}; submit again"
+    cause = last.cause if last is not None else ""
     if job is None:
-        told = told or "SLURM does not know the job any more"
+        cause = cause or "SLURM does not know the job any more"
     elif job.state == "CANCELLED":
-        told = "; ".join(filter(None, (told, _next_step(task))))
-        return [task.name, "canceled", attempt, since, told]
-    elif not told:
-        path = log_dir(task.out_dir) / f"{noted.id}.log"
-        told = f"SLURM ended it as {job.state}"
+        return [task.name, "canceled", *times, "; ".join(filter(None, (cause, next_step)))]
+    elif not cause:
+        path = log_dir(task.out_dir) / f"{known.id}.log"
+        cause = f"SLURM ended it as {job.state}"
         if line := _last_line(path):
-            told = f"{told} before the stage started: {line}"
+            cause = f"{cause} before the stage started: {line}"
         elif job.state == "FAILED" and not path.exists():
-            told = f"{told} without a log: name an --out where all nodes can write; submit again"
-            return [task.name, "failed", attempt, since, told]
-    return [task.name, "failed", attempt, since, f"{told}; {_next_step(task)}"]
+            cause = f"{cause} without a log: name an --out where all nodes can write; submit again"
+            return [task.name, "failed", *times, cause]
+    return [task.name, "failed", *times, f"{cause}; {next_step}"]
 
 
 def _last_line(path: Path) -> str:
@@ -133,28 +142,17 @@ def _last_line(path: Path) -> str:
     return next((one_line(line) for line in reversed(lines) if line.strip()), "")
 
 
-def _has_succeeded(task: Task, job: Job | None, last: Verdict | None) -> bool:
-    """Return whether a job that has ended made the artifact that is there."""
-    is_done = last is not None and last.verdict == "done"
-    return task.is_made and (is_done or (job is not None and job.state == "COMPLETED"))
-
-
-def _next_step(task: Task) -> str:
-    log = f"its log is in {log_dir(task.out_dir)}"
-    return f"{log}; submit again to go on" if task.stage.work else f"{log}; submit again"
-
-
 def _ended(task: Task, *, running: str = "", may_run: bool = False) -> list[Verdict]:
-    most = SHOWN_ATTEMPTS + 1  # the row of the stage tells one of them
+    most = SHOWN_STARTS + 1  # the row of the stage tells one of them
     return ended_starts(task.out_dir, most=most, running=running, may_run=may_run)
 
 
-def _attempt_rows(ended: Sequence[Verdict]) -> list[list[str]]:
+def _start_rows(ended: Sequence[Verdict]) -> list[list[str]]:
     unfinished = [verdict for verdict in ended if verdict.verdict != "done"]
-    return [_attempt_row(verdict) for verdict in unfinished[-SHOWN_ATTEMPTS:]]
+    return [_start_row(verdict) for verdict in unfinished[-SHOWN_STARTS:]]
 
 
-def _attempt_row(verdict: Verdict) -> list[str]:
+def _start_row(verdict: Verdict) -> list[str]:
     update = "" if verdict.update is None else f" (update {verdict.update:,})"
     state = "ended" if verdict.verdict == "again" else verdict.verdict
     return ["", state, verdict.attempt, verdict.ended, f"{verdict.cause}{update}"]
@@ -167,28 +165,18 @@ def how_far(task: Task) -> str:
     """
     if not task.stage.trains or "training" not in task.config:
         return ""
-    total = task.config["training"]["updates"]
+    total, path = task.config["training"]["updates"], run_dir(task.out_dir) / "metrics.jsonl"
     try:
-        lines = _training_lines(task)
+        lines = [*JsonLines(path).read()] if path.is_file() else []
         state = newest_state(run_dir(task.out_dir))
     except (ArtifactError, OSError):  # being replaced at this moment
         return ""
-    saved = updates_done(state) if state else 0
-    update = max(saved, lines[-1][0] if lines else 0)
+    lines = [line for line in lines if line.get("kind") == "train"][-_RATE_LINES:]
+    update = max(updates_done(state) if state else 0, lines[-1]["update"] if lines else 0)
     if not update:
         return ""
-    told = f"{update:,} of {counted(total, 'update')}"
-    if len(lines) > 1 and lines[-1][0] > lines[0][0]:
-        (first, started), (last, now) = lines[0], lines[-1]
-        left = (total - last) * (now - started) / (last - first)
-        told += f", {clock_text(left)} left"
-    return told
-
-
-def _training_lines(task: Task) -> list[tuple[int, float]]:
-    """Return update and seconds of the last lines of training metrics."""
-    path = run_dir(task.out_dir) / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    records = [one for one in JsonLines(path).read() if one.get("kind") == "train"]
-    return [(int(one["update"]), float(one["seconds"])) for one in records[-_RATE_LINES:]]
+    text = f"{update:,} of {counted(total, 'update')}"
+    if lines and (updates := lines[-1]["update"] - lines[0]["update"]) > 0:
+        seconds = lines[-1]["seconds"] - lines[0]["seconds"]
+        text += f", {clock_text((total - lines[-1]['update']) * seconds / updates)} left"
+    return text

@@ -1,8 +1,8 @@
 """Start one stage on this machine as one process or several, and end all of them together.
 
-Every child gets the variables of a world of its own on the loopback address, a session of its own
-(so that a terminal's Ctrl-C reaches it once, through the parent) and, on Linux, dies with its
-parent even if that is killed outright. Stages report their errors in a temporary folder, and each
+Every child gets the variables of a world of its own on the loopback address and a session of its
+own: a terminal's Ctrl-C reaches it once, through the parent. On Linux, it dies with its parent even
+if that is killed outright. Stages report their errors in a temporary folder, and each
 is printed once, however many ranks met it.
 """
 
@@ -21,7 +21,7 @@ from typing import Self
 from pipeline.distributed.signals import ctrl_c_held_back, handled_by
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN
-from pipeline.jobs.attempts import REPORTS, causes_to_print, describe_exit, read_ends
+from pipeline.jobs.job_endings import REPORTS, causes_to_print, describe_exit, read_ends
 from pipeline.machine import processes_here, visible_gpus
 
 GRACE_SECONDS = 15.0
@@ -110,7 +110,7 @@ def launch(
 
 
 def _print_causes(reports: Path, *, size: int) -> None:
-    """Print the errors that ranks of a stage reported, equal ones once."""
+    """Print the errors that ranks of a stage reported, without repetition."""
     for cause in causes_to_print(read_ends(reports)):
         if cause.end != "crashed":  # its traceback is printed already
             text = cause.line(size=size, with_nodes=False)

@@ -1,9 +1,9 @@
-"""Run a stage as one of the MPI ranks of a SLURM job.
+"""Run a stage as a rank of MPI in a SLURM job.
 
 ``slurm_job`` starts ``python -m pipeline.jobs.mpi_rank STAGE --mpi …`` once per rank. Rank 0 runs
-the stage, and the other ranks compute its tasks (``mpi4py.futures``). Rank 0 alone answers requests
-to stop and reports the end of the stage. Another rank reports only that it was told to end, so a
-rank without a report is the one that was killed.
+the stage, and the other ranks compute its tasks (``mpi4py.futures``). Only rank 0 answers requests
+to stop and reports the end of the stage. Another rank reports only that it was told to end: if a
+rank leaves no report, it was killed.
 """
 
 import os
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from pipeline.distributed.board import node_name
+from pipeline.distributed.rounds import node_name
 from pipeline.distributed.world import rank_of
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.jobs.attempts import REPORTS, End, EndReport, RankEnd
+from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Read and check plans, graphs of stages, and lay them out in a directory.
+"""Read and check plans, graphs of stages, and resolve the settings and directory of every stage.
 
 A plan is a TOML file. ``[inputs]`` names the raw data that it wants. ``[stages]`` says which stage
 to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``::
@@ -41,8 +41,8 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
   ``--set`` of a command are laid over ``set``.
 - ``[matrix.NAME.rows]`` holds rows of values, ``[matrix.NAME]`` the ``values`` of rows that do not
   have their own. In a stage with ``matrix = "NAME"``, ``{row}`` stands for the name of a row and
-  ``{key}`` for its value of that key. A text that is one placeholder alone becomes the value,
-  whatever its type.
+  ``{key}`` for its value of that key. A text that is nothing but a placeholder becomes the value,
+  of any type.
 - A stage with a placeholder in its name is repeated per row. What the stage says is laid over
   ``recipe``, ``set``, ``processes``, ``threads``, ``ds_config`` and ``job`` of the row, as over
   defaults. In a stage without a placeholder in its name, entries of ``inputs`` with one in theirs
@@ -93,24 +93,24 @@ _TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
 
 
 def num_bytes(size: str | None) -> int | None:
-    """Return the bytes of a size such as ``512G``; a number alone counts MiB, as for sbatch."""
+    """Return the bytes of a size, for example ``512G``; without a unit, MiB, as for sbatch."""
     if size is None:
         return None
-    if (found := _SIZE.fullmatch(size.strip())) is None:
+    if (match := _SIZE.fullmatch(size.strip())) is None:
         raise ValueError("Write a size of memory, for example 64G")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def seconds_of(time: str | None) -> int | None:
     """Return the seconds of a time limit: minutes, ``H:MM:SS``, ``D-HH`` or the like."""
     if time is None:
         return None
-    if (found := _TIME.fullmatch(time.strip())) is None:
+    if (match := _TIME.fullmatch(time.strip())) is None:
         raise ValueError("Write a time limit, for example 24:00:00")
-    parts = [int(part) for part in found.groups()[1:] if part is not None]
-    units = [3600, 60, 1] if found[1] or len(parts) == 3 else [60, 1]
+    parts = [int(part) for part in match.groups()[1:] if part is not None]
+    units = [3600, 60, 1] if match[1] or len(parts) == 3 else [60, 1]
     clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
-    return int(found[1] or 0) * 86400 + clock
+    return int(match[1] or 0) * 86400 + clock
 
 
 def _as_written(read: Callable[[str | None], int | None]) -> AfterValidator:
@@ -130,7 +130,7 @@ class StageJob(Settings):
 
     nodes: Annotated[int, whole(1, MAX_NODES)] | None = None
     """Number of nodes; not set: the fewest of the site's nodes that hold the processes. More than
-    one spreads a data stage over ranks of MPI, one of which leads the others."""
+    one spreads a data stage over ranks of MPI."""
     gpus_per_process: Annotated[int, whole(0, 1)] | None = None
     """GPUs of each process; not set: 1 for training and translation if the site's nodes have GPUs,
     else 0."""
@@ -154,7 +154,7 @@ class PlanStage(Settings):
     set: dict[str, Any] = Field(default_factory=dict)
     """Sections and settings laid over the recipe and its overlays."""
     inputs: dict[str, str | dict[str, str]] = Field(default_factory=dict)
-    """Input → stage name, or ``$`` and the name of one of the plan's inputs; for inputs that take
+    """Input → stage name, or ``$`` and the name of an input of the plan; for inputs that take
     several artifacts, a table of name → stage name."""
     processes: Annotated[int, whole(1, MAX_PROCESSES)] = 1
     """Number of processes."""
@@ -237,7 +237,7 @@ def stage_order(plan: Plan) -> list[str]:
     except graphlib.CycleError as error:
         raise ConfigError(
             f"Plan {plan.name!r}: stages {' → '.join(error.args[1])} form a circle. "
-            "Remove one of these inputs."
+            "Remove an input that closes it."
         ) from error
     order: list[str] = []
     while len(order) < len(needs):
@@ -296,7 +296,7 @@ def _problem_of_source(plan: Plan, source: str, *, wanted: Input) -> str:
     )
 
 
-# ---------------------------------------------------------------- a plan in a place
+# ---------------------------------------------------------------- resolving settings
 
 
 @dataclass(frozen=True)
@@ -319,8 +319,8 @@ class Task:
 
 
 @dataclass
-class PlacedPlan:
-    """A plan, the directory of its outputs, and the data it is given."""
+class ResolvedPlan:
+    """A plan with resolved settings, the directory of its outputs, and the data it is given."""
 
     plan: Plan
     out_dir: Path
@@ -344,7 +344,7 @@ class PlacedPlan:
             return self.given[source[1:]].values
         return (str(self.path(source)),)
 
-    def chosen(self, *, only: Collection[str] = (), until: Collection[str] = ()) -> "PlacedPlan":
+    def chosen(self, *, only: Collection[str] = (), until: Collection[str] = ()) -> "ResolvedPlan":
         """Return the plan with some of its stages, or with all if none is named.
 
         Args:
@@ -394,25 +394,22 @@ class PlacedPlan:
 
     def digests(self, task: Task) -> dict[str, str]:
         """Return input → current digest; raw data that is not given counts as unchanged."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for key, source in task.planned.sources().items():
-            found |= self._digests(task, key, source)
-        return found
-
-    def _digests(self, task: Task, key: str, source: str) -> dict[str, str]:
-        """Return the digests of one source: several if it is raw text of several paths."""
-        wanted = task.stage.inputs[key.partition("/")[0]]
-        kind = wanted.kind
-        if source.startswith("$") and source[1:] not in self.given:
-            return _recorded_digests(task.out_dir, key)
-        if kind == "raw":
-            if (source, key) not in self._raw_digests:
-                records = self.given[source[1:]].records(key)
-                digests = {name: record.digest for name, record in records.items()}
-                self._raw_digests[source, key] = digests
-            return self._raw_digests[source, key]
-        splits = splits_to_compare(_manifest(task.out_dir), key, wanted.splits)
-        return {key: open_artifact(self.path(source), kind=kind).digest_of(splits)}
+            wanted = task.stage.inputs[key.partition("/")[0]]
+            if source.startswith("$") and source[1:] not in self.given:
+                digests |= _recorded_digests(task.out_dir, key)
+            elif wanted.kind == "raw":  # several digests if it is raw text of several paths
+                if (source, key) not in self._raw_digests:
+                    records = self.given[source[1:]].records(key)
+                    by_name = {name: record.digest for name, record in records.items()}
+                    self._raw_digests[source, key] = by_name
+                digests |= self._raw_digests[source, key]
+            else:
+                splits = splits_to_compare(_manifest(task.out_dir), key, wanted.splits)
+                artifact = open_artifact(self.path(source), kind=wanted.kind)
+                digests[key] = artifact.digest_of(splits)
+        return digests
 
 
 def _manifest(out_dir: Path) -> Manifest | None:
@@ -426,16 +423,16 @@ def _manifest(out_dir: Path) -> Manifest | None:
 def splits_to_compare(
     manifest: Manifest | None, name: str, splits: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the splits of an input whose digest is to be compared with a manifest's.
+    """Return the splits of an input to compare with a manifest.
 
-    They are all of the corpus if the manifest has its digest, as earlier versions wrote it.
+    An artifact of an earlier version has the digest of the whole corpus: then there are none.
     """
     record = manifest.inputs.get(name) if manifest else None
     return () if record is not None and not record.splits else splits
 
 
 def _recorded_digests(out_dir: Path, key: str) -> dict[str, str]:
-    manifest = read_manifest(out_dir)
+    manifest = _manifest(out_dir)
     records = manifest.inputs if manifest else {}
     names = [name for name in records if name == key or name.startswith(f"{key}/")]
     return {name: records[name].digest for name in names} or {key: ""}
@@ -446,7 +443,7 @@ def default_dir(plan: Plan) -> Path:
     return Path("runs") / plan.name
 
 
-def place_plan(
+def resolve_plan(
     plan: Plan,
     *,
     out_dir: Path | None = None,
@@ -455,7 +452,7 @@ def place_plan(
     given: Mapping[str, RawInput] | None = None,
     processes: int | None = None,
     auto: str = AUTO,
-) -> PlacedPlan:
+) -> ResolvedPlan:
     """Resolve every stage's settings.
 
     Args:
@@ -481,8 +478,8 @@ def place_plan(
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
     laid_over: dict[str, Any] = {}
-    for one in recipe_layers(overlay) if overlay else ():
-        laid_over = merge(laid_over, read_overlay(one, base=plan.name))
+    for layer in recipe_layers(overlay) if overlay else ():
+        laid_over = merge(laid_over, read_overlay(layer, base=plan.name))
     tasks = []
     for name in stage_order(plan):
         planned, stage = plan.stages[name], STAGES[plan.stages[name].run]
@@ -503,4 +500,4 @@ def place_plan(
             run_folder=stage.work is not None,
             what=f"Stage {name}'s folder",
         )
-    return PlacedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)
+    return ResolvedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)

@@ -1,7 +1,7 @@
-"""Expand ``[defaults]`` and ``[matrix]`` of a plan, so that every stage is written out.
+"""Expand ``[defaults]`` and ``[matrix]`` of a plan to stages that are written out.
 
 ``pipeline/jobs/plan.py`` documents both. Expansion works on the parsed TOML, before the stages are
-checked: the resulting stages look as if they had been written out by hand.
+checked.
 """
 
 import re
@@ -33,7 +33,7 @@ class Matrix(Settings):
     """Order of consecutive stages of the matrix: each stage with all rows, or each row with all
     stages."""
     times: str | None = None
-    """A second matrix, such as one of seeds: each of its rows takes all rows of this one. Row a
+    """A second matrix, for example of seeds: each of its rows takes all rows of this one. Row a
     times row b is named ``a_b`` and has the values of both; placeholders with the names of the two
     matrices stand for ``a`` and ``b``."""
 
@@ -54,7 +54,7 @@ def expand(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """
     plain = {key: value for key, value in document.items() if key not in ("defaults", "matrix")}
     stages = document.get("stages")
-    if not isinstance(stages, dict) or not all(isinstance(one, dict) for one in stages.values()):
+    if not isinstance(stages, dict) or not all(isinstance(s, dict) for s in stages.values()):
         return plain  # the plan's own check refuses it
     matrices = _matrices(document.get("matrix", {}), where)
     expanded: dict[str, Any] = {}
@@ -74,14 +74,14 @@ def expand(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 def _matrices(document: Any, where: str) -> dict[str, Matrix]:
     if not isinstance(document, dict):
         raise ConfigError(f"{where}: matrix is not a table. Write [matrix.NAME.rows].")
-    found = {}
+    matrices = {}
     for name, matrix in document.items():
         try:
-            found[name] = Matrix.model_validate(matrix)
+            matrices[name] = Matrix.model_validate(matrix)
         except ValidationError as error:
             said = describe_validation(error, Matrix)
             raise ConfigError(f"{where}, [matrix.{name}]: {said}") from error
-    return {name: _product(name, found, where) for name in found}
+    return {name: _product(name, matrices, where) for name in matrices}
 
 
 def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
@@ -92,20 +92,20 @@ def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
     other = matrices.get(matrix.times)
     if other is None or other.times is not None:
         fault = "there is no matrix" if other is None else "times is not allowed twice:"
-        known = [one for one in matrices if matrices[one].times is None]
+        known = [candidate for candidate in matrices if matrices[candidate].times is None]
         raise ConfigError(
             f"{where}, [matrix.{name}], times: {fault} {matrix.times!r}{hint(matrix.times, known)}"
         )
     rows = {}
-    for two, one in product(other.rows, matrix.rows):
-        values = _laid_over(other.values | other.rows[two], matrix.values | matrix.rows[one])
-        row = f"{one}_{two}"
+    for second, first in product(other.rows, matrix.rows):
+        values = _laid_over(other.values | other.rows[second], matrix.values | matrix.rows[first])
+        row = f"{first}_{second}"
         if row in rows:
             raise ConfigError(
-                f"{where}, [matrix.{name}], times: two rows would be named {row!r}. Rename one of "
-                "the rows that it joins."
+                f"{where}, [matrix.{name}], times: two rows would be named {row!r}. Rename a row "
+                "that it joins."
             )
-        rows[row] = {**values, name: one, matrix.times: two}
+        rows[row] = {**values, name: first, matrix.times: second}
     return Matrix(rows=rows, order=matrix.order, times=matrix.times)
 
 
@@ -150,9 +150,9 @@ def _repeated(
     )
     for row, (name, stage) in pairs:
         values, at = matrix.row(row), f"{where}, stage {name!r}, row {row!r}"
-        of_row = {key: values[key] for key in _OF_ALL if key in values}
+        row_settings = {key: values[key] for key in _OF_ALL if key in values}
         own = _filled(_without_matrix(stage), values, at)
-        yield str(_filled(name, values, at)), _laid_over(of_row, own)
+        yield str(_filled(name, values, at)), _laid_over(row_settings, own)
 
 
 def _with_repeated_inputs(
@@ -171,21 +171,21 @@ def _with_repeated_inputs(
 
 def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> dict[str, Any]:
     """Return a table that repeats entries with a placeholder in their name per row."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, entry in table.items():
         if _PLACEHOLDER.search(key) is None:
-            found[key] = entry
+            entries[key] = entry
             continue
         for row in matrix.rows:
             values, at = matrix.row(row), f"{where}, row {row!r}"
             name = str(_filled(key, values, at))
-            if name in found:
+            if name in entries:
                 raise ConfigError(
                     f"{at}: another row also gives an entry {name!r}. Write {{row}}, or another "
                     "placeholder that tells the rows apart, into its name."
                 )
-            found[name] = _filled(entry, values, at)
-    return found
+            entries[name] = _filled(entry, values, at)
+    return entries
 
 
 def _without_matrix(stage: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,11 +241,11 @@ def _under_defaults(
                 )
         if key not in used:
             raise ConfigError(f"{where}, [defaults.{key}]: no stage runs {key}. Remove it.")
-    found = {}
+    merged = {}
     for name, stage in stages.items():
         kind = STAGES.get(str(stage.get("run")))
         if kind is None:
-            found[name] = dict(stage)  # the plan's own check refuses it
+            merged[name] = dict(stage)  # the plan's own check refuses it
             continue
         taken = {
             "recipe": bool(kind.sections),
@@ -255,9 +255,9 @@ def _under_defaults(
             "ds_config": kind.trains,
             "job": True,
         }
-        of_all = {key: value for key, value in document.items() if taken.get(key)}
-        found[name] = _laid_over(_laid_over(of_all, document.get(kind.name, {})), stage)
-    return found
+        defaults = {key: value for key, value in document.items() if taken.get(key)}
+        merged[name] = _laid_over(_laid_over(defaults, document.get(kind.name, {})), stage)
+    return merged
 
 
 def _laid_over(base: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """Run a plan on this machine, and show what a run would do.
 
-Stages run in order, each as a command of its own. Stages that are up to date are left alone, and
-the same command continues after a failure or a stop.
+Stages run in order, each as a command of its own. Stages that are up to date are skipped, and the
+same command continues after a failure or a stop.
 """
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
 from pipeline.artifacts.locks import exclusive, sole_writer
@@ -22,7 +21,6 @@ from pipeline.artifacts.places import (
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.overrides import override_texts
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
-from pipeline.jobs.attempts import describe_exit
 from pipeline.jobs.freshness import (
     change_of_files,
     forecast,
@@ -32,8 +30,9 @@ from pipeline.jobs.freshness import (
     training_done,
     why_lost,
 )
+from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
-from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.terminal import text_table
 
 MAX_RERUNS = 3
@@ -43,17 +42,8 @@ EXIT_FAILED = 1
 """Exit code of a stage that failed without saying so; running it again would not help."""
 
 
-@dataclass
-class Outcome:
-    """Result of one stage, for the summary."""
-
-    name: str
-    state: str
-    seconds: float = 0.0
-
-
 def run_plan(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     *,
     rebuild: Collection[str] = (),
     launcher: Callable[..., int] = launch,
@@ -62,8 +52,8 @@ def run_plan(
 ) -> int:
     """Run every stage that is not up to date, in order, and print a summary.
 
-    ``program`` is what python runs as the command line; ``rebuild`` are names of stages whose
-    training may begin anew: what they trained before is then set aside.
+    Python runs ``program`` as the command line. Stages of ``rebuild`` may train anew: their earlier
+    training is then set aside.
 
     Returns:
         0; EXIT_RUN_AGAIN if a signal asked to stop; else the exit code of the stage that failed.
@@ -73,24 +63,33 @@ def run_plan(
         ArtifactError: another run holds the folder, training would be thrown away, or a stage
             reads from one that is left out and not made yet.
     """
-    placed.require_inputs()
-    check_rebuild(placed, rebuild)
-    _require_what_is_left_out(placed)
-    lock_path = plan_lock_path(placed.out_dir)
-    with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
-        run = _Run(placed, rebuild, launcher, program, say, requests)
-        refuse_losses(placed, rebuild=rebuild)
+    resolved.require_inputs()
+    check_rebuild(resolved, rebuild)
+    for task in resolved.tasks:
+        refuse_missing_inputs(resolved, task)
+    lock_path = plan_lock_path(resolved.out_dir)
+    with exclusive(lock_path, what=str(resolved.out_dir)), StopRequests() as requests:
+        refuse_losses(resolved, rebuild=rebuild)
+
+        def launch_stage(task: Task) -> int:
+            return launcher(
+                [*program, *stage_arguments(resolved, task)],
+                processes=task.planned.processes if task.stage.parallel == "ranks" else 1,
+                threads=task.planned.threads,
+                requests=requests,
+            )
+
+        run = _Run(resolved, rebuild, launch_stage, requests, say)
         code = run.all_stages()
-    rows = [[one.name, one.state, f"{one.seconds:.1f}" * (one.seconds > 0)] for one in run.outcomes]
-    say(text_table(["stage", "", "seconds"], rows))
+    say(text_table(["stage", "", "seconds"], run.summary))
     return code
 
 
-def check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
+def check_rebuild(resolved: ResolvedPlan, names: Collection[str]) -> None:
     """Raise ConfigError if a stage that is to be rebuilt is unknown or left out."""
-    chosen = {task.name for task in placed.tasks}
+    chosen = {task.name for task in resolved.tasks}
     for name in names:
-        placed.require_stage(name, "--rebuild")
+        resolved.require_stage(name, "--rebuild")
         if name not in chosen:
             raise ConfigError(
                 f"--rebuild {name}: --only or --until leaves that stage out. Name it there, too, "
@@ -98,46 +97,59 @@ def check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
             )
 
 
-def refuse_losses(placed: PlacedPlan, *, rebuild: Collection[str]) -> None:
+def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
     """Check, before any stage runs, what settings tell; inputs may still change.
 
     Raises:
         ArtifactError: training would be thrown away, and that is not asked for; or a stage would
             replace an artifact of another kind.
     """
-    for task in placed.tasks:
+    for task in resolved.tasks:
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
         cause = why_lost(task)
         if cause is not None and task.name not in rebuild:
             raise ArtifactError(refusal(task, cause))
 
 
-def _require_what_is_left_out(placed: PlacedPlan) -> None:
-    """Raise ArtifactError if a stage reads from one neither chosen nor made."""
-    for task in placed.tasks:
-        for other in placed.left_out(task):
-            if not other.is_made:
-                raise ArtifactError(
-                    f"Stage {task.name} needs {other.name}, which is not made yet. Pass --only "
-                    f"{other.name}, too, or --until {task.name}, which runs all that it needs."
-                )
+def refuse_missing_inputs(
+    resolved: ResolvedPlan, task: Task, *, submitted: Collection[str] = ()
+) -> None:
+    """Raise ArtifactError if a stage reads from one that is neither chosen, made nor submitted."""
+    for other in resolved.left_out(task):
+        if not other.is_made and other.name not in submitted:
+            raise ArtifactError(
+                f"Stage {task.name} needs {other.name}, which is not made yet. Pass --only "
+                f"{other.name}, too, or --until {task.name}, which includes all that it needs."
+            )
 
 
-@dataclass
 class _Run:
-    """One run of a plan."""
+    """One run of a plan.
 
-    _placed: PlacedPlan
-    _rebuild: Collection[str]
-    _launcher: Callable[..., int]
-    _program: Sequence[str]
-    _say: Callable[[str], None]
-    _requests: StopRequests
-    outcomes: list[Outcome] = field(default_factory=list)
+    Args:
+        resolved: The plan.
+        rebuild: Stages that may train anew.
+        launch_stage: Runs a stage; returns its exit code.
+        requests: Signals to stop.
+        say: Prints a line.
+    """
+
+    def __init__(
+        self,
+        resolved: ResolvedPlan,
+        rebuild: Collection[str],
+        launch_stage: Callable[[Task], int],
+        requests: StopRequests,
+        say: Callable[[str], None],
+    ) -> None:
+        self._resolved, self._rebuild, self._launch_stage = resolved, rebuild, launch_stage
+        self._requests, self._say = requests, say
+        self.summary: list[list[str]] = []
+        """Stage, result and seconds of all stages so far."""
 
     def all_stages(self) -> int:
         """Run the stages that are not up to date; return the first exit code other than 0."""
-        for task in self._placed.tasks:
+        for task in self._resolved.tasks:
             code = self._up_to_date(task)
             if self._requests.received is not None and code != 0:
                 self._say(
@@ -160,13 +172,13 @@ class _Run:
         if replaced_dir(task.out_dir).exists() and not task.out_dir.exists():
             with sole_writer(task.out_dir):  # else a job may be replacing it at this moment
                 restore(task.out_dir)
-        reason = reason_to_run(self._placed, task)
+        reason = reason_to_run(self._resolved, task)
         refuse_edits(task)
         if reason is None:
             self._say(f"{task.name}: already done")
             if problem := finish_removal(task.out_dir):
                 self._say(f"{task.name}: {problem}")
-            self.outcomes.append(Outcome(task.name, "already done"))
+            self.summary.append([task.name, "already done", ""])
             return 0
         self._set_aside(task)
         self._say_what_is_stale(task)
@@ -175,19 +187,19 @@ class _Run:
         code = self._run_until_done(task)
         asked = code == EXIT_RUN_AGAIN or self._requests.received is not None
         state = "done" if code == 0 else "stopped" if asked else "failed"
-        self.outcomes.append(Outcome(task.name, state, time.monotonic() - started))
+        self.summary.append([task.name, state, f"{time.monotonic() - started:.1f}"])
         return code
 
     def _say_what_is_stale(self, task: Task) -> None:
         """Print which artifacts of left-out stages are read although they are stale."""
-        for other in self._placed.left_out(task):
+        for other in self._resolved.left_out(task):
             with suppress(ArtifactError):  # its own inputs are gone
-                if reason := reason_to_run(self._placed, other):
+                if reason := reason_to_run(self._resolved, other):
                     self._say(f"{task.name}: takes {other.name} as it is ({reason})")
 
     def _set_aside(self, task: Task) -> None:
         """Keep earlier training under another name if training begins anew."""
-        cause = why_lost(task, digests=self._placed.digests(task))
+        cause = why_lost(task, digests=self._resolved.digests(task))
         if cause is not None and task.name not in self._rebuild:
             raise ArtifactError(refusal(task, cause))
         if cause is not None:
@@ -200,7 +212,7 @@ class _Run:
         """Rerun a stage that asks for it and saved something new, at most MAX_RERUNS times."""
         for rerun in range(MAX_RERUNS + 1):
             saved = saved_work(task.out_dir)
-            code = self._launch(task)
+            code = self._launch_stage(task)
             if code == 0 and read_manifest(task.out_dir) is None:
                 self._say(f"{task.name}: ended without an error but left no finished artifact")
                 return EXIT_FAILED
@@ -212,15 +224,6 @@ class _Run:
             self._say(f"{task.name}: asks to be run again ({rerun} of {MAX_RERUNS} times so far)")
         return EXIT_FAILED
 
-    def _launch(self, task: Task) -> int:
-        as_ranks = task.stage.parallel == "ranks"
-        return self._launcher(
-            [*self._program, *stage_arguments(self._placed, task)],
-            processes=task.planned.processes if as_ranks else 1,
-            threads=task.planned.threads,
-            requests=self._requests,
-        )
-
 
 def refuse_edits(task: Task) -> None:
     """Raise ArtifactError if edits of a stage's artifact would be lost or passed on."""
@@ -231,7 +234,7 @@ def refuse_edits(task: Task) -> None:
     refuse_changed(task.out_dir)
 
 
-def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
+def stage_arguments(resolved: ResolvedPlan, task: Task) -> list[str]:
     """Return the command line of one stage of a plan: the command and its options.
 
     Whatever exists at its output is stale or an unfinished run, which is resumed with the same
@@ -245,10 +248,10 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     for name, source in task.planned.inputs.items():
         option = f"--{name}"
         if isinstance(source, str):
-            first, *others = placed.values(source)
+            first, *others = resolved.values(source)
             arguments += [option, first, *others] if others else [f"{option}={first}"]
         else:
-            named = [f"{entry}={placed.path(value)}" for entry, value in source.items()]
+            named = [f"{entry}={resolved.path(value)}" for entry, value in source.items()]
             arguments += [option, *named]
     if task.stage.parallel == "workers":
         arguments.append(f"--processes={task.planned.processes}")
@@ -262,27 +265,27 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
 
 
 def dry_run(
-    placed: PlacedPlan, *, rebuild: Collection[str] = (), say: Callable[[str], None] = print
+    resolved: ResolvedPlan, *, rebuild: Collection[str] = (), say: Callable[[str], None] = print
 ) -> None:
     """Print for each stage whether it would run, and why; start nothing.
 
     Raises:
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
     """
-    placed.require_inputs()
-    check_rebuild(placed, rebuild)
-    reasons = forecast(placed)
-    for task in placed.tasks:
+    resolved.require_inputs()
+    check_rebuild(resolved, rebuild)
+    reasons = forecast(resolved)
+    for task in resolved.tasks:
         reason, change = reasons[task.name], change_of_files(task)
         if reason is not None:
-            training = _fate_of_training(placed, task, reasons=reasons, rebuild=rebuild)
-            say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change, training)))})")
+            training = _fate_of_training(resolved, task, reasons=reasons, rebuild=rebuild)
+            say(f"{task.name}: would run ({_joined(reason, change, training)})")
         else:
             say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
 
 
 def _fate_of_training(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     task: Task,
     *,
     reasons: Mapping[str, str | None],
@@ -290,7 +293,11 @@ def _fate_of_training(
 ) -> str | None:
     """Describe what happens to a stage's training if it runs; None if there is none."""
     try:
-        done, cause = training_done(task), why_lost(task, digests=_digests_so_far(placed, task))
+        digests: Mapping[str, str] | None = resolved.digests(task)
+    except ArtifactError:  # an input does not exist yet
+        digests = None
+    try:
+        done, cause = training_done(task), why_lost(task, digests=digests)
     except ArtifactError:  # unreadable: a run reports it
         return None
     inputs_may_change = any(reasons.get(name) is not None for name in task.planned.dependencies())
@@ -304,46 +311,36 @@ def _fate_of_training(
     return f"{done} would be lost{condition}: it is refused without --rebuild {task.name}"
 
 
-def _digests_so_far(placed: PlacedPlan, task: Task) -> dict[str, str] | None:
-    """Return the digests of a stage's inputs; None if one does not exist yet."""
-    try:
-        return placed.digests(task)
-    except ArtifactError:
-        return None
-
-
-def status_rows(placed: PlacedPlan) -> list[list[str]]:
-    """Return name, state and explanation of each stage, by its artifacts alone.
+def status_rows(resolved: ResolvedPlan) -> list[list[str]]:
+    """Return name, state and explanation of each stage, by its artifacts, without the scheduler.
 
     Raw data that is not given counts as unchanged.
     """
-    reasons = forecast(placed)
-    return [
-        _status_row(
-            task,
-            reasons[task.name],
-            change=change_of_files(task),
-            training=_fate_of_training(placed, task, reasons=reasons),
-        )
-        for task in placed.tasks
-    ]
+    reasons = forecast(resolved)
+    return [[task.name, *_status(resolved, task, reasons)] for task in resolved.tasks]
 
 
-def _status_row(
-    task: Task, reason: str | None, *, change: str | None, training: str | None
-) -> list[str]:
-    if change is not None:
-        return [task.name, "changed", "; ".join(filter(None, (change, reason)))]
+def _status(
+    resolved: ResolvedPlan, task: Task, reasons: Mapping[str, str | None]
+) -> tuple[str, str]:
+    """Return state and explanation of a stage."""
+    reason = reasons[task.name]
+    if (change := change_of_files(task)) is not None:
+        return "changed", _joined(change, reason)
     if reason is None:
         manifest = read_manifest(task.out_dir)
         assert manifest is not None, "a stage without a reason to run has a manifest"
-        return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
+        return "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"
+    training = _fate_of_training(resolved, task, reasons=reasons)
     begun = run_dir(task.out_dir).exists() and not task.is_made
     if begun or unfinished_dirs(task.out_dir):
-        told = (None if reason == "missing" else reason, training)
-        return [task.name, "in progress", "; ".join(filter(None, told))]
+        return "in progress", _joined(None if reason == "missing" else reason, training)
     if reason == "missing":
-        return [task.name, reason, ""]
+        return reason, ""
     if not task.is_made and not task.out_dir.exists():
-        return [task.name, "missing", reason]
-    return [task.name, "stale", "; ".join(filter(None, (reason, training)))]
+        return "missing", reason
+    return "stale", _joined(reason, training)
+
+
+def _joined(*texts: str | None) -> str:
+    return "; ".join(filter(None, texts))

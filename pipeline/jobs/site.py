@@ -119,8 +119,8 @@ class Allocation:
 def allocate(task: Task, site: Site) -> Allocation:
     """Return what a stage asks for: the fewest nodes that hold its processes.
 
-    All nodes get the same number of processes, so that ranks are numbered alike on each. A stage of
-    workers stays on one node, unless ``job.nodes`` spreads it over ranks of MPI.
+    All nodes get the same number of processes: ranks are numbered alike on each. A stage of workers
+    stays on one node, unless ``job.nodes`` spreads it over ranks of MPI.
 
     Raises:
         ConfigError: a node is too small for it, or the number of nodes does not fit.

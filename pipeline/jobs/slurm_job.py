@@ -2,14 +2,15 @@
 
 ``stage.sbatch`` becomes this process, on the first node of the allocation. It starts the
 ranks as one step (``srun``), passes requests to stop on to them, waits, judges their reports
-(:mod:`pipeline.jobs.attempts`), prints each error once and one line of verdict, and requeues the
+(:mod:`pipeline.jobs.job_endings`), prints each error once and one line of verdict, and requeues the
 job if the stage is to be run again. It exits with 0 only if the artifact is finished, so jobs that
 wait for it (``--dependency=afterok``) start on nothing less.
 
-SLURM itself requeues a job that it preempts or whose node fails, and does not requeue one that its
-user cancels or that reaches its time limit; of the last this process takes care.
+SLURM itself requeues a job that is preempted or that loses a node. It does not requeue a job that
+its user cancels or that reaches its time limit; this process requeues the latter.
 """
 
+import argparse
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -26,15 +28,13 @@ from pathlib import Path
 from pipeline.artifacts.locks import ATTEMPT_VARIABLE
 from pipeline.distributed.world import slurm_counts, slurm_hosts, slurm_port
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, UserError
-from pipeline.jobs.attempts import (
+from pipeline.jobs.job_endings import (
     MAX_FRUITLESS,
     REPORTS,
     TOLD_TO_END,
     Asked,
     Start,
     Verdict,
-    attempt_dir,
-    attempts,
     causes_to_print,
     describe_exit,
     job_of,
@@ -43,6 +43,7 @@ from pipeline.jobs.attempts import (
     now,
     read_ends,
     read_verdict,
+    recorded_starts,
     restart_of,
     resumable,
     verdicts,
@@ -77,7 +78,7 @@ _GPU_BINDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
 
 @dataclass(frozen=True)
-class Allocation:
+class RunningJob:
     """The job that this process runs in."""
 
     job: str
@@ -85,6 +86,9 @@ class Allocation:
     hosts: tuple[str, ...]
     tasks: tuple[int, ...]
     """Ranks on each host."""
+
+    def __str__(self) -> str:
+        return f"job {self.job}, restart {self.restart}"
 
     @property
     def attempt(self) -> str:
@@ -97,12 +101,12 @@ class Allocation:
         pairs = zip(self.hosts, self.tasks, strict=True)
         return tuple(host for host, count in pairs for _ in range(count))
 
-    def of_one_process(self) -> "Allocation":
+    def of_one_process(self) -> "RunningJob":
         """Return the part for a stage that runs as one process, on the first node."""
         return replace(self, hosts=self.hosts[:1], tasks=(1,))
 
 
-def allocation(environment: Mapping[str, str]) -> Allocation:
+def running_job(environment: Mapping[str, str]) -> RunningJob:
     """Return the job that the variables of a batch script describe.
 
     Raises:
@@ -110,7 +114,7 @@ def allocation(environment: Mapping[str, str]) -> Allocation:
     """
     hosts = slurm_hosts(environment["SLURM_JOB_NODELIST"], environment=environment)
     counts = slurm_counts(environment.get("SLURM_TASKS_PER_NODE", f"1(x{len(hosts)})"))
-    return Allocation(
+    return RunningJob(
         job=environment["SLURM_JOB_ID"],
         restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
         hosts=tuple(hosts),
@@ -122,27 +126,24 @@ def main(arguments: Sequence[str]) -> int:
     """Run a stage within a job; return the exit code of the batch script."""
     arguments = [*arguments][1:] if arguments[:1] == ["--"] else [*arguments]
     out_dir = _output(arguments)
-    if not arguments or arguments[0] not in STAGES or out_dir is None:
+    is_usable = arguments and arguments[0] in STAGES and "SLURM_JOB_ID" in os.environ
+    if not is_usable or out_dir is None:
         print(USAGE, file=sys.stderr)
         return EXIT_USER_ERROR
-    if "SLURM_JOB_ID" not in os.environ:
-        print(f"This is no SLURM job. {USAGE}", file=sys.stderr)
-        return EXIT_USER_ERROR
     try:
-        place = allocation(os.environ)
+        job = running_job(os.environ)
         if not is_spread(arguments):
-            place = place.of_one_process()
-        return _Job(place, arguments, out_dir=out_dir).run()
+            job = job.of_one_process()
+        return _StageRun(job, arguments, out_dir=out_dir).run()
     except UserError as error:
-        print(f"mmnmt {arguments[0]}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        problem = str(error)
     except OSError as error:
-        print(
-            f"mmnmt {arguments[0]}: {out_dir.parent} cannot be written on {socket.gethostname()} "
-            f"({error.strerror or error}). Name an --out on storage that all nodes share.",
-            file=sys.stderr,
+        problem = (
+            f"{out_dir.parent} cannot be written on {socket.gethostname()} "
+            f"({error.strerror or error}). Name an --out on storage that all nodes share."
         )
-        return EXIT_USER_ERROR
+    print(f"mmnmt {arguments[0]}: {problem}", file=sys.stderr)
+    return EXIT_USER_ERROR
 
 
 def is_spread(arguments: Sequence[str]) -> bool:
@@ -152,33 +153,34 @@ def is_spread(arguments: Sequence[str]) -> bool:
 
 def _output(arguments: Sequence[str]) -> Path | None:
     """Return the last ``--out DIR`` or ``--out=DIR`` of a stage's options."""
-    found: Path | None = None
-    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
-        if option == "--out" and value:
-            found = Path(value)
-        elif option.startswith("--out="):
-            found = Path(option.removeprefix("--out="))
-    return found.absolute() if found else None
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("--out", type=Path)
+    with suppress(argparse.ArgumentError):  # --out without a value
+        out: Path | None = options.parse_known_args(arguments)[0].out
+        return out.absolute() if out else None
+    return None
 
 
-class _Job:
+class _StageRun:
     """One start of a stage's job."""
 
-    def __init__(self, place: Allocation, arguments: Sequence[str], *, out_dir: Path) -> None:
-        self._place, self._arguments, self._out_dir = place, [*arguments], out_dir
+    def __init__(self, job: RunningJob, arguments: Sequence[str], *, out_dir: Path) -> None:
+        self._job, self._arguments, self._out_dir = job, [*arguments], out_dir
         self._stage = arguments[0]
         self._requests: list[signal.Signals] = []
         self._passed_on = 0
         self._asked: Asked | None = None
         self._failed_nodes: list[str] = []
-        self._start = Start(place.attempt, now(), place.nodes, resumable(out_dir))
+        self._start = Start(job.attempt, now(), job.nodes, resumable(out_dir))
         self._history: list[Verdict] = []
 
     def run(self) -> int:
         """Start the ranks, wait for them, judge; return the exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._note)
-        self._say(f"job {self._place.job}, restart {self._place.restart}, on {self._nodes()}")
+        first, last = self._job.hosts[0], self._job.hosts[-1]
+        ranks = f" to {last}, ranks 0-{len(self._job.nodes) - 1}" if first != last else ""
+        self._say(f"{self._job}, on {first}{ranks}")
         self._settle()
         folder = write_start(self._out_dir, self._start)
         for record in (*folder.glob("rank-*.json"), *folder.glob("verdict.json")):
@@ -191,21 +193,23 @@ class _Job:
             code = self._run_ranks(folder, module, *self._arguments)
         self._await_reason(folder)
         verdict = self._judge(code)
-        self._say_end(verdict)
-        return self._leave(verdict)
-
-    def _nodes(self) -> str:
-        size, first, last = len(self._place.nodes), self._place.hosts[0], self._place.hosts[-1]
-        return f"{first} to {last}, ranks 0-{size - 1}" if first != last else first
+        for cause in causes_to_print(read_ends(folder)) if verdict.verdict != "done" else ():
+            self._say(cause.line(size=len(self._job.nodes)))
+        cause_text = f": {verdict.cause}" if verdict.cause else ""
+        self._say(f"{self._job}: {verdict.verdict}{cause_text}")
+        self._requeue(verdict)
+        return {"done": 0, "again": EXIT_RUN_AGAIN, "failed": EXIT_FAILED}[verdict.verdict]
 
     def _note(self, number: int, _frame: object) -> None:
         self._requests.append(signal.Signals(number))
 
     def _settle(self) -> None:
         """Judge earlier starts of this job that ended without a verdict, and read its history."""
-        job, restart = self._place.job, self._place.restart
-        mine = [attempt for attempt in attempts(self._out_dir) if job_of(attempt) == job]
-        before = [attempt for attempt in mine if restart_of(attempt) < restart]
+        before = [
+            attempt
+            for attempt in recorded_starts(self._out_dir)
+            if job_of(attempt) == self._job.job and restart_of(attempt) < self._job.restart
+        ]
         for attempt in before:
             early = read_verdict(self._out_dir, attempt)
             if early is not None and early.is_final:
@@ -213,7 +217,8 @@ class _Job:
             if verdict := judge_abandoned(self._out_dir, attempt):
                 write_verdict(self._out_dir, verdict)
                 self._say(f"start {attempt} left no final verdict: {verdict.cause}")
-        self._history = [one for one in verdicts(self._out_dir) if one.attempt in before]
+        known = verdicts(self._out_dir)
+        self._history = [verdict for verdict in known if verdict.attempt in before]
 
     # ------------------------------------------------------------ the step
 
@@ -225,7 +230,7 @@ class _Job:
         environment = without_gpu_binding(os.environ) | self._variables(folder)
         if module == MPI_RANK:  # a cluster without PMIx runs everything else
             environment.setdefault("SLURM_MPI_TYPE", "pmix")
-        command = [*step_options(self._place), *python(), "-m", module, *arguments]
+        command = [*step_options(self._job), *python(), "-m", module, *arguments]
         with subprocess.Popen(command, env=environment, start_new_session=True) as step:
             waited = 0.0
             leaving = _Leaving(folder)
@@ -242,15 +247,15 @@ class _Job:
                     step.kill()
 
     def _variables(self, folder: Path) -> dict[str, str]:
-        """Return what the ranks find in their environment, beside what SLURM puts there."""
+        """Return the variables of the ranks, in addition to SLURM's."""
         processors = os.environ.get("SLURM_CPUS_PER_TASK", "1")
         return {
-            "MASTER_ADDR": self._place.hosts[0],
-            "MASTER_PORT": str(meeting_port(self._place.job)),
+            "MASTER_ADDR": self._job.hosts[0],
+            "MASTER_PORT": str(meeting_port(self._job.job)),
             "OMP_NUM_THREADS": os.environ.get("MMNMT_THREADS", processors),
             "SRUN_CPUS_PER_TASK": processors,  # srun does not inherit it since SLURM 22.05
             "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
-            ATTEMPT_VARIABLE: self._place.attempt,
+            ATTEMPT_VARIABLE: self._job.attempt,
             REPORTS: str(folder),
         }
 
@@ -269,28 +274,26 @@ class _Job:
     def _pass_on(self) -> None:
         """Ask the ranks to stop, and leave a verdict in case that this process is killed soon."""
         is_new, self._passed_on = self._is_new_request(), len(self._requests)
-        if is_new and self._requests[-1] == signal.SIGTERM:
-            # SLURM has sent it to the tasks, too, and kills this process soon.
-            self._learn_and_record()
-            return
-        # Without --batch the signal goes to the tasks of the step and not to this process.
-        _run("scancel", "--signal=USR1", self._place.job)
+        # SLURM sends SIGTERM to the tasks, too, and kills this process soon.
+        if not is_new or self._requests[-1] != signal.SIGTERM:
+            # Without --batch the signal goes to the tasks of the step and not to this process.
+            _run("scancel", "--signal=USR1", self._job.job)
         if is_new:
             self._learn_and_record()
 
     def _learn_and_record(self) -> None:
         """Learn why the job is to stop, leave a verdict, and requeue it while there is time."""
-        number, job = self._requests[-1], self._describe_job()
-        self._asked = why_asked(number, job, restart=self._place.restart)
+        number, fields = self._requests[-1], self._job_fields()
+        self._asked = why_asked(number, fields, restart=self._job.restart)
         if self._asked == "preempted or requeued":
-            hosts = ",".join(self._place.hosts)
+            hosts = ",".join(self._job.hosts)
             self._failed_nodes = failed_nodes(_run("sinfo", "-h", "-N", "-n", hosts, "-o", "%N %T"))
         verdict = self._judge(None, is_final=False)
         if number == signal.SIGTERM and self._asked == "time limit":
             self._requeue(verdict)  # once the job has ended, it is too late
 
-    def _describe_job(self) -> dict[str, str]:
-        return job_fields(_run("scontrol", "--oneliner", "show", "job", self._place.job) or "")
+    def _job_fields(self) -> dict[str, str]:
+        return job_fields(_run("scontrol", "--oneliner", "show", "job", self._job.job) or "")
 
     # ------------------------------------------------------------ the verdict
 
@@ -309,32 +312,15 @@ class _Job:
         write_verdict(self._out_dir, verdict)
         return verdict
 
-    def _say_end(self, verdict: Verdict) -> None:
-        ends = read_ends(attempt_dir(self._out_dir, self._place.attempt))
-        for cause in causes_to_print(ends) if verdict.verdict != "done" else ():
-            self._say(cause.line(size=len(self._start.nodes)))
-        cause_text = f": {verdict.cause}" if verdict.cause else ""
-        self._say(
-            f"job {self._place.job}, restart {self._place.restart}: {verdict.verdict}{cause_text}"
-        )
-
-    def _leave(self, verdict: Verdict) -> int:
-        """Requeue the job if the stage goes on in it; return the exit code."""
-        if verdict.verdict != "again":
-            return 0 if verdict.verdict == "done" else EXIT_FAILED
-        self._requeue(verdict)
-        return EXIT_RUN_AGAIN
-
     def _requeue(self, verdict: Verdict) -> None:
         """Requeue the job once, if the stage goes on in it and SLURM does not do so itself."""
         if verdict.verdict != "again" or self._asked == "canceled":
             return
         for seconds in (0.0, *_REQUEUE_WAITS):
             time.sleep(seconds)
-            restarts = int(self._describe_job().get("Restarts", self._place.restart))
-            if restarts != self._place.restart:
+            if int(self._job_fields().get("Restarts", self._job.restart)) != self._job.restart:
                 return
-            if _run("scontrol", "requeue", self._place.job) is not None:
+            if _run("scontrol", "requeue", self._job.job) is not None:
                 return
 
     def _say(self, text: str) -> None:
@@ -379,26 +365,21 @@ def python() -> list[str]:
     return [*container, "python"] if container else [sys.executable]
 
 
-def step_options(place: Allocation) -> list[str]:
+def step_options(job: RunningJob) -> list[str]:
     """Return the command that starts the ranks of a stage, up to the program.
 
     ``--label`` puts the rank before each line of its output.
     """
-    of_many = ("--distribution=block", "--label") if len(place.nodes) > 1 else ()
-    return [
-        "srun",
-        "--kill-on-bad-exit=1",
-        f"--nodes={len(place.hosts)}",
-        f"--ntasks={len(place.nodes)}",
-        *of_many,
-    ]
+    command = ["srun", "--kill-on-bad-exit=1", f"--nodes={len(job.hosts)}"]
+    labels = ["--distribution=block", "--label"] if len(job.nodes) > 1 else []
+    return [*command, f"--ntasks={len(job.nodes)}", *labels]
 
 
 def without_gpu_binding(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what makes srun show each rank a part of its node's GPUs.
+    """Return the environment without the variables that make srun show a rank only its own GPU.
 
-    Where a rank sees its own GPU alone, NCCL has no peer access between them (nccl issue 1066).
-    ``--gpu-bind=none`` is no way: with it SLURM 22.05 leaves CUDA_VISIBLE_DEVICES unset.
+    Then NCCL has no peer access between the GPUs of a node (nccl issue 1066). ``--gpu-bind=none``
+    is no way: with it SLURM 22.05 leaves CUDA_VISIBLE_DEVICES unset.
     """
     return {name: value for name, value in environment.items() if name not in _GPU_BINDING}
 
@@ -457,7 +438,7 @@ def job_fields(text: str) -> dict[str, str]:
 
 
 def _run(*command: str) -> str | None:
-    """Run a command of SLURM; return its output, or print what it says if it fails."""
+    """Run a command of SLURM; return its output, or print its error if it fails."""
     try:
         ended = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SCONTROL_SECONDS

@@ -5,23 +5,22 @@ reads from have succeeded; stages that do not need each other run side by side. 
 ``OUT/.jobs.json``, and ``submit_plan`` can be called again at any time:
 
 - a stage that is up to date is skipped;
-- a stage whose job waits or runs keeps it, if it would be submitted with the same settings;
+- a stage keeps a job that waits or runs, if it would be submitted with the same settings;
 - a waiting job with other settings is canceled and submitted anew, as is everything that reads from
-  it. A running job is left alone if it makes the same artifact; training that makes another one is
+  it. A running job stays if it makes the same artifact; training that makes another artifact is
   refused without ``rebuild``;
-- a stage whose job failed, was canceled or is unknown to the scheduler is submitted anew, and
-  resumes.
+- a stage is submitted anew, and resumes, if its job failed, was canceled or is unknown to the
+  scheduler.
 
 Invariant: an output has at most one job. A canceled job that still runs must be gone before the new
-one starts, and a record is written before its job is submitted, so that a job whose submission was
-killed is found by its comment. A job with another name or comment than was recorded is another one:
-ids can begin anew.
+one starts. A record is written before its job is submitted: if the submission is killed, the job is
+found by its comment. A job with another name or comment than recorded is another job: ids can begin
+anew.
 """
 
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -31,14 +30,19 @@ from pipeline.artifacts.manifest import json_digest
 from pipeline.artifacts.places import plan_lock_path
 from pipeline.config.documents import read_json, write_whole
 from pipeline.config.settings import Settings
-from pipeline.errors import ArtifactError, ConfigError
-from pipeline.jobs.attempts import attempts
+from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import forecast
-from pipeline.jobs.plan import PlacedPlan, Task, seconds_of
-from pipeline.jobs.runner import check_rebuild, refuse_edits, refuse_losses, stage_arguments
-from pipeline.jobs.scheduler import Job, Request, Scheduler
+from pipeline.jobs.job_endings import now, recorded_starts
+from pipeline.jobs.plan import ResolvedPlan, Task
+from pipeline.jobs.runner import (
+    check_rebuild,
+    refuse_edits,
+    refuse_losses,
+    refuse_missing_inputs,
+    stage_arguments,
+)
 from pipeline.jobs.site import Allocation, Site, allocate
-from pipeline.terminal import clock_text
+from pipeline.jobs.slurm_commands import Request, Scheduler, SlurmJob
 
 RECORD_NAME = ".jobs.json"
 _REPLACES = ("--overwrite", "--if-stale")
@@ -93,23 +97,21 @@ def write_jobs(plan_dir: Path, record: JobsRecord) -> None:
     write_whole(plan_dir / RECORD_NAME, record.model_dump_json(indent=1))
 
 
-def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job | None]:
+def jobs_of(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, SlurmJob | None]:
     """Return stage → its newest job; None if the scheduler does not know it any more.
 
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    found: dict[str, Job | None] = {}
-    for name, one in record.stages.items():
-        job_id = one.id or scheduler.find(one.token)
+    jobs: dict[str, SlurmJob | None] = {}
+    for name, known in record.stages.items():
+        job_id = known.id or scheduler.find(known.token)
         job = scheduler.job(job_id) if job_id else None
-        found[name] = job if job is not None and _is_of(job, name, one) else None
-    return found
-
-
-def _is_of(job: Job, stage: str, record: JobRecord) -> bool:
-    """Return whether a job is the recorded one, as far as the scheduler tells."""
-    return job.name in ("", job_name(stage)) and job.comment in ("", record.token)
+        if job is not None:  # as far as the scheduler tells
+            is_same = job.name in ("", job_name(name)) and job.comment in ("", known.token)
+            job = job if is_same else None
+        jobs[name] = job
+    return jobs
 
 
 def job_name(stage: str) -> str:
@@ -117,10 +119,10 @@ def job_name(stage: str) -> str:
     return f"mmnmt-{stage}"
 
 
-def live_jobs(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, Job]:
+def live_jobs(record: JobsRecord, *, scheduler: Scheduler) -> dict[str, SlurmJob]:
     """Return stage → its waiting or running job."""
-    found = jobs_of(record, scheduler=scheduler)
-    return {name: job for name, job in found.items() if job is not None and job.is_live}
+    jobs = jobs_of(record, scheduler=scheduler)
+    return {name: job for name, job in jobs.items() if job is not None and job.is_live}
 
 
 def log_dir(out_dir: Path) -> Path:
@@ -138,7 +140,7 @@ class Decision:
     task: Task
     reason: str | None
     """Why it must run; None if it is up to date."""
-    job: Job | None
+    job: SlurmJob | None
     """Its waiting or running job."""
     request: Request | None
     """Its new job, without dependencies; None if it gets none."""
@@ -154,22 +156,21 @@ Check = Callable[[Task, Allocation], None]
 
 
 @dataclass
-class _Plan:
+class _Submission:
     """Decides what to submit, for one call of ``submit_plan``."""
 
-    placed: PlacedPlan
+    resolved: ResolvedPlan
     site: Site
     _rebuild: Collection[str]
     _check: Check | None
     scheduler: Scheduler | None
-    _limits: dict[str | None, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.placed.require_inputs()
-        check_rebuild(self.placed, self._rebuild)
-        refuse_losses(self.placed, rebuild=self._rebuild)
+        self.resolved.require_inputs()
+        check_rebuild(self.resolved, self._rebuild)
+        refuse_losses(self.resolved, rebuild=self._rebuild)
         ds_config = self.site.auto_ds_config
-        self.record = read_jobs(self.placed.out_dir) or JobsRecord(ds_config=ds_config)
+        self.record = read_jobs(self.resolved.out_dir) or JobsRecord(ds_config=ds_config)
         self.jobs = live_jobs(self.record, scheduler=self.scheduler) if self.scheduler else {}
 
     def decisions(self) -> list[Decision]:
@@ -180,47 +181,39 @@ class _Plan:
                 lost.
             ConfigError: a stage cannot run as its settings ask.
         """
-        reasons = forecast(self.placed)
-        found: list[Decision] = []
+        reasons = forecast(self.resolved)
+        decisions: list[Decision] = []
         renewed: set[str] = set()
-        for task in self.placed.tasks:
+        for task in self.resolved.tasks:
             refuse_edits(task)
             reason, job = reasons[task.name], self.jobs.get(task.name)
             if reason is None:
-                found.append(Decision(task, None, job, None))
+                decisions.append(Decision(task, None, job, None))
                 continue
-            self._require_what_is_left_out(task)
+            refuse_missing_inputs(self.resolved, task, submitted=self.jobs)
             needs = renewed.intersection(task.planned.dependencies())
             request = self._request(task, replaces=self._replaces(task, reasons))
             if job is not None and self._keeps(task, job, request, is_renewed=bool(needs)):
-                found.append(Decision(task, reason, job, None))
+                decisions.append(Decision(task, reason, job, None))
                 continue
-            self._refuse_what_cannot_run(task, request.allocation)
+            if self._check is not None:
+                self._check(task, request.allocation)
             renewed.add(task.name)
-            found.append(Decision(task, reason, job, request))
-        return found
-
-    def _require_what_is_left_out(self, task: Task) -> None:
-        for other in self.placed.left_out(task):
-            if not other.is_made and other.name not in self.jobs:
-                raise ArtifactError(
-                    f"Stage {task.name} needs {other.name}, which is neither made nor submitted. "
-                    f"Pass --only {other.name}, too, or --until {task.name}, which submits all "
-                    "that it needs."
-                )
+            decisions.append(Decision(task, reason, job, request))
+        return decisions
 
     def _replaces(self, task: Task, reasons: Mapping[str, str | None]) -> bool:
-        """Return whether the job may replace what is there when it runs.
+        """Return whether the job may replace the artifact that is there when it runs.
 
-        What other stages make is always replaced. A finished training is replaced only if that is
-        asked for, or if nothing is lost, which is known while its inputs stay.
+        A finished training is replaced only if that is asked for, or if nothing is lost, which is
+        known while its inputs stay. Artifacts of other stages are always replaced.
         """
         if not task.stage.trains or task.name in self._rebuild:
             return True
         inputs_stay = all(reasons.get(name) is None for name in task.planned.dependencies())
         return task.is_made and inputs_stay
 
-    def _keeps(self, task: Task, job: Job, request: Request, *, is_renewed: bool) -> bool:
+    def _keeps(self, task: Task, job: SlurmJob, request: Request, *, is_renewed: bool) -> bool:
         """Return whether a stage keeps its waiting or running job.
 
         Raises:
@@ -240,7 +233,7 @@ class _Plan:
         return False
 
     def _request(self, task: Task, *, replaces: bool) -> Request:
-        arguments = [one for one in stage_arguments(self.placed, task) if one != "--overwrite"]
+        arguments = [a for a in stage_arguments(self.resolved, task) if a != "--overwrite"]
         allocation = allocate(task, self.site)
         if task.stage.parallel == "workers" and allocation.tasks > 1:
             arguments.append("--mpi")
@@ -255,32 +248,18 @@ class _Plan:
             environment=_environment(self.site, allocation),
         )
 
-    def _refuse_what_cannot_run(self, task: Task, allocation: Allocation) -> None:
-        partition, wanted = allocation.queue.partition, seconds_of(allocation.time)
-        if self.scheduler is not None and wanted is not None:
-            if partition not in self._limits:
-                self._limits[partition] = self.scheduler.longest_seconds(partition)
-            limit = self._limits[partition]
-            if limit is not None and wanted > limit:
-                where = f"partition {partition}" if partition else "the default partition"
-                raise ConfigError(
-                    f"Stage {task.name} asks for {allocation.time}, where {where} allows "
-                    f"{clock_text(limit)}. Set a shorter time: training goes on in a next start."
-                )
-        if self._check is not None:
-            self._check(task, allocation)
 
-
-def _is_ending(task: Task, job: Job) -> bool:
+def _is_ending(task: Task, job: SlurmJob) -> bool:
     """Return whether a job is being cleaned up after its last start, for example when canceled.
 
     One that is requeued looks the same, but its count of restarts belongs to the next start.
     """
-    return job.state == "COMPLETING" and (not job.restarts or job.attempt in attempts(task.out_dir))
+    has_ended = not job.restarts or job.attempt in recorded_starts(task.out_dir)
+    return job.state == "COMPLETING" and has_ended
 
 
 def work_digest(task: Task) -> str:
-    """Return the digest of what decides a stage's artifact: its settings and its inputs."""
+    """Return the digest of the settings and inputs that decide a stage's artifact."""
     return json_digest(
         {
             "stage": task.stage.name,
@@ -295,9 +274,8 @@ def command_digest(task: Task, request: Request) -> str:
 
     ``--set`` may change settings that the stage does not read; its effect is in the settings.
     """
-    arguments = tuple(
-        one for one in request.arguments if one not in _REPLACES and not one.startswith("--set=")
-    )
+    words = [word for word in request.arguments if word not in _REPLACES]
+    arguments = tuple(word for word in words if not word.startswith("--set="))
     plain = replace(request, token="", arguments=arguments, after_done=(), after_end=())
     return json_digest([plain.command(), dict(request.environment), dict(task.config)])
 
@@ -320,7 +298,7 @@ def _environment(site: Site, allocation: Allocation) -> dict[str, str]:
 
 
 def submit_plan(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     site: Site,
     *,
     rebuild: Collection[str] = (),
@@ -331,9 +309,9 @@ def submit_plan(
     """Submit a job for every stage that is neither up to date nor submitted already.
 
     Args:
-        placed: the plan; its folder must be an absolute path.
+        resolved: the plan; its folder must be an absolute path.
         site: the cluster.
-        rebuild: stages whose training may begin anew; earlier training is set aside.
+        rebuild: stages that may train anew; earlier training is set aside.
         check: refuses a stage that cannot run as allocated.
         scheduler: where to submit.
         say: prints a line.
@@ -344,36 +322,36 @@ def submit_plan(
         SchedulerError: SLURM refuses a job or does not answer; jobs submitted so far are recorded.
     """
     scheduler = scheduler or Scheduler()
-    with exclusive(plan_lock_path(placed.out_dir), what=str(placed.out_dir)):
-        plan = _Plan(placed, site, rebuild, check, scheduler)
-        decisions = plan.decisions()
-        scheduler.cancel([job for one in reversed(decisions) for job in one.canceled])
-        record = plan.record.model_copy(update={"ds_config": site.auto_ds_config})
-        ids = _kept(decisions, plan.jobs)
-        for one in decisions:
-            name = one.task.name
-            if one.request is not None:
-                request = _after(one, ids=ids)
-                noted = JobRecord(
+    with exclusive(plan_lock_path(resolved.out_dir), what=str(resolved.out_dir)):
+        submission = _Submission(resolved, site, rebuild, check, scheduler)
+        decisions = submission.decisions()
+        scheduler.cancel(_canceled(decisions))
+        record = submission.record.model_copy(update={"ds_config": site.auto_ds_config})
+        ids = _kept(decisions, submission.jobs)
+        for decision in decisions:
+            task, name = decision.task, decision.task.name
+            if decision.request is not None:
+                request = _after(decision, ids=ids)
+                job = JobRecord(
                     token=request.token,
-                    work=work_digest(one.task),
-                    command=command_digest(one.task, request),
-                    submitted=datetime.now(UTC).isoformat(timespec="seconds"),
+                    work=work_digest(task),
+                    command=command_digest(task, request),
+                    submitted=now(),
                 )
-                write_jobs(placed.out_dir, record.with_job(name, noted))
+                write_jobs(resolved.out_dir, record.with_job(name, job))
                 request.log.parent.mkdir(parents=True, exist_ok=True)
                 ids[name] = scheduler.submit(request)
-                record = record.with_job(name, noted.model_copy(update={"id": ids[name]}))
-                write_jobs(placed.out_dir, record)
-            elif one.job is not None:
-                noted = record.stages[name].model_copy(update={"id": one.job.id})
-                record = record.with_job(name, noted)
-            say(_line(one, ids=ids))
-        write_jobs(placed.out_dir, record)
+                record = record.with_job(name, job.model_copy(update={"id": ids[name]}))
+                write_jobs(resolved.out_dir, record)
+            elif decision.job is not None:
+                job = record.stages[name].model_copy(update={"id": decision.job.id})
+                record = record.with_job(name, job)
+            say(_line(decision, ids=ids))
+        write_jobs(resolved.out_dir, record)
 
 
 def show_commands(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     site: Site,
     *,
     rebuild: Collection[str] = (),
@@ -385,25 +363,26 @@ def show_commands(
 
     Without ``scheduler``, no stage counts as submitted.
     """
-    plan = _Plan(placed, site, rebuild, check, scheduler)
-    decisions = plan.decisions()
-    if canceled := [job for one in reversed(decisions) for job in one.canceled]:
+    submission = _Submission(resolved, site, rebuild, check, scheduler)
+    decisions = submission.decisions()
+    if canceled := _canceled(decisions):
         say(f"scancel {' '.join(canceled)}")
-    ids = _kept(decisions, plan.jobs)
-    for one in decisions:
-        if one.request is None:
-            say(f"# {_line(one, ids=ids)}")
+    ids = _kept(decisions, submission.jobs)
+    for decision in decisions:
+        name = decision.task.name
+        if decision.request is None:
+            say(f"# {_line(decision, ids=ids)}")
             continue
-        request = _after(one, ids=ids)
-        variable = f"job_{one.task.name.replace('-', '_')}"
-        ids[one.task.name] = f"${variable}"
-        say(f"# {one.task.name}: {one.reason}")
+        request = _after(decision, ids=ids)
+        variable = f"job_{name.replace('-', '_')}"
+        ids[name] = f"${variable}"
+        say(f"# {name}: {decision.reason}")
         say(f"mkdir -p {shlex.quote(str(request.log.parent))}")
         say(f"{variable}=$({request.shell_line()})")
 
 
 def cancel_jobs(
-    placed: PlacedPlan,
+    resolved: ResolvedPlan,
     stages: Collection[str],
     *,
     scheduler: Scheduler | None = None,
@@ -420,76 +399,82 @@ def cancel_jobs(
     """
     scheduler = scheduler or Scheduler()
     for name in stages:
-        placed.require_stage(name, "--only")
-    record = _submitted(placed)
+        resolved.require_stage(name, "--only")
+    record = _submitted(resolved)
     live = live_jobs(record, scheduler=scheduler)
-    found = {name: job for name, job in live.items() if not stages or name in stages}
-    scheduler.cancel([job.id for job in found.values()])
-    for name, job in found.items():
+    chosen = {name: job for name, job in live.items() if not stages or name in stages}
+    scheduler.cancel([job.id for job in chosen.values()])
+    for name, job in chosen.items():
         say(f"{name}: canceled job {job.id}")
-    if not found:
+    if not chosen:
         say("No job waits or runs.")
 
 
-def last_log(placed: PlacedPlan, stage: str) -> Path:
+def last_log(resolved: ResolvedPlan, stage: str) -> Path:
     """Return the log of a stage's newest job.
 
     Raises:
         ConfigError: the plan has no such stage.
         ArtifactError: no job of it has written a log.
     """
-    placed.require_stage(stage, "STAGE")
-    folder = log_dir(placed.out_dir / stage)
-    record = _submitted(placed)
+    resolved.require_stage(stage, "STAGE")
+    folder = log_dir(resolved.out_dir / stage)
+    record = _submitted(resolved)
     job_id = record.stages[stage].id if stage in record.stages else ""
     path = folder / f"{job_id}.log"
     if job_id and path.is_file():
         return path
-    found = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
-    if not found:
+    logs = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
+    if not logs:
         raise ArtifactError(
             f"There is no log of stage {stage} in {folder}. `mmnmt status` says why its job waits, "
             "or how it ended."
         )
-    return found[-1]
+    return logs[-1]
 
 
-def _submitted(placed: PlacedPlan) -> JobsRecord:
+def _submitted(resolved: ResolvedPlan) -> JobsRecord:
     """Return the jobs of a plan; ArtifactError if nothing was submitted."""
-    record = read_jobs(placed.out_dir)
+    record = read_jobs(resolved.out_dir)
     if record is None:
         raise ArtifactError(
-            f"Nothing was submitted to {placed.out_dir.absolute()}. Change to the folder of "
+            f"Nothing was submitted to {resolved.out_dir.absolute()}. Change to the folder of "
             "`mmnmt submit`, or pass its --out."
         )
     return record
 
 
-def _kept(decisions: Sequence[Decision], jobs: Mapping[str, Job]) -> dict[str, str]:
+def _canceled(decisions: Sequence[Decision]) -> list[str]:
+    """Return the jobs that new ones take the place of, last stage first."""
+    return [job for decision in reversed(decisions) for job in decision.canceled]
+
+
+def _kept(decisions: Sequence[Decision], jobs: Mapping[str, SlurmJob]) -> dict[str, str]:
     """Return stage → job that stays and that others wait for, of left-out stages too."""
-    gone = {one.task.name for one in decisions if one.reason is None or one.request is not None}
+    gone = {each.task.name for each in decisions if each.reason is None or each.request is not None}
     return {name: job.id for name, job in jobs.items() if name not in gone}
 
 
-def _after(one: Decision, *, ids: Mapping[str, str]) -> Request:
+def _after(decision: Decision, *, ids: Mapping[str, str]) -> Request:
     """Return the request of a new job with its dependencies."""
-    assert one.request is not None
-    needed = dict.fromkeys(one.task.planned.dependencies())
-    what = [str(one.task.out_dir), work_digest(one.task), *(one.canceled or ("",))]
+    assert decision.request is not None
+    task = decision.task
+    needed = dict.fromkeys(task.planned.dependencies())
+    identity = [str(task.out_dir), work_digest(task), *(decision.canceled or ("",))]
     return replace(
-        one.request,
-        token=f"mmnmt-{json_digest(what)[:16]}",
+        decision.request,
+        token=f"mmnmt-{json_digest(identity)[:16]}",
         after_done=tuple(ids[name] for name in needed if name in ids),
-        after_end=one.canceled,
+        after_end=decision.canceled,
     )
 
 
-def _line(one: Decision, *, ids: Mapping[str, str]) -> str:
-    name = one.task.name
-    if one.request is not None:
-        instead = "".join(f", instead of job {job}" for job in one.canceled)
-        return f"{name}: submitted as job {ids[name]}{instead} ({one.reason})"
-    if one.reason is None:
+def _line(decision: Decision, *, ids: Mapping[str, str]) -> str:
+    name, job = decision.task.name, decision.job
+    if decision.request is not None:
+        instead = "".join(f", instead of job {old}" for old in decision.canceled)
+        return f"{name}: submitted as job {ids[name]}{instead} ({decision.reason})"
+    if decision.reason is None:
         return f"{name}: done"
-    assert one.job is not None
-    return f"{name}: {'runs' if one.job.runs else 'waits'} as job {one.job.id}"
+    assert job is not None
+    return f"{name}: {'runs' if job.runs else 'waits'} as job {job.id}"

@@ -47,7 +47,7 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.own_time import OWN_TIME
+from pipeline.distributed.busy_time import BUSY_TIME
 from pipeline.distributed.progress import advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
@@ -187,7 +187,7 @@ class StepResult:
     gradient_norm: float
     was_made: bool
     own_seconds: float = 0.0
-    """Time of this rank's own work (:mod:`pipeline.distributed.own_time`)."""
+    """Time of this rank's own work (:mod:`pipeline.distributed.busy_time`)."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class Engine:
         labels = source_tokens = 0
         for one in passes:
             batch, counts = one.batch.to(self.device), one.counts
-            with OWN_TIME.counted(self.device, enabled=counts):
+            with BUSY_TIME.counted(self.device, enabled=counts):
                 objective, terms = self._forward(batch, progress)
             self._backward(objective, scale=1 / total_labels if counts else 0.0)
             advance()
@@ -309,7 +309,7 @@ class Engine:
             sums_2, norm = sums_2.cpu(), float(self._engine.get_global_grad_norm())
             was_made = not self._zero.overflow
         cross_entropy, balance = sums_2
-        own_seconds = OWN_TIME.take()
+        own_seconds = BUSY_TIME.take()
         return StepResult(
             cross_entropy, balance, labels, source_tokens, norm, was_made, own_seconds
         )

@@ -16,8 +16,8 @@ from pipeline.artifacts.places import sync
 from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
+from pipeline.distributed.busy_time import BUSY_TIME
 from pipeline.distributed.collectives import gather_objects, gather_rows
-from pipeline.distributed.own_time import OWN_TIME
 from pipeline.distributed.world import World
 from pipeline.machine import peak_resident_bytes
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, PerToken, count_multiplied
@@ -114,7 +114,7 @@ class MetricsLog:
         Rank 0 holds the sums of the position's interval for all ranks.
         """
         self._nodes = gather_objects(socket.gethostname())
-        OWN_TIME.take()  # what an earlier run of this process left
+        BUSY_TIME.take()  # what an earlier run of this process left
         if self._world.rank == 0:
             self._interval = Interval(position.interval)
             self._file.truncate_after(position.update)

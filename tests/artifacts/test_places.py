@@ -36,7 +36,7 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import claim_run_folder, set_aside
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
-from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
 from pipeline.training.run_directory import RunDirectory
 
@@ -196,7 +196,9 @@ def operate(
         case "plan":
             plan = load_plan(str(recipe.with_name("plan.toml")))
             with contextlib.suppress(UserError):
-                placed = place_plan(plan, out_dir=out_dir, given={"text": RawPaths((given_path,))})
+                placed = resolve_plan(
+                    plan, out_dir=out_dir, given={"text": RawPaths((given_path,))}
+                )
                 run_plan(placed, launcher=in_this_process, say=lambda _: None)
             return [place for name in plan.stages for place in working_places(out_dir / name)]
         case "new_artifact":

@@ -41,7 +41,7 @@ from pipeline.errors import (
     Interrupted,
     RankLost,
 )
-from pipeline.jobs.attempts import REPORTS, read_ends
+from pipeline.jobs.job_endings import REPORTS, read_ends
 from pipeline.model.settings import ModelConfig
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Input, Stage, StageCall

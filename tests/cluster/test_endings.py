@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.slurm_cluster import Cluster
 
-from pipeline.jobs.attempts import Verdict, verdicts
+from pipeline.jobs.job_endings import Verdict, verdicts
 
 pytestmark = pytest.mark.cluster
 

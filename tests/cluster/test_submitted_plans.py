@@ -16,7 +16,7 @@ from support.slurm_cluster import ENDED, Cluster, why_not
 
 from pipeline.artifacts.manifest import read_manifest
 from pipeline.config.documents import toml_lines
-from pipeline.jobs.attempts import verdicts
+from pipeline.jobs.job_endings import verdicts
 from pipeline.jobs.submission import RECORD_NAME
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

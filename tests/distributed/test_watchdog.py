@@ -1,13 +1,18 @@
-"""A run that hangs is ended by its ranks, which leave their stacks and name the one to look at."""
+"""Ranks wait for each other; a rank that is lost is named, and a run that hangs is ended."""
 
 import ctypes
 import os
 import signal
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,16 +22,170 @@ from pipeline.cli.ending import guarded
 from pipeline.config.documents import unfinished_path
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import gather_objects
-from pipeline.distributed.watchdog import Silence, _whereabouts, who_holds_up
+from pipeline.distributed.watchdog import Peers, Silence, _whereabouts, open_store, who_holds_up
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
-from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError
-from pipeline.jobs.attempts import REPORTS, read_ends
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError, RankLost
+from pipeline.jobs.job_endings import REPORTS, read_ends
 
 SILENCE_SECONDS = 4.0
 BOUND_SECONDS = 60.0
 """Far more than the ranks need to notice, to answer and to end."""
 
+NODE = socket.gethostname()
 Hang = Callable[[World], None]
+
+
+# ---------------------------------------------------------------- meeting, in one process
+
+
+def all_peers(size: int) -> list[Peers]:
+    """The ranks of a world, in one process."""
+    server = open_store(LOOPBACK, size=size)
+    place: dict[str, Any] = {"size": size, "address": LOOPBACK, "port": server.port}
+    return [Peers(rank=rank, server=None if rank else server, **place) for rank in range(size)]
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Peers]]:
+    peers = all_peers(2)
+    yield peers
+    for one in peers:
+        one.end()
+
+
+def meeting_of(peers: Peers) -> Callable[[], object]:
+    """Send a rank to a meeting; return a function that waits for the outcome: True, or an error."""
+    outcomes: list[object] = []
+
+    def go() -> None:
+        try:
+            peers.meet()
+            outcomes.append(True)
+        except RankLost as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+
+    def outcome() -> object:
+        thread.join(timeout=20)
+        return outcomes[0]
+
+    return outcome
+
+
+def test_ranks_meet_again_and_again_and_leave_no_keys_behind(pair: list[Peers]) -> None:
+    def meet() -> int:
+        outcome = meeting_of(pair[0])
+        pair[1].meet()
+        assert outcome() is True
+        return int(pair[1]._store.num_keys())
+
+    before = meet()
+    assert [meet() for _ in range(30)] == [before] * 30
+
+
+def test_a_rank_that_ended_is_named_at_once_and_the_first_stays_the_cause() -> None:
+    peers = all_peers(3)
+    peers[2].end()
+    peers[1].end()
+    assert f"Rank 2 on {NODE} has ended" in str(meeting_of(peers[0])())
+    peers[0].end()
+
+
+def test_the_rank_that_serves_the_store_leaves_last() -> None:
+    peers = all_peers(3)
+    first = threading.Thread(target=peers[0].leave)
+    first.start()
+    for rank in (1, 2):
+        assert first.is_alive()
+        peers[rank].leave()
+    first.join(timeout=20)
+    assert not first.is_alive()
+
+
+def test_a_rank_that_ends_after_a_meeting_is_missed_by_none_who_is_still_on_the_way_out(
+    pair: list[Peers],
+) -> None:
+    outcome = meeting_of(pair[0])
+    pair[1].meet()
+    pair[1].end()
+    assert outcome() is True
+
+
+def test_the_end_of_the_rank_that_serves_the_store_is_noticed_by_all() -> None:
+    peers = all_peers(3)
+    outcomes = [meeting_of(one) for one in peers[1:]]
+    peers[0].end()
+    for outcome in outcomes:
+        assert f"Rank 0 on {NODE} has ended" in str(outcome())
+
+
+def test_the_node_of_rank_zero_is_known_to_a_rank_that_is_there_first() -> None:
+    server = open_store(LOOPBACK, size=2)
+    early = Peers(rank=1, size=2, address=LOOPBACK, port=server.port)
+    assert early._name_of_zero == f"Rank 0 on {NODE}"
+    early.end()
+
+
+class CountingStore:
+    """Counts the questions to a store, and their keys, except for those of the asking thread."""
+
+    def __init__(self, store: Any, count: Counter[str], lock: threading.Lock) -> None:
+        self._store, self._count, self._lock = store, count, lock
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            if threading.current_thread().name != "ask store":
+                with self._lock:
+                    self._count["questions"] += 1
+                    self._count["keys"] += len(args[0]) if isinstance(args[0], list) else 1
+            return operation(*args)
+
+        return call
+
+
+def work_of_a_meeting(peers: list[Peers], count: Counter[str], lock: threading.Lock) -> None:
+    """Let ranks meet, the last of which comes late; count the pauses of the others."""
+    is_there = threading.Event()
+
+    def sleep(_seconds: float) -> None:
+        """Wait for the last rank instead of for a time."""
+        with lock:
+            count["pauses"] += 1
+        is_there.wait(20)
+
+    with mock.patch("pipeline.distributed.watchdog.time.sleep", sleep):
+        early = [meeting_of(one) for one in peers[:-1]]
+        while count["pauses"] < len(early):
+            is_there.wait(0.001)
+        peers[-1].meet()
+        is_there.set()
+        assert all(outcome() is True for outcome in early)
+
+
+@pytest.mark.slow
+def test_what_the_store_is_asked_grows_linearly_with_the_ranks() -> None:
+    for size in (4, 8, 16):
+        peers, count, lock = all_peers(size), Counter[str](), threading.Lock()
+        for one in peers:
+            one._store = CountingStore(one._store, count, lock)  # type: ignore[assignment]
+        work_of_a_meeting(peers, count, lock)
+        # The early ranks come, ask, pause and ask again; the last one comes, tells, and tidies up.
+        assert (count["pauses"], count["questions"]) == (size - 1, 3 * size)
+        assert count["keys"] <= 5 * size
+        count.clear()
+        for one in peers:
+            one._beat()
+        assert count["questions"] <= 2 * size
+        assert count["keys"] <= 3 * size
+        for one in reversed(peers):
+            one.end()
+
+
+# ---------------------------------------------------------------- hanging, in processes
 
 
 def nap_in_native_code(world: World) -> None:
@@ -51,7 +210,7 @@ def miss_a_meeting(world: World) -> None:
 
 
 def stop_rank_zero(world: World) -> None:
-    """Stop rank 0 once all ranks have their heartbeat."""
+    """Stop rank 0 once all ranks watch each other."""
     gather_objects(world.rank)
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -72,7 +231,7 @@ def stop_it_before_a_meeting(world: World) -> None:
 def fail_beside_a_stopped_rank(world: World) -> None:
     """Rank 0 is stopped, and the others fail."""
     stop_rank_zero(world)
-    time.sleep(SILENCE_SECONDS / 2)  # until the heartbeat waits for the store
+    time.sleep(SILENCE_SECONDS / 2)  # until a thread waits for the store
     raise ArtifactError("The disk is gone.")
 
 
@@ -149,7 +308,7 @@ def test_a_rank_that_sleeps_in_native_code_is_named_and_all_leave_their_stacks(
     assert printed.count("No rank has advanced") == 1
     reports = read_ends(tmp_path / "out.run")
     assert [(one.end, f"mmnmt: {one.cause}\n") for one in reports] == [("again", printed)] * 3
-    assert f"Rank 1 on {os.uname().nodename}: in nap_in_native_code (test_watchdog.py:" in printed
+    assert f"Rank 1 on {NODE}: in nap_in_native_code (test_watchdog.py:" in printed
     assert sorted(stacks) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
     assert "nap_in_native_code" in stacks["rank-1.txt"]
     assert "all_reduce" in stacks["rank-0.txt"]
@@ -168,12 +327,12 @@ def test_ranks_end_though_the_file_system_of_their_reports_hangs(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_waited_for_in_a_meeting_is_named_though_its_heart_beats(
+def test_a_rank_that_is_waited_for_in_a_meeting_is_named_though_it_answers(
     tmp_path: Path,
 ) -> None:
     codes, printed, stacks = run(miss_a_meeting, tmp_path)
     assert codes == [EXIT_RUN_AGAIN] * 3
-    assert f"Rank 2 on {os.uname().nodename}: in miss_a_meeting" in printed
+    assert f"Rank 2 on {NODE}: in miss_a_meeting" in printed
     assert len(stacks) == 3
 
 
@@ -183,7 +342,7 @@ def test_a_rank_whose_interpreter_is_stuck_is_named_by_the_others_and_ends_too(
 ) -> None:
     codes, printed, stacks = run(hold_the_interpreter, tmp_path)
     assert codes == [EXIT_RUN_AGAIN, 1, EXIT_RUN_AGAIN]
-    assert f"Rank 1 on {os.uname().nodename} does not answer" in printed
+    assert f"Rank 1 on {NODE} does not answer" in printed
     assert sorted(stacks) == ["rank-0.txt", "rank-2.txt"]
     assert "in hold_the_interpreter" in printed  # its stacks, from the timer
 
@@ -204,7 +363,7 @@ def test_ranks_whose_store_does_not_answer_name_its_rank_and_leave_their_stacks(
     assert found
     assert set(found) <= set(stacks)
     for cause in found.values():
-        assert f"Rank 0 on {os.uname().nodename} does not answer" in cause
+        assert f"Rank 0 on {NODE} does not answer" in cause
 
 
 @pytest.mark.slow
@@ -212,7 +371,7 @@ def test_ranks_without_a_launcher_that_reads_reports_print_which_rank_does_not_a
     tmp_path: Path,
 ) -> None:
     codes, printed, _ = run(stop_the_rank_with_the_store, tmp_path, stopped=1, reports=False)
-    expected = f"mmnmt: Rank 0 on {os.uname().nodename} does not answer"
+    expected = f"mmnmt: Rank 0 on {NODE} does not answer"
     assert printed.count(expected) == codes.count(EXIT_RUN_AGAIN) > 0
 
 

@@ -27,7 +27,12 @@ from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
 from pipeline.estimates.launches import META, LaunchCounter
-from pipeline.estimates.memory import MemoryEstimate, estimate
+from pipeline.estimates.memory import (
+    MemoryEstimate,
+    ZeroSettings,
+    estimate,
+    worst_micro_batch,
+)
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model, shape_of_model
@@ -209,7 +214,6 @@ def estimated(
     ds_config: dict[str, Any] = FP32,
     vocabulary_size: int = 40,
     device: Device = "cpu",
-    sentence_length: int | None = LENGTH,
 ) -> MemoryEstimate:
     return estimate(
         recipe,
@@ -218,7 +222,6 @@ def estimated(
         processes=processes,
         ds_config=ds_config,
         device=device,
-        sentence_length=sentence_length,
     )
 
 
@@ -271,6 +274,8 @@ def test_the_papers_dense_model_has_418_million_parameters_of_2_bytes() -> None:
         load_recipe("dense_opus100"), ds_config=load_ds_config("zero2_bf16"), vocabulary_size=64000
     )
     assert found.phases["step"]["parameters"] == 2 * (352_718_848 + 1024 * 64000)
+    read = json.loads(json.dumps(found.to_json()))
+    assert read["device_bytes"] == sum(read["phases"][read["peak_phase"]].values())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -298,21 +303,22 @@ def test_expert_parallelism_divides_experts_and_nothing_else() -> None:
         estimated(make_recipe(model, parallel_size=size), processes=4).phases["step"]
         for size in (1, 4)
     )
+    four, two = (estimated(make_recipe(model, parallel_size=n), processes=2) for n in (4, 2))
+    assert four == two, "a common divisor with the ranks"
     experts = 2 * MOE.num_experts * (2 * 1024 * 4096 + 1024 + 4096)
     assert whole["parameters"] - spread["parameters"] == 4 * experts * 3 // 4
     assert spread["moments"] == pytest.approx(whole["moments"], rel=1e-6)
 
 
-def test_a_world_that_expert_parallelism_does_not_divide_uses_their_common_divisor() -> None:
-    model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MOE)
-    four, two = (estimated(make_recipe(model, parallel_size=n), processes=2) for n in (4, 2))
-    assert four == two
-
-
-def test_experts_that_do_not_divide_are_refused() -> None:
+def test_experts_that_do_not_divide_and_unknown_types_are_refused() -> None:
     model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MoEConfig(num_experts=9))
     with pytest.raises(ConfigError, match="9 experts cannot be spread over 2 ranks"):
         estimated(make_recipe(model, parallel_size=2), processes=2)
+    with pytest.raises(ConfigError, match=r'grad_accum_dtype is "fp8"\. Use fp32 or bf16'):
+        estimated(
+            make_recipe(ModelConfig()),
+            ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}},
+        )
 
 
 def test_offload_moves_the_optimizer_to_the_host() -> None:
@@ -377,50 +383,40 @@ def test_the_loss_takes_per_logit_what_torch_allocates(
     assert found.phases["backward"]["working"] == pytest.approx(expected, rel=0.02)
 
 
+def worst_shape(
+    recipe: Recipe, *, device: Device = "cpu", ds_config: dict[str, Any] = FP32
+) -> MicroBatchShape:
+    zero = ZeroSettings.of(recipe, ds_config, processes=1)
+    return worst_micro_batch(recipe, zero, device=device, processes=1)
+
+
+def kept_at(shape: MicroBatchShape, length: int) -> int:
+    """Bytes of the activations of sentences of one length, on a model of the shape's width."""
+    spec = tiny_spec(width=512, num_heads=8, feed_forward_width=1024)
+    return sum(activation_bytes(shape_of_model(spec), replace(shape, length=length)).values())
+
+
 def test_long_sentences_in_16_bits_cost_scores_on_cpu_only() -> None:
-    recipe = make_recipe(ModelConfig(), tokens=4096)
-    on_cpu, on_cuda = (
-        [
-            estimated(recipe, ds_config=BF16, device=device, sentence_length=n).device_bytes
-            for n in (32, 1024)
-        ]
-        for device in ("cpu", "cuda")
-    )
-    assert on_cpu[1] > on_cpu[0]
-    assert on_cuda[1] == on_cuda[0]
+    recipe = make_recipe(ModelConfig(width=512, num_heads=8), tokens=4096)
+    shape = worst_shape(recipe, ds_config=BF16)
+    assert shape.length == recipe.max_tokens + TAGS, "the longest that shards keep"
+    assert kept_at(shape, 1024) > kept_at(shape, 32)
+    shape = replace(shape, device="cuda")
+    assert kept_at(shape, 1024) == kept_at(shape, 32)
 
 
-def test_without_a_length_sentences_are_the_longest_that_shards_keep() -> None:
-    recipe = make_recipe(ModelConfig(), tokens=4096)
-    longest = recipe.max_tokens + TAGS
-    assert estimated(recipe, sentence_length=None) == estimated(recipe, sentence_length=longest)
-
-
-def test_without_dropout_or_a_length_sentences_are_those_whose_scores_are_kept() -> None:
+def test_without_dropout_sentences_are_as_long_as_scores_are_kept() -> None:
     """Heads of width 64: attention is fused from 24 tokens on, in float32 on a CPU."""
     recipe = make_recipe(ModelConfig(width=512, num_heads=8), tokens=4096)
     recipe = recipe.model_copy(update={"training": TrainingConfig(attention_dropout=0)})
-    worst = estimated(recipe, sentence_length=None)
-    assert worst == estimated(recipe, sentence_length=23)
+    worst = worst_shape(recipe)
+    assert worst.length == 23
     longest = recipe.max_tokens + TAGS
     for length in (16, 22, 24, longest):
-        assert estimated(recipe, sentence_length=length).device_bytes < worst.device_bytes
-    on_cuda = [estimated(recipe, device="cuda", sentence_length=n) for n in (23, None)]
-    assert on_cuda[0] == on_cuda[1]
-
-
-def test_the_estimate_is_json() -> None:
-    found = estimated(make_recipe(ModelConfig()))
-    read = json.loads(json.dumps(found.to_json()))
-    assert read["device_bytes"] == sum(read["phases"][read["peak_phase"]].values())
-
-
-def test_an_accumulation_type_deepspeed_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'grad_accum_dtype is "fp8"\. Use fp32 or bf16'):
-        estimated(
-            make_recipe(ModelConfig()),
-            ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}},
-        )
+        assert kept_at(worst, length) < kept_at(worst, 23)
+    assert worst_shape(recipe, device="cuda").length == longest, "the longest that shards keep"
+    on_cuda = replace(worst, device="cuda")
+    assert kept_at(on_cuda, 23) == kept_at(on_cuda, longest)
 
 
 @pytest.mark.parametrize("processes", [1, 4])

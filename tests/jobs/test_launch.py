@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN
-from pipeline.jobs.attempts import describe_exit
+from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import launch
 
 WAIT_FOR_EVER = "import time; time.sleep(60)"

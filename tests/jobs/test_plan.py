@@ -27,13 +27,12 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
-from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.ds_config import AUTO, load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
+from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, stage_arguments, status_rows
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Input, Stage, stage_config
@@ -101,6 +100,9 @@ warmup_updates = 1
 [training]
 updates = 10
 """
+
+
+STAGES_OF_PLAN = ["corpus", "shards", "model"]
 
 
 class Workshop:
@@ -186,29 +188,29 @@ class Setup:
         self.recipe_path.write_text(RECIPE)
         self.plan_path.write_text(PLAN.format(recipe=self.recipe_path))
 
-    def placed(
+    def resolved(
         self, *, only: Collection[str] = (), until: Collection[str] = (), **options: Any
-    ) -> PlacedPlan:
+    ) -> ResolvedPlan:
         options = {"given": {"text": RawPaths((self.text_path.parent,))}, **options}
         plan = load_plan(str(self.plan_path))
-        placed = place_plan(plan, out_dir=self.out_dir, **options)
-        return placed.chosen(only=only, until=until)
+        resolved = resolve_plan(plan, out_dir=self.out_dir, **options)
+        return resolved.chosen(only=only, until=until)
 
     def run(self, *, rebuild: Collection[str] = (), **options: Any) -> tuple[int, str]:
         """Exit code and output of a run; ``workshop.started`` holds what this run started."""
         self.workshop.started.clear()
         lines: list[str] = []
-        placed = self.placed(**options)
-        code = run_plan(placed, rebuild=rebuild, launcher=self.workshop, say=lines.append)
+        resolved = self.resolved(**options)
+        code = run_plan(resolved, rebuild=rebuild, launcher=self.workshop, say=lines.append)
         return code, "\n".join(lines)
 
     def forecast(self, *, rebuild: Collection[str] = (), **options: Any) -> list[str]:
         lines: list[str] = []
-        dry_run(self.placed(**options), rebuild=rebuild, say=lines.append)
+        dry_run(self.resolved(**options), rebuild=rebuild, say=lines.append)
         return lines
 
     def status(self, **options: Any) -> str:
-        return text_table(["stage", "state", ""], status_rows(self.placed(**options)))
+        return text_table(["stage", "state", ""], status_rows(self.resolved(**options)))
 
 
 @pytest.fixture
@@ -227,16 +229,6 @@ def _plan_with(setup: Setup, old: str, new: str) -> str:
 # ---------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("name", ["demo", "bible24"])
-def test_the_plans_that_ship_fit_together(name: str) -> None:
-    plan = load_plan(name)
-    order = stage_order(plan)
-    assert order == list(plan.stages)
-    assert order[-1] == "evaluation"
-    assert "translate_mmnmt" in plan.stages["evaluation"].sources().values()
-    assert name in plan_names()
-
-
 def test_the_plans_that_ship_name_no_ds_config_for_gpus_of_one_kind() -> None:
     """V100 and T4 do not compute in bf16: ``auto`` takes fp16 there. A study may ask for a CPU."""
     chosen = {stage.ds_config for name in plan_names() for stage in load_plan(name).stages.values()}
@@ -248,7 +240,7 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
     tmp_path: Path,
 ) -> None:
     plan = load_plan("demo")
-    tasks = {task.name: task for task in place_plan(plan, out_dir=tmp_path).tasks}
+    tasks = {task.name: task for task in resolve_plan(plan, out_dir=tmp_path).tasks}
 
     def new_updates(name: str) -> int:
         sources = {
@@ -293,13 +285,16 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
         ('"tiny"', '"tiny"\nname = ""', "its name '' is absolute, or has an empty part"),
         ('only = "shards"', '".." = "shards"', "the name '..' leads out of the folder"),
         ("processes = 3", "processes = 3 3", "not valid TOML"),
+        ('recipe = "{recipe}"\n', "", "stage 'corpus': read reads settings"),
     ],
 )
 def test_a_plan_that_does_not_fit_together_is_refused_with_the_place(
     setup: Setup, old: str, new: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_plan(_plan_with(setup, old, new))
+        load_plan(_plan_with(setup, old.replace("{recipe}", str(setup.recipe_path)), new))
+    with pytest.raises(ConfigError, match=r"bible24, .*demo, "):
+        load_plan("nowhere")
 
 
 @pytest.mark.parametrize("folder", ["plans", "plans c++/a+b"])
@@ -320,16 +315,10 @@ def test_files_that_a_plan_names_lie_beside_it(
     (here / "recipes" / "own.toml").unlink()
     (here / "recipes" / "own.json").unlink()
     plan = load_plan(f"../{folder}/plan.toml")
-    placed = [place_plan(plan, overlay=one) for one in ("", "recipes/over.toml")]
-    limits = [one.tasks[1].config["shards"]["max_tokens"] for one in placed]
+    resolved = [resolve_plan(plan, overlay=one) for one in ("", "recipes/over.toml")]
+    limits = [one.tasks[1].config["shards"]["max_tokens"] for one in resolved]
     assert limits == [7, 9]
-    assert placed[0].tasks[2].config["ds_config"]["zero_optimization"] == {"stage": 2}
-
-
-def test_a_stage_with_settings_needs_a_recipe(setup: Setup) -> None:
-    path = _plan_with(setup, f'recipe = "{setup.recipe_path}"\n', "")
-    with pytest.raises(ConfigError, match="stage 'corpus': read reads settings"):
-        load_plan(path)
+    assert resolved[0].tasks[2].config["ds_config"]["zero_optimization"] == {"stage": 2}
 
 
 def test_stages_that_form_a_circle_are_named(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,29 +345,27 @@ def test_stages_written_out_of_order_are_run_in_order(setup: Setup) -> None:
     assert stage_order(plan) == ["corpus", "shards", "model"]
 
 
-def test_an_unknown_plan_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"bible24, .*demo, "):
-        load_plan("nowhere")
-
-
 def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) -> None:
     with pytest.raises(ConfigError, match=r"wants a folder of text\. Pass --input text=PATH"):
         setup.run(given={})
     with pytest.raises(ConfigError, match="has no input 'txt'"):
-        setup.placed(given={"txt": RawPaths((setup.folder,))})
+        setup.resolved(given={"txt": RawPaths((setup.folder,))})
 
 
 # ---------------------------------------------------------------- what runs
 
 
 def test_a_run_starts_every_stage_once_and_a_second_run_none(setup: Setup) -> None:
+    assert setup.forecast() == [f"{name}: would run (missing)" for name in STAGES_OF_PLAN]
+    assert not setup.out_dir.exists()
     code, _ = setup.run()
-    assert (code, setup.workshop.started) == (0, ["corpus", "shards", "model"])
+    assert (code, setup.workshop.started) == (0, STAGES_OF_PLAN)
     assert setup.workshop.told == [(1, 1), (1, 1), (3, 2)]
+    assert setup.forecast() == [f"{name}: done" for name in STAGES_OF_PLAN]
     code, said = setup.run()
     assert (code, setup.workshop.started) == (0, [])
     assert said.count("already done") == 6
-    assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
+    assert names_in(setup.out_dir) == sorted(STAGES_OF_PLAN)
 
 
 def test_a_changed_setting_rebuilds_the_stages_that_read_it_and_says_from_what_to_what(
@@ -405,29 +392,20 @@ def _made_before(path: Path, section: str, setting: str) -> None:
     (path / MANIFEST_NAME).write_text(json.dumps(manifest))
 
 
-def test_a_setting_that_is_new_and_at_its_default_makes_no_artifact_stale(setup: Setup) -> None:
+def test_a_setting_that_is_new_makes_an_artifact_stale_only_if_it_is_not_at_its_default(
+    setup: Setup,
+) -> None:
     setup.run()
     _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
     assert setup.forecast()[-1] == "model: done"
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, [])
-
-
-def test_a_setting_that_is_new_and_not_at_its_default_is_named_beside_it(setup: Setup) -> None:
-    setup.run()
-    _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
     setup.recipe_path.write_text(f"{RECIPE}expert_parallel_size = 2\n")
     change = "training.expert_parallel_size: 1 → 2"
     assert setup.forecast()[-1].startswith(f"model: would run ({change}; ")
-
-
-def test_where_a_setting_is_no_more_the_artifact_is_stale(setup: Setup) -> None:
-    setup.run()
     path = setup.out_dir / "model" / MANIFEST_NAME
     path.write_text(path.read_text().replace('"updates"', '"up_dates"'))
-    _made_before(path.parent, "training", "expert_parallel_size")
-    reason = setup.forecast()[-1]
-    assert "training.expert_parallel_size: unset → 1; training.up_dates: 10 → unset" in reason
+    assert "training.up_dates: 10 → unset" in setup.forecast()[-1], "a setting that is no more"
 
 
 def test_a_stage_rebuilt_with_another_result_rebuilds_what_follows(setup: Setup) -> None:
@@ -455,17 +433,6 @@ def test_a_stage_rebuilt_with_the_same_result_leaves_what_follows_alone(setup: S
     assert "corpus: running read (missing)" in said
 
 
-def test_a_dry_run_names_what_would_run_and_makes_nothing(setup: Setup) -> None:
-    assert setup.forecast() == [
-        "corpus: would run (missing)",
-        "shards: would run (missing)",
-        "model: would run (missing)",
-    ]
-    assert not setup.out_dir.exists()
-    setup.run()
-    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
-
-
 def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
     overlay_path = setup.folder / "short.toml"
     overlay_path.write_text("[training]\nupdates = 2\n")
@@ -476,7 +443,7 @@ def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
     assert manifest.config["training"]["updates"] == 2
 
 
-def test_how_values_are_moved_and_what_is_logged_leaves_a_trained_model_up_to_date(
+def test_of_a_ds_config_only_what_decides_the_result_makes_a_trained_model_stale(
     setup: Setup,
 ) -> None:
     setup.run()
@@ -488,24 +455,19 @@ def test_how_values_are_moved_and_what_is_logged_leaves_a_trained_model_up_to_da
     _plan_with(setup, "threads = 2", f'threads = 2\nds_config = "{path}"')
     assert setup.forecast()[-1] == "model: done"
     ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
+    ds_config["zero_optimization"]["stage"] = 2
     path.write_text(json.dumps(ds_config))
     assert "ds_config.data_types.grad_accum_dtype: unset → fp32" in setup.forecast()[-1]
-
-
-def test_the_ds_config_is_part_of_what_decides_a_training_stage(setup: Setup) -> None:
-    setup.run()
-    _plan_with(setup, "threads = 2", 'threads = 2\nds_config = "zero2_fp32"')
-    _, said = setup.run(rebuild=["model"])
+    assert "ds_config.zero_optimization.stage: 1 → 2" in setup.run(rebuild=["model"])[1]
     assert setup.workshop.started == ["model"]
-    assert "ds_config.zero_optimization.stage: 1 → 2" in said
 
 
 def test_more_processes_change_no_result_and_reach_only_stages_that_can_use_them(
     setup: Setup,
 ) -> None:
-    placed = setup.placed(processes=5)
-    assert [task.planned.processes for task in placed.tasks] == [1, 5, 5]
-    assert "--processes=5" in stage_arguments(placed, placed.tasks[1])
+    resolved = setup.resolved(processes=5)
+    assert [task.planned.processes for task in resolved.tasks] == [1, 5, 5]
+    assert "--processes=5" in stage_arguments(resolved, resolved.tasks[1])
     setup.run()
     setup.run(processes=5)
     assert setup.workshop.started == []
@@ -535,21 +497,16 @@ def test_several_raw_folders_reach_the_stage_and_decide_with_their_order(setup: 
     folders[1].mkdir()
     (folders[1] / "text").write_text("cherry")
     given = {"text": RawPaths(folders)}
-    placed = setup.placed(given=given)
-    arguments = stage_arguments(placed, placed.tasks[0])
+    resolved = setup.resolved(given=given)
+    arguments = stage_arguments(resolved, resolved.tasks[0])
     start = arguments.index("--raw")
     assert arguments[start + 1 : start + 3] == [str(folder) for folder in folders]
     digests = {name: record.digest for name, record in given["text"].records("raw").items()}
-    assert placed.digests(placed.tasks[0]) == digests
-
-
-def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
-    setup: Setup,
-) -> None:
+    assert resolved.digests(resolved.tasks[0]) == digests
     dataset = HubDataset("owner/pairs", "0" * 40)
-    placed = setup.placed(given={"text": dataset})
-    assert f"--raw={dataset}" in stage_arguments(placed, placed.tasks[0])
-    assert placed.digests(placed.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
+    resolved = setup.resolved(given={"text": dataset})
+    assert f"--raw={dataset}" in stage_arguments(resolved, resolved.tasks[0])
+    assert resolved.digests(resolved.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
 
 
 # ---------------------------------------------------------------- what was trained
@@ -557,7 +514,7 @@ def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
 
 def _leave_state(setup: Setup, update: int, *, seconds: float = 7200) -> None:
     """An unfinished run of the model, of the settings and inputs as they are."""
-    task = setup.placed().tasks[-1]
+    task = setup.resolved().tasks[-1]
     shards = open_artifact(setup.out_dir / "shards", kind="shards")
     with new_artifact(
         setup.out_dir / "model.run" / "states" / f"update-{update:07d}",
@@ -595,7 +552,7 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
     _change(setup, "dropout = 0.25")
     words = r"Stage model would throw away 10 updates \(0\.0 hours\) of training in .*/out/model "
     words += r"\(training\.dropout: 0\.3 → 0\.25\). Undo that change, or pass --rebuild model, "
-    words += r"which sets what is there aside as .*/model\.before-1 and trains anew\."
+    words += r"which trains anew and keeps it as .*/model\.before-1\."
     with pytest.raises(ArtifactError, match=words):
         setup.run()
     assert setup.workshop.started == []
@@ -612,6 +569,14 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
     assert names_in(setup.out_dir / "model.before-1.run" / "states") == ["update-0000008"]
     assert not (setup.out_dir / "model.run").exists()
     assert setup.forecast()[-1] == "model: done"
+    _change(setup, "seed = 2")
+    setup.workshop.codes = [EXIT_RUN_AGAIN]
+    assert setup.run(rebuild=["model"])[0] != 0
+    _leave_state(setup, 4)
+    code, said = setup.run(rebuild=["model"])
+    assert (code, setup.workshop.started) == (0, ["model"])
+    assert "set aside" not in said, "the same command after a stop goes on"
+    assert not (setup.out_dir / "model.before-3").exists()
 
 
 def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_told(
@@ -639,28 +604,9 @@ def test_training_that_changed_inputs_make_useless_is_kept_until_told(setup: Set
         setup.run()
     assert setup.workshop.started == ["corpus", "shards"]
     assert (setup.out_dir / "model" / MANIFEST_NAME).is_file()
+    (setup.out_dir / "model.before-1.run").mkdir()
     assert setup.run(rebuild=["model"])[0] == 0
-
-
-def test_the_same_command_after_a_stop_trains_anew_only_once(setup: Setup) -> None:
-    setup.run()
-    _change(setup, "seed = 2")
-    setup.workshop.codes = [EXIT_RUN_AGAIN]
-    assert setup.run(rebuild=["model"])[0] != 0
-    _leave_state(setup, 4)
-    code, said = setup.run(rebuild=["model"])
-    assert (code, setup.workshop.started) == (0, ["model"])
-    assert "set aside" not in said
-    assert not (setup.out_dir / "model.before-2").exists()
-
-
-def test_what_is_set_aside_takes_no_place_that_is_taken(setup: Setup) -> None:
-    setup.run()
-    for seed, places in ((2, 1), (3, 2), (4, 4)):
-        (setup.out_dir / "model.before-3.run").mkdir(exist_ok=True)
-        _change(setup, f"seed = {seed}")
-        assert setup.run(rebuild=["model"])[0] == 0
-        assert (setup.out_dir / f"model.before-{places}" / MANIFEST_NAME).is_file()
+    assert (setup.out_dir / "model.before-2" / MANIFEST_NAME).is_file(), "the first place is taken"
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -679,40 +625,30 @@ def test_more_updates_go_on_from_the_last_state(setup: Setup, finished: bool) ->
     assert setup.forecast()[-1] == "model: done"
 
 
-def test_more_updates_of_a_model_whose_states_are_gone_would_begin_anew(setup: Setup) -> None:
-    setup.run()
-    _change(setup, "updates = 20")
-    words = r"10 → 20; .*run has no training state to go on from, .* saving\.keep_states = \"last\""
-    with pytest.raises(ArtifactError, match=words):
-        setup.run()
-
-
-def test_a_plan_removes_the_run_folder_that_a_killed_training_left_behind(setup: Setup) -> None:
-    setup.run()
-    _leave_state(setup, 10)
-    manifest = open_artifact(setup.out_dir / "model", kind="checkpoint").manifest
-    assert setup.run()[0] == 0
-    assert (setup.out_dir / "model.run").exists(), "its removal was not announced"
-    announce_removal(setup.out_dir / "model.run", key=manifest.key)
-    (setup.out_dir / "model.run" / "notes.txt").write_text("mine")
-    code, said = setup.run()
-    assert (code, setup.workshop.started) == (0, [])
-    assert "model: already done" in said
-    assert "model.run is removed but for notes.txt, which training did not write" in said
-    assert names_in(setup.out_dir / "model.run") == [".made-by-mmnmt", "notes.txt"]
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_fewer_updates_than_are_done_are_refused(setup: Setup, finished: bool) -> None:
-    if finished:
+@pytest.mark.parametrize(
+    ("is_finished", "state", "setting", "words"),
+    [
+        (True, 8, "updates = 7", r"throw away 10 updates .*updates: 10 → 7"),
+        (False, 8, "updates = 7", r"throw away 8 updates .*updates: 10 → 7"),
+        (True, 8, "validate_every = 3", r"10 updates .*validate_every: 1000 → 3"),
+        (True, None, "updates = 20", r"10 → 20; .*run has no training state to go on from, .*keep"),
+    ],
+    ids=["fewer updates", "fewer than an unfinished run has", "other validations", "no state left"],
+)
+def test_settings_with_which_training_could_not_go_on_are_refused(
+    setup: Setup, is_finished: bool, state: int | None, setting: str, words: str
+) -> None:
+    if is_finished:
         setup.run()
     else:
         _fail_in_model(setup)
-    _leave_state(setup, 8)
-    _change(setup, "updates = 7")
-    with pytest.raises(ArtifactError, match=r"throw away (8|10) updates .*updates: 10 → 7"):
+    if state is not None:
+        _leave_state(setup, state)
+    _change(setup, setting)
+    with pytest.raises(ArtifactError, match=words):
         setup.run()
-    assert names_in(setup.out_dir / "model.run" / "states") == ["update-0000008"]
+    if state is not None:
+        assert names_in(setup.out_dir / "model.run" / "states") == ["update-0000008"]
 
 
 @pytest.mark.parametrize("setting", ["keep_last = 5", "checkpoint_every = 7", "validate_every = 3"])
@@ -723,28 +659,6 @@ def test_an_unfinished_run_goes_on_with_other_intervals(setup: Setup, setting: s
     assert setup.forecast()[-1] == "model: would run (missing; training goes on after update 8)"
     assert setup.run()[0] == 0
     assert "--overwrite" not in setup.workshop.commands[-1]
-
-
-def test_a_finished_model_of_other_validations_may_be_another(setup: Setup) -> None:
-    setup.run()
-    _leave_state(setup, 8)
-    _change(setup, "validate_every = 3")
-    with pytest.raises(ArtifactError, match=r"10 updates .*validate_every: 1000 → 3"):
-        setup.run()
-
-
-def test_stages_that_take_no_training_are_rebuilt_unasked(setup: Setup) -> None:
-    setup.run()
-    shutil.rmtree(setup.out_dir / "model")
-    _change(setup, "max_tokens = 32", section="shards")
-    assert setup.run()[0] == 0
-    assert setup.workshop.started == ["shards", "model"]
-
-
-def test_a_stage_to_be_rebuilt_is_one_of_the_plans(setup: Setup) -> None:
-    for look in (setup.run, setup.forecast):
-        with pytest.raises(ConfigError, match=r"--rebuild modle: .* Did you mean 'model'"):
-            look(rebuild=["modle"])
 
 
 # ---------------------------------------------------------------- other test lines
@@ -804,16 +718,16 @@ class Trained:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"word {n} of {code}\n" for n in range(start, start + number)))
 
-    def placed(self) -> PlacedPlan:
+    def resolved(self) -> ResolvedPlan:
         given = {"text": RawPaths((self.raw,))}
-        return place_plan(
+        return resolve_plan(
             load_plan(str(self.folder / "plan.toml")), out_dir=self.folder / "out", given=given
         )
 
     def run(self, **chosen: Collection[str]) -> tuple[int, dict[str, str]]:
         """Exit code, and stage → what the run says of it first."""
         lines: list[str] = []
-        code = run_plan(self.placed().chosen(**chosen), launcher=as_child, say=lines.append)
+        code = run_plan(self.resolved().chosen(**chosen), launcher=as_child, say=lines.append)
         said: dict[str, str] = {}
         for line in lines:
             stage, _, words = line.partition(": ")
@@ -908,19 +822,23 @@ def test_shards_of_an_earlier_version_go_by_the_whole_corpus(trained: Trained) -
     corpus = open_artifact(trained.folder / "out" / "clean", kind="corpus")
     manifest["inputs"]["corpus"]["digest"] = corpus.digest
     path.write_text(json.dumps(manifest))
-    placed = trained.placed()
-    (shards,) = (task for task in placed.tasks if task.name == "shards")
-    assert reason_to_run(placed, shards) is None
+    resolved = trained.resolved()
+    (shards,) = (task for task in resolved.tasks if task.name == "shards")
+    assert reason_to_run(resolved, shards) is None
     trained.write("de-en", "test", 300, 4)
     trained.run(only=["corpus", "clean"])
-    assert reason_to_run(trained.placed(), shards) == "input corpus changed"
+    assert reason_to_run(trained.resolved(), shards) == "input corpus changed"
 
 
 # ---------------------------------------------------------------- some stages of a plan
 
 
-def test_only_the_stages_that_are_named_are_run(setup: Setup) -> None:
-    setup.run()
+def test_until_a_stage_runs_all_that_it_needs_and_only_a_stage_itself(setup: Setup) -> None:
+    code, _ = setup.run(until=["shards"])
+    assert (code, setup.workshop.started) == (0, ["corpus", "shards"])
+    assert setup.forecast(until=["shards"]) == ["corpus: done", "shards: done"]
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, ["model"])
     setup.text_path.write_text("bananas")
     code, said = setup.run(only=["shards"])
     assert (code, setup.workshop.started) == (0, [])
@@ -931,6 +849,12 @@ def test_only_the_stages_that_are_named_are_run(setup: Setup) -> None:
     code, said = setup.run(only=["shards"])
     assert (code, setup.workshop.started) == (0, ["shards"])
     assert "shards: takes corpus as it is (input raw changed)" in said
+    _change(setup, "dropout = 0.25")
+    assert setup.run(only=["shards"], given={})[0] == 0, "no training and no input is at stake"
+    with pytest.raises(ConfigError, match="Pass --input text=PATH"):
+        setup.run(only=["corpus"], given={})
+    with pytest.raises(ConfigError, match="--rebuild model: --only or --until leaves that stage"):
+        setup.run(only=["shards"], rebuild=["model"])
 
 
 def test_only_a_stage_whose_inputs_are_not_made_is_refused_with_what_to_run(setup: Setup) -> None:
@@ -945,33 +869,11 @@ def test_only_a_stage_whose_inputs_are_not_made_is_refused_with_what_to_run(setu
     ]
 
 
-def test_until_a_stage_runs_all_that_it_needs_and_nothing_else(setup: Setup) -> None:
-    code, _ = setup.run(until=["shards"])
-    assert (code, setup.workshop.started) == (0, ["corpus", "shards"])
-    assert setup.forecast(until=["shards"]) == ["corpus: done", "shards: done"]
-    assert [line.split()[0] for line in setup.status(until=["corpus"]).splitlines()[2:]] == [
-        "corpus"
-    ]
-    code, _ = setup.run()
-    assert (code, setup.workshop.started) == (0, ["model"])
-
-
-def test_a_run_of_some_stages_wants_only_their_inputs_and_risks_only_their_training(
-    setup: Setup,
-) -> None:
-    setup.run()
-    _change(setup, "dropout = 0.25")
-    assert setup.run(only=["shards"], given={})[0] == 0
-    with pytest.raises(ConfigError, match="Pass --input text=PATH"):
-        setup.run(only=["corpus"], given={})
-    with pytest.raises(ConfigError, match="--rebuild model: --only or --until leaves that stage"):
-        setup.run(only=["shards"], rebuild=["model"])
-
-
-@pytest.mark.parametrize("option", ["only", "until"])
-def test_a_stage_that_is_chosen_is_one_of_the_plans(setup: Setup, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--{option} modle: .* Did you mean 'model'"):
-        setup.run(**{option: ["modle"]})
+@pytest.mark.parametrize("option", ["only", "until", "rebuild"])
+def test_a_stage_that_an_option_names_is_one_of_the_plans(setup: Setup, option: str) -> None:
+    for look in (setup.run, setup.forecast):
+        with pytest.raises(ConfigError, match=rf"--{option} modle: .* Did you mean 'model'"):
+            look(**{option: ["modle"]})
 
 
 # ---------------------------------------------------------------- changed since they were made
@@ -1009,6 +911,10 @@ def test_a_copy_of_a_plans_folder_is_done_and_an_edit_of_it_is_noticed(setup: Se
     assert setup.forecast()[1] == (
         "shards: would be refused (its file text changed since it was made)"
     )
+    path.unlink()
+    assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
+    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* move the folder"):
+        setup.run()
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -1043,23 +949,6 @@ def test_a_damaged_trained_model_is_kept_and_nothing_advises_to_remove_it(
         setup.run(rebuild=["model"])
     assert "remove" not in str(caught.value)
     assert path.read_text() == "{}"
-
-
-def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
-    setup.run()
-    (setup.out_dir / "shards" / "text").unlink()
-    assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
-    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* move the folder"):
-        setup.run()
-
-
-def test_a_link_in_place_of_a_file_is_not_taken_for_it(setup: Setup) -> None:
-    setup.run()
-    path = setup.out_dir / "corpus" / "text"
-    path.rename(setup.folder / "elsewhere")
-    path.symlink_to(setup.folder / "elsewhere")
-    with pytest.raises(ArtifactError, match="text is a link"):
-        setup.run()
 
 
 def test_a_folder_that_is_no_artifact_where_a_stage_would_write_is_named_and_kept(
@@ -1106,15 +995,13 @@ def test_a_plan_does_not_write_over_around_or_into_what_it_is_given(
 ) -> None:
     setup.out_dir = setup.folder / out
     with pytest.raises(ConfigError, match=words):
-        setup.placed()
+        setup.resolved()
     assert setup.text_path.read_text() == "banana"
-
-
-def test_a_stage_folder_that_is_a_link_to_an_input_is_refused(setup: Setup) -> None:
+    setup.out_dir = setup.folder / "elsewhere"
     setup.out_dir.mkdir()
     (setup.out_dir / "corpus").symlink_to(setup.text_path.parent)
     with pytest.raises(ConfigError, match=r"Stage corpus's folder .* is the input text"):
-        setup.placed()
+        setup.resolved()
 
 
 # ---------------------------------------------------------------- failures and stops
@@ -1129,48 +1016,32 @@ def test_a_failing_stage_stops_the_plan_and_the_next_run_goes_on_there(setup: Se
     assert setup.workshop.started == ["shards", "model"]
 
 
-def test_a_stage_that_ends_well_without_an_artifact_counts_as_failed(setup: Setup) -> None:
-    class Idle(Workshop):
-        def _build(self, *_: object) -> None:
-            pass
+class Saving(Workshop):
+    """Saves a new state of the corpus before each start."""
 
-    setup.workshop = Idle()
-    code, said = setup.run()
-    assert (code, setup.workshop.started) == (1, ["corpus"])
-    assert "left no finished artifact" in said
+    def __init__(self, out_dir: Path, *, times: int) -> None:
+        super().__init__()
+        self.states, self.codes = out_dir / "corpus.run" / "states", [EXIT_RUN_AGAIN] * times
+
+    def __call__(self, arguments: Sequence[str], **options: Any) -> int:
+        state = self.states / f"update-{len(self.codes)}" / "manifest.json"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.write_text("{}")
+        return super().__call__(arguments, **options)
 
 
-def test_a_stage_that_asks_to_be_run_again_is_while_it_saves_something_new(setup: Setup) -> None:
-    class Saving(Workshop):
-        def __call__(self, arguments: Sequence[str], **options: Any) -> int:
-            name = f"update-{len(self.started)}"
-            state = setup.out_dir / "corpus.run" / "states" / name / "manifest.json"
-            state.parent.mkdir(parents=True, exist_ok=True)
-            state.write_text("{}")
-            return super().__call__(arguments, **options)
-
-    setup.workshop = Saving()
-    setup.workshop.codes = [EXIT_RUN_AGAIN] * MAX_RERUNS
+def test_a_stage_that_asks_to_be_run_again_is_for_a_while_if_it_saves_something_new(
+    setup: Setup,
+) -> None:
+    setup.workshop = Saving(setup.out_dir, times=100)
+    assert setup.run()[0] == 1
+    assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1)
+    setup.workshop = Saving(setup.out_dir, times=MAX_RERUNS)
     assert setup.run()[0] == 0
     assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1) + ["shards", "model"]
 
 
-def test_a_stage_that_asks_to_be_run_again_for_ever_is_given_up(setup: Setup) -> None:
-    state = setup.out_dir / "corpus.run"
-
-    class Saving(Workshop):
-        def __call__(self, arguments: Sequence[str], **options: Any) -> int:
-            state.mkdir(parents=True, exist_ok=True)
-            (state / f"rank-{len(self.started)}.jsonl").write_text("")
-            return super().__call__(arguments, **options)
-
-    setup.workshop = Saving()
-    setup.workshop.codes = [EXIT_RUN_AGAIN] * 100
-    assert setup.run()[0] == 1
-    assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1)
-
-
-def test_a_stage_that_asks_to_be_run_again_but_saved_nothing_fails(setup: Setup) -> None:
+def test_a_stage_that_saves_nothing_new_or_makes_no_artifact_fails(setup: Setup) -> None:
     log_path = setup.out_dir / "corpus.run" / "metrics.jsonl"
     log_path.parent.mkdir(parents=True)
     log_path.write_text("{}\n")
@@ -1178,6 +1049,10 @@ def test_a_stage_that_asks_to_be_run_again_but_saved_nothing_fails(setup: Setup)
     code, said = setup.run()
     assert (code, setup.workshop.started) == (1, ["corpus"])
     assert "saved nothing new" in said
+    with mock.patch.object(Workshop, "_build"):
+        code, said = setup.run()
+    assert (code, setup.workshop.started) == (1, ["corpus"])
+    assert "left no finished artifact" in said
 
 
 def test_a_signal_ends_the_plan_after_the_stage_it_reached_and_says_how_to_go_on(
@@ -1206,33 +1081,6 @@ def test_a_second_run_of_the_same_folder_says_who_holds_it(setup: Setup) -> None
         setup.run()
     assert setup.run()[0] == 0
     assert not (setup.out_dir / ".lock").exists()
-
-
-def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    program = (
-        "import sys, time; from pathlib import Path\n"
-        "from pipeline.artifacts.locks import exclusive\n"
-        "with exclusive(Path(sys.argv[1]), what='x'):\n"
-        "    print('held', flush=True); time.sleep(60)\n"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with (
-            pytest.raises(ArtifactError, match=f"process {holder.pid} "),
-            exclusive(path, what="x"),
-        ):
-            pass
-    finally:
-        holder.kill()
-        holder.wait(timeout=10)
-    with exclusive(path, what="x"):
-        (holder_file,) = path.iterdir()
-        assert json.loads(holder_file.read_text().splitlines()[0])["process"] == os.getpid()
 
 
 # ---------------------------------------------------------------- status
@@ -1299,11 +1147,11 @@ RUNNER = """
 import driver, sys
 from pathlib import Path
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
-placed = place_plan(
+resolved = resolve_plan(
     load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawPaths((Path("raw"),))})
-sys.exit(run_plan(placed, program=("driver.py",)))
+sys.exit(run_plan(resolved, program=("driver.py",)))
 """
 
 

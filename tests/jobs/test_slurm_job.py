@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
-from pipeline.jobs.attempts import (
-    MAX_FRUITLESS,
+from pipeline.jobs.job_endings import (
     REPORTS,
     TOLD_TO_END,
     Asked,
@@ -26,10 +25,10 @@ from pipeline.jobs.attempts import (
     verdicts,
 )
 from pipeline.jobs.slurm_job import (
-    allocation,
     failed_nodes,
     job_fields,
     meeting_port,
+    running_job,
     step_options,
     why_asked,
     without_gpu_binding,
@@ -106,7 +105,7 @@ class Bench:
 STEP = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.jobs.attempts import REPORTS, RankEnd, write_end
+from pipeline.jobs.job_endings import REPORTS, RankEnd, write_end
 
 def end(rank, kind, cause="", update=None):
     node = ["n1", "n1", "n2", "n2"][rank]
@@ -137,26 +136,22 @@ def bench(tmp_path: Path) -> Bench:
 
 @pytest.mark.slow
 def test_a_job_whose_artifact_is_finished_ends_with_0(bench: Bench) -> None:
-    assert bench.run(PUBLISH + "[end(rank, 'done') for rank in range(4)]") == 0, bench.ended.stderr
-    assert (bench.verdict().verdict, bench.requeued()) == ("done", 0)
-    preflight, step = bench.calls("srun")
-    assert " -m pipeline.doctor --out " in preflight
-    assert step == (
-        "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --distribution=block --label "
-        f"{Path(sys.executable)} -m pipeline pretrain --out={bench.out_dir}"
-    )
-
-
-@pytest.mark.slow
-def test_the_ranks_find_their_meeting_place_and_their_processors(bench: Bench) -> None:
     names = "MASTER_ADDR MASTER_PORT OMP_NUM_THREADS SRUN_CPUS_PER_TASK MMNMT_ATTEMPT".split()
     dump = (
         f"json.dump({{n: os.environ[n] for n in {names}}}, open(os.environ['FOLDER']+'/env', 'w'))"
     )
-    bench.run(dump, restarts=2)
-    found = json.loads((bench.folder / "env").read_text())
-    assert found.pop("MASTER_PORT").startswith("24")
-    assert found == {
+    step = f"{PUBLISH}{dump}; [end(rank, 'done') for rank in range(4)]"
+    assert bench.run(step, restarts=2) == 0, bench.ended.stderr
+    assert (bench.verdict().verdict, bench.requeued()) == ("done", 0)
+    preflight, command = bench.calls("srun")
+    assert " -m pipeline.doctor --out " in preflight
+    assert command == (
+        "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --distribution=block --label "
+        f"{Path(sys.executable)} -m pipeline pretrain --out={bench.out_dir}"
+    )
+    variables = json.loads((bench.folder / "env").read_text())
+    assert variables.pop("MASTER_PORT").startswith("24")
+    assert variables == {
         "MASTER_ADDR": "n1",
         "OMP_NUM_THREADS": "3",
         "SRUN_CPUS_PER_TASK": "3",
@@ -169,17 +164,6 @@ def test_a_step_that_ends_with_0_but_without_its_artifact_failed(bench: Bench) -
     assert bench.run("[end(rank, 'done') for rank in range(4)]") == 1
     assert "failed: ended without an error but left no finished artifact" in bench.ended.stderr
     assert bench.requeued() == 0
-
-
-@pytest.mark.slow
-def test_an_error_of_one_rank_fails_the_job_whatever_code_srun_returns(bench: Bench) -> None:
-    step = "end(3, 'failed', 'There is no recipe.'); end(0, 'lost', 'gloo'); sys.exit(75)"
-    assert bench.run(step) == 1
-    assert bench.requeued() == 0
-    said = bench.ended.stderr.splitlines()
-    assert said.count("mmnmt pretrain: rank 3 on n2: There is no recipe.") == 1
-    assert said[-1].endswith("failed: rank 3 on n2: There is no recipe.")
-    assert not any("gloo" in line for line in said)
 
 
 @pytest.mark.slow
@@ -198,7 +182,7 @@ def test_a_step_that_outlives_the_report_of_a_rank_is_ended_and_the_job_requeued
     code = bench.run("end(0, 'lost', 'rank 3 has ended')\nend(1, 'lost', 'so')\ntime.sleep(900)")
     assert code == EXIT_RUN_AGAIN
     (verdict,) = verdicts(bench.out_dir)
-    assert (verdict.verdict, verdict.nodes, verdict.ranks) == ("again", ("n2",), (2, 3))
+    assert (verdict.verdict, verdict.nodes) == ("again", ("n2",))
     assert bench.calls("scontrol")[-1] == "scontrol requeue 54321"
 
 
@@ -247,15 +231,6 @@ def test_a_rank_of_mpi_says_that_mpi_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_is_not_requeued(bench: Bench) -> None:
-    bench.state = STATE.format("COMPLETING", "None")
-    step = "ask(signal.SIGTERM); ask(signal.SIGTERM); end(0, 'again', 'saved', 4); sys.exit(143)"
-    assert bench.run(step) == EXIT_RUN_AGAIN
-    assert bench.requeued() == 0
-    assert (bench.verdict().verdict, bench.verdict().cause) == ("again", "canceled: saved")
-
-
-@pytest.mark.slow
 def test_a_job_that_is_killed_while_it_waits_has_left_a_verdict(bench: Bench) -> None:
     bench.state = STATE.format("COMPLETING", "TimeLimit")
     assert bench.run("save(4); ask(signal.SIGTERM); os.kill(os.getppid(), signal.SIGKILL)") == -9
@@ -263,50 +238,6 @@ def test_a_job_that_is_killed_while_it_waits_has_left_a_verdict(bench: Bench) ->
     assert (found.verdict, found.progress) == ("again", True)
     assert found.cause == "time limit: ended before all ranks had saved"
     assert bench.requeued() == 1
-
-
-@pytest.mark.slow
-def test_crashes_without_progress_are_given_up_and_progress_begins_a_new_count(
-    bench: Bench,
-) -> None:
-    crash = "end(2, 'crashed', 'MemoryError'); sys.exit(1)"
-    for restart in range(MAX_FRUITLESS):
-        assert bench.run(crash, restarts=restart) == EXIT_RUN_AGAIN
-    assert bench.run("save(4); " + crash, restarts=MAX_FRUITLESS) == EXIT_RUN_AGAIN
-    for restart in range(MAX_FRUITLESS + 1, 2 * MAX_FRUITLESS + 1):
-        assert bench.run(crash, restarts=restart) == EXIT_RUN_AGAIN
-    assert bench.run(crash, restarts=2 * MAX_FRUITLESS + 1) == 1
-    assert (
-        "rank 2 on n2: MemoryError (4 starts in a row saved nothing new)" in bench.verdict().cause
-    )
-    assert bench.requeued() == 2 * MAX_FRUITLESS + 1
-
-
-@pytest.mark.slow
-def test_a_start_that_left_no_verdict_is_judged_by_the_next(bench: Bench) -> None:
-    kill = "end(1, 'crashed', 'lost power'); os.kill(os.getppid(), signal.SIGKILL)"
-    assert bench.run(kill) == -9
-    assert verdicts(bench.out_dir) == []
-    assert bench.run("[end(rank, 'again', 'saved') for rank in range(4)]", restarts=1) == 75
-    first, second = verdicts(bench.out_dir)
-    assert (first.attempt, first.cause) == ("54321.0", "rank 1 on n1: lost power")
-    assert (second.attempt, second.fruitless) == ("54321.1", 2)
-
-
-@pytest.mark.slow
-def test_a_stage_that_is_one_process_gets_one_task_on_the_first_node(bench: Bench) -> None:
-    bench.arguments[0] = "mix"
-    bench.run("")
-    assert "--nodes=1 --ntasks=1" in bench.calls("srun")[0]
-
-
-@pytest.mark.slow
-def test_the_lines_of_a_site_may_read_unset_variables(bench: Bench) -> None:
-    site = bench.folder / "site.sh"
-    site.write_text('module() { test -z "$UNSET_VARIABLE"; }\nmodule load cuda\n')
-    bench.variables = {"MMNMT_SETUP": f"source '{site}'", "MMNMT_CONTAINER": "env IN_CONTAINER=1"}
-    assert bench.run(PUBLISH + "end(0, 'done')") == 0, bench.ended.stderr
-    assert " env IN_CONTAINER=1 python -m pipeline" in bench.calls("srun")[0]
 
 
 @pytest.mark.parametrize(
@@ -319,11 +250,16 @@ def test_any_line_of_a_site_that_fails_ends_the_job(bench: Bench, setup: str) ->
     assert not (bench.folder / "calls").exists()
 
 
-def test_what_the_lines_of_a_site_call_may_fail_within(bench: Bench) -> None:
+@pytest.mark.slow
+def test_the_lines_of_a_site_may_read_unset_variables_and_call_what_fails_within(
+    bench: Bench,
+) -> None:
     site = bench.folder / "site.sh"
-    site.write_text("module() { false; true; }\nmodule load cuda\nfalse\ntrue\n")
-    bench.variables = {"MMNMT_SETUP": f"source '{site}'\nfalse || true\n[ -z x ] && true"}
+    site.write_text('module() { test -z "$UNSET"; false; true; }\nmodule load cuda\nfalse\ntrue\n')
+    setup = f"source '{site}'\nfalse || true\n[ -z x ] && true"
+    bench.variables = {"MMNMT_SETUP": setup, "MMNMT_CONTAINER": "env IN_CONTAINER=1"}
     assert bench.run(PUBLISH + "end(0, 'done')") == 0, bench.ended.stderr
+    assert " env IN_CONTAINER=1 python -m pipeline" in bench.calls("srun")[0]
 
 
 @pytest.mark.parametrize(
@@ -351,10 +287,10 @@ def test_the_ranks_of_a_job_and_their_nodes_are_those_of_its_variables(
         "SLURM_JOB_ID": "9",
         "SLURM_TASKS_PER_NODE": "2(x2),1",
     }
-    place = allocation(variables)
-    assert place.nodes == ("n1", "n1", "n2", "n2", "n7")
-    assert place.attempt == "9.0"
-    assert step_options(place.of_one_process())[2:4] == ["--nodes=1", "--ntasks=1"]
+    job = running_job(variables)
+    assert job.nodes == ("n1", "n1", "n2", "n2", "n7")
+    assert job.attempt == "9.0"
+    assert step_options(job.of_one_process())[2:4] == ["--nodes=1", "--ntasks=1"]
 
 
 def test_the_ranks_of_a_node_see_all_its_gpus() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-NAMES = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
+NAMES = ("sbatch", "scontrol", "squeue", "scancel")
 PROGRAM = Path(__file__).with_name("fake_slurm_command.py")
 
 
@@ -20,7 +20,7 @@ class FakeSlurm:
         self.bin = folder / "bin"
         self.bin.mkdir(parents=True)
         self._path = folder / "jobs.json"
-        self._save({"jobs": {}, "down": False, "refused": "", "limit": "infinite"})
+        self._save({"jobs": {}, "down": False, "refused": ""})
         for name in NAMES:
             words = shlex.join([sys.executable, "-S", str(PROGRAM), name, str(self._path)])
             (self.bin / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
@@ -34,7 +34,7 @@ class FakeSlurm:
         self._path.write_text(json.dumps(state), encoding="utf-8")
 
     def set(self, **values: Any) -> None:
-        """Change what SLURM answers: ``down``, ``refused`` (a job's name), ``limit``."""
+        """Change what SLURM answers: ``down``, ``refused`` (a job's name)."""
         self._save(self._load() | values)
 
     def become(self, job_id: str, state: str, **values: Any) -> None:

@@ -41,8 +41,6 @@ def main() -> int:
             for job_id in ARGUMENTS:
                 jobs[job_id]["state"] = "CANCELLED"
             STATE.write_text(json.dumps(state), encoding="utf-8")
-        case "sinfo":
-            print(f"main* {state['limit']}")
     return 0
 
 

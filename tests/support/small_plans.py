@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline import cli
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import PlacedPlan, Plan, load_plan, place_plan
+from pipeline.jobs.plan import Plan, ResolvedPlan, load_plan, resolve_plan
 from support.forked import forking
 from support.raw_trees import write
 
@@ -54,7 +54,7 @@ def placed_small(
     given: Mapping[str, Path],
     wanted: Sequence[str] = (),
     tiny: str = TINY,
-) -> PlacedPlan:
+) -> ResolvedPlan:
     """A plan as it stands, on CPU, one process a stage, with tiny models.
 
     Where stages are wanted by name, these and what they need, and no others.
@@ -68,7 +68,7 @@ def placed_small(
         for stage, planned in whole.stages.items()
         if stage in chosen
     }
-    return place_plan(
+    return resolve_plan(
         whole.model_copy(update={"stages": on_cpu}),
         out_dir=folder / "run",
         overlay=str(overlay),

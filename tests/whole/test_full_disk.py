@@ -21,7 +21,7 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
-from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
 from pipeline.terminal import JsonLines
 from pipeline.training.run_directory import RunDirectory
@@ -170,7 +170,7 @@ def test_every_write_of_a_plan_can_fail_its_lock_file_included(
 
     def run() -> None:
         shutil.rmtree(out_dir, ignore_errors=True)
-        placed = place_plan(
+        placed = resolve_plan(
             load_plan(str(tmp_path / "plan.toml")),
             out_dir=out_dir,
             given={"text": RawPaths((tmp_path / "raw",))},

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed.own_time import OWN_TIME
+from pipeline.distributed.busy_time import BUSY_TIME
 from pipeline.kernels.placement import slice_lengths
 
 RankExperts = Callable[[Tensor, list[int], Tensor], Tensor]
@@ -74,7 +74,7 @@ class ExpertParallel:
         """
         sent = count_E.view(self.size, -1)
         received = torch.empty_like(sent)
-        with OWN_TIME.left_out():
+        with BUSY_TIME.left_out():
             self.all_to_all(received, sent)
         on_host: list[list[list[int]]] = torch.stack([sent, received]).tolist()
         return RowCounts(on_host[0], on_host[1], received.sum(0))
@@ -150,7 +150,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.splits, ctx.parallel = (send_splits, receive_splits), parallel
         out = x.new_empty(sum(receive_splits), *x.shape[1:])
         given = x.contiguous()
-        with OWN_TIME.left_out():
+        with BUSY_TIME.left_out():
             parallel.all_to_all(out, given, receive_splits, send_splits)
         return out
 

@@ -83,8 +83,8 @@ def _play(plan: dict[str, Any]) -> None:
             lambda module: _before(module.Engine, "rehearse", always),
         ),
         "leaving": (
-            "pipeline.distributed.heartbeat",
-            lambda module: _before(module.Heartbeat, "end", always),
+            "pipeline.distributed.watchdog",
+            lambda module: _before(module.Peers, "end", always),
         ),
         "pair": (
             "data_prep.pair_shards",

@@ -14,7 +14,7 @@ from support.process_pool import ProcessPool
 from support.tiny_training import Inputs, changed, make_inputs, make_recipe, pretrain
 
 from pipeline.batching.feed import SplitData
-from pipeline.distributed.own_time import OwnTime
+from pipeline.distributed.busy_time import BusyTime
 from pipeline.distributed.world import World
 from pipeline.training import engine
 
@@ -61,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_exchanges_are_left_out_of_the_forward_pass_around_them(
     clock: Clock, device: torch.device
 ) -> None:
-    own = OwnTime()
+    own = BusyTime()
     with own.counted(device):
         clock.now += 2
         for _ in range(2):
@@ -76,7 +76,7 @@ def test_exchanges_are_left_out_of_the_forward_pass_around_them(
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_a_stand_in_does_not_count(clock: Clock, device: torch.device) -> None:
-    own = OwnTime()
+    own = BusyTime()
     with own.counted(device, enabled=False):
         clock.now += 2
         with own.left_out():
@@ -91,7 +91,7 @@ def test_the_wait_for_data_counts_and_the_time_between_waits_does_not(clock: Clo
             yield number
         clock.now += 5
 
-    own = OwnTime()
+    own = BusyTime()
     found = []
     for number in own.awaited(read()):
         found.append(number)

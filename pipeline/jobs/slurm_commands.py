@@ -1,9 +1,10 @@
 """Submit jobs to SLURM, ask for their state, and cancel them.
 
-:class:`Scheduler` calls ``sbatch``, ``scontrol``, ``squeue``, ``sacct``, ``sinfo`` and ``scancel``,
-each for a bounded time. It distinguishes three answers about a job: its state, that SLURM does not
-know the job any more, and no answer. SLURM forgets an ended job after minutes (``MinJobAge``), so a
-job that it does not know is never taken for done; artifacts alone tell that.
+:class:`Request` writes the line of sbatch. :class:`Scheduler` calls ``sbatch``, ``scontrol``,
+``squeue``, ``sacct`` and ``scancel``, each for a bounded time. It distinguishes three answers about
+a job: its state, that SLURM does not know the job any more, and no answer. SLURM forgets an ended
+job after minutes (``MinJobAge``). Therefore a job that it does not know is never taken for done;
+only artifacts tell that.
 """
 
 import os
@@ -17,7 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.errors import SchedulerError
-from pipeline.jobs.plan import seconds_of
 from pipeline.jobs.site import Allocation
 
 ANSWER_SECONDS = 30.0
@@ -47,23 +47,15 @@ _REASONS = {
     "BadConstraints": "no node of the partition is as large as it asks for",
     "BeginTime": "it was requeued and starts again soon",
     "JobHeldUser": "it is held: `scontrol release` lets it go",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobHoldMaxRequeue": "it was requeued too often and is held",
     "launch_failed_requeued_held": "its launch failed and it is held: `scontrol release` retries",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition is inactive",
     "PartitionTimeLimit": "it asks for more time than the partition allows",
     "PartitionNodeLimit": "it asks for more nodes than the partition allows",
-    "ReqNodeNotAvail": "nodes that it needs are not available",
-    "Reservation": "its reservation has not begun",
-    "Licenses": "licenses are in use",
-    "Cleaning": "its last start is being cleaned up",
 }
 """Reason for which SLURM lets a job wait → in words."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job as SLURM knows it."""
 
     id: str
@@ -96,17 +88,11 @@ class Job:
     @property
     def why(self) -> str:
         """Return why it waits, in words."""
-        return _in_words(self.reason)
-
-
-def _in_words(reason: str) -> str:
-    if reason in _REASONS:
-        return _REASONS[reason]
-    if "DOWN" in reason or reason.startswith("ReqNodeNotAvail"):
-        return "nodes that it needs are down, drained or reserved"
-    if reason.startswith(("QOS", "Assoc", "MaxJobs", "MaxSubmit")):
-        return f"a limit of the account or its quality of service is reached ({reason})"
-    return reason.replace("_", " ")
+        if "DOWN" in self.reason or self.reason.startswith("ReqNodeNotAvail"):
+            return "nodes that it needs are down, drained or reserved"
+        if self.reason.startswith(("QOS", "Assoc", "MaxJobs", "MaxSubmit")):
+            return f"a limit of the account or its quality of service is reached ({self.reason})"
+        return _REASONS.get(self.reason, self.reason.replace("_", " "))
 
 
 @dataclass(frozen=True)
@@ -150,9 +136,9 @@ class Request:
             "mem": asked.memory,
             "dependency": self._dependency() or None,
         }
-        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        fixed = ["--parsable", "--kill-on-invalid-dep=yes"]
-        return ["sbatch", *fixed, *given, *queue.options, str(STAGE_SCRIPT), *self.arguments]
+        command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes"]
+        command += [f"--{name}={value}" for name, value in options.items() if value is not None]
+        return [*command, *queue.options, str(STAGE_SCRIPT), *self.arguments]
 
     def _dependency(self) -> str:
         kinds = {"afterok": self.after_done, "afterany": self.after_end}
@@ -190,28 +176,28 @@ class Scheduler:
                 ``find`` tells.
         """
         answer = self._ask(request.command(), environment=request.environment)
-        found = re.match(r"\d+", answer.stdout)
-        if answer.returncode != 0 or found is None:
+        job_id = re.match(r"\d+", answer.stdout)
+        if answer.returncode != 0 or job_id is None:
             raise SchedulerError(
                 f"SLURM does not take the job of {request.name} ({_said(answer)}). Correct the "
                 "site file or the stage's job settings."
             )
-        return found[0]
+        return job_id[0]
 
-    def job(self, job_id: str) -> Job | None:
+    def job(self, job_id: str) -> SlurmJob | None:
         """Return a job; None if neither SLURM nor its accounting knows it.
 
         Raises:
             SchedulerError: SLURM does not answer.
         """
         answer = self._ask(["scontrol", "-o", "show", "job", job_id])
-        if answer.returncode == 0 and (found := _parsed(job_id, answer.stdout)) is not None:
-            return found
+        if answer.returncode == 0 and (job := _parsed(job_id, answer.stdout)) is not None:
+            return job
         if "Invalid job id" not in answer.stderr:
             raise self._silent("scontrol", _said(answer))
         return self._accounted(job_id)
 
-    def _accounted(self, job_id: str) -> Job | None:
+    def _accounted(self, job_id: str) -> SlurmJob | None:
         """Return a job that SLURM has forgotten, from accounting; None without accounting.
 
         SLURM forgets a job only after its end. Accounting may miss that end, and then lists the job
@@ -220,16 +206,13 @@ class Scheduler:
         if shutil.which("sacct") is None:
             return None
         columns = ["-n", "-P", "-X", "-D", "-o", "State,End,JobName", "-j", job_id]
-        answer = self._ask(["sacct", *columns])
-        lines = [line for line in answer.stdout.splitlines() if "|" in line]
-        if answer.returncode != 0 or not lines:
-            return None
-        found, end, name, *_ = f"{lines[-1]}||".split("|")
-        state = re.sub(r"\W.*", "", found)
+        lines = [line for line in self._ask(["sacct", *columns]).stdout.splitlines() if "|" in line]
+        state, end, name, *_ = f"{lines[-1] if lines else ''}|||".split("|")
+        state = re.sub(r"\W.*", "", state)
         if state not in _ENDED:
             return None
         restarts = len(lines) - 1  # -D lists every start
-        return Job(job_id, state, restarts=restarts, since=_utc(end), name=name)
+        return SlurmJob(job_id, state, restarts=restarts, since=_utc(end), name=name)
 
     def find(self, token: str) -> str | None:
         """Return the id of this user's live job with a comment; None if there is none.
@@ -259,16 +242,6 @@ class Scheduler:
             raise SchedulerError(
                 f"SLURM does not cancel {', '.join(job_ids)} ({_said(answer)}). Try scancel."
             )
-
-    def longest_seconds(self, partition: str | None) -> int | None:
-        """Return the time limit of a partition; None if it has none, or SLURM does not tell."""
-        chosen = [f"--partition={partition}"] if partition else []
-        answer = self._ask(["sinfo", "--noheader", "--format=%P %l", *chosen])
-        rows = [line.split() for line in answer.stdout.splitlines()]
-        limits = [row[1] for row in rows if len(row) == 2 and (partition or row[0][-1] == "*")]
-        if answer.returncode != 0 or not limits or not limits[0][:1].isdecimal():
-            return None
-        return seconds_of(limits[0])
 
     def _ask(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None
@@ -312,7 +285,7 @@ def _outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _parsed(job_id: str, text: str) -> Job | None:
+def _parsed(job_id: str, text: str) -> SlurmJob | None:
     """Return the job that a line of ``scontrol -o show job`` describes."""
     fields: dict[str, str] = {}
     for name, value in _FIELD.findall(text.splitlines()[0] if text else ""):
@@ -321,7 +294,7 @@ def _parsed(job_id: str, text: str) -> Job | None:
         return None
     state, reason = fields["JobState"], fields.get("Reason", "")
     entered = "SubmitTime" if state == "PENDING" else "StartTime" if state in _RUNS else "EndTime"
-    return Job(
+    return SlurmJob(
         id=job_id,
         state=state,
         reason="" if reason == "None" else reason,

@@ -1,4 +1,4 @@
-"""Measure how long a rank works before it waits for other ranks.
+"""Measure how long a rank works before it waits for other ranks, to find the slow rank.
 
 All ranks need the same time for an update, because they wait for each other in collectives. Only
 the time outside of collectives shows which rank is slow. Two parts of an update are counted:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class OwnTime:
+class BusyTime:
     """The time of this rank's own work; one thread uses it."""
 
     def __init__(self) -> None:
@@ -68,10 +68,7 @@ class OwnTime:
             yield item  # type: ignore[misc]
 
     def take(self) -> float:
-        """Return the seconds counted since the last call.
-
-        The work on the device must be finished.
-        """
+        """Return the seconds counted since the last call; the device's work must be finished."""
         seconds, self._seconds = self._seconds, 0.0
         for begin, end, sign in self._events:
             seconds += sign * begin.elapsed_time(end) / 1000
@@ -96,5 +93,5 @@ class OwnTime:
             self._seconds += sign * (time.perf_counter() - began)
 
 
-OWN_TIME = OwnTime()
-"""The own time of this process, which the parts of an update count together."""
+BUSY_TIME = BusyTime()
+"""Time of this process, which the parts of an update count together."""

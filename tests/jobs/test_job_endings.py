@@ -1,4 +1,4 @@
-"""Tests of pipeline/jobs/attempts.py: what follows from how the ranks of a job ended."""
+"""Tests of pipeline/jobs/job_endings.py: what follows from how the ranks of a job ended."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.jobs.attempts import (
+from pipeline.jobs.job_endings import (
     LONGEST_CAUSE,
     MAX_FRUITLESS,
     TOLD_TO_END,
@@ -21,14 +21,14 @@ from pipeline.jobs.attempts import (
     RankEnd,
     Start,
     Verdict,
-    attempt_dir,
-    attempts,
     causes_to_print,
     described_ranks,
     ended_starts,
     judge,
     one_line,
     read_ends,
+    recorded_starts,
+    start_dir,
     verdicts,
     write_end,
     write_start,
@@ -185,27 +185,20 @@ def test_starts_that_save_nothing_new_are_bounded_and_preemptions_do_not_count(
     found = judged(*everyone(kind, "x"), asked=asked, saved=saved, history=history)
     assert (found.verdict, found.fruitless) == (verdict, fruitless)
     assert found.progress == (fruitless == 0)
+    failed = replace(judged(*everyone("crashed", "x")), verdict="failed", fruitless=4)
+    assert judged(*everyone("crashed", "x"), history=[failed]).fruitless == 1, "a new run"
     if verdict == "failed":
         assert "4 starts in a row saved nothing new" in found.cause
 
 
-def test_a_new_run_after_a_failure_counts_from_the_start() -> None:
-    failed = replace(judged(*everyone("crashed", "x")), verdict="failed", fruitless=4)
-    assert judged(*everyone("crashed", "x"), history=[failed]).fruitless == 1
-
-
-def test_the_last_update_of_any_rank_is_recorded() -> None:
-    ends = [end(0, "lost", "gloo", 11), end(1, "crashed", "x", 12), end(2, "lost", "gloo")]
-    assert judged(*ends).update == 12
-
-
 def test_equal_errors_are_merged_and_consequences_left_out() -> None:
     ends = [
-        end(0, "lost", "gloo"),
-        end(1, "failed", "no recipe"),
+        end(0, "lost", "gloo", 11),
+        end(1, "failed", "no recipe", 12),
         end(2, "crashed", "MemoryError"),
         end(3, "failed", "no recipe"),
     ]
+    assert judged(*ends).update == 12, "the last update of any rank"
     lines = [cause.line(size=len(NODES)) for cause in causes_to_print(ends)]
     assert lines == ["ranks 1, 3 on node1, node2: no recipe", "rank 2 on node2: MemoryError"]
     assert [cause.text for cause in causes_to_print(ends[:1])] == ["gloo"]
@@ -238,35 +231,37 @@ def test_what_was_written_is_read_and_damaged_or_unfinished_records_are_left_out
     assert ended_starts(tmp_path / "other", most=5) == []
 
 
-def test_starts_are_in_order_of_time_also_where_job_ids_begin_anew(tmp_path: Path) -> None:
-    for attempt, hour in (("99.0", 0), ("99.2", 2), ("99.10", 3), ("1.0", 4)):
-        start = replace(START, attempt=attempt, started=f"2026-01-01T0{hour}:00:00+00:00")
-        write_start(tmp_path / "model", start)
-    assert attempts(tmp_path / "model") == ["99.0", "99.2", "99.10", "1.0"]
-
-
-def test_starts_of_a_job_are_in_order_whatever_the_clocks_of_its_nodes_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "starts",
+    [
+        [("99.0", 0), ("99.2", 2), ("99.10", 3), ("1.0", 4)],  # ids begin anew
+        [("99.0", 5), ("99.1", 3), ("99.2", 3), ("100.0", 4)],  # clocks of nodes differ
+    ],
+)
+def test_starts_are_in_order_whatever_their_ids_and_the_clocks_of_their_nodes_say(
+    tmp_path: Path, starts: list[tuple[str, int]]
+) -> None:
     out_dir = tmp_path / "model"
-    for attempt, hour in (("99.0", 5), ("99.1", 3), ("99.2", 3), ("100.0", 4)):
+    for attempt, hour in starts:
         start = replace(START, attempt=attempt, started=f"2026-01-01T0{hour}:00:00+00:00")
         write_start(out_dir, start)
-    assert attempts(out_dir) == ["99.0", "99.1", "99.2", "100.0"]
-    write_start(out_dir, replace(START, attempt="99.1", started="2026-01-01T06:00:00+00:00"))
-    assert attempts(out_dir)[-1] == "99.1", "job ids began anew"
+    assert recorded_starts(out_dir) == [attempt for attempt, _ in starts]
+    write_start(out_dir, replace(START, attempt="99.0", started="2026-01-01T06:00:00+00:00"))
+    assert recorded_starts(out_dir)[-1] == "99.0", "the id is used again"
 
 
 def test_of_thousands_of_starts_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.jobs.attempts.KEPT_STARTS", 3)
+    monkeypatch.setattr("pipeline.jobs.job_endings.KEPT_STARTS", 3)
     out_dir = tmp_path / "model"
     for restart in range(9):
         folder = write_start(out_dir, replace(START, attempt=f"7.{restart}"))
         write_end(folder, end(0, "lost", "gloo"))
         write_verdict(out_dir, judged(start=replace(START, attempt=f"7.{restart}")))
         (folder / "notes").touch() if restart == 1 else None
-    assert attempts(out_dir) == ["7.1", "7.6", "7.7", "7.8"], "a file of the user's stays"
-    assert [path.name for path in attempt_dir(out_dir, "7.1").iterdir()] == ["notes"]
+    assert recorded_starts(out_dir) == ["7.1", "7.6", "7.7", "7.8"], "a file of the user's stays"
+    assert [path.name for path in start_dir(out_dir, "7.1").iterdir()] == ["notes"]
     assert len(verdicts(out_dir)) == 3
 
 
@@ -291,7 +286,7 @@ def test_reports_of_one_rank_that_are_written_at_once_do_not_damage_each_other(
 RANK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from pipeline.jobs.attempts import EndReport, RankEnd
+from pipeline.jobs.job_endings import EndReport, RankEnd
 
 mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 report = EndReport(Path(sys.argv[1]), describe=lambda *end: RankEnd(1, 2, "node2", *end))
@@ -340,9 +335,9 @@ def test_a_start_whose_job_left_no_verdict_is_judged_by_the_reports_of_its_ranks
     assert ended_starts(out_dir, most=5, running="7.0") == []
     assert ended_starts(out_dir, most=5, may_run=True) == []
     (found,) = ended_starts(out_dir, most=5)
-    assert (found.verdict, found.update, found.ranks) == ("again", 8, (0, 1, 2))
+    assert (found.verdict, found.update) == ("again", 8)
     assert found.cause == f"ranks 0-2 on node1, node2: {KILLED}"
-    assert not (attempt_dir(out_dir, "7.0") / "verdict.json").exists()
+    assert not (start_dir(out_dir, "7.0") / "verdict.json").exists()
 
 
 def test_a_node_that_failed_is_named_where_slurm_requeued_the_job_for_it() -> None:

@@ -1,17 +1,17 @@
 """Record how each rank of a job ended, and judge from that how the stage goes on.
 
-Beside the output ``NAME`` of a stage that runs as a job lies ``.NAME.attempts/JOB.RESTART/``, one
-folder for each start of the job:
+A stage with output ``NAME`` that runs as a job has a folder ``.NAME.attempts/JOB.RESTART/`` next to
+it for each start of the job:
 
-- ``start.json``: when and where it started, and what it could resume from (:class:`Start`);
-- ``rank-K.json``: how rank K ended (:class:`RankEnd`), written by the rank as its last act;
-- ``verdict.json``: what all that means (:class:`Verdict`), written by the job.
+- ``start.json``: time and nodes of the start, and work that it could resume (:class:`Start`)
+- ``rank-K.json``: how rank K ended (:class:`RankEnd`), written by the rank as its last act
+- ``verdict.json``: the conclusion (:class:`Verdict`), written by the job
 
 The exit code of ``srun`` cannot tell this: it is the highest code of all ranks, and the ranks that
 ``srun`` ends because one failed often have a higher one. Each file appears in one step, complete.
 
-Invariant: a rank writes ``done`` or ``again`` only after all ranks have met for the last time, so
-one such report holds for all, and a rank that is killed while it leaves changes nothing.
+Invariant: a rank writes ``done`` or ``again`` only after all ranks have met for the last time.
+Therefore one such report holds for all, and a rank that is killed while it leaves changes nothing.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.places import attempts_dir
 from pipeline.artifacts.run_folders import saved_work
 from pipeline.config.documents import write_whole
-from pipeline.distributed.signals import held_back
+from pipeline.distributed.signals import handled_by, held_back
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted, listed
 
@@ -41,7 +41,7 @@ End = Literal["done", "again", "failed", "crashed", "lost"]
 ``failed``, the user must act; ``crashed``, by any other error; ``lost``, because another rank was
 gone or this one was told to end, which is a consequence and no cause."""
 
-Decision = Literal["done", "again", "failed"]
+Outcome = Literal["done", "again", "failed"]
 
 Asked = Literal["time limit", "preempted or requeued", "canceled", "asked to stop"]
 """Why a job had to stop."""
@@ -56,17 +56,14 @@ MAX_FRUITLESS = 3
 """Most restarts in a row that save nothing new, before a stage counts as failed."""
 
 TOLD_TO_END = "told to end (SIGTERM) before it had reported anything else"
-"""Cause of a rank that another one's end, or the job's, took down."""
+"""Cause of a rank that was taken down by the end of another rank or of the job."""
 
 LONGEST_CAUSE = 600
 """Characters of a cause that are kept."""
 
-_ATTEMPT_NAME = re.compile(r"(\w+)\.(\d+)")
-_REPORT_NAME = re.compile(r"rank-(\d+)\.json")
+_START_ID = re.compile(r"(\w+)\.(\d+)")
 _VERDICT_NAME = "verdict.json"
 _START_NAME = "start.json"
-
-Record = TypeVar("Record", "RankEnd", "Start", "Verdict")
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class Start:
 class Verdict:
     """How a start of a job ended, and what follows."""
 
-    verdict: Decision
+    verdict: Outcome
     cause: str
     """One line that names rank and node; for ``done``, empty."""
     attempt: str
@@ -111,8 +108,6 @@ class Verdict:
     started: str
     ended: str
     """UTC, ISO 8601, as ``started``."""
-    ranks: tuple[int, ...] = ()
-    """Ranks that the cause is about."""
     nodes: tuple[str, ...] = ()
     """Nodes that the cause is about."""
     update: int | None = None
@@ -129,59 +124,18 @@ class Verdict:
     """Whether the ranks had ended; if not, the job was killed before it could judge their ends."""
 
 
-def now() -> str:
-    """Return the time as verdicts record it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+Record = TypeVar("Record", RankEnd, Start, Verdict)
 
 
-def attempt_dir(out_dir: Path, attempt: str) -> Path:
-    """Return the folder of one start, ``JOB.RESTART``."""
-    return attempts_dir(out_dir) / attempt
-
-
-def attempts(out_dir: Path) -> list[str]:
-    """Return the starts that are recorded, oldest first."""
-    return [name for _, _, name in _by_age(out_dir)]
-
-
-def _by_age(out_dir: Path) -> list[tuple[str, int, str]]:
-    """Return time, restart and name of each start, in order; job ids can begin anew."""
-    folder = attempts_dir(out_dir)
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
-        if _ATTEMPT_NAME.fullmatch(path.name):
-            start = read_start(path)
-            _, _, restart = path.name.rpartition(".")
-            found.append((start.started if start else "", int(restart), path.name))
-    return sorted(found)
-
-
-def job_of(attempt: str) -> str:
-    """Return the job of a start: ``1234.1`` → ``1234``."""
-    return attempt.rpartition(".")[0]
-
-
-def restart_of(attempt: str) -> int:
-    """Return the restart of a start: ``1234.1`` → 1."""
-    return int(attempt.rpartition(".")[2])
-
-
-# ---------------------------------------------------------------- reading and writing
-
-
-def write_end(folder: Path, end: RankEnd) -> None:
-    """Write the report of a rank; OSError if the folder cannot be written."""
-    _write(folder / f"rank-{end.rank}.json", end)
+# ---------------------------------------------------------------- the report of a rank
 
 
 class EndReport:
     """Report of how this process ended, which it may replace until it ends.
 
     Within ``noting_sigterm``, SIGTERM is noted at once, even while the main thread waits in native
-    code: Python's handlers run between two of its own instructions, so that a rank that waits for
-    another would be killed without a word, and look like the one that is the cause.
+    code. Python runs handlers between two of its own instructions: without this, a rank that waits
+    for another would be killed without a word, and look like the rank that is the cause.
     """
 
     def __init__(self, folder: Path, *, describe: Callable[[End, str], RankEnd]) -> None:
@@ -202,63 +156,95 @@ class EndReport:
             return False
         return True
 
-    def _note(self) -> None:
-        """Report that this process was told to end, unless it has reported its end."""
+    def _note(self, *, ends: bool) -> None:
+        """Report that this process was told to end, unless it has reported its end.
+
+        With ``ends``, end it then, as SIGTERM does by default.
+        """
         with self._lock:
             if not self._is_written:
                 self._write("lost", TOLD_TO_END)
+                if ends:
+                    os._exit(128 + signal.SIGTERM)
 
     @contextlib.contextmanager
     def noting_sigterm(self) -> Iterator[None]:
         """Note SIGTERM within the block; end by it where nothing else handles it."""
-        process_id = os.getpid()
-
-        def end(number: int, _frame: object) -> None:
-            if os.getpid() == process_id:
-                self._end_unless_written()
-            else:  # a process that was forked within the block
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-
-        def watch() -> None:
-            while 0 not in (numbers := os.read(reading, 64)):  # 0 is the end of the block
-                if signal.SIGTERM in numbers:
-                    self._note()
-                    if signal.getsignal(signal.SIGTERM) is end:
-                        self._end_unless_written()
-
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        thread = threading.Thread(target=watch, name="SIGTERM", daemon=True)
-        with held_back():
-            thread.start()
-        handler = signal.signal(signal.SIGTERM, end)
-        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(before)
-            signal.signal(signal.SIGTERM, handler)
-            os.write(writing, b"\0")
-            thread.join()
-            os.close(reading)
-            os.close(writing)
+        with handled_by(lambda _: self._note(ends=True), signals=[signal.SIGTERM]):
+            handler = signal.getsignal(signal.SIGTERM)
 
-    def _end_unless_written(self) -> None:
-        """End this process, as SIGTERM does by default, unless it is about to end itself."""
-        with self._lock:
-            if not self._is_written:
-                self._note()
-                os._exit(128 + signal.SIGTERM)
+            def watch() -> None:
+                while 0 not in (numbers := os.read(reading, 64)):  # 0 is the end of the block
+                    if signal.SIGTERM in numbers:
+                        self._note(ends=signal.getsignal(signal.SIGTERM) is handler)
+
+            thread = threading.Thread(target=watch, name="SIGTERM", daemon=True)
+            with held_back():
+                thread.start()
+            before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(before)
+                os.write(writing, b"\0")
+                thread.join()
+                os.close(reading)
+                os.close(writing)
 
 
-def read_ends(folder: Path) -> list[RankEnd]:
-    """Return the reports of the ranks that have ended, in order of rank."""
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.iterdir() if _REPORT_NAME.fullmatch(path.name)]
-    found = [end for path in paths if (end := _read(path, RankEnd)) is not None]
-    return sorted(found, key=lambda end: end.rank)
+def one_line(text: str) -> str:
+    """Return a text on one line of bounded length."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_CAUSE else f"{line[: LONGEST_CAUSE - 1]}…"
+
+
+def describe_exit(code: int) -> str:
+    """Return ``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
+    number = -code if code < 0 else code - 128
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"exit code {code}"
+
+
+# ---------------------------------------------------------------- records of starts
+
+
+def now() -> str:
+    """Return the time as verdicts record it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def start_dir(out_dir: Path, attempt: str) -> Path:
+    """Return the folder of one start, ``JOB.RESTART``."""
+    return attempts_dir(out_dir) / attempt
+
+
+def job_of(attempt: str) -> str:
+    """Return the job of a start: ``1234.1`` → ``1234``."""
+    return attempt.rpartition(".")[0]
+
+
+def restart_of(attempt: str) -> int:
+    """Return the restart of a start: ``1234.1`` → 1."""
+    return int(attempt.rpartition(".")[2])
+
+
+def recorded_starts(out_dir: Path) -> list[str]:
+    """Return the starts of an output, oldest first."""
+    return [attempt for _, _, attempt in _by_age(out_dir)]
+
+
+def _by_age(out_dir: Path) -> list[tuple[str, int, str]]:
+    """Return time, restart and id of each start, in order; job ids can begin anew."""
+    folder = attempts_dir(out_dir)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(
+        (start.started if (start := read_start(path)) else "", restart_of(path.name), path.name)
+        for path in paths
+        if _START_ID.fullmatch(path.name)
+    )
 
 
 def write_start(out_dir: Path, start: Start) -> Path:
@@ -267,23 +253,18 @@ def write_start(out_dir: Path, start: Start) -> Path:
     It is recorded as later than all that are there, whatever the clock of its node says. The oldest
     starts are removed.
     """
-    folder = attempt_dir(out_dir, start.attempt)
-    earlier = [one for one in _by_age(out_dir) if one[-1] != start.attempt]
+    folder = start_dir(out_dir, start.attempt)
+    earlier = [known for known in _by_age(out_dir) if known[-1] != start.attempt]
     folder.mkdir(parents=True, exist_ok=True)
-    newest = earlier[-1][0] if earlier else ""
-    _write(folder / _START_NAME, replace(start, started=_later(start.started, newest)))
-    for _, _, name in earlier[: 1 - KEPT_STARTS]:
-        _remove_start(attempt_dir(out_dir, name))
+    started = start.started
+    if earlier and started <= earlier[-1][0]:
+        with contextlib.suppress(ValueError, OverflowError):
+            after = datetime.fromisoformat(earlier[-1][0]) + timedelta(seconds=1)
+            started = after.isoformat(timespec="seconds")
+    _write(folder / _START_NAME, replace(start, started=started))
+    for _, _, attempt in earlier[: 1 - KEPT_STARTS]:
+        _remove_start(start_dir(out_dir, attempt))
     return folder
-
-
-def _later(started: str, newest: str) -> str:
-    """Return a time, or the second after the newest one if that is not earlier."""
-    with contextlib.suppress(ValueError, OverflowError):
-        if started <= newest:
-            after = datetime.fromisoformat(newest) + timedelta(seconds=1)
-            return after.isoformat(timespec="seconds")
-    return started
 
 
 def _remove_start(folder: Path) -> None:
@@ -300,44 +281,31 @@ def read_start(folder: Path) -> Start | None:
     return _read(folder / _START_NAME, Start)
 
 
+def write_end(folder: Path, end: RankEnd) -> None:
+    """Write the report of a rank; OSError if the folder cannot be written."""
+    _write(folder / f"rank-{end.rank}.json", end)
+
+
+def read_ends(folder: Path) -> list[RankEnd]:
+    """Return the reports of the ranks that have ended, in order of rank."""
+    ends = (_read(path, RankEnd) for path in folder.glob("rank-*.json"))
+    return sorted((end for end in ends if end is not None), key=lambda end: end.rank)
+
+
 def write_verdict(out_dir: Path, verdict: Verdict) -> None:
     """Write the verdict on a start."""
-    _write(attempt_dir(out_dir, verdict.attempt) / _VERDICT_NAME, verdict)
+    _write(start_dir(out_dir, verdict.attempt) / _VERDICT_NAME, verdict)
 
 
 def read_verdict(out_dir: Path, attempt: str) -> Verdict | None:
     """Return the verdict that the job wrote on a start; None if it wrote none."""
-    return _read(attempt_dir(out_dir, attempt) / _VERDICT_NAME, Verdict)
+    return _read(start_dir(out_dir, attempt) / _VERDICT_NAME, Verdict)
 
 
 def verdicts(out_dir: Path) -> list[Verdict]:
     """Return the verdicts that jobs wrote for an output, oldest first."""
-    found = (read_verdict(out_dir, attempt) for attempt in attempts(out_dir))
-    return [verdict for verdict in found if verdict is not None]
-
-
-def ended_starts(
-    out_dir: Path, *, most: int, running: str = "", may_run: bool = False
-) -> list[Verdict]:
-    """Return the verdicts on the last starts of an output, oldest first.
-
-    If a start left no final verdict, its first node crashed or its job was killed while the ranks
-    saved: then the reports of the ranks are judged.
-
-    Args:
-        out_dir: Output of the stage.
-        most: Most starts to look at.
-        running: The start that runs now. It may have left a verdict for the case that it is killed
-            while it saves.
-        may_run: Whether another start may run, since the scheduler does not answer.
-    """
-    found: list[Verdict | None] = []
-    for attempt in attempts(out_dir)[-most:]:
-        if attempt != running:
-            verdict = read_verdict(out_dir, attempt)
-            is_abandoned = (verdict is None or not verdict.is_final) and not may_run
-            found.append(judge_abandoned(out_dir, attempt) if is_abandoned else verdict)
-    return [verdict for verdict in found if verdict is not None]
+    written = (read_verdict(out_dir, attempt) for attempt in recorded_starts(out_dir))
+    return [verdict for verdict in written if verdict is not None]
 
 
 def _write(path: Path, record: RankEnd | Start | Verdict) -> None:
@@ -353,13 +321,7 @@ def _read(path: Path, kind: type[Record]) -> Record | None:
         return None
 
 
-def one_line(text: str) -> str:
-    """Return a text on one line of bounded length."""
-    line = " ".join(text.split())
-    return line if len(line) <= LONGEST_CAUSE else f"{line[: LONGEST_CAUSE - 1]}…"
-
-
-# ---------------------------------------------------------------- judging
+# ---------------------------------------------------------------- causes
 
 
 @dataclass(frozen=True)
@@ -381,19 +343,19 @@ class Cause:
 
 
 def merged(ends: Iterable[RankEnd]) -> list[Cause]:
-    """Return the causes of some ranks' ends, equal ones once; what says least comes last."""
+    """Return the causes of some ranks' ends without repetition; ``TOLD_TO_END`` comes last."""
     groups: dict[tuple[str, End, str], list[RankEnd]] = {}
     for end in sorted(ends, key=lambda end: (end.cause == TOLD_TO_END, end.rank)):
         groups.setdefault((end.cause, end.end, end.stage), []).append(end)
     return [
         Cause(
             text,
-            tuple(one.rank for one in group),
-            tuple(dict.fromkeys(one.node for one in group)),
-            end=end,
+            ranks=tuple(end.rank for end in group),
+            nodes=tuple(dict.fromkeys(end.node for end in group)),
+            end=kind,
             stage=stage,
         )
-        for (text, end, stage), group in groups.items()
+        for (text, kind, stage), group in groups.items()
     ]
 
 
@@ -414,6 +376,9 @@ def causes_to_print(ends: Sequence[RankEnd]) -> list[Cause]:
     return merged(end for end in ends if end.end in ("failed", "crashed")) or merged(
         end for end in ends if end.end == "lost" and end.cause != TOLD_TO_END
     )
+
+
+# ---------------------------------------------------------------- judging
 
 
 def judge(
@@ -446,23 +411,24 @@ def judge(
         failed_nodes: Nodes that failed, which is why SLURM requeued the job.
     """
     reason = f"{listed(failed_nodes)} failed" if failed_nodes else asked
-    decision, cause = _decide(ends, start=start, code=code, reason=reason, is_finished=is_finished)
+    outcome, cause = _decide(ends, start=start, code=code, reason=reason, is_finished=is_finished)
     progress = bool(set(saved) - set(start.saved))
-    fruitless = _fruitless(history, asked=asked, progress=progress or decision == "done")
+    fruitless = 0
+    if not progress and outcome != "done":
+        before = history[-1].fruitless if history and history[-1].verdict == "again" else 0
+        fruitless = before + (asked not in ("preempted or requeued", "canceled"))
     line = one_line(cause.line(size=len(start.nodes)))
-    if decision == "again" and fruitless > most:
-        decision = "failed"
+    if outcome == "again" and fruitless > most:
+        outcome = "failed"
         line = f"{line} ({counted(fruitless, 'start')} in a row saved nothing new)"
-    updates = [end.update for end in ends if end.update is not None]
     return Verdict(
-        verdict=decision,
+        verdict=outcome,
         cause=line,
         attempt=start.attempt,
         started=start.started,
         ended=ended,
-        ranks=cause.ranks,
         nodes=cause.nodes,
-        update=max(updates, default=None),
+        update=max((end.update for end in ends if end.update is not None), default=None),
         progress=progress,
         fruitless=fruitless,
         asked=asked,
@@ -478,68 +444,46 @@ def _decide(
     code: int | None,
     reason: str | None,
     is_finished: bool,
-) -> tuple[Decision, Cause]:
-    """Return the decision before restarts are counted, and the first cause.
+) -> tuple[Outcome, Cause]:
+    """Return the outcome before restarts are counted, and the first cause.
 
     ``reason`` says why the job was asked to stop; None if it was not.
     """
-    of = {kind: [end for end in ends if end.end == kind] for kind in ("done", "again", "failed")}
-    if of["failed"]:
-        return "failed", merged(of["failed"])[0]
-    if of["done"] or (not ends and code == 0):
+    failed, done, again, crashed = (
+        [end for end in ends if end.end == kind] for kind in ("failed", "done", "again", "crashed")
+    )
+    silent = [rank for rank in range(len(start.nodes)) if rank not in {end.rank for end in ends}]
+    nodes = tuple(dict.fromkeys(start.nodes[rank] for rank in silent))
+    if failed:
+        return "failed", merged(failed)[0]
+    if done or (not ends and code == 0):
         if is_finished:
             return "done", Cause("")
         return "failed", Cause("ended without an error but left no finished artifact")
-    if of["again"]:
-        cause = merged(of["again"])[0]
-        text = f"{reason}: {cause.text}" if reason else cause.text
-        return "again", Cause(text)
-    if reason is not None and not any(end.end == "crashed" for end in ends):
+    if again:
+        text = merged(again)[0].text
+        return "again", Cause(f"{reason}: {text}" if reason else text)
+    if crashed:
+        return "again", merged(crashed)[0]
+    if reason is not None:
         text = f"{reason}: ended before all ranks had saved"
-        if ends and (silent := _silent(ends, start)):  # SLURM also requeues after it lost a node
-            on = listed(_nodes(start, silent))
-            text = f"{text}; {described_ranks(silent)} on {on} reported nothing"
+        if ends and silent:  # SLURM also requeues after it lost a node
+            text = f"{text}; {described_ranks(silent)} on {listed(nodes)} reported nothing"
         return "again", Cause(text)
-    return "again", _cause_of_crash(ends, start=start, code=code)
-
-
-def _cause_of_crash(ends: Sequence[RankEnd], *, start: Start, code: int | None) -> Cause:
-    """Return the cause of an end that nobody asked for: an error, a silent rank, or a lost one."""
-    if crashed := [end for end in ends if end.end == "crashed"]:
-        return merged(crashed)[0]
-    silent = _silent(ends, start)
     if not ends:
         how = "the job's first node was lost" if code is None else f"srun: {describe_exit(code)}"
-        nodes = _nodes(start, silent)
-        return Cause(f"no rank on {listed(nodes)} reported how it ended ({how})", nodes=nodes)
+        text = f"no rank on {listed(nodes)} reported how it ended ({how})"
+        return "again", Cause(text, nodes=nodes)
     if silent:
         text = "ended without a word: killed, out of memory, or its node crashed"
-        return Cause(text, tuple(silent), _nodes(start, silent))
-    return merged(ends)[0]
-
-
-def _silent(ends: Iterable[RankEnd], start: Start) -> list[int]:
-    """Return the ranks that reported nothing."""
-    reported = {end.rank for end in ends}
-    return [rank for rank in range(len(start.nodes)) if rank not in reported]
-
-
-def _nodes(start: Start, ranks: Iterable[int]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(start.nodes[rank] for rank in ranks))
-
-
-def _fruitless(history: Sequence[Verdict], *, asked: Asked | None, progress: bool) -> int:
-    """Return how many starts in a row have saved nothing new, the present one included."""
-    before = history[-1].fruitless if history and history[-1].verdict == "again" else 0
-    if progress:
-        return 0
-    return before if asked in ("preempted or requeued", "canceled") else before + 1
+        return "again", Cause(text, ranks=tuple(silent), nodes=nodes)
+    return "again", merged(ends)[0]
 
 
 def judge_start(out_dir: Path, start: Start, *, code: int | None, **facts: Any) -> Verdict:
     """Judge a start by what lies at its output now; ``facts`` are other arguments of ``judge``."""
     return judge(
-        read_ends(attempt_dir(out_dir, start.attempt)),
+        read_ends(start_dir(out_dir, start.attempt)),
         start=start,
         code=code,
         saved=resumable(out_dir),
@@ -549,21 +493,45 @@ def judge_start(out_dir: Path, start: Start, *, code: int | None, **facts: Any) 
 
 
 def judge_abandoned(out_dir: Path, attempt: str) -> Verdict | None:
-    """Return the verdict on a start whose job was killed before its own; None if unreadable."""
-    start = read_start(attempt_dir(out_dir, attempt))
+    """Return the verdict on a start that left no final one; None if it cannot be read."""
+    start = read_start(start_dir(out_dir, attempt))
     if start is None:
         return None
-    job, early = job_of(attempt), read_verdict(out_dir, attempt)
-    of_job = [one for one in verdicts(out_dir) if job_of(one.attempt) == job]
+    early = read_verdict(out_dir, attempt)
+    others = [verdict for verdict in verdicts(out_dir) if verdict.attempt != attempt]
     return judge_start(
         out_dir,
         start,
         code=None,
         asked=early.asked if early else None,
         failed_nodes=early.failed_nodes if early else (),
-        history=[one for one in of_job if one.attempt != attempt],
+        history=[verdict for verdict in others if job_of(verdict.attempt) == job_of(attempt)],
         ended=early.ended if early else now(),
     )
+
+
+def ended_starts(
+    out_dir: Path, *, most: int, running: str = "", may_run: bool = False
+) -> list[Verdict]:
+    """Return the verdicts on the last starts of an output, oldest first.
+
+    If a start left no final verdict, its first node crashed or its job was killed while the ranks
+    saved: then the reports of the ranks are judged.
+
+    Args:
+        out_dir: Output of the stage.
+        most: Most starts to look at.
+        running: The start that runs now. It may have left a verdict for the case that it is killed
+            while it saves.
+        may_run: Whether another start may run, since the scheduler does not answer.
+    """
+    ended: list[Verdict | None] = []
+    for attempt in recorded_starts(out_dir)[-most:]:
+        if attempt != running:
+            verdict = read_verdict(out_dir, attempt)
+            is_abandoned = (verdict is None or not verdict.is_final) and not may_run
+            ended.append(judge_abandoned(out_dir, attempt) if is_abandoned else verdict)
+    return [verdict for verdict in ended if verdict is not None]
 
 
 def resumable(out_dir: Path) -> tuple[str, ...]:
@@ -578,11 +546,3 @@ def _key(out_dir: Path) -> str | None:
     except ArtifactError:
         return None
     return manifest.key if manifest else None
-
-
-def describe_exit(code: int) -> str:
-    """Return ``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
-    number = -code if code < 0 else code - 128
-    with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(number).name}"
-    return f"exit code {code}"

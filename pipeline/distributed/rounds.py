@@ -1,8 +1,8 @@
-"""Let ranks compare what they find at a store on rank 0, without a process group.
+"""Let ranks compare their findings at a store on rank 0, without a process group.
 
 In a process group, a rank that never comes or stops on the way makes all others fail, each with an
-error about its own connection. At a :class:`Board` rank 0 collects what every rank posts within a
-bounded time, so that it can name the ranks that are silent, and their nodes.
+error about its own connection. In :class:`Rounds`, rank 0 collects the finding of every rank within
+a bounded time, and names the ranks that are silent, and their nodes.
 """
 
 import json
@@ -21,10 +21,10 @@ from pipeline.errors import RankLost, UserError
 from pipeline.terminal import listed
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
+    from torch.distributed import Store
 
 LONGER = 1.25
-"""Factor by which rank 0 waits longer than the others, so that they say first what they lack."""
+"""Factor by which rank 0 waits longer than the others, who then say first what they lack."""
 LEAVING_SECONDS = 5.0
 """Time that rank 0 keeps the store for ranks that still read the outcome."""
 _POLL_SECONDS = 0.02
@@ -40,26 +40,46 @@ class Judgment:
     """Whether the problem is that ranks are missing: another start may succeed."""
 
 
-class Board:
-    """Store on rank 0 at which ranks post what they find and read what is decided.
+class Rounds:
+    """Rounds in which every rank acts and rank 0 judges.
 
-    Invariant: every wait is bounded, and rank 0 leaves last.
+    Invariant: every wait is bounded, and rank 0, which serves the store, leaves last.
+
+    Raises:
+        ConfigError: On rank 0, the port is taken.
+        RankLost: Elsewhere, rank 0 cannot be reached.
     """
 
     def __init__(self, world: World, *, patience: float) -> None:
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore, TCPStore
 
         self.world, self.node, self.patience = world, node_name(), patience
-        self._server = _open(world, patience=patience)
-        self.store: Store = PrefixStore("preflight", self._server)
+        self._address = f"{world.master_address}:{world.master_port}"
+        # torchrun holds a store at this port, and its ranks are all clients of it.
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            server = TCPStore(
+                world.master_address,
+                world.master_port,
+                is_master=world.rank == 0 and not has_agent,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=patience),
+            )
+        except RuntimeError as error:
+            refuse_taken_port(error, world)
+            raise RankLost(
+                f"Rank 0 cannot be reached at {self._address} within {patience:.0f} s. Look at "
+                "what its node says, and whether the network interface is the right one "
+                "(GLOO_SOCKET_IFNAME)."
+            ) from error
+        self.store: Store = PrefixStore("preflight", server)
         self.post("place", (self.node, world.local_rank))
-        self._firsts: list[int] | None = None
 
     def post(self, key: str, value: object) -> None:
         """Post this rank's value of a key.
 
         Raises:
-            RankLost: rank 0 has ended, and the store with it.
+            RankLost: Rank 0 has ended, and the store with it.
         """
         try:
             self.store.set(f"{key}/{self.world.rank}", json.dumps(value))
@@ -89,14 +109,13 @@ class Board:
         if self.world.rank == 0:
             judgment = self._judge(number, judge)
             self.announce(key, asdict(judgment))
-        else:
-            try:
-                given = self.read(key, seconds=5 * self.patience)
-            except TimeoutError:
-                problem = f"{self.node}: rank 0 on {self.world.master_address} gives no answer."
-                return Judgment((f"{problem} Look at what it says.",), is_lost=True)
-            judgment = Judgment(tuple(given["problems"]), given["summary"], given["is_lost"])
-        return judgment
+            return judgment
+        try:
+            given = self.read(key, seconds=5 * self.patience)
+        except TimeoutError:
+            problem = f"{self.node}: rank 0 on {self.world.master_address} gives no answer."
+            return Judgment((f"{problem} Look at what it says.",), is_lost=True)
+        return Judgment(tuple(given["problems"]), given["summary"], given["is_lost"])
 
     def _judge(self, number: int, judge: Callable[[list[Any]], Judgment]) -> Judgment:
         keys = [f"found/{number}/{rank}" for rank in range(self.world.size)]
@@ -105,34 +124,31 @@ class Board:
         except RuntimeError:  # the time is up
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             return Judgment(self._describe_missing(missing), is_lost=True)
-        found = [json.loads(self.store.get(key)) for key in keys]
-        failed = [(entry["node"], entry["problem"]) for entry in found if "problem" in entry]
-        return Judgment(merged(failed)) if failed else judge([entry["found"] for entry in found])
+        entries = [json.loads(self.store.get(key)) for key in keys]
+        failed = [(entry["node"], entry["problem"]) for entry in entries if "problem" in entry]
+        return Judgment(merged(failed)) if failed else judge([entry["found"] for entry in entries])
 
     def _describe_missing(self, missing: Sequence[int]) -> tuple[str, ...]:
         ranks_of: dict[str, list[int]] = {}
         for rank in missing:
             ranks_of.setdefault(self.node_of(rank), []).append(rank)
-        address = f"{self.world.master_address}:{self.world.master_port}"
         return tuple(
             f"{node}: {_ranks(ranks)} stopped answering. Look at what that node says."
             if node
-            else f"{_ranks(ranks)} of {self.world.size} did not reach {address} within "
+            else f"{_ranks(ranks)} of {self.world.size} did not reach {self._address} within "
             f"{LONGER * self.patience:.0f} s. Look at what their nodes say, and whether "
             "the network interface is the right one (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
             for node, ranks in sorted(ranks_of.items())
         )
 
     def firsts(self) -> list[int]:
-        """Return the first rank of every node; rank 0 is the one to call this first."""
-        if self._firsts is None:
-            if self.world.rank == 0:
-                ranks = range(self.world.size)
-                found = [json.loads(self.store.get(f"place/{rank}")) for rank in ranks]
-                firsts = [rank for rank, (_, local_rank) in enumerate(found) if local_rank == 0]
-                self.announce("firsts", firsts)
-            self._firsts = self.read("firsts", seconds=2 * self.patience)
-        return self._firsts
+        """Return the first rank of every node; all ranks must have come, rank 0 is to ask first."""
+        if self.world.rank == 0 and not self.store.check(["firsts"]):
+            ranks = range(self.world.size)
+            places = [json.loads(self.store.get(f"place/{rank}")) for rank in ranks]
+            self.announce("firsts", [rank for rank in ranks if places[rank][1] == 0])
+        firsts: list[int] = self.read("firsts", seconds=2 * self.patience)
+        return firsts
 
     def node_of(self, rank: int) -> str:
         """Return the node of a rank; empty if the rank has not come."""
@@ -149,36 +165,8 @@ class Board:
                 gone = self.store.add("gone", 0)
 
 
-def _open(world: World, *, patience: float) -> "TCPStore":
-    """Open the store at the world's address, as the process group of the stage will do.
-
-    Raises:
-        ConfigError: on rank 0, the port is taken.
-        RankLost: elsewhere, rank 0 cannot be reached.
-    """
-    from torch.distributed import DistNetworkError, TCPStore
-
-    address = f"{world.master_address}:{world.master_port}"
-    # torchrun holds a store at this port, and its ranks are all clients of it.
-    is_master = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        return TCPStore(
-            world.master_address,
-            world.master_port,
-            is_master=is_master,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=patience),
-        )
-    except (DistNetworkError, RuntimeError) as error:
-        refuse_taken_port(error, world)
-        raise RankLost(
-            f"Rank 0 cannot be reached at {address} within {patience:.0f} s. Look at what its node "
-            "says, and whether the network interface is the right one (GLOO_SOCKET_IFNAME)."
-        ) from error
-
-
 def _attempt(act: Callable[[], Any], *, node: str) -> dict[str, Any]:
-    """Return what an action finds, or its problem."""
+    """Return the finding of an action, or its problem."""
     try:
         return {"node": node, "found": act()}
     except UserError as error:
@@ -193,10 +181,10 @@ def first_line(error: BaseException) -> str:
     return text.rstrip(".") or type(error).__name__
 
 
-def merged(found: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+def merged(problems: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """Return one line per problem, with all nodes that have it."""
     nodes_of: dict[str, dict[str, None]] = {}
-    for node, text in found:
+    for node, text in problems:
         nodes_of.setdefault(text, {})[node] = None
     return tuple(f"{listed(nodes)}: {text}" for text, nodes in nodes_of.items())
 
