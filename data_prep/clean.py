@@ -73,17 +73,19 @@ LEAKS_NAME = "held_out_leaks.json"
 def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus, config = call.artifacts["corpus"], call.recipe.clean
+    pivot = call.recipe.corpus.pivot
     line_identifier(config)  # fail here rather than in a worker
     held_out = held_out_sets(languages(corpus), corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
         corpus.check([*corpus.names("train/"), *corpus.names("provenance/")])
         pairs = list(line_counts(corpus, "train"))
-        joined = joined_pairs(corpus, config)
+        joined = joined_pairs(corpus, config, pivot=pivot)
         cleaning = Cleaning(
             corpus=corpus,
             writer=writer,
             config=config,
+            pivot=pivot,
             letters=letters_of_languages(corpus),
             held_out=held_out.lines,
             own_sets=held_out.by_pair() if config.held_out_scope == "own_pair" else None,
@@ -96,7 +98,7 @@ def run(call: StageCall) -> None:
         writer.statistics |= clean_statistics(corpus, results)
         if config.identify_languages != "no":
             writer.statistics |= language_statistics(config, results)
-        writer.summary += summary(corpus, results, held_out=held_out, pivot=config.pivot)
+        writer.summary += summary(corpus, results, held_out=held_out, pivot=pivot)
 
 
 def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
@@ -115,7 +117,7 @@ def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
         )
 
 
-def joined_pairs(corpus: Artifact, config: CleanConfig) -> list[str]:
+def joined_pairs(corpus: Artifact, config: CleanConfig, *, pivot: str) -> list[str]:
     """Return the pairs to join over the pivot, sorted.
 
     Raises:
@@ -125,13 +127,15 @@ def joined_pairs(corpus: Artifact, config: CleanConfig) -> list[str]:
     for name in config.joined_pairs:
         codes = name.split("-")
         pair = pair_name(*codes)
-        missing = [code for code in codes if pair_name(code, config.pivot) not in trained]
-        if pair in trained or missing:
+        missing = [code for code in codes if pair_name(code, pivot) not in trained]
+        if pivot in codes or pair in trained or missing:
             problem = (
                 "which has training lines of its own"
                 if pair in trained
+                else f"which has the pivot {pivot}, corpus.pivot"
+                if pivot in codes
                 else f"but {corpus.directory} has no training lines of "
-                f"{pair_name(missing[0], config.pivot)}"
+                f"{pair_name(missing[0], pivot)}"
             )
             raise DataError(f"clean.joined_pairs names {name}, {problem}. Take it out of the list.")
         wanted.append(pair)
@@ -154,6 +158,8 @@ class Cleaning:
     corpus: Artifact
     writer: ArtifactWriter
     config: CleanConfig
+    pivot: str
+    """Language over which pairs are joined."""
     letters: Mapping[str, frozenset[str]]
     """Language → scripts of its letters."""
     held_out: Mapping[str, HeldOutLines]
@@ -185,8 +191,7 @@ class Cleaning:
             path.unlink()
 
     def _cleaned(self, code: str) -> PivotedText:
-        pivot = self.config.pivot
-        pair = pair_name(code, pivot)
+        pair, pivot = pair_name(code, self.pivot), self.pivot
         text, of_pivot = (self.writer.path(text_name("train", pair, one)) for one in (code, pivot))
         return PivotedText(text, of_pivot)
 

@@ -184,9 +184,8 @@ def _judge(task: PairTask) -> Judge:
     with LineDigests(task.outputs[0].with_suffix(".digests")) as digests:
         for block in _blocks(task):
             ratios.add(block)
-            if task.config.drop_duplicates:
-                digests.add([as_seen(*lines) for lines in block])
-        duplicates = digests.duplicates() if task.config.drop_duplicates else None
+            digests.add([as_seen(*lines) for lines in block])
+        duplicates = digests.duplicates()
     judge = Judge(task.config, task.facts, median_ratio=ratios.median(), duplicates=duplicates)
     identifier = line_identifier(task.config)
     if identifier is not None:

@@ -20,6 +20,7 @@ from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
 from data_prep.readers.raw_files import FilesInStep, source_of
 from data_prep.readers.section import SPLITS
+from data_prep.settings import MAX_LINE_BYTES
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import DataError
@@ -42,8 +43,8 @@ class Tally:
 
 def run(call: StageCall) -> None:
     """Write the lines of every language once per pair that it is in."""
-    root, config = call.raw["raw"].only_path(), call.recipe.tests
-    tests = find_tests(root, config)
+    root, recipe = call.raw["raw"].only_path(), call.recipe
+    tests = find_tests(root, recipe.tests, pivot=recipe.corpus.pivot)
     tally = Tally()
     with call.new_artifact() as writer:
         with writer.path(QUARANTINE_NAME).open("w", encoding="utf-8", newline="\n") as stream:
@@ -53,7 +54,6 @@ def run(call: StageCall) -> None:
                     files,
                     root,
                     writer,
-                    max_line_bytes=config.max_line_bytes,
                     quarantine=quarantine,
                     tally=tally,
                 )
@@ -68,7 +68,6 @@ def import_aligned(
     root: Path,
     writer: ArtifactWriter,
     *,
-    max_line_bytes: int,
     quarantine: Quarantine,
     tally: Tally,
 ) -> None:
@@ -84,13 +83,12 @@ def import_aligned(
         with ExitStack() as stack:
             streams = [stack.enter_context(_open_text(folder / code)) for code in languages]
             for texts in good_lines(
-                FilesInStep(tuple(paths), max_line_bytes),
+                FilesInStep(tuple(paths), MAX_LINE_BYTES),
                 [source_of(path, root) for path in paths],
                 limit=None,
-                max_line_bytes=max_line_bytes,
+                max_line_bytes=MAX_LINE_BYTES,
                 quarantine=quarantine,
                 counts=found,
-                setting="tests.max_line_bytes",
             ):
                 for code, stream, text in zip(languages, streams, texts, strict=True):
                     stream.write(text + "\n")

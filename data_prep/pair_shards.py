@@ -34,6 +34,10 @@ from pipeline.seeds import derive_seed
 
 SEGMENTATION_NBEST = 64
 """Unigram draws from so many best segmentations."""
+SEGMENTATION_ALPHA = 0.1
+"""Power of their probabilities; with BPE, share of merges that are left out."""
+SEED = 1
+"""Seed of segmentations."""
 CHUNK_LINES = 512
 """Lines encoded at a time. SentencePiece is fastest with few, whose ids stay in the cache."""
 CHUNK_CHARACTERS = 2**22
@@ -192,7 +196,7 @@ def shard_split(
             first_line = 0
             for chunk in line_pairs(sharding.corpus, job.pair, split):
                 lines = range(first_line, first_line + len(chunk[0]))
-                seeds = _seeds(sharding.config, job.pair, number, lines) if passes > 1 else None
+                seeds = _seeds(job.pair, number, lines) if passes > 1 else None
                 _add_chunk(sharding, split, chunk, writers=writers, seeds=seeds, counts=counts)
                 first_line = lines.stop
     return [name for writer in writers for name in writer.names]
@@ -235,10 +239,10 @@ def _add_chunk(
 def _encode(
     sharding: Sharding, lines: list[str], seeds: list[int] | None, *, side: str
 ) -> list[list[int]]:
-    tokenizer, config, language = sharding.tokenizer, sharding.config, language_of(side)
+    tokenizer, language = sharding.tokenizer, language_of(side)
     drawn = None
     if seeds is not None:
-        drawn = SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds)
+        drawn = SampledSegmentation(SEGMENTATION_ALPHA, SEGMENTATION_NBEST, seeds)
     encoded = tokenizer.encode_batch(lines, language=language, drawn=drawn)
     if side.endswith(BACK_TRANSLATED):
         encoded = [[tokenizer.bos_id, *ids] for ids in encoded]
@@ -253,11 +257,9 @@ def _begins(sharding: Sharding, lines: list[str], *, side: str) -> list[npt.NDAr
     return begins
 
 
-def _seeds(
-    config: ShardsConfig, pair: str, number: int, lines: range
-) -> tuple[list[int], list[int]]:
+def _seeds(pair: str, number: int, lines: range) -> tuple[list[int], list[int]]:
     """Return a seed for each line of either side, which depends only on its place in the file."""
-    name = ("segmentation", config.seed, pair, number)
+    name = ("segmentation", SEED, pair, number)
     first, second = (
         [derive_seed(*name, code, line) & 0xFFFFFFFF for line in lines] for code in pair.split("-")
     )

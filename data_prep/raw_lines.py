@@ -122,7 +122,6 @@ def good_lines(
     max_line_bytes: int,
     quarantine: Quarantine,
     counts: LineCounts,
-    setting: str = "corpus.max_line_bytes",
     to_the_end: bool = True,
 ) -> Iterator[list[str]]:
     """Yield the lines that are text on all sides, at most ``limit`` of them.
@@ -134,7 +133,6 @@ def good_lines(
         max_line_bytes: Longest side, in bytes.
         quarantine: List that takes the other lines.
         counts: Counts to add to.
-        setting: Name of the setting behind ``max_line_bytes``, for messages.
         to_the_end: Whether to read and count the lines beyond the limit.
 
     Raises:
@@ -161,7 +159,7 @@ def good_lines(
             texts = [repair.text for repair in repairs]
         counts.kept += 1
         yield texts
-    refuse_damaged(sources, counts, setting=setting)
+    refuse_damaged(sources, counts)
 
 
 def checked(raw: bytes, *, is_first: bool, max_line_bytes: int) -> str | Repair:
@@ -220,9 +218,7 @@ def _repair(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Repair:
     return found
 
 
-def refuse_damaged(
-    sources: Sequence[Source], counts: LineCounts, *, setting: str = "corpus.max_line_bytes"
-) -> None:
+def refuse_damaged(sources: Sequence[Source], counts: LineCounts) -> None:
     """Refuse files of which too many lines are not text.
 
     Raises:
@@ -236,14 +232,14 @@ def refuse_damaged(
     reasons = sorted({reason for side in counts.no_text for reason in side})
     raise DataError(
         f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most {setting} ({', '.join(reasons)}). {_suggested_fix(reasons, setting=setting)}."
+        f"most 1 MiB ({', '.join(reasons)}). {_suggested_fix(reasons)}."
     )
 
 
-def _suggested_fix(reasons: Sequence[str], *, setting: str) -> str:
+def _suggested_fix(reasons: Sequence[str]) -> str:
     match reasons:
         case ["too_long"]:
-            return f"Raise {setting}, or split them into sentences"
+            return "Split them into sentences"
         case ["malformed"]:
             return "Correct their columns, or fetch the file again"
         case _:

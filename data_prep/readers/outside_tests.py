@@ -93,7 +93,7 @@ class OutsideTests:
     """Files whose names belong to no layout."""
 
 
-def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
+def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> OutsideTests:
     """Find the test sets in a folder by the names of its files.
 
     Raises:
@@ -111,7 +111,7 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
     read, aligned = (
         _align_pairs(selected, codes)
         if layout == "pairs"
-        else _align_languages(selected, codes, config)
+        else _align_languages(selected, codes, config, pivot)
     )
     if not any(files.pairs for files in aligned):
         raise ConfigError(
@@ -204,7 +204,7 @@ def _one_layout(root: Path, files: Sequence[TextFile]) -> Layout:
 
 
 def _align_languages(
-    files: Sequence[TextFile], codes: dict[str, str], config: OutsideTestsConfig
+    files: Sequence[TextFile], codes: dict[str, str], config: OutsideTestsConfig, pivot: str
 ) -> tuple[list[TextFile], list[AlignedFiles]]:
     """Return one set of aligned files per split, with one file per language."""
     names = sorted({file.set_name for file in files})
@@ -220,7 +220,7 @@ def _align_languages(
     for split in sorted({split for split, _ in chosen}):
         of_split = {code: file for (own, code), file in sorted(chosen.items()) if own == split}
         paths = {code: file.path for code, file in of_split.items()}
-        aligned.append(AlignedFiles(split, paths, tuple(_pairs(paths, config))))
+        aligned.append(AlignedFiles(split, paths, tuple(_pairs(paths, config, pivot))))
     return list(chosen.values()), aligned
 
 
@@ -245,20 +245,22 @@ def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile
     return first
 
 
-def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple[str, str]]:
+def _pairs(
+    paths: dict[str, Path], config: OutsideTestsConfig, pivot: str
+) -> Iterator[tuple[str, str]]:
     """Yield the wanted pairs of languages."""
     if config.directions == "all":
         yield from combinations(sorted(paths), 2)
         return
-    pivot = find_code(config.pivot, paths)
-    if pivot is None:
+    found = find_code(pivot, paths)
+    if found is None:
         raise ConfigError(
-            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}. Name "
-            'another tests.pivot, or set tests.directions = "all".'
+            f"There is no file of the pivot {pivot!r} among {listed(sorted(paths))}. Name another "
+            'corpus.pivot, or set tests.directions = "all".'
         )
     for code in sorted(paths):
-        if code != pivot:
-            first, second = sorted((code, pivot))
+        if code != found:
+            first, second = sorted((code, found))
             yield first, second
 
 

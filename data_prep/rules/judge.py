@@ -152,13 +152,13 @@ class Judge:
             sides = _exceeds(first, config.max_bytes), _exceeds(second, config.max_bytes)
             if any(sides):
                 return "too_long", sides
-        if config.drop_control_characters and not (first.isprintable() and second.isprintable()):
+        if not (first.isprintable() and second.isprintable()):
             sides = _CONTROL.search(first) is not None, _CONTROL.search(second) is not None
             if any(sides):
                 return "control_characters", sides
-        if config.drop_copies and one == other:
+        if one == other:
             return "copy", NO_SIDE
-        if config.drop_swapped and self._scripts_differ and self._is_swapped(first, second):
+        if self._scripts_differ and self._is_swapped(first, second):
             return "swapped", NO_SIDE
         ratio = len(first) / len(second) / self.median_ratio
         if ratio > config.max_length_ratio or 1 / ratio > config.max_length_ratio:

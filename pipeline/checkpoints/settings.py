@@ -1,13 +1,18 @@
 """Settings of upcycling: the section ``[upcycling]`` of a recipe."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pipeline.config.settings import MAX_EXPERTS, DropRate, Seed, Settings, number, whole
+from pipeline.config.settings import DropRate, Seed, Settings, number
 
 
 class UpcyclingConfig(Settings):
     """Upcycling: dense feed-forwards become experts (MMNMT, §4.2)."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "kept_experts": ([], ()),
+        "token_routers": ("copy",),
+    }
     method: Literal["elementwise", "per_neuron", "noise"] = "elementwise"
     """Difference between the experts and their source. ``elementwise``: some parameters are zero;
     ``per_neuron``: some hidden neurons are zero; ``noise``: noise is added."""
@@ -15,13 +20,8 @@ class UpcyclingConfig(Settings):
     """Share of each expert's parameters or hidden neurons that is set to zero; 0 copies."""
     noise_std: Annotated[float, number(least=0, most=1000)] = 0.01
     """Standard deviation of the noise of method ``noise``, relative to the tensor's own."""
-    token_routers: Literal["copy", "fresh"] = "copy"
-    """Copy the routers of a source, or initialize them anew. Without routers in the source, they
-    start fresh."""
     graft_group_routers: Literal["copy", "fresh"] = "copy"
     """Group routers over a token router: copies of the token router leave the function
     unchanged."""
-    kept_experts: tuple[Annotated[int, whole(0, MAX_EXPERTS)], ...] = ()
-    """Experts to keep, in this order, of sources that have more experts than the model."""
     seed: Seed = 1
     """Seed of masks, noise and fresh routers."""

@@ -1,10 +1,11 @@
 """Settings of evaluation: the section ``[evaluation]`` of a recipe."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.settings import Seed, Settings, whole
+from pipeline.config.settings import Settings, whole
 
 ScoreName = Literal[
     "bleu",
@@ -25,6 +26,9 @@ LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")
 class EvaluationConfig(Settings):
     """Settings of the stage evaluate."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"seed": (1,), "word_lines": (100_000,)}
+    seed: ClassVar[int] = 1
+    """Seed of langdetect and of the resamples."""
     scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)
     """Scores to compute, in the order of the reports."""
     bleu_tokenizer: Literal["per-language", "13a", "flores101", "flores200"] = "per-language"
@@ -47,8 +51,6 @@ class EvaluationConfig(Settings):
     aligned to them (LOBEF, Figures 3 and 4)."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
     """Resamples of the test lines, for confidence intervals and tests against the baseline."""
-    seed: Seed = 1
-    """Seed of langdetect and of the resamples."""
 
     @property
     def computed_scores(self) -> tuple[ScoreName, ...]:

@@ -44,7 +44,6 @@ Rule = Literal[
     "copied",
     "expert of dense",
     "expert of expert",
-    "rows of kept experts",
     "rows of more experts",
     "group router of token router",
     "rows by piece",
@@ -109,12 +108,11 @@ def part_of(name: str) -> Part:
     raise CheckpointError(f"Tensor {name} belongs to no part of the model.")
 
 
-def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Experts | None:
+def experts_of(spec: ModelSpec, tensors: Tensors) -> Experts | None:
     """Return how experts of a source become experts of a model; None if it has none.
 
     Raises:
-        CheckpointError: The source lacks an expert, or it has more experts than the model and
-            ``upcycling.kept_experts`` does not name those that stay.
+        CheckpointError: The source lacks an expert, or it has more experts than the model.
     """
     ids = {expert_parts(name)[1] for name in tensors.names() if dense_name(name) is not None}
     if not ids or spec.model.moe is None:
@@ -125,16 +123,12 @@ def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Ex
             f"{tensors.origin} has experts up to {found - 1} but lacks "
             f"{min(set(range(found)) - ids)}. Name a complete checkpoint."
         )
-    if wanted >= found:
-        return Experts(found, tuple(expert % found for expert in range(wanted)))
-    kept = config.kept_experts
-    if len(set(kept)) != wanted or len(kept) != wanted or max(kept, default=0) >= found:
+    if wanted < found:
         raise CheckpointError(
-            f"{tensors.origin} has {found} experts per layer and the model {wanted}. Name the "
-            f"{wanted} that stay (upcycling.kept_experts), or prune it by its routes first "
-            "(mmnmt checkpoint prune)."
+            f"{tensors.origin} has {found} experts per layer and the model {wanted}. Prune it by "
+            "its routes first (mmnmt checkpoint prune)."
         )
-    return Experts(found, kept)
+    return Experts(found, tuple(expert % found for expert in range(wanted)))
 
 
 def plan_assembly(
@@ -185,10 +179,9 @@ class _Source:
         rows: RowPlan | None,
     ) -> None:
         self.part, self._tensors, self._rows = part, tensors, rows
-        self._keeps_routers = config.token_routers == "copy"
         self._grafts = config.graft_group_routers == "copy"
         self._names = set(tensors.names())
-        self._experts = experts_of(spec, tensors, config)
+        self._experts = experts_of(spec, tensors)
 
     def assigned(self, target: str, shape: tuple[int, ...]) -> Assignment:
         """Return the rule of a tensor; CheckpointError without a source of the shape it needs."""
@@ -241,14 +234,10 @@ class _Source:
         if f"{target.partition('.router.')[0]}.up.weight" in names:
             return None, "fresh"
         if target in names:
-            if not self._keeps_routers:
-                return None, "fresh"
-            if experts is None or experts.unchanged:
-                return target, "copied"
-            return target, "rows of more experts" if experts.added else "rows of kept experts"
+            is_copy = experts is None or experts.unchanged
+            return target, "copied" if is_copy else "rows of more experts"
         if shared in names:
-            grafted = self._grafts and self._keeps_routers
-            return (shared, "group router of token router") if grafted else (None, "fresh")
+            return (shared, "group router of token router") if self._grafts else (None, "fresh")
         return None
 
     def _wanted(
@@ -259,7 +248,7 @@ class _Source:
         match rule:
             case "group router of token router":
                 return shape[1:] if experts is None else (experts.of_source, *shape[2:])
-            case "rows of kept experts" | "rows of more experts":
+            case "rows of more experts":
                 assert experts is not None
                 return (*shape[:-2], experts.of_source, shape[-1])
             case "rows by piece":
@@ -271,21 +260,13 @@ class _Source:
         unused = [
             name
             for name in self._tensors.names()
-            if part_of(name) == self.part and name not in used and not self._may_go(name)
+            if part_of(name) == self.part and name not in used
         ]
         if unused:
             raise CheckpointError(
                 f"{counted(len(unused), 'tensor')} of the {self.part} of {self._tensors.origin} "
                 f"would be lost ({unused[0]}, …). Change [model] so that it has each of them."
             )
-
-    def _may_go(self, name: str) -> bool:
-        """Return whether a tensor may remain unused: a pruned expert's or a router's."""
-        if is_router(name):
-            return not self._keeps_routers
-        if self._experts is None or dense_name(name) is None:
-            return False
-        return expert_parts(name)[1] not in self._experts.sources
 
 
 def unused_tensors(
@@ -339,7 +320,7 @@ class Blueprint:
     def experts(self) -> dict[Part, Experts | None]:
         """Return, per part, how the experts of its source become experts of the model."""
         return {
-            part: experts_of(self.spec, tensors, self.config)
+            part: experts_of(self.spec, tensors)
             for part, tensors in self.sources.items()
             if tensors is not None
         }
@@ -387,7 +368,7 @@ class Blueprint:
                 # Noise is added before rounding; masks give the same values after it.
                 exact = self.config.method == "noise"
                 return diversified(self._read(entry, exact=exact), entry.target, self.config)
-            case "rows of kept experts" | "rows of more experts" | "group router of token router":
+            case "rows of more experts" | "group router of token router":
                 return self._rows_of_experts(entry)
             case "rows by piece":
                 assert self.rows is not None

@@ -3,8 +3,8 @@
 Queries, keys and values of all heads share one pool of experts, the scales δ = 0 … Δ, and one
 router. There is no balance loss.
 
-Legend: N real tokens, P positions with gaps, D model width, H heads, K head width, Q routers (1, or
-one each for queries, keys and values), S scales (Δ + 1), C choices per vector (top-k).
+Legend: N real tokens, P positions with gaps, D model width, H heads, K head width, S scales
+(Δ + 1), C choices per vector (top-k).
 """
 
 import math
@@ -24,11 +24,11 @@ from pipeline.model.spec import ModelSpec
 
 
 class ScaleRouter(nn.Module):
-    """Router without bias: logits = W [x | lid], with one W, or one each for q, k and v."""
+    """Router without bias: logits = W [x | lid], with one W for queries, keys and values."""
 
-    def __init__(self, *, inputs: int, scales: int, routers: int) -> None:
+    def __init__(self, *, inputs: int, scales: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(routers, scales, inputs))
+        self.weight = nn.Parameter(torch.empty(1, scales, inputs))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """Return U(±1/sqrt(inputs)), as PyTorch's linear layers start."""
@@ -41,10 +41,7 @@ class ScaleRouter(nn.Module):
         x_N3HI = x_N3HK
         if lid_NHK is not None:
             x_N3HI = torch.cat([x_N3HK, lid_NHK[:, None].expand_as(x_N3HK)], dim=-1)
-        weight_QSI, x_N3HI = self.weight.to(dtype), x_N3HI.to(dtype)
-        if len(weight_QSI) == 1:
-            return F.linear(x_N3HI, weight_QSI.squeeze(0))
-        return torch.einsum("nqhi,qsi->nqhs", x_N3HI, weight_QSI)
+        return F.linear(x_N3HI.to(dtype), self.weight.to(dtype).squeeze(0))
 
 
 class AdaMsha(nn.Module):
@@ -68,7 +65,6 @@ class AdaMsha(nn.Module):
         self.router = ScaleRouter(
             inputs=2 * width if config.language_vector else width,
             scales=config.max_scale + 1,
-            routers=3 if config.separate_routers else 1,
         )
         if config.language_vector and spec.language_token_ids is None:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Settings of the encoder front ends of byte-level models (``model.front``)."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -56,6 +57,7 @@ class MshaConfig(FrontSettings):
 class AdaMshaConfig(FrontSettings):
     """Ada-MSHA: a router chooses the scales that each head of each token mixes (MoCE, §3.2)."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"separate_routers": (False,)}
     kind: Literal["ada_msha"] = "ada_msha"
     max_scale: Annotated[int, whole(1, 8)] = 5
     """Largest scale Δ: the experts are δ = 0 … Δ."""
@@ -66,8 +68,6 @@ class AdaMshaConfig(FrontSettings):
     language_vector: bool = False
     """Whether the router also sees the embedding of the source language's token (``+lid``,
     §3.3)."""
-    separate_routers: bool = False
-    """Whether queries, keys and values have a router each instead of one for all."""
     weights: Literal["logits", "probabilities"] = "logits"
     """Input of the softmax that weights the chosen experts: their logits (MoCE's code), or their
     probabilities (its eqs. 2 and 12)."""

@@ -24,6 +24,9 @@ from pipeline.kernels.products import Linear
 from pipeline.kernels.slot_products import SentenceSlots, row_products
 from pipeline.model.tokens import Tokens
 
+NOISE = 5.0
+"""Standard deviation of the noise on gate logits at the end of training. It grows from 0."""
+
 FLOAT32 = 4
 """Bytes of a gate, which is computed in float32."""
 
@@ -82,9 +85,8 @@ class XavierLinear(Linear):
 class Gate(nn.Module):
     """Gate network: Linear(D → G), ReLU, Linear(G → 1), with noise in training."""
 
-    def __init__(self, *, width: int, gate_width: int, noise: float) -> None:
+    def __init__(self, *, width: int, gate_width: int) -> None:
         super().__init__()
-        self.noise = noise
         self.site = 0
         self.up = XavierLinear(width, gate_width)
         self.down = XavierLinear(gate_width, 1)
@@ -94,7 +96,7 @@ class Gate(nn.Module):
         logit_N: Tensor = self.down(F.relu(self.up(x_ND)))[:, 0].float()
         if not self.training:
             return (logit_N >= 0).float()
-        strength = self.noise * tokens.progress
+        strength = NOISE * tokens.progress
         if strength:
             assert tokens.noise is not None, "training with noise needs keys of random numbers"
             logit_N = logit_N + strength * normal(tokens.noise, self.site, columns=1)[:, 0]

@@ -1,15 +1,20 @@
 """Settings of language-specific modules (``model.language_modules``)."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pipeline.config.settings import number, whole
-from pipeline.config.variants import LanguageModuleSettings, ModelShape
+from pipeline.config.settings import whole
+from pipeline.config.variants import LanguageModuleSettings
 
 
 class LowRankConfig(LanguageModuleSettings):
     """Language-specific matrix synthesis: linear layers W + V F, V and F of rank d per language."""
 
     fits_encoder_alone: ClassVar[bool] = True
+    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "encoder_layers": (None,),
+        "decoder_layers": (None,),
+    }
 
     kind: Literal["low_rank"] = "low_rank"
     rank: Annotated[int, whole(1, 2**16)] = 32
@@ -24,24 +29,8 @@ class LowRankConfig(LanguageModuleSettings):
     cross_attention: bool = True
     """Whether cross-attention has modules, if attention has them. True is the authors' code; false
     gives the sizes of the paper's table 6."""
-    encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
-    """Encoder layers that have modules, counted from 0. None: all."""
-    decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
-    """Decoder layers that have modules, counted from 0. None: all."""
     shared: bool = False
     """Add a module for all languages and its route, which fuse distillation trains."""
-
-    def check_shape(self, model: ModelShape) -> None:
-        """Raise ValueError if a chosen layer does not exist."""
-        for name, chosen, layers in (
-            ("encoder_layers", self.encoder_layers, model.encoder_layers),
-            ("decoder_layers", self.decoder_layers, model.decoder_layers),
-        ):
-            if chosen is not None and max(chosen, default=0) >= layers:
-                raise ValueError(
-                    f"language_modules.{name} names layer {max(chosen)}, and there are "
-                    f"{layers}, counted from 0: leave it out"
-                )
 
     @property
     def has_shared_route(self) -> bool:
@@ -52,9 +41,8 @@ class LowRankConfig(LanguageModuleSettings):
 class LanguageExpertsConfig(LanguageModuleSettings):
     """Language experts: one feed-forward per language."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"every": (1,)}
     kind: Literal["language_experts"] = "language_experts"
-    every: Annotated[int, whole(1, 1000)] = 1
-    """Interval of layers with language experts: layers n, 2n, … counted from 1."""
     shared: bool = False
     """Add a feed-forward for all languages and its route, which fuse distillation trains."""
     decoder_language: Literal["target", "source"] = "target"
@@ -69,6 +57,7 @@ class LanguageExpertsConfig(LanguageModuleSettings):
 class ClsrConfig(LanguageModuleSettings):
     """Conditional language-specific routing: gates between projections (Zhang et al., 2021)."""
 
+    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"noise": (5.0,)}
     kind: Literal["clsr"] = "clsr"
     tables: Literal["per_side", "per_sublayer"] = "per_side"
     """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every
@@ -83,8 +72,6 @@ class ClsrConfig(LanguageModuleSettings):
     """Whether projections also follow cross-attention."""
     gate_width: Annotated[int, whole(1, 2**16)] = 128
     """Hidden width of the gate network."""
-    noise: Annotated[float, number(least=0, most=1000)] = 5.0
-    """Standard deviation of the noise on gate logits at the end of training. It grows from 0."""
 
 
 LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = (

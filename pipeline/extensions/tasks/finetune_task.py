@@ -49,7 +49,7 @@ from pipeline.errors import ArtifactError, ConfigError
 from pipeline.extensions.tasks.files import TaskFiles
 from pipeline.extensions.tasks.labeller import TASK_FILE, HeadKind, TaskSpec
 from pipeline.extensions.tasks.named_entities import OUTSIDE, label, read_entities, tags_of
-from pipeline.extensions.tasks.questions import check_windows, read_questions, windows_of
+from pipeline.extensions.tasks.questions import read_questions, windows_of
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces, Pretrained
 from pipeline.model.regularization import Regularization
@@ -135,11 +135,10 @@ def read_reading(
     """Read the training and validation windows of a reader, which has no tags.
 
     Raises:
-        ConfigError: the settings leave no room for windows, or have label smoothing.
+        ConfigError: the settings have label smoothing.
         ArtifactError: a file is broken.
     """
     tasks = recipe.section_of(TasksConfig)
-    check_windows(tasks)
     if recipe.loss.label_smoothing:
         raise ConfigError(
             f"loss.label_smoothing is {recipe.loss.label_smoothing}, which has no meaning for a "

@@ -29,13 +29,15 @@ from pipeline.batching.labelled import Integers, Labelled
 from pipeline.checkpoints.foreign.model_folder import Described
 from pipeline.config.documents import parse_json
 from pipeline.config.settings import Route, shown
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError
 from pipeline.extensions.tasks.files import read_text
 from pipeline.extensions.tasks.labeller import TaskModel
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.xlmr import BOS, EOS, Located, Pieces
 
 QUESTION_SPECIALS = 4
+LONGEST_ANSWER = 30
+"""Most tokens of a predicted answer."""
 NO_ANSWER = 0
 """Position of ``<s>``, the label of a window without the answer."""
 _FIX = "restore the file from where it was published"
@@ -182,26 +184,16 @@ def windows_of(
     return found
 
 
-def check_windows(config: TasksConfig) -> None:
-    """Raise ConfigError if the windows of a passage would not advance."""
-    room = config.max_tokens - config.max_question_tokens - QUESTION_SPECIALS
-    if config.stride >= room:
-        raise ConfigError(
-            f"tasks.stride {config.stride} leaves no step from window to window: behind a question "
-            f"of tasks.max_question_tokens {config.max_question_tokens} there are {max(room, 0)} "
-            f"of tasks.max_tokens {config.max_tokens} for the passage. Lower the stride, or raise "
-            "tasks.max_tokens."
-        )
-
-
 def cut_passage(
     question: Integers, context: Located, answer: Answer | None, config: TasksConfig
 ) -> list[Window]:
-    """Cut a context into windows, each behind the question.
+    """Cut a context into windows, each behind the first tokens of the question.
 
-    Windows that hold all of ``answer`` are labeled with its tokens, others with ``NO_ANSWER``.
+    A question has at most a sixth of a window, and windows share a third of their length, as the
+    defaults 384, 64 and 128 of BERT's SQuAD script do. Windows that hold all of ``answer`` are
+    labeled with its tokens, others with ``NO_ANSWER``.
     """
-    question = question[: config.max_question_tokens]
+    question = question[: config.max_tokens // 6]
     room = config.max_tokens - len(question) - QUESTION_SPECIALS
     first = len(question) + 3
     span = None if answer is None else token_span(context, answer)
@@ -218,7 +210,7 @@ def cut_passage(
         windows.append(Window(labelled, first, context.begin[part], context.end[part]))
         if stop == len(context.ids):
             return windows
-        start += room - config.stride
+        start += room - config.max_tokens // 3
 
 
 def token_span(context: Located, answer: Answer) -> tuple[int, int] | None:
@@ -243,7 +235,7 @@ def answer_questions(
         starts, ends = logits.float().cpu().chunk(2)
         for line, start_T, end_T in zip(lines, starts, ends, strict=True):
             number, window = windows[line]
-            span = best_span(start_T, end_T, window, longest=config.max_answer_tokens)
+            span = best_span(start_T, end_T, window, longest=LONGEST_ANSWER)
             if span is None:
                 continue
             score, first, last = span

@@ -242,27 +242,11 @@ def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_fewer_experts_than_the_source_has_must_be_named(moe: Artifact) -> None:
+def test_fewer_experts_than_the_source_has_are_refused(moe: Artifact) -> None:
     sources = files_of(embeddings=moe, encoder=moe, decoder=None)
     fewer = byte_spec(moe=MOE.model_copy(update={"num_experts": 2}))
-    with pytest.raises(CheckpointError, match=r"has 4 experts per layer and the model 2\. Name"):
+    with pytest.raises(CheckpointError, match=r"has 4 experts per layer and the model 2\. Prune"):
         plan_assembly(fewer, sources, COPY)
-
-
-def test_the_experts_that_are_named_stay_with_their_rows_of_the_router(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    fewer = byte_spec(moe=MOE.model_copy(update={"num_experts": 2}))
-    config = UpcyclingConfig(mask_ratio=0.5, kept_experts=(3, 1))
-    plan, tensors = assembled(fewer, sources, config)
-    whole = TensorFiles(moe, "weights/")
-    layer = "decoder.layers.1.feed_forward"
-    assert {entry.rule for entry in plan} == {"copied", "rows of kept experts"}
-    for new, old in enumerate((3, 1)):
-        for tensor in ("up.weight", "down.bias"):
-            value = tensors[f"{layer}.experts.{new}.{tensor}"]
-            assert torch.equal(value, whole.read(f"{layer}.experts.{old}.{tensor}"))
-    router = whole.read(f"{layer}.router.weight")
-    assert torch.equal(tensors[f"{layer}.router.weight"], router[[3, 1]])
 
 
 def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> None:
@@ -287,16 +271,6 @@ def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> No
     assert torch.equal(router, expected[[index % 4 for index in range(10)]])
     rules = {entry.rule for entry in plan}
     assert rules == {"copied", "expert of expert", "rows of more experts"}
-
-
-def test_routers_that_a_source_has_can_start_fresh(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    plan, tensors = assembled(TOKEN_ROUTED, sources, UpcyclingConfig(token_routers="fresh"))
-    fresh = {entry.target for entry in plan if entry.rule == "fresh"}
-    assert fresh == {f"{side}.layers.1.feed_forward.router.weight" for side in PARTS[1:]}
-    for name in fresh:
-        expected = initialize(name, tensors[name].shape, spec=TOKEN_ROUTED, seed=1)
-        assert torch.equal(tensors[name], expected)
 
 
 def test_a_tensor_that_would_be_lost_is_an_error_that_names_it(moe: Artifact) -> None:

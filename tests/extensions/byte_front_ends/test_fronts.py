@@ -28,7 +28,7 @@ FRONTS: dict[str, dict[str, Any]] = {
     "msha, scaled before": {"kind": "msha", "scales": (1, 2), "scaled": "before", "layer": 1},
     "ada-msha": {"kind": "ada_msha"},
     "ada-msha +lid": {"kind": "ada_msha", "language_vector": True, "max_scale": 4},
-    "ada-msha, separate routers": {"kind": "ada_msha", "separate_routers": True, "top_k": 3},
+    "ada-msha, three scales": {"kind": "ada_msha", "top_k": 3},
     "ada-msha as the paper's equations": {"kind": "ada_msha", "weights": "probabilities"},
     "ada-msha, scaled before": {"kind": "ada_msha", "scaled": "before", "layer": 1},
     "ada-msha, one scale": {"kind": "ada_msha", "top_k": 1, "max_scale": 6},
@@ -108,11 +108,11 @@ def adaptive(model: Transformer, states: list[Tensor], lid_D: Tensor) -> list[Te
     front: Any = model.front
     heads = model.spec.model.num_heads
     found = []
-    for number, state in enumerate(states):
+    for state in states:
         columns = []
         for head, x_TK in enumerate(state.chunk(heads, dim=1)):
             seen = [x_TK] + [convolved(x_TK, expert) for expert in front.experts.values()]
-            router = front.router.weight[number if front.config.separate_routers else 0]
+            router = front.router.weight[0]
             rows = []
             for t in range(len(x_TK)):
                 lid = [lid_D.chunk(heads)[head]] if front.config.language_vector else []
