@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline import cli
 from pipeline.artifacts.manifest import FORMAT_VERSION, Kind
-from pipeline.cli.result_commands import FILTER
+from pipeline.cli.commands import FILTER
 from pipeline.cli.stage_commands import commands_of_stages, stage_parser
 from pipeline.config.documents import shipped
 from pipeline.config.recipe import Recipe, load_recipe

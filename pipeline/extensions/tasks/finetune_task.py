@@ -35,22 +35,15 @@ from pipeline.batching.global_step import (
     Planner,
     evaluation_batches,
 )
-from pipeline.batching.labelled import (
-    Integers,
-    Labelled,
-    LabelledBatch,
-    collate_spans,
-    collate_tags,
-)
+from pipeline.batching.labelled import Integers, Labelled, LabelledBatch
 from pipeline.config.recipe import Recipe
-from pipeline.config.settings import shown
 from pipeline.distributed.world import distributed_world, leave, local_device
-from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.files import TaskFiles
-from pipeline.extensions.tasks.labeller import TASK_FILE, HeadKind, TaskSpec
-from pipeline.extensions.tasks.named_entities import OUTSIDE, label, read_entities, tags_of
-from pipeline.extensions.tasks.questions import read_questions, windows_of
+from pipeline.errors import ConfigError
+from pipeline.extensions.tasks.kind import TaskKind
+from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES, training_tags
+from pipeline.extensions.tasks.questions import QUESTIONS
 from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.token_classifier import TASK_FILE, TaskSpec
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces, Pretrained
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
@@ -60,98 +53,56 @@ from pipeline.training.engine import connect
 from pipeline.training.loop import train_task
 
 Collate: TypeAlias = Callable[[Sequence[Labelled], Sequence[int]], LabelledBatch]
-Examples: TypeAlias = Mapping[str, list[Labelled]]
+
+
+KINDS: dict[str, TaskKind] = {"entities": NAMED_ENTITIES, "questions": QUESTIONS}
 
 
 def run(call: StageCall) -> None:
     """Read the encoder and the text, train a head and all of the encoder, write the task model.
 
     Raises:
-        ConfigError: the text is missing, or there is text of two tasks.
+        ConfigError: the text is missing or there is text of two tasks, or a reader is to be trained
+            with label smoothing.
     """
     recipe = call.recipe
-    heads: dict[str, HeadKind] = {"entities": "tagger", "questions": "reader"}
-    given = [name for name in heads if name in call.raw]
+    given = [name for name in KINDS if name in call.raw]
     if len(given) != 1:
         raise ConfigError(
             "finetune_task trains on named entities (--entities) or on questions (--questions). "
             "Name one of them."
         )
-    head = heads[given[0]]
+    kind = KINDS[given[0]]
+    if kind is QUESTIONS and recipe.loss.label_smoothing:
+        raise ConfigError(
+            f"loss.label_smoothing is {recipe.loss.label_smoothing}, which has no meaning for a "
+            "reader: its labels are positions in a passage. Set it to 0."
+        )
     with distributed_world(stacks_dir=call.stacks_dir) as world:
         connect(world)
-        folder = call.raw[given[0]].only_path()
-        files = TaskFiles.entities(folder) if head == "tagger" else TaskFiles.questions(folder)
+        files = kind.find(call.raw[given[0]].only_path())
         tasks = recipe.section_of(TasksConfig)
         languages = files.trained_languages(tasks.languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
         encoder = pretrained.spec(languages, recipe.model.language_modules)
-        read = read_tagging if head == "tagger" else read_reading
-        train, valid, tags = read(files, pretrained.pieces, recipe, languages)
-        collate = collate_tags if head == "tagger" else collate_spans
-        data = LabelledData(train, valid, recipe, languages=languages, collate=collate)
-        spec = TaskSpec(head=head, encoder=encoder, tags=tags, tasks=tasks)
+        train, valid = (files.read(split, kind.read, languages) for split in ("train", "dev"))
+        tags = training_tags(files, train, valid) if kind is NAMED_ENTITIES else ()
+        spec = TaskSpec(head=kind.head, encoder=encoder, tags=tags, tasks=tasks)
+        splits = [
+            LabelledSplit(
+                {code: kind.inputs(found, spec, pretrained.pieces) for code, found in of.items()},
+                languages=languages,
+                collate=kind.collate,
+            )
+            for of in (train, valid)
+        ]
         model = spec.build(
             regularization=Regularization.of(recipe.training),
             device=local_device(world.local_rank),
         )
         pretrained.fill(model, encoder, seed=recipe.training.seed)
-        train_task(call, model, Labelling(data, spec, pretrained.pieces), world=world)
-
-
-def read_tagging(
-    files: TaskFiles, pieces: Pieces, recipe: Recipe, languages: tuple[str, ...]
-) -> tuple[Examples, Examples, tuple[str, ...]]:
-    """Read the training and validation sentences of a tagger.
-
-    Returns:
-        Training examples, validation examples, and all training tags, ``O`` first.
-
-    Raises:
-        ArtifactError: a file is broken, or a dev file has a tag that no training file has.
-    """
-    train, valid = (files.read(split, read_entities, languages) for split in ("train", "dev"))
-    tags = (OUTSIDE, *sorted(set[str]().union(*map(tags_of, train.values())) - {OUTSIDE}))
-    for code, sentences in valid.items():
-        if unknown := tags_of(sentences) - set(tags):
-            raise ArtifactError(
-                f"{files.path(code, 'dev')} has the tag {shown(min(unknown))!r}, which no training "
-                "file has. Correct it, or train on text that has it."
-            )
-    limit = recipe.section_of(TasksConfig).max_tokens
-    train_examples, valid_examples = (
-        {
-            code: [part for one in sentences for part in label(one, tags, pieces, max_tokens=limit)]
-            for code, sentences in groups.items()
-        }
-        for groups in (train, valid)
-    )
-    return train_examples, valid_examples, tags
-
-
-def read_reading(
-    files: TaskFiles, pieces: Pieces, recipe: Recipe, languages: tuple[str, ...]
-) -> tuple[Examples, Examples, tuple[str, ...]]:
-    """Read the training and validation windows of a reader, which has no tags.
-
-    Raises:
-        ConfigError: the settings have label smoothing.
-        ArtifactError: a file is broken.
-    """
-    tasks = recipe.section_of(TasksConfig)
-    if recipe.loss.label_smoothing:
-        raise ConfigError(
-            f"loss.label_smoothing is {recipe.loss.label_smoothing}, which has no meaning for a "
-            "reader: its labels are positions in a passage. Set it to 0."
-        )
-    train, valid = (
-        {
-            code: [window.labelled for _, window in windows_of(questions, pieces, tasks)]
-            for code, questions in files.read(split, read_questions, languages).items()
-        }
-        for split in ("train", "dev")
-    )
-    return train, valid, ()
+        task = Labelling(LabelledData(*splits, recipe), spec, pretrained.pieces, kind)
+        train_task(call, model, task, world=world)
 
 
 class LabelledSplit:
@@ -223,16 +174,12 @@ class LabelledData:
 
     def __init__(
         self,
-        train: Mapping[str, Sequence[Labelled]],
-        valid: Mapping[str, Sequence[Labelled]],
+        train: LabelledSplit,
+        valid: LabelledSplit,
         recipe: Recipe,
-        *,
-        languages: Sequence[str],
-        collate: Collate,
     ) -> None:
-        """Index the examples; raise ConfigError if one exceeds the recipe's batches."""
-        self.train = LabelledSplit(train, languages=languages, collate=collate)
-        self.valid = LabelledSplit(valid, languages=languages, collate=collate)
+        """Plan the training split; raise ConfigError if an example exceeds the batches."""
+        self.train, self.valid = train, valid
         if self.train.longest > recipe.batches.tokens:
             raise ConfigError(
                 f"An example has {self.train.longest} tokens, and batches.tokens is "
@@ -322,6 +269,7 @@ class Labelling:
     data: LabelledData
     spec: TaskSpec
     pieces: Pieces
+    kind: TaskKind
     makes: Kind = "task_model"
     notes: tuple[str, ...] = ()
 
@@ -347,8 +295,7 @@ class Labelling:
     def trained_on(self) -> str:
         """Describe the examples and languages of the training data."""
         counts = [len(offsets) for offsets in self.data.train.offsets.values()]
-        unit = "sentences, long ones in parts," if self.spec.head == "tagger" else "windows"
-        return f"{sum(counts):,} {unit} of {counted(len(counts), 'language')}"
+        return f"{sum(counts):,} {self.kind.training_unit} of {counted(len(counts), 'language')}"
 
 
 if __name__ == "__main__":

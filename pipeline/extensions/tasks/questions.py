@@ -19,20 +19,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline.batching.labelled import Integers, Labelled
+from pipeline.batching.labelled import Integers, Labelled, collate_spans
 from pipeline.checkpoints.foreign.model_folder import Described
 from pipeline.config.documents import parse_json
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
-from pipeline.extensions.tasks.files import read_text
-from pipeline.extensions.tasks.labeller import TaskModel
+from pipeline.extensions.tasks.files import TaskFiles, read_text
+from pipeline.extensions.tasks.kind import Predictions, Scores, TaskKind
 from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
 from pipeline.extensions.tasks.xlmr import BOS, EOS, Located, Pieces
 
 QUESTION_SPECIALS = 4
@@ -289,3 +291,34 @@ def _f1(words: Sequence[str], right: Sequence[str]) -> float:
         return 0.0
     precision, recall = common / len(words), common / len(right)
     return 2 * precision * recall / (precision + recall)
+
+
+def reader_inputs(questions: Sequence[Question], spec: TaskSpec, pieces: Pieces) -> list[Labelled]:
+    """Return the windows that a reader reads, with the places of answers."""
+    return [window.labelled for _, window in windows_of(questions, pieces, spec.tasks)]
+
+
+def _predict(
+    model: TaskModel, questions: Sequence[Question], language: str, route: Route
+) -> tuple[Scores, Predictions]:
+    answers = answer_questions(model, questions, language=language, route=route)
+    pairs = list(zip(questions, answers, strict=True))
+    scores = {
+        name: 100 * fmean(score(answer, [right.text for right in q.answers]) for q, answer in pairs)
+        for name, score in (("f1", word_f1), ("exact_match", exact_match))
+    }
+    return scores, [{"id": question.id, "answer": answer} for question, answer in pairs]
+
+
+QUESTIONS = TaskKind(
+    head="reader",
+    title="Question answering",
+    unit="questions",
+    training_unit="windows",
+    titles={"f1": "F1", "exact_match": "exact match"},
+    find=TaskFiles.questions,
+    read=read_questions,
+    inputs=reader_inputs,
+    collate=collate_spans,
+    predict=_predict,
+)
