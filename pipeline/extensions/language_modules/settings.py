@@ -7,7 +7,22 @@ from pipeline.config.settings import whole
 from pipeline.config.variants import LanguageModuleSettings
 
 
-class LowRankConfig(LanguageModuleSettings):
+class RoutedModules(LanguageModuleSettings):
+    """Modules that the languages of a sentence select."""
+
+    decoder_language: Literal["target", "source"] = "target"
+    """Language that selects the decoder's modules, with kind low_rank in language-wise synthesis
+    (target in the paper, source in its code). The encoder's is the source."""
+    shared: bool = False
+    """Add a module for all languages and its route, which fuse distillation trains."""
+
+    @property
+    def has_shared_route(self) -> bool:
+        """Return whether the model has a route for all languages."""
+        return self.shared
+
+
+class LowRankConfig(RoutedModules):
     """Language-specific matrix synthesis: linear layers W + V F, V and F of rank d per language."""
 
     fits_encoder_alone: ClassVar[bool] = True
@@ -21,37 +36,18 @@ class LowRankConfig(LanguageModuleSettings):
     synthesis: Literal["pair_wise", "language_wise"] = "pair_wise"
     """``pair_wise``: V of the source and F of the target language; ``language_wise``: both of the
     same language, which is the source in the encoder."""
-    decoder_language: Literal["target", "source"] = "target"
-    """Language that selects the decoder's modules in language-wise synthesis (target in the paper,
-    source in its code)."""
     within: Literal["feed_forward", "attention", "both"] = "feed_forward"
     """Linear layers that have modules. Those of experts (model.moe) have none."""
     cross_attention: bool = True
     """Whether cross-attention has modules, if attention has them. True is the authors' code; false
     gives the sizes of the paper's table 6."""
-    shared: bool = False
-    """Add a module for all languages and its route, which fuse distillation trains."""
-
-    @property
-    def has_shared_route(self) -> bool:
-        """Return whether the model has a route for all languages."""
-        return self.shared
 
 
-class LanguageExpertsConfig(LanguageModuleSettings):
+class LanguageExpertsConfig(RoutedModules):
     """Language experts: one feed-forward per language."""
 
     removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"every": (1,)}
     kind: Literal["language_experts"] = "language_experts"
-    shared: bool = False
-    """Add a feed-forward for all languages and its route, which fuse distillation trains."""
-    decoder_language: Literal["target", "source"] = "target"
-    """Language that selects the decoder's feed-forward. The encoder's is the source."""
-
-    @property
-    def has_shared_route(self) -> bool:
-        """Return whether the model has a route for all languages."""
-        return self.shared
 
 
 class ClsrConfig(LanguageModuleSettings):

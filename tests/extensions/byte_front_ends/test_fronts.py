@@ -14,6 +14,7 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, collate
+from pipeline.extensions.byte_front_ends.ncf import ORDERS
 from pipeline.extensions.byte_front_ends.wsf import word_begins, words_as_sentences
 from pipeline.model.building import build_model
 from pipeline.model.front_end import Source
@@ -35,7 +36,7 @@ FRONTS: dict[str, dict[str, Any]] = {
     "ada-msha, one scale by its logit": {"kind": "ada_msha", "top_k": 1, "single_weight": "logit"},
     "ada-msha, all scales": {"kind": "ada_msha", "max_scale": 2, "top_k": 3},
     "ncf": {"kind": "ncf"},
-    "ncf behind all layers": {"kind": "ncf", "layers_before": 3, "orders": (1, 5)},
+    "ncf behind all layers": {"kind": "ncf", "layers_before": 3},
     "wsf": {"kind": "wsf", "layers": 2},
 }
 
@@ -197,7 +198,7 @@ def same_word(ids: Tensor, begins: list[bool]) -> Tensor:
 def ngrams_by_hand(model: Transformer, x_TD: Tensor) -> Tensor:
     front: Any = model.front
     total = torch.zeros_like(x_TD)
-    for share, n in zip(front.mixture, front.config.orders, strict=True):
+    for share, n in zip(front.mixture, ORDERS, strict=True):
         for t in range(len(x_TD)):
             if n == 1:
                 seen = x_TD[t]
