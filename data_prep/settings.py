@@ -1,8 +1,7 @@
 """Settings of data preparation, from the corpus to the language groups."""
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -29,7 +28,7 @@ FUNCTION_OF_A_FILE = re.compile(r".*\.py:[^\W\d]\w*")
 class CldrConfig(Settings):
     """Localized phrases made from Unicode CLDR (``data_prep/readers/cldr.py``)."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"pivot": ("en",), "seed": (1,)}
+    removed: ClassVar = {"pivot": ("en",), "seed": (1,)}
     train_pairs: dict[str, Annotated[int, whole(1, 10**9)]] = Field(default_factory=dict)
     """Language → number of training phrases paired with English."""
     zero_shot: tuple[str, ...] = ()
@@ -58,7 +57,7 @@ class CorpusConfig(Settings):
     """Import of raw text by the stage import_corpus."""
 
     max_line_bytes: ClassVar[int] = MAX_LINE_BYTES
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"max_line_bytes": (MAX_LINE_BYTES,)}
+    removed: ClassVar = {"max_line_bytes": (MAX_LINE_BYTES,)}
     source: Literal["tree", "cldr", "hub", "tmx", "tsv", "moses", "columns", "listed"] = "tree"
     """Format of the raw text, whose path is given on the command line. ``tree``: folders of pairs
     in the layout of OPUS-100; ``cldr``: phrases generated from Unicode CLDR; ``hub``: a data set of
@@ -100,7 +99,7 @@ class CorpusConfig(Settings):
 class OutsideTestsConfig(Settings):
     """Test sets from outside, imported by the stage import_tests."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "max_line_bytes": (MAX_LINE_BYTES,),
         "pivot": ("en",),
     }
@@ -115,7 +114,7 @@ class OutsideTestsConfig(Settings):
 class CleanConfig(Settings):
     """Cleaning of training lines by the stage clean; it never drops validation or test lines."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "drop_control_characters": (True,),
         "drop_copies": (True,),
         "drop_duplicates": (True,),
@@ -187,7 +186,7 @@ class SyntheticConfig(Settings):
 class TokenizerConfig(Settings):
     """Vocabulary trained by the stage train_tokenizer."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "language_token_scheme": ("underscores",),
         "seed": (1,),
     }
@@ -267,7 +266,7 @@ class TokenizerConfig(Settings):
 class ShardsConfig(Settings):
     """Tokenized text written by the stage make_shards."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "seed": (1,),
         "segmentation_alpha": (0.1,),
         "segmentation_nbest": (64,),
@@ -332,7 +331,7 @@ class MixtureConfig(Settings):
 class GroupsConfig(Settings):
     """Language groups made by the stage group_languages (MMNMT, §4.1)."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"pivot": ("en",)}
+    removed: ClassVar = {"pivot": ("en",)}
     method: Literal["typology", "embeddings", "paper"] = "embeddings"
     """Basis of the groups: typology, clustered embeddings of a dense checkpoint, or the paper's
     table."""

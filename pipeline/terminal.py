@@ -159,7 +159,7 @@ class JsonLines:
             stream.writelines(f"{line}\n" for line in lines)
 
     def truncate_after(self, update: int) -> None:
-        """Drop what a resumed run will write again: records whose ``update`` is beyond it.
+        """Drop records of later updates, which a resumed run will write again.
 
         A last line that a killed run left incomplete goes too. The file is replaced in one step.
         """
@@ -190,7 +190,7 @@ class JsonLines:
 
 
 def _update_of(record: Mapping[str, Any]) -> float:
-    """Return the record's update; -∞ if it has none, so that the record is always kept."""
+    """Return the record's update; -∞ if it has none: the record is always kept."""
     update = record.get("update")
     return update if isinstance(update, int) else -math.inf
 

@@ -1,7 +1,6 @@
 """Settings of upcycling: the section ``[upcycling]`` of a recipe."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pipeline.config.settings import DropRate, Seed, Settings, number
 
@@ -9,7 +8,7 @@ from pipeline.config.settings import DropRate, Seed, Settings, number
 class UpcyclingConfig(Settings):
     """Upcycling: dense feed-forwards become experts (MMNMT, §4.2)."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "kept_experts": ([], ()),
         "token_routers": ("copy",),
     }

@@ -239,7 +239,7 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "translate --to": {"dest": "target"},
     "upcycle --processes": {"type": whole_number(MAX_PROCESSES), "default": 1},
 }
-"""Option, behind the command if others have one of its name → its type, or argparse's settings."""
+"""Option, behind its command if another command has that name → its type, or further settings."""
 
 _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "run": plan_commands.run,

@@ -1,4 +1,4 @@
-"""Parse command lines with argparse, suggesting names for mistyped ones."""
+"""Parse command lines with argparse, suggesting the nearest name for a mistyped one."""
 
 import argparse
 import math

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     started = launched_size(os.environ) if is_launched(os.environ) else None
     if started is not None and started > 1:
         say_once(
-            f"mmnmt run: a launcher started {started} ranks, and rank 0 alone runs the plan, on "
+            f"mmnmt run: a launcher started {started} ranks, and only rank 0 runs the plan, on "
             "its machine. Start it once: it starts the processes of its stages itself."
         )
     return run_plan(placed, rebuild=options.rebuild, say=say)

@@ -37,7 +37,7 @@ MAX_PER_PASS = 1024
 """Largest number of micro-batches that share a pass."""
 
 MAX_BUCKET = 10**12
-"""Largest number of values in a bucket, whose memory ZeRO allocates."""
+"""Largest number of values in a bucket; ZeRO allocates their memory."""
 
 
 def _whole_or_auto(high: int) -> WrapValidator:

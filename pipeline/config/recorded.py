@@ -40,12 +40,12 @@ DECIDE_WHICH_WEIGHTS = (
 """Settings that change no update but decide which weights are kept, and how many.
 
 A run goes on when one of them changes; a finished model becomes another. ``training.best_by`` is
-not among them: with another value, the stored perplexity is that of other pairs.
+not among them: with another value, the stored perplexity covers other pairs.
 """
 
 
 def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Return those of the names that decide nothing together with these other settings.
+    """Return the names that decide nothing together with the other settings of ``config``.
 
     Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
     weights are kept. With ``training.average_last`` the weights are the mean of states saved.
@@ -85,7 +85,7 @@ def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | Non
 
 
 def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return nested settings without the named ones (``section``, ``section.setting``, …)."""
+    """Return nested settings without some names (``section``, ``section.setting``, …)."""
     kept = dict(tree)
     for name in names:
         first, _, below = name.partition(".")

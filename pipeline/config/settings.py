@@ -128,7 +128,7 @@ def describe_validation(
     Args:
         error: what pydantic found.
         settings: the table that it found it in.
-        also: names that the file may have at its top beside those of ``settings``.
+        also: further names that the file may have at its top, for example ``parent``.
     """
     findings = error.errors(include_url=False)
     described = _with_choices_once(

@@ -90,11 +90,11 @@ class LanguageModuleSettings(VariantSettings):
 
     @property
     def has_shared_route(self) -> bool:
-        """Whether the model has a route for all languages beside those of its languages."""
+        """Whether the model also has a route for all languages."""
         return False
 
     def languages_among(self, languages: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the languages that have modules, of those of a tokenizer."""
+        """Return the languages of a tokenizer that have modules."""
         return languages if self.languages is None else self.languages
 
     def check_languages(self, languages: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ class InstalledExtension:
 
 
 def one_of(kinds: Sequence[type[VariantSettings]]) -> Any:
-    """Return the type of a setting that is one of several tables, told apart by ``kind``."""
+    """Return the type of a setting with several forms of table, told apart by ``kind``."""
     if not kinds:
         return type(None)
     union: Any = reduce(or_, kinds)

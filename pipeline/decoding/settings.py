@@ -1,7 +1,6 @@
 """Settings of decoding: the sections ``[decoding]`` and ``[text]`` of a recipe."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -11,7 +10,7 @@ from pipeline.config.settings import BatchTokens, Route, Seed, Settings, Tempera
 class DecodingConfig(Settings):
     """Decoding by beam search or sampling."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "shortlist": ("",),
         "utility": ("chrf", "comet"),
     }

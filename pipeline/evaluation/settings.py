@@ -1,7 +1,6 @@
 """Settings of evaluation: the section ``[evaluation]`` of a recipe."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,7 +25,7 @@ LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")
 class EvaluationConfig(Settings):
     """Settings of the stage evaluate."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"seed": (1,), "word_lines": (100_000,)}
+    removed: ClassVar = {"seed": (1,), "word_lines": (100_000,)}
     seed: ClassVar[int] = 1
     """Seed of langdetect and of the resamples."""
     scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)

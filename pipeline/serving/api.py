@@ -1,6 +1,6 @@
 """Answer requests with the API of LibreTranslate.
 
-A text is translated line by line, as ``mmnmt translate`` would, so that it keeps its lines. Every
+A text is translated line by line, as by ``mmnmt translate``, and keeps its lines. Every
 answer that is not a success is a JSON object with one sentence, ``{"error": …}``. A request takes
 one of the server's places from when its body has been read until it is answered, its client hangs
 up or its time is over.
@@ -56,7 +56,7 @@ class Limits:
     characters: int
     """Most characters of a request's texts."""
     requests: int
-    """Most requests that wait or are translated; further ones are refused."""
+    """Most requests that wait or are translated; more are refused."""
     seconds: int
     """Longest time of a request, from its first byte to its answer."""
 
@@ -115,7 +115,7 @@ class Api:
         except ClientDisconnect:
             response = _error(499, "The client has hung up.")
         except Exception:
-            traceback.print_exc()  # a bug, for the server's log alone
+            traceback.print_exc()  # a bug, only for the server's log
             response = _error(500, "The server has failed. Its log says why.")
         self._metrics.count_answer(path, response.status_code, perf_counter() - start)
         return response

@@ -11,11 +11,11 @@ from starlette.requests import Request
 BYTES_PER_CHARACTER = 12
 """Most bytes of a character in a body: two escaped surrogates of JSON."""
 OTHER_BYTES = 4096
-"""Bytes of a body beside its text."""
+"""Bytes of a body in addition to its text."""
 MAX_FIELD = 200
 """Most characters of a field that is not text to translate."""
 MAX_TEXTS = 20
-"""Most texts of a field that lists them, beside ``q``."""
+"""Most texts of a field other than ``q`` that lists texts."""
 
 
 class Refused(Exception):
@@ -80,7 +80,7 @@ class Fields:
         raise Refused(400, f"{name!r} is neither true nor false.")
 
     def short_texts(self, name: str) -> tuple[str, ...]:
-        """Return a short text or a list of up to ``MAX_TEXTS`` ones; none without it.
+        """Return a short text or a list of up to ``MAX_TEXTS`` texts; none without it.
 
         Raises:
             Refused: it is neither.

@@ -2,8 +2,8 @@
 
 Lines join the running search every few steps, as many as fit, and each is answered as soon as it is
 found; cancelled lines leave the search. Where lines cannot join
-(:class:`~pipeline.decoding.translator.Stream`), the next batch has the first line and those of
-similar length. Requests take turns: the lines of a long one do not keep those of others waiting.
+(:class:`~pipeline.decoding.translator.Stream`), the next batch has the first line and lines of
+similar length. Requests take turns: the lines of a long request do not delay other requests.
 
 One thread serves all systems: their kernels already use all cores, and they set the number of
 threads of the process. While the first line waits for another system, or has phrases and the
@@ -184,7 +184,7 @@ class Worker:
         if line.length is None:
             try:
                 (line.length,) = line.system.translator.lengths([line.job])
-            except Exception:  # alone, the line fails when it is translated
+            except Exception:  # the line fails when it is translated by itself
                 line.length = 0
         return line.length
 

@@ -1,7 +1,6 @@
 """Settings of training: optimizer, loss, updates, logging and saving."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -53,7 +52,7 @@ class OptimizerConfig(Settings):
 class LossConfig(Settings):
     """Token-mean cross entropy plus the load-balance term."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "distillation_weight": (1.0,),
         "gate_budget": (0.3,),
         "gate_weight": (1.0,),
@@ -81,7 +80,7 @@ def passes_of(objective: object) -> int:
 class TrainingConfig(Settings):
     """Training by the stages pretrain and finetune."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"cpu_kernels": ("processor", "measured")}
+    removed: ClassVar = {"cpu_kernels": ("processor", "measured")}
     updates: Updates = 100_000
     """Number of updates."""
     updates_of: Literal["tokens", "bytes"] = "tokens"

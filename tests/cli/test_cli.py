@@ -857,7 +857,7 @@ def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
     assert code == 0
     assert "corpus: running import_corpus" in said
     (line,) = error.splitlines()
-    assert line.startswith("mmnmt run: a launcher started 2 ranks, and rank 0 alone runs the ")
+    assert line.startswith("mmnmt run: a launcher started 2 ranks, and only rank 0 runs the ")
     assert open_artifact(out_dir / "corpus", kind="corpus").manifest.stage == "import_corpus"
 
 

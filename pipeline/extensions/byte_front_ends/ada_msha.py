@@ -91,7 +91,7 @@ class AdaMsha(nn.Module):
             self.language_token_L.fill_(self._spec_token_ids[language])
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, one of them with mixed scales; return the last states."""
+        """Run the encoder's layers, mixing scales in the chosen layer; return the last states."""
         x_ND = passage.through(x_ND, self.config.layer)
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
         return passage.through(x_ND)

@@ -27,7 +27,7 @@ class ByteFrontEnds(Extension):
     """Extension that adds encoder front ends for byte-level models."""
 
     def build_front(self, spec: ModelSpec) -> nn.Module | None:
-        """Return the configured front end, if it is one of this extension."""
+        """Return the configured front end, if this extension has it."""
         width = spec.model.width
         match spec.model.front:
             case MscConfig() as config:

@@ -45,7 +45,7 @@ def heads_of(projected: Projected, attention: Attention, *, scales_first: bool) 
 def projected_of(states_N3HK: Tensor, attention: Attention, *, scales_first: bool) -> Projected:
     """Return queries, keys and values, (N, D) each, from heads (N, 3, H, K)."""
     query_ND, key_ND, value_ND = states_N3HK.flatten(2).unbind(1)
-    if scales_first:  # attention scales queries itself, so that the first scaling is undone
+    if scales_first:  # attention scales queries itself: undo the first scaling
         query_ND = query_ND / _scale(attention)
     return Projected(query_ND, key_ND, value_ND)
 

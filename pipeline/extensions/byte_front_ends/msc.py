@@ -33,7 +33,7 @@ class Msc(nn.Module):
         )
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, one of them with MSC; return the last states."""
+        """Run the encoder's layers, with MSC in the chosen layer; return the last states."""
         x_ND = passage.through(x_ND, self.config.layer)
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
         return passage.through(x_ND)

@@ -33,7 +33,7 @@ class Msha(nn.Module):
         )
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, one of them with MSHA; return the last states."""
+        """Run the encoder's layers, with MSHA in the chosen layer; return the last states."""
         x_ND = passage.through(x_ND, self.config.layer)
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
         return passage.through(x_ND)

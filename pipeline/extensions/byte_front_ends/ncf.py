@@ -64,7 +64,7 @@ class Ncf(nn.Module):
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, with fusion after the first ones; return the last states."""
+        """Run the encoder's layers, with fusion after the first layers; return the last states."""
         x_ND = passage.through(x_ND, self.config.layers_before)
         return passage.through(self._fused(x_ND, source))
 

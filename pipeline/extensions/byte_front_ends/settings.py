@@ -1,6 +1,5 @@
 """Settings of the encoder front ends of byte-level models (``model.front``)."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,7 +9,7 @@ from pipeline.config.variants import FrontSettings, ModelShape, Vocabulary
 
 OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
 Scale = Annotated[int, whole(0, 8)]
-"""Scale δ of MoCE (eq. 9): 0 uses the token alone; δ > 0 convolves 2 δ - 1 tokens around it."""
+"""Scale δ of MoCE (eq. 9): 0 uses only the token; δ > 0 convolves 2 δ - 1 tokens around it."""
 
 
 class ContextualizingFront(FrontSettings):
@@ -69,7 +68,7 @@ class MshaConfig(ScalingFront):
 class AdaMshaConfig(ScalingFront):
     """Ada-MSHA: a router chooses the scales that each head of each token mixes (MoCE, §3.2)."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"separate_routers": (False,)}
+    removed: ClassVar = {"separate_routers": (False,)}
     kind: Literal["ada_msha"] = "ada_msha"
     max_scale: Annotated[int, whole(1, 8)] = 5
     """Largest scale Δ: the experts are δ = 0 … Δ."""
@@ -106,7 +105,7 @@ class AdaMshaConfig(ScalingFront):
 class NcfConfig(FrontSettings):
     """Byte-nCF: fusion of n-grams of states after the first layers (LOBEF, §3.1)."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"orders": ([1, 2, 3, 4], (1, 2, 3, 4))}
+    removed: ClassVar = {"orders": ([1, 2, 3, 4], (1, 2, 3, 4))}
     kind: Literal["ncf"] = "ncf"
     layers_before: Annotated[int, whole(0, 999)] = 1
     """Number of encoder layers before the fusion. LOBEF's code has 4 of 6."""
@@ -120,7 +119,7 @@ class WsfConfig(FrontSettings):
     """Byte-WSF: attention within words in the first layers (LOBEF, §3.2).
 
     White space separates words. In a language written without spaces (Chinese, Japanese, Thai, Lao,
-    Khmer, Burmese, Tibetan), a line is about one word, so that these layers attend to the whole
+    Khmer, Burmese, Tibetan), a line is about one word, and these layers attend to the whole
     line; training lists such languages with their lines. If such a language is only a source,
     insert spaces with a segmenter before the import.
     """

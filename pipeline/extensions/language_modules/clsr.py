@@ -50,7 +50,7 @@ class Projections(LanguageStack):
         """Return the initial W_lang: the identity, or the uniform values of the authors' code.
 
         The authors' table is one (languages × D²) matrix. Its Xavier bound is
-        sqrt(6 / (languages + D²)), about sqrt(D / 2) times smaller than that of a D × D matrix.
+        sqrt(6 / (languages + D²)), about sqrt(D / 2) times smaller than for a D × D matrix.
         """
         del name
         if self.starts_as_identity:

@@ -1,11 +1,11 @@
 """Language experts: one feed-forward per language, without a router.
 
 The feed-forward of a sentence's language processes it or, on the shared route, the feed-forward of
-all languages, whose tensors have the names of a plain one (fuse distillation; Xu et al. 2023,
+all languages, with tensors named as in a plain model (fuse distillation; Xu et al. 2023,
 §3.1).
 
 With expert parallelism, the language experts are spread over ranks as well: rows go to the rank of
-their language and back, like those of routed experts.
+their language and back, like tokens of routed experts.
 
 Legend: N tokens, R rows sorted by slot, S slots, D model width, F hidden width.
 """
@@ -104,7 +104,7 @@ class LanguageExperts(nn.Module):
     ) -> Tensor:
         """Apply the feed-forwards of all ranks to rows sorted by slot, and restore the order.
 
-        All such layers of a side send the same rows, so that the first one exchanges the counts.
+        All such layers of a side send the same rows: only the first exchanges the counts.
         """
         stack = self.of_language
         rows = slots.sorted_rows("first", num_slots=stack.share * stack.ranks)

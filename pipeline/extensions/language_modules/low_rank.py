@@ -1,7 +1,7 @@
 """Language-specific matrix synthesis (LMS): W + V_a F_b of rank d (Xu et al. 2023, eq. 1).
 
 In pair-wise synthesis, a is the source and b the target language; in language-wise synthesis, both
-are the same language. V starts as N(0, 0.01²) and F as zeros, so that the layer starts as the plain
+are the same language. V starts as N(0, 0.01²) and F as zeros: the layer starts as the plain
 one. The product is computed as V (F x): V F is never formed. Batches may mix languages.
 
 The shared slot serves fuse distillation; a layer that has one has two routes.
@@ -78,7 +78,7 @@ class LowRankLinear(TokenLinear):
         )
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return (…, O) for states (…, I), whose rows are those of ``tokens`` in order."""
+        """Return (…, O) for states (…, I), with the rows of ``tokens`` in order."""
         y = linear(x, self.weight, self.bias)
         y_NO = add_low_rank(
             y.flatten(0, -2),

@@ -1,7 +1,6 @@
 """Settings of language-specific modules (``model.language_modules``)."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pipeline.config.settings import whole
 from pipeline.config.variants import LanguageModuleSettings
@@ -26,7 +25,7 @@ class LowRankConfig(RoutedModules):
     """Language-specific matrix synthesis: linear layers W + V F, V and F of rank d per language."""
 
     fits_encoder_alone: ClassVar[bool] = True
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "encoder_layers": (None,),
         "decoder_layers": (None,),
     }
@@ -46,14 +45,14 @@ class LowRankConfig(RoutedModules):
 class LanguageExpertsConfig(RoutedModules):
     """Language experts: one feed-forward per language."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"every": (1,)}
+    removed: ClassVar = {"every": (1,)}
     kind: Literal["language_experts"] = "language_experts"
 
 
 class ClsrConfig(LanguageModuleSettings):
     """Conditional language-specific routing: gates between projections (Zhang et al., 2021)."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"noise": (5.0,)}
+    removed: ClassVar = {"noise": (5.0,)}
     kind: Literal["clsr"] = "clsr"
     tables: Literal["per_side", "per_sublayer"] = "per_side"
     """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every

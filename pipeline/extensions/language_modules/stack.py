@@ -1,6 +1,6 @@
 """Modules of several languages as stacked tensors, and the slot of each sentence.
 
-In memory, a parameter of all languages is one tensor (S, …), so that every rank has a gradient for
+In memory, a parameter of all languages is one tensor (S, …): every rank has a gradient for
 every language: zeros if none of its sentences is in that language. In checkpoints, every language
 has its own tensors under its code: ``….low_rank.de.vertical``.
 
@@ -23,7 +23,7 @@ from pipeline.model.tokens import Tokens
 
 
 class LanguageStack(StackedModules):
-    """A module whose parameters have a first dimension over ``slots``.
+    """A module with parameters that have a first dimension over ``slots``.
 
     Args:
         languages: codes, in the order of the language indices of batches.
@@ -63,7 +63,7 @@ class LanguageStack(StackedModules):
 
     @property
     def held_slots(self) -> tuple[str, ...]:
-        """Return the slots whose parameters this rank holds, in order."""
+        """Return the slots that this rank holds, in order."""
         return self.slots[self.first_slot : self.first_slot + self.share]
 
     def slots_of(self, language_B: Tensor, tokens: Tokens) -> Tensor:

@@ -88,21 +88,21 @@ def run(call: StageCall) -> None:
         train, valid = (files.read(split, kind.read, languages) for split in ("train", "dev"))
         tags = training_tags(files, train, valid) if kind is NAMED_ENTITIES else ()
         spec = TaskSpec(head=kind.head, encoder=encoder, tags=tags, tasks=tasks)
-        splits = [
+        training_split, validation_split = (
             LabelledSplit(
                 {code: kind.inputs(found, spec, pretrained.pieces) for code, found in of.items()},
                 languages=languages,
                 collate=kind.collate,
             )
             for of in (train, valid)
-        ]
+        )
+        data = LabelledData(training_split, validation_split, recipe)
         model = spec.build(
             regularization=Regularization.of(recipe.training),
             device=local_device(world.local_rank),
         )
         pretrained.fill(model, encoder, seed=recipe.training.seed)
-        task = Labelling(LabelledData(*splits, recipe), spec, pretrained.pieces, kind)
-        train_task(call, model, task, world=world)
+        train_task(call, model, Labelling(data, spec, pretrained.pieces, kind), world=world)
 
 
 class LabelledSplit:

@@ -1,7 +1,6 @@
 """Settings of the tasks on an XLM-R: the section ``[tasks]`` of a recipe."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -11,7 +10,7 @@ from pipeline.config.settings import Settings, whole
 class TasksConfig(Settings):
     """Tasks on an XLM-R by the stage finetune_task."""
 
-    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    removed: ClassVar = {
         "max_answer_tokens": (30,),
         "max_question_tokens": (64,),
         "stride": (128,),
