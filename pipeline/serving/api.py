@@ -124,33 +124,31 @@ class Api:
         fields = await self._read(request)
         with self._place():
             texts = fields.texts(most_characters=self._limits.characters)
-            if fields.word("format") not in (None, "text"):
-                raise Refused(400, "Only the format 'text' is translated. Send plain text.")
             source, target = fields.required("source"), fields.required("target")
-            wanted, phrases = fields.number("alternatives"), fields.short_texts("phrases")
-            has_details = fields.flag("details")
             detected = await self._ranked(texts) if source == AUTO else []
             if source == AUTO and not detected:
                 raise Refused(400, "The language of 'q' cannot be detected. Name the source.")
             source = detected[0]["language"] if detected else source
-            system, direction = self._systems.choose(fields.word("system"), source, target)
-            if problem := system.translator.phrases_problem(phrases):
+            system, direction = self._systems.choose(fields.system, source, target)
+            if problem := system.translator.phrases_problem(fields.phrases):
                 raise Refused(400, f"'phrases' asks for a translation that {problem}. Change it.")
-            system = system.with_words if has_details else system
+            system = system.with_words if fields.details else system
             pieces = [_Text(text, system, direction) for text in texts]
             places = count()
             results = [
-                result for piece in pieces for result in piece.submit(self.worker, phrases, places)
+                result
+                for piece in pieces
+                for result in piece.submit(self.worker, fields.phrases, places)
             ]
             await self._finish(request, results)
             answer: dict[str, list[Any]] = {"translatedText": [one.variant(0) for one in pieces]}
             if detected:
                 answer["detectedLanguage"] = detected[:1] * len(texts)
-            if wanted:
-                answer["alternatives"] = [piece.alternatives(wanted) for piece in pieces]
-            if has_details:
+            if most := fields.alternatives:
+                answer["alternatives"] = [piece.alternatives(most) for piece in pieces]
+            if fields.details:
                 answer["details"] = [piece.details() for piece in pieces]
-            is_list = isinstance(fields.values["q"], list)
+            is_list = isinstance(fields.q, list)
             return JSONResponse(answer if is_list else {name: of[0] for name, of in answer.items()})
 
     async def _detect(self, request: Request) -> Response:
@@ -196,8 +194,8 @@ class Api:
     async def _read(self, request: Request) -> Fields:
         """Read the body of a request that may use the server."""
         fields = await read_fields(request, most_characters=self._limits.characters)
-        given = fields.word("api_key") or ""
-        if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+        given = fields.api_key.encode()
+        if self._key is not None and not hmac.compare_digest(given, self._key.encode()):
             raise Refused(403, "'api_key' is missing or wrong. Send the key of this server.")
         return fields
 
