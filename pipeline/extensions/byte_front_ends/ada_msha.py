@@ -8,18 +8,22 @@ Legend: N real tokens, P positions with gaps, D model width, H heads, K head wid
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.extensions.byte_front_ends.local import LocalConvolution, heads_of, projected_of
+from pipeline.extensions.byte_front_ends.contextualization import (
+    Contextualization,
+    LocalConvolution,
+    heads_of,
+    projected_of,
+)
 from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.kernels.convolutions import Convolution, mix_scales
 from pipeline.model.attention import Attention, Projected
-from pipeline.model.front_end import Passage, Source
+from pipeline.model.front_end import Source
 from pipeline.model.spec import ModelSpec
 
 
@@ -44,7 +48,7 @@ class ScaleRouter(nn.Module):
         return F.linear(x_N3HI.to(dtype), self.weight.to(dtype).squeeze(0))
 
 
-class AdaMsha(nn.Module):
+class AdaMsha(Contextualization):
     """The Ada-MSHA front end.
 
     Experts are named by their scale, ``experts.1`` to ``experts.Δ``. Scale 0 is the vector itself
@@ -52,7 +56,7 @@ class AdaMsha(nn.Module):
     """
 
     def __init__(self, config: AdaMshaConfig, spec: ModelSpec) -> None:
-        super().__init__()
+        super().__init__(config.layer)
         self.config = config
         self._heads = spec.model.num_heads
         width = spec.model.width // self._heads
@@ -90,17 +94,12 @@ class AdaMsha(nn.Module):
         if language is not None:
             self.language_token_L.fill_(self._spec_token_ids[language])
 
-    def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, mixing scales in the chosen layer; return the last states."""
-        x_ND = passage.through(x_ND, self.config.layer)
-        x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
-        return passage.through(x_ND)
-
     def route(self, source: Source, states_N3HK: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and weights of the heads of queries, keys and values, (N, 3, H, C)."""
         return choose_scales(self.router(states_N3HK, self._lid(source)), self.config)
 
-    def _contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
+    def contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
+        """Return queries, keys and values with the scales that the router chooses."""
         scales_first = self.config.scaled == "before"
         projected = attention.project(x_ND, source.tokens)
         states_N3HK = heads_of(projected, attention, scales_first=scales_first)

@@ -7,8 +7,7 @@ To add a front end, write a module, a settings class in ``settings.py`` and a ``
 from torch import nn
 
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
-from pipeline.extensions.byte_front_ends.msc import Msc
-from pipeline.extensions.byte_front_ends.msha import Msha
+from pipeline.extensions.byte_front_ends.contextualization import Msc, Msha
 from pipeline.extensions.byte_front_ends.ncf import Ncf, NgramConvolution
 from pipeline.extensions.byte_front_ends.settings import (
     AdaMshaConfig,
