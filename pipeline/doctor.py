@@ -104,7 +104,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """What is examined: a machine, for the stages of a plan that are still to run."""
+    """A machine, and the stages of a plan that are still to run there."""
 
     placed: PlacedPlan | None
     out_dir: Path
