@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 
-from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.config.settings import Route
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
@@ -41,7 +40,9 @@ def run(call: StageCall) -> None:
                 scores[label] = {}
                 for code in track(languages, label=label):
                     scores[label][code], records = kind.predict(model, tests[code], code, route)
-                    _write_predictions(writer, f"predictions/{label}/{code}.jsonl", records)
+                    lines = (json.dumps(record, ensure_ascii=False) for record in records)
+                    path = writer.path(f"predictions/{label}/{code}.jsonl")
+                    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         reports = describe_systems(scores)
         examples = {code: len(tests[code]) for code in languages}
         document = {
@@ -60,11 +61,6 @@ def run(call: StageCall) -> None:
             f"{counted(len(languages), 'language')}"
         )
     print(text)
-
-
-def _write_predictions(writer: ArtifactWriter, name: str, records: list[dict[str, object]]) -> None:
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    writer.path(name).write_text(lines, encoding="utf-8")
 
 
 def system_on_route(name: str, route: Route) -> str:
@@ -132,6 +128,11 @@ class SystemReport:
     spread: Scores
     """Score → standard deviation over runs of the mean over languages; empty for one run."""
 
+    def mean_text(self, score: str) -> str:
+        """Return a mean, with the standard deviation over several runs."""
+        mean = f"{self.mean[score]:.1f}"
+        return f"{mean} ± {self.spread[score]:.1f}" if self.spread else mean
+
 
 def describe_systems(scores: Mapping[str, Mapping[str, Scores]]) -> list[SystemReport]:
     """Return one report per system from scores by name (and run) and language, in their order."""
@@ -170,7 +171,7 @@ def markdown(
                 [code, f"{count:,}", *(f"{one.languages[code][score]:.1f}" for one in reports)]
                 for code, count in examples.items()
             ),
-            ["mean", f"{sum(examples.values()):,}", *(_mean_text(one, score) for one in reports)],
+            ["mean", f"{sum(examples.values()):,}", *(one.mean_text(score) for one in reports)],
         ]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         parts.append(f"{title}, %:\n\n{table}")
@@ -180,11 +181,6 @@ def markdown(
     if skipped:
         parts.append(f"Left out, since not every system knows them: {', '.join(skipped)}.")
     return "\n\n".join(parts) + "\n"
-
-
-def _mean_text(report: SystemReport, score: str) -> str:
-    mean = f"{report.mean[score]:.1f}"
-    return f"{mean} ± {report.spread[score]:.1f}" if report.spread else mean
 
 
 if __name__ == "__main__":

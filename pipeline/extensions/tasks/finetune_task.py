@@ -15,7 +15,7 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -35,7 +35,7 @@ from pipeline.batching.global_step import (
     Planner,
     evaluation_batches,
 )
-from pipeline.batching.labelled import Integers, Labelled, LabelledBatch
+from pipeline.batching.labelled import Labelled, LabelledBatch
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
@@ -121,8 +121,10 @@ class LabelledSplit:
         self._examples = [examples[code] for code in present]
         self._index = [list(languages).index(code) for code in present]
         self._collate = collate
-        self._labels = [_sizes(example.labels for example in group) for group in self._examples]
-        self._tokens = [_sizes(example.ids for example in group) for group in self._examples]
+        self._tokens = [
+            np.array([len(example.ids) for example in group], dtype=np.int64)
+            for group in self._examples
+        ]
         self.offsets: dict[str, PairOffsets] = {}
         for direction, tokens in zip(self.directions, self._tokens, strict=True):
             begins = np.concatenate([[0], np.cumsum(tokens - SOURCE_EXTRA)])
@@ -135,18 +137,20 @@ class LabelledSplit:
 
     def batch(self, plan: MicroBatch) -> LabelledBatch:
         """Assemble the examples of a plan."""
-        places = _places(plan)
-        examples = [self._examples[pair][line] for pair, line in places]
-        return self._collate(examples, [self._index[pair] for pair, _ in places])
+        return self._collate(self._of(plan), [self._index[pair] for pair in plan.pair_B.tolist()])
 
     def counted(self, plan: MicroBatch) -> MicroBatch:
         """Return the plan with the numbers of labels and tokens of its examples."""
-        places = _places(plan)
+        examples = self._of(plan)
         return replace(
             plan,
-            num_labels=sum(int(self._labels[pair][line]) for pair, line in places),
-            num_tokens=sum(int(self._tokens[pair][line]) for pair, line in places),
+            num_labels=sum(len(example.labels) for example in examples),
+            num_tokens=sum(len(example.ids) for example in examples),
         )
+
+    def _of(self, plan: MicroBatch) -> list[Labelled]:
+        places = zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True)
+        return [self._examples[pair][line] for pair, line in places]
 
     def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Plan every example once, in batches of one language, in a fixed order."""
@@ -160,24 +164,10 @@ class LabelledSplit:
         return plan
 
 
-def _places(plan: MicroBatch) -> list[tuple[int, int]]:
-    """Return the (index of the language, line) of every example of a plan."""
-    return list(zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True))
-
-
-def _sizes(arrays: Iterable[Integers]) -> Integers:
-    return np.fromiter(map(len, arrays), dtype=np.int64)
-
-
 class LabelledData:
     """Splits of one training run, and its planner with the counts of labels and tokens here."""
 
-    def __init__(
-        self,
-        train: LabelledSplit,
-        valid: LabelledSplit,
-        recipe: Recipe,
-    ) -> None:
+    def __init__(self, train: LabelledSplit, valid: LabelledSplit, recipe: Recipe) -> None:
         """Plan the training split; raise ConfigError if an example exceeds the batches."""
         self.train, self.valid = train, valid
         if self.train.longest > recipe.batches.tokens:
@@ -189,13 +179,9 @@ class LabelledData:
             {name: len(offsets) for name, offsets in self.train.offsets.items()},
             sampling_temperature=recipe.mixture.sampling_temperature,
         )
-        self._planner = Planner(
-            self.train.offsets,
-            Mixture.constant(probabilities),
-            recipe.batches,
-            seed=recipe.training.seed,
-        )
         self._seed = recipe.training.seed
+        mixture = Mixture.constant(probabilities)
+        self._planner = Planner(self.train.offsets, mixture, recipe.batches, seed=self._seed)
 
     @property
     def planner(self) -> "LabelledData":
@@ -213,24 +199,11 @@ class LabelledData:
                 yield replace(step, micro_batches=counted)
 
     def updates(
-        self,
-        cursor: tuple[int, int],
-        *,
-        rank: int,
-        ranks: int,
-        update: int = 0,
-        per_pass: int = 1,
+        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
         """Yield a rank's updates from a cursor on, without end; passes are read ahead."""
-        return read_updates(
-            self._steps(cursor),
-            self.train.batch,
-            rank=rank,
-            ranks=ranks,
-            update=update,
-            per_pass=per_pass,
-            seed=self._seed,
-        )
+        place = {"rank": rank, "ranks": ranks, "update": update, "per_pass": per_pass}
+        return read_updates(self._steps(cursor), self.train.batch, seed=self._seed, **place)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Plan every validation example once, in batches of one language."""
