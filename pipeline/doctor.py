@@ -754,10 +754,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = os.environ.get(REPORTS)
     report = EndReport(Path(folder), describe=_describe) if folder else None
     with report.noting_sigterm() if report else nullcontext():
-        return _checked(options.out.absolute(), patience=options.patience, report=report)
+        end, problems, is_said = _outcome(options.out.absolute(), patience=options.patience)
+        text = f"pre-flight: {' '.join(problems)}"
+        is_reported = report is not None and problems and is_said and report.write(end, text)
+        for problem in problems if is_said and not is_reported else ():
+            print(f"mmnmt preflight: {problem}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR if problems else 0
 
 
-def _checked(out_dir: Path, *, patience: float, report: EndReport | None) -> int:
+def _outcome(out_dir: Path, *, patience: float) -> tuple[End, Sequence[str], bool]:
+    """Check this rank; return its end, the problems, and whether this rank says them.
+
+    Rank 0 prints the summary if all is well.
+    """
     is_first = True
     try:
         world = discover(os.environ)
@@ -765,32 +774,15 @@ def _checked(out_dir: Path, *, patience: float, report: EndReport | None) -> int
         outcome = check(world, out_dir=out_dir, patience=patience)
     except UserError as error:
         end: End = "lost" if isinstance(error, RankLost) else "failed"
-        return _refused(str(error), report=report, end=end, is_said=is_first)
+        return end, [f"{node_name()}: {error}"], is_first
     except (ImportError, OSError) as error:  # torch, or a library that it loads
-        what = f"{first_line(error)}. Install the requirements of mmnmt on that node."
-        return _refused(what, report=report, end="failed", is_said=is_first)
+        fix = "Install the requirements of mmnmt on that node."
+        return "failed", [f"{node_name()}: {first_line(error)}. {fix}"], is_first
+    if world.rank != 0:  # rank 0 itself may be silent
+        return "lost", outcome.problems, outcome.is_lost
     if not outcome.problems:
-        if world.rank == 0:
-            print(f"mmnmt preflight: {outcome.summary}.", flush=True)
-        return 0
-    if world.rank == 0:
-        _say(outcome.problems, report=report, end="crashed" if outcome.is_lost else "failed")
-    elif outcome.is_lost:  # rank 0 itself may be silent
-        _say(outcome.problems, report=report, end="lost")
-    return EXIT_USER_ERROR
-
-
-def _refused(problem: str, *, report: EndReport | None, end: End, is_said: bool) -> int:
-    if is_said:
-        _say([f"{node_name()}: {problem}"], report=report, end=end)
-    return EXIT_USER_ERROR
-
-
-def _say(problems: Sequence[str], *, report: EndReport | None, end: End) -> None:
-    """Report problems as the end of this rank, or print them if no job reads reports."""
-    if report is None or not report.write(end, f"pre-flight: {' '.join(problems)}"):
-        for problem in problems:
-            print(f"mmnmt preflight: {problem}", file=sys.stderr, flush=True)
+        print(f"mmnmt preflight: {outcome.summary}.", flush=True)
+    return "crashed" if outcome.is_lost else "failed", outcome.problems, True
 
 
 def _describe(end: End, cause: str) -> RankEnd:

@@ -78,7 +78,7 @@ def _refuse_to_replace_another(out: Path) -> None:
 def serve(options: argparse.Namespace) -> int:
     """Answer requests until a signal comes."""
     try:
-        from pipeline.serving.api import Limits
+        from pipeline.serving.api import ServerLimits
         from pipeline.serving.bodies import MAX_FIELD
         from pipeline.serving.server import listen, serve
         from pipeline.serving.systems import System
@@ -100,7 +100,7 @@ def serve(options: argparse.Namespace) -> int:
             System.load(name, checkpoint, decoding=recipe.decoding, segmenters=segmenters)
             for name, checkpoint in checkpoints.items()
         ]
-        limits = Limits(options.max_characters, options.max_requests, options.max_seconds)
+        limits = ServerLimits(options.max_characters, options.max_requests, options.max_seconds)
         serve(
             listener, systems, limits=limits, key=key, say=lambda text: say(f"mmnmt serve: {text}")
         )

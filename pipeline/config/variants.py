@@ -39,7 +39,7 @@ class ModelShape(Protocol):
         """Number of decoder layers."""
 
 
-class Vocabulary(Protocol):
+class PieceIds(Protocol):
     """The tokenizer, as far as a variant may ask."""
 
     @property
@@ -64,7 +64,7 @@ class VariantSettings(Settings):
     def check_languages(self, languages: Sequence[str]) -> None:
         """Raise ValueError if the variant does not fit the tokenizer's languages."""
 
-    def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:  # noqa: ARG002 (one signature)
+    def marks(self, vocabulary: PieceIds) -> dict[str, Any]:  # noqa: ARG002 (one signature)
         """Return the fields of a model's spec that the variant takes from the tokenizer."""
         return {}
 

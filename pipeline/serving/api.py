@@ -50,7 +50,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """The largest load that a server takes."""
 
     characters: int
@@ -70,7 +70,7 @@ class Api:
         key: key that requests must have; None: they need none.
     """
 
-    def __init__(self, systems: Systems, *, limits: Limits, key: str | None = None) -> None:
+    def __init__(self, systems: Systems, *, limits: ServerLimits, key: str | None = None) -> None:
         self._systems, self._limits, self._key = systems, limits, key
         self._metrics = _Metrics(open_requests=lambda: self._open)
         self._open = 0

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.distributed.signals import handled_by
 from pipeline.errors import ConfigError
-from pipeline.serving.api import Api, Limits
+from pipeline.serving.api import Api, ServerLimits
 from pipeline.serving.systems import System, Systems
 from pipeline.terminal import listed
 
@@ -125,7 +125,7 @@ def serve(
     listener: socket.socket,
     systems: Sequence[System],
     *,
-    limits: Limits,
+    limits: ServerLimits,
     key: str | None,
     say: Callable[[str], None],
 ) -> None:

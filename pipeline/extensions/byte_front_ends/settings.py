@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config.settings import whole
-from pipeline.config.variants import FrontSettings, ModelShape, Vocabulary
+from pipeline.config.variants import FrontSettings, ModelShape, PieceIds
 
 OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
 Scale = Annotated[int, whole(0, 8)]
@@ -93,7 +93,7 @@ class AdaMshaConfig(ScalingFront):
             )
         return self
 
-    def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:
+    def marks(self, vocabulary: PieceIds) -> dict[str, Any]:
         """Return the ids of the language tokens, if the router sees them."""
         if not self.language_vector:
             return {}
@@ -134,7 +134,7 @@ class WsfConfig(FrontSettings):
         """Raise ValueError if the encoder has fewer layers."""
         _check_layer("layers", self.layers, last=model.encoder_layers, model=model)
 
-    def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:
+    def marks(self, vocabulary: PieceIds) -> dict[str, Any]:
         """Return the ids that are a word each: white space and language tokens."""
         tags = map(vocabulary.language_token_id, vocabulary.languages)
         return {"lone_ids": (*vocabulary.white_space_ids(), *tags)}
