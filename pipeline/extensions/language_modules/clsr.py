@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.kernels.noise import normal
 from pipeline.kernels.products import Linear
-from pipeline.kernels.slot_products import SentenceSlots, row_products
+from pipeline.kernels.slot_products import row_products
 from pipeline.model.tokens import Tokens
 
 NOISE = 5.0
@@ -60,15 +60,8 @@ class Projections(LanguageStack):
 
     def forward(self, y_ND: Tensor, tokens: Tokens) -> Tensor:
         """Return y W_lang, with the matrix of each row's target language."""
-        return row_products(y_ND, self.weight, self._slots(tokens))
-
-    def _slots(self, tokens: Tokens) -> SentenceSlots:
-        key = ("clsr", self.slots)
-        found = tokens.kept_slots.get(key)
-        if found is None:
-            language_B = tokens.target_language_B
-            found = tokens.kept_slots[key] = self.sentence_slots(language_B, language_B, tokens)
-        return found
+        slots = self.sentence_slots("clsr", ("target", "target"), tokens)
+        return row_products(y_ND, self.weight, slots)
 
 
 class XavierLinear(Linear):

@@ -12,6 +12,7 @@ Legend: B sentences, S slots.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from pipeline.config.variants import SHARED
 from pipeline.kernels.slot_products import SentenceSlots, copied_to
 from pipeline.model.stacked import StackedModules
 from pipeline.model.tokens import Tokens
+
+SentenceSide = Literal["source", "target"]
+"""SentenceSide of a sentence: its language selects a module."""
 
 
 class LanguageStack(StackedModules):
@@ -74,12 +78,26 @@ class LanguageStack(StackedModules):
             return language_B
         return self._slots_on(language_B.device).index_select(0, language_B)
 
-    def sentence_slots(self, first_B: Tensor, second_B: Tensor, tokens: Tokens) -> SentenceSlots:
-        """Return the slots of two stacked tensors, selected by two languages per sentence."""
-        slot_B = self.slots_of(first_B, tokens)
-        if second_B is first_B or self._is_shared(tokens):
-            return SentenceSlots(tokens.sentence_N, slot_B, slot_B)
-        return SentenceSlots(tokens.sentence_N, slot_B, self.slots_of(second_B, tokens))
+    def sentence_slots(
+        self, kind: str, sides: tuple[SentenceSide, SentenceSide], tokens: Tokens
+    ) -> SentenceSlots:
+        """Return the slots of two stacked tensors, cached for all layers of a kind in a pass.
+
+        Args:
+            kind: kind of the module.
+            sides: whether the source or the target language selects each of the tensors.
+            tokens: metadata of the rows.
+        """
+        key = (kind, sides, self.slots)
+        if key not in tokens.kept_slots:
+            language_of = {"source": tokens.source_language_B, "target": tokens.target_language_B}
+            slots_of = {side: self.slots_of(language_of[side], tokens) for side in {*sides}}
+            first_B, second_B = (slots_of[side] for side in sides)
+            is_one = self._is_shared(tokens)
+            tokens.kept_slots[key] = SentenceSlots(
+                tokens.sentence_N, first_B, first_B if is_one else second_B
+            )
+        return tokens.kept_slots[key]
 
     def _is_shared(self, tokens: Tokens) -> bool:
         return tokens.route == "shared" and self.has_shared
