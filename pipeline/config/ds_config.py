@@ -6,21 +6,13 @@ clipping belong to the recipe.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import (
-    ConfigDict,
-    StrictBool,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from typing import Any, Literal
 
 from pipeline.config.documents import read_json
-from pipeline.config.settings import Range, Settings, describe_validation, shown, whole
+from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
 from pipeline.machine import Gpus, visible_gpus
 
@@ -36,107 +28,67 @@ OWN_KEYS = (PER_PASS,)
 MAX_PER_PASS = 1024
 """Largest number of micro-batches that share a pass."""
 
+MACHINE_KEYS = (
+    *OWN_KEYS,
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "communication_data_type",
+    "comms_logger",
+    "csv_monitor",
+    "tensorboard",
+    "wandb",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
+"""Keys that a ds_config may have; all others belong to the recipe or would be ignored."""
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "zero_optimization": (),
+    "bf16": (
+        *("enabled", "immediate_grad_update", "check_grad_overflow"),
+        *("bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    ),
+    "fp16": (
+        *("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+        *("consecutive_hysteresis", "min_loss_scale"),
+    ),
+    "data_types": ("grad_accum_dtype",),
+    "comms_logger": ("enabled", "prof_all", "prof_ops", "verbose", "debug"),
+    "csv_monitor": ("enabled", "output_path", "job_name"),
+    "tensorboard": ("enabled", "output_path", "job_name"),
+    "wandb": ("enabled", "group", "team", "project"),
+}
+"""Keys that are objects, and the keys they may have. DeepSpeed itself checks ``zero_optimization``
+when the engine is built, since that list is long and its own."""
+
+SWITCHES = (
+    *("enabled", "immediate_grad_update", "check_grad_overflow"),
+    *("bf16_master_weights_and_grads", "bf16_optimizer_states", "prof_all", "verbose", "debug"),
+    "consecutive_hysteresis",
+)
+"""Keys of the sections with the values true and false."""
+
+FP16_NUMBERS: Mapping[str, tuple[int, int]] = {
+    "loss_scale": (0, 2**32),
+    "initial_scale_power": (0, 32),
+    "loss_scale_window": (1, 10**9),
+    "hysteresis": (1, 10**6),
+    "min_loss_scale": (1, 2**32),
+}
+"""Least and largest value of the whole numbers in section ``fp16``. A ``loss_scale`` of 0 is
+dynamic: it starts at 2 to the ``initial_scale_power``, is halved if gradients overflow
+``hysteresis`` times (not below ``min_loss_scale``) and doubled after every ``loss_scale_window``
+updates without an overflow."""
+
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 MAX_BUCKET = 10**12
 """Largest number of values in a bucket; ZeRO allocates their memory."""
 
-
-def _whole_or_auto(high: int) -> WrapValidator:
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        return value if value == AUTO else Range(1, high, whole=True).validate(value, handler)
-
-    return WrapValidator(validate)
-
-
-Bucket = Annotated[int | str, _whole_or_auto(MAX_BUCKET)]
-
-
-class ZeroKeys(Settings):
-    """Keys of ZeRO; DeepSpeed checks all others when the engine is built, as the list is long."""
-
-    model_config = ConfigDict(extra="allow")
-
-    stage: Any = 0
-    reduce_bucket_size: Bucket = AUTO
-    allgather_bucket_size: Bucket = AUTO
-
-
-class Bf16Keys(Settings):
-    """Training in bfloat16."""
-
-    enabled: StrictBool = False
-    immediate_grad_update: StrictBool = False
-    check_grad_overflow: StrictBool = False
-    bf16_master_weights_and_grads: StrictBool = False
-    bf16_optimizer_states: StrictBool = False
-
-
-class Fp16Keys(Settings):
-    """Training in fp16, with a scale of the loss.
-
-    A ``loss_scale`` of 0 is dynamic: it starts at 2 to the ``initial_scale_power``, is halved if
-    gradients overflow ``hysteresis`` times (not below ``min_loss_scale``) and doubled after every
-    ``loss_scale_window`` updates without an overflow.
-    """
-
-    enabled: StrictBool = False
-    loss_scale: Annotated[float, whole(0, 2**32)] = 0
-    initial_scale_power: Annotated[int, whole(0, 32)] = 16
-    loss_scale_window: Annotated[int, whole(1, 10**9)] = 1000
-    hysteresis: Annotated[int, whole(1, 10**6)] = 2
-    consecutive_hysteresis: StrictBool = False
-    min_loss_scale: Annotated[int, whole(1, 2**32)] = 1
-
-
-class DataTypes(Settings):
-    """Type in which gradients are accumulated; by default the model's own dtype."""
-
-    grad_accum_dtype: Literal["fp32", "bf16"] | None = None
-
-
-class CommunicationLog(Settings):
-    """DeepSpeed's log of collectives."""
-
-    enabled: StrictBool = False
-    prof_all: StrictBool = False
-    prof_ops: Any = ()
-    verbose: StrictBool = False
-    debug: StrictBool = False
-
-
-class Monitor(Settings):
-    """DeepSpeed's monitors csv_monitor and tensorboard."""
-
-    enabled: StrictBool = False
-    output_path: Any = ""
-    job_name: Any = ""
-
-
-class WandbMonitor(Settings):
-    """DeepSpeed's monitor wandb."""
-
-    enabled: StrictBool = False
-    group: Any = None
-    team: Any = None
-    project: Any = None
-
-
-class DsConfig(Settings):
-    """Keys that a ds_config may have; all others belong to the recipe or would be ignored."""
-
-    micro_batches_per_pass: Annotated[int | str, _whole_or_auto(MAX_PER_PASS)] = AUTO
-    zero_optimization: ZeroKeys = ZeroKeys()
-    bf16: Bf16Keys = Bf16Keys()
-    fp16: Fp16Keys = Fp16Keys()
-    data_types: DataTypes = DataTypes()
-    communication_data_type: Any = None
-    comms_logger: CommunicationLog = CommunicationLog()
-    csv_monitor: Monitor = Monitor()
-    tensorboard: Monitor = Monitor()
-    wandb: WandbMonitor = WandbMonitor()
-    wall_clock_breakdown: Any = False
-    zero_allow_untested_optimizer: Any = False
-    zero_force_ds_cpu_optimizer: Any = False
-
+ACCUMULATION_TYPES = ("fp32", "bf16")
+"""Types in which gradients are accumulated; by default the model's own dtype."""
 
 UNDECIDING_KEYS = (
     *("comms_logger", "csv_monitor", "tensorboard", "wandb", "wall_clock_breakdown"),
@@ -223,25 +175,32 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the key and where it belongs.
     """
-    for key in RECIPE_KEYS.keys() & config:
-        raise ConfigError(
-            f"The ds_config sets {key!r}, which the recipe owns. Remove it there and set "
-            f"{RECIPE_KEYS[key]} in the recipe."
-        )
-    try:
-        keys = DsConfig.model_validate(config)
-    except ValidationError as error:
-        raise ConfigError(f"The ds_config: {describe_validation(error, DsConfig)}") from error
-    stage = keys.zero_optimization.stage
+    for key in config:
+        if key in RECIPE_KEYS:
+            raise ConfigError(
+                f"The ds_config sets {key!r}, which the recipe owns. Remove it there and set "
+                f"{RECIPE_KEYS[key]} in the recipe."
+            )
+        if key not in MACHINE_KEYS:
+            raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
+    _check_per_pass(config)
+    for key, known in SECTIONS.items():
+        _check_section(key, config.get(key, {}), known=known)
+    _check_fp16(config)
+    stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2) or isinstance(stage, bool):
         raise ConfigError(
-            f"The ds_config asks for ZeRO stage {shown(json.dumps(stage))}. Use 1 or 2; stage 0 "
-            "computes a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's "
-            "groups of expert parallelism."
+            f"The ds_config asks for ZeRO stage {_shown(stage)}. Use 1 or 2; stage 0 computes "
+            "a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's groups of "
+            "expert parallelism."
         )
-    if keys.fp16.enabled and keys.bf16.enabled:
-        raise ConfigError("The ds_config enables both fp16 and bf16. Remove one of them.")
-    if keys.fp16.enabled and keys.data_types.grad_accum_dtype == "bf16":
+    accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
+    if accumulates_in not in (None, *ACCUMULATION_TYPES):
+        raise ConfigError(
+            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}. Use "
+            f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
+        )
+    if precision_of(config) == "fp16" and accumulates_in == "bf16":
         raise ConfigError(
             "The ds_config accumulates the gradients of fp16 in bf16. Set "
             "data_types.grad_accum_dtype to fp32, or leave it out."
@@ -269,3 +228,55 @@ def precision_of(config: Mapping[str, Any]) -> Precision:
         if config.get(name, {}).get("enabled", False):
             return name
     return "fp32"
+
+
+def _check_per_pass(config: Mapping[str, Any]) -> None:
+    number = config.get(PER_PASS, AUTO)
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    if number != AUTO and not (is_whole and 1 <= number <= MAX_PER_PASS):
+        raise ConfigError(
+            f"The ds_config's micro_batches_per_pass is {_shown(number)}. Choose a whole number "
+            f'from 1 to {MAX_PER_PASS:,}, or "auto".'
+        )
+
+
+def _check_fp16(config: Mapping[str, Any]) -> None:
+    section = config.get("fp16", {})
+    if section.get("enabled") and config.get("bf16", {}).get("enabled"):
+        raise ConfigError("The ds_config enables both fp16 and bf16. Remove one of them.")
+    for key, (least, most) in FP16_NUMBERS.items():
+        value = section.get(key, least)
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or not least <= value <= most:
+            raise ConfigError(
+                f"The ds_config's fp16.{key} is {_shown(value)}. Choose a whole number from "
+                f"{least:,} to {most:,}."
+            )
+
+
+def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'The ds_config\'s {name} is {_shown(section)}. Write an object, "{name}": {{...}}.'
+        )
+    for key, value in section.items():
+        if known and key not in known:
+            raise ConfigError(
+                f"The ds_config's {name} has an unknown key {key!r}{hint(key, known)}"
+            )
+        if known and key in SWITCHES and not isinstance(value, bool):
+            raise ConfigError(
+                f"The ds_config's {name}.{key} is {_shown(value)}. Use true or false."
+            )
+    for key in BUCKETS if name == "zero_optimization" else ():
+        size = section.get(key, 1)
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if size != "auto" and not (is_number and 1 <= size <= MAX_BUCKET):
+            raise ConfigError(
+                f"The ds_config's {name}.{key} is {_shown(size)}. Choose a whole number from 1 to "
+                f"{MAX_BUCKET:,}."
+            )
+
+
+def _shown(value: object) -> str:
+    return shown(json.dumps(value))
