@@ -81,14 +81,16 @@ Lines = list[tuple[str, str]]
 def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus, config = call.artifacts["corpus"], call.recipe.clean
+    pivot = call.recipe.corpus.pivot
     line_identifier(config)  # fail here rather than in a worker
     held_out = held_out_sets(corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
         corpus.check([*corpus.names("train/"), *corpus.names("provenance/")])
         pairs = list(line_counts(corpus, "train"))
-        joined = joined_pairs(corpus, config)
-        cleaning = Cleaning(corpus, writer, config, letters_of_languages(corpus), held_out)
+        joined = joined_pairs(corpus, config, pivot=pivot)
+        letters = letters_of_languages(corpus)
+        cleaning = Cleaning(corpus, writer, config, pivot, letters, held_out)
         found = clean_all(cleaning, pairs, joined, processes=call.processes, mpi=call.mpi)
         results = list(track(found, label="clean", total=len(pairs) + len(joined)))
         refuse_nothing(corpus, results)
@@ -97,7 +99,7 @@ def run(call: StageCall) -> None:
         writer.statistics |= clean_statistics(corpus, results)
         if config.identify_languages != "no":
             writer.statistics |= language_statistics(config, results)
-        writer.summary += summary(corpus, results, held_out=held_out, pivot=config.pivot)
+        writer.summary += summary(corpus, results, held_out=held_out, pivot=pivot)
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ class Cleaning:
     corpus: Artifact
     writer: ArtifactWriter
     config: CleanConfig
+    pivot: str
+    """Language over which pairs are joined."""
     letters: Mapping[str, frozenset[str]]
     """Language → scripts of its letters."""
     held_out: HeldOutSets
@@ -206,8 +210,8 @@ class Cleaning:
         """Join a pair over the pivot and clean it, after the two pairs with the pivot are clean."""
         pivoted = []
         for code in pair.split("-"):
-            of_pivot = pair_name(code, self.config.pivot)
-            names = (text_name("train", of_pivot, side) for side in (code, self.config.pivot))
+            of_pivot = pair_name(code, self.pivot)
+            names = (text_name("train", of_pivot, side) for side in (code, self.pivot))
             pivoted.append(PivotedText(*map(self.writer.path, names)))
         first, second = (path.with_suffix(".joined") for path in self._outputs(pair))
         write_joined(pivoted[0], pivoted[1], (first, second))
@@ -262,9 +266,8 @@ class Cleaning:
             digests = LineDigests(file)
             for block in _blocks(sources):
                 ratios.add(block)
-                if config.drop_duplicates:
-                    digests.add(["\n".join(as_seen(*lines)) for lines in block])
-            duplicates = digests.duplicates() if config.drop_duplicates else None
+                digests.add(["\n".join(as_seen(*lines)) for lines in block])
+            duplicates = digests.duplicates()
         first, second = map(language_of, pair.split("-"))
         identifier, language_rule = line_identifier(config), None
         if identifier is not None:
@@ -303,7 +306,7 @@ def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
         )
 
 
-def joined_pairs(corpus: Artifact, config: CleanConfig) -> list[str]:
+def joined_pairs(corpus: Artifact, config: CleanConfig, *, pivot: str) -> list[str]:
     """Return the pairs to join over the pivot, sorted.
 
     Raises:
@@ -313,13 +316,15 @@ def joined_pairs(corpus: Artifact, config: CleanConfig) -> list[str]:
     for name in config.joined_pairs:
         codes = name.split("-")
         pair = pair_name(*codes)
-        missing = [code for code in codes if pair_name(code, config.pivot) not in trained]
-        if pair in trained or missing:
+        missing = [code for code in codes if pair_name(code, pivot) not in trained]
+        if pivot in codes or pair in trained or missing:
             problem = (
                 "which has training lines of its own"
                 if pair in trained
+                else f"which has the pivot {pivot}, corpus.pivot"
+                if pivot in codes
                 else f"but {corpus.directory} has no training lines of "
-                f"{pair_name(missing[0], config.pivot)}"
+                f"{pair_name(missing[0], pivot)}"
             )
             raise DataError(f"clean.joined_pairs names {name}, {problem}. Take it out of the list.")
         wanted.append(pair)

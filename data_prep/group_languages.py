@@ -71,7 +71,10 @@ def run(call: StageCall) -> None:
             grouping = by_paper(languages(shards), extend=config.extend)
         case "embeddings":
             checkpoint = call.artifacts.get("checkpoint")
-            grouping = by_embeddings(shards, checkpoint, families=families, config=config)
+            sizes = language_sizes(shards, pivot=call.recipe.corpus.pivot)
+            grouping = by_embeddings(
+                shards, checkpoint, families=families, sizes=sizes, config=config
+            )
     with call.new_artifact() as writer:
         writer.write_json(GROUPS_NAME, groups_document(grouping))
         writer.statistics |= {
@@ -141,6 +144,7 @@ def by_embeddings(
     checkpoint: Artifact | None,
     *,
     families: Mapping[str, str],
+    sizes: Mapping[str, int],
     config: GroupsConfig,
 ) -> Grouping:
     """Merge families by their embeddings in a dense model (MMNMT, §4.1, eqs. 2 and 3).
@@ -154,7 +158,7 @@ def by_embeddings(
             "'checkpoint', or set groups.method to 'typology' or 'paper'."
         )
     clusters = family_clusters(
-        language_sizes(shards, pivot=config.pivot),
+        sizes,
         embeddings=language_embeddings(checkpoint, languages(shards)),
         families=families,
     )

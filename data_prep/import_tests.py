@@ -35,7 +35,7 @@ from data_prep.raw_lines import (
     refuse_damaged,
 )
 from data_prep.readers.raw_text import SPLITS, FilesInStep, source_of
-from data_prep.settings import OutsideTestsConfig
+from data_prep.settings import MAX_LINE_BYTES, OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import ConfigError, DataError
@@ -43,7 +43,6 @@ from pipeline.languages import distinct_codes, find_code, nearest_codes
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
-SETTING = "tests.max_line_bytes"
 LAYOUTS = (
     "dev/eng_Latn.dev and devtest/eng_Latn.devtest as in FLORES-200, newstest2019-src.eng.txt and "
     "newstest2019-ref.deu.txt as in NTREX-128, or pairs NAME.de-en.de and NAME.de-en.en"
@@ -126,13 +125,12 @@ class ImportedFiles:
 
 def run(call: StageCall) -> None:
     """Write the lines of every language once per pair that it is in."""
-    root, max_line_bytes = call.raw["raw"].only_path(), call.recipe.tests.max_line_bytes
-    tests = find_tests(root, call.recipe.tests)
+    root, recipe = call.raw["raw"].only_path(), call.recipe
+    tests = find_tests(root, recipe.tests, pivot=recipe.corpus.pivot)
     with call.new_artifact() as writer:
         writer.path(QUARANTINE_NAME).touch()
         found = [
-            import_aligned(files, root, writer, max_line_bytes=max_line_bytes)
-            for files in track(tests.aligned, label="import")
+            import_aligned(files, root, writer) for files in track(tests.aligned, label="import")
         ]
         if not any(one.counts.kept for one in found):
             raise DataError(f"{root} has no lines. Fetch its files again.")
@@ -140,9 +138,7 @@ def run(call: StageCall) -> None:
         writer.summary += summary(tests, found)
 
 
-def import_aligned(
-    files: AlignedFiles, root: Path, writer: ArtifactWriter, *, max_line_bytes: int
-) -> ImportedFiles:
+def import_aligned(files: AlignedFiles, root: Path, writer: ArtifactWriter) -> ImportedFiles:
     """Read aligned files once, in step, and copy their good lines to all their pairs.
 
     Raises:
@@ -150,7 +146,7 @@ def import_aligned(
     """
     sources = [source_of(path, root) for path in files.paths.values()]
     found = ImportedFiles(files, LineCounts.for_sides(len(sources)))
-    lines = FilesInStep(tuple(files.paths.values()), max_line_bytes)
+    lines = FilesInStep(tuple(files.paths.values()), MAX_LINE_BYTES)
     with TemporaryDirectory(dir=writer.directory) as name:
         texts = {code: Path(name) / code for code in files.paths}
         with ExitStack() as stack:
@@ -159,7 +155,7 @@ def import_aligned(
                 for path in texts.values()
             ]
             for line in good_lines(
-                checked_lines(lines, max_line_bytes=max_line_bytes),
+                checked_lines(lines, max_line_bytes=MAX_LINE_BYTES),
                 sources,
                 counts=found.counts,
                 quarantine_path=writer.path(QUARANTINE_NAME),
@@ -167,7 +163,7 @@ def import_aligned(
                 for code, stream, text in zip(texts, streams, line, strict=True):
                     stream.write(text + "\n")
                     found.characters[code] += len(text)
-        refuse_damaged(sources, found.counts, setting=SETTING)
+        refuse_damaged(sources, found.counts)
         for pair in files.pairs:
             for code in pair:
                 path = writer.path(text_name(files.split, pair_name(*pair), code))
@@ -235,7 +231,7 @@ def _counts(found: Sequence[ImportedFiles]) -> Counter[str]:
     return sum((one.counts.statistics() for one in found), Counter())
 
 
-def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
+def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> OutsideTests:
     """Find the test sets in a folder by the names of its files.
 
     Raises:
@@ -250,7 +246,7 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
     layout = _one_layout(root, found)
     selected = select_files(found, config.languages)
     codes = _codes(selected)
-    read, aligned = _align(selected, codes, config)
+    read, aligned = _align(selected, codes, config, pivot)
     if not any(files.pairs for files in aligned):
         raise ConfigError(
             f"{root} has no pair of the languages that were asked for "
@@ -341,7 +337,7 @@ def _one_layout(root: Path, files: Sequence[SetFile]) -> Layout:
 
 
 def _align(
-    files: Sequence[SetFile], codes: dict[str, str], config: OutsideTestsConfig
+    files: Sequence[SetFile], codes: dict[str, str], config: OutsideTestsConfig, pivot: str
 ) -> tuple[list[SetFile], list[AlignedFiles]]:
     """Return the files to read, aligned per split, and per pair if their names have one.
 
@@ -372,7 +368,7 @@ def _align(
                 f"{missing[0]} to its folder or remove the file."
             )
         paths = {code: chosen[code].path for code in sorted(chosen)}
-        pairs = [(pair[0], pair[1])] if pair else _pairs(paths, config)
+        pairs = [(pair[0], pair[1])] if pair else _pairs(paths, config, pivot)
         aligned.append(AlignedFiles(split, paths, tuple(pairs)))
         read += chosen.values()
     return read, aligned
@@ -399,20 +395,22 @@ def _first_version(files: Sequence[SetFile], wanted: Sequence[str]) -> SetFile:
     return first
 
 
-def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple[str, str]]:
+def _pairs(
+    paths: dict[str, Path], config: OutsideTestsConfig, pivot: str
+) -> Iterator[tuple[str, str]]:
     """Yield the wanted pairs of languages."""
     if config.directions == "all":
         yield from combinations(sorted(paths), 2)
         return
-    pivot = find_code(config.pivot, paths)
-    if pivot is None:
+    found = find_code(pivot, paths)
+    if found is None:
         raise ConfigError(
-            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}. Name "
-            'another tests.pivot, or set tests.directions = "all".'
+            f"There is no file of the pivot {pivot!r} among {listed(sorted(paths))}. Name another "
+            'corpus.pivot, or set tests.directions = "all".'
         )
     for code in sorted(paths):
-        if code != pivot:
-            first, second = sorted((code, pivot))
+        if code != found:
+            first, second = sorted((code, found))
             yield first, second
 
 

@@ -33,6 +33,10 @@ from pipeline.seeds import derive_seed
 
 SEGMENTATION_NBEST = 64
 """Unigram draws from so many best segmentations."""
+SEGMENTATION_ALPHA = 0.1
+"""Power of their probabilities; with BPE, share of merges that are left out."""
+SEED = 1
+"""Seed of segmentations."""
 CHUNK_LINES = 512
 """Lines encoded at a time. SentencePiece is fastest with few: their ids stay in the cache."""
 CHUNK_CHARACTERS = 2**22
@@ -200,7 +204,7 @@ def shard_split(
         ]
         for number in range(passes):
             # A seed for each line of either side depends only on the place of the line.
-            name = ("segmentation", config.seed, job.pair, number)
+            name = ("segmentation", SEED, job.pair, number)
             first_line = 0
             for chunk in line_pairs(sharding.corpus, job.pair, split):
                 end = first_line + len(chunk[0])
@@ -255,10 +259,10 @@ def _add_chunk(
 def _encode(
     sharding: Sharding, lines: list[str], seeds: list[int] | None, *, side: str
 ) -> list[list[int]]:
-    tokenizer, config, language = sharding.tokenizer, sharding.config, language_of(side)
+    tokenizer, language = sharding.tokenizer, language_of(side)
     drawn = None
     if seeds is not None:
-        drawn = SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds)
+        drawn = SampledSegmentation(SEGMENTATION_ALPHA, SEGMENTATION_NBEST, seeds)
     encoded = tokenizer.encode_batch(lines, language=language, drawn=drawn)
     if side.endswith(BACK_TRANSLATED):
         encoded = [[tokenizer.bos_id, *ids] for ids in encoded]

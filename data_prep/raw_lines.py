@@ -206,15 +206,12 @@ def _count_defects(
     return list(bad)
 
 
-def refuse_damaged(
-    sources: Sequence[LineSource], counts: LineCounts, *, setting: str = "corpus.max_line_bytes"
-) -> None:
+def refuse_damaged(sources: Sequence[LineSource], counts: LineCounts) -> None:
     """Refuse files of which too many lines are not text.
 
     Args:
         sources: Source of each side.
         counts: Counts of all lines.
-        setting: Setting of the longest line, for the message.
 
     Raises:
         DataError: Names the files, and why their lines are not text.
@@ -226,11 +223,11 @@ def refuse_damaged(
     damaged = [source.place for source, side in zip(sources, counts.no_text, strict=True) if side]
     reasons = sorted({reason for side in counts.no_text for reason in side})
     fixes = {
-        "too_long": f"Raise {setting}, or split them into sentences",
+        "too_long": "Split them into sentences",
         "malformed": "Correct their columns, or fetch the file again",
     }
     suggested_fix = fixes.get(", ".join(reasons), "Convert the files to UTF-8 or fetch them again")
     raise DataError(
         f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most {setting} ({', '.join(reasons)}). {suggested_fix}."
+        f"most 1 MiB ({', '.join(reasons)}). {suggested_fix}."
     )

@@ -1,7 +1,7 @@
 """Settings of data preparation, from the corpus to the language groups."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,7 +9,6 @@ from pipeline.config.settings import (
     NUM_SPECIALS,
     BatchTokens,
     Lines,
-    Seed,
     Settings,
     Temperature,
     Updates,
@@ -19,6 +18,8 @@ from pipeline.config.settings import (
 from pipeline.languages import Regions
 
 MAX_VOCABULARY = 10**7
+MAX_LINE_BYTES = 2**20
+"""Longest line of raw text. Longer lines go to the quarantine and are never held in memory."""
 SEGMENTERS = ("characters", "mecab", "punctuation")
 """Segmenters that need no file of the user (``artifacts/segmenters.py``)."""
 FUNCTION_OF_A_FILE = re.compile(r".*\.py:[^\W\d]\w*")
@@ -27,10 +28,9 @@ FUNCTION_OF_A_FILE = re.compile(r".*\.py:[^\W\d]\w*")
 class CldrConfig(Settings):
     """Localized phrases made from Unicode CLDR (``data_prep/readers/cldr.py``)."""
 
-    pivot: str = "en"
-    """Language that training phrases are paired with."""
+    removed: ClassVar = {"pivot": ("en",), "seed": (1,)}
     train_pairs: dict[str, Annotated[int, whole(1, 10**9)]] = Field(default_factory=dict)
-    """Language → number of training phrases paired with the pivot."""
+    """Language → number of training phrases paired with English."""
     zero_shot: tuple[str, ...] = ()
     """Languages with test phrases between them but no training phrases."""
     valid_phrases: Annotated[int, whole(0, 10**9)] = 100
@@ -40,8 +40,6 @@ class CldrConfig(Settings):
     same_phrases: bool = False
     """Draw the training phrases of all languages from one list, its first ones for a language with
     fewer: their lines in the pivot are equal. Otherwise each language draws its own."""
-    seed: Seed = 1
-    """Seed of the choice of phrases."""
 
 
 class ListedText(Settings):
@@ -58,6 +56,8 @@ class ListedText(Settings):
 class CorpusConfig(Settings):
     """Import of raw text by the stage import_corpus."""
 
+    max_line_bytes: ClassVar[int] = MAX_LINE_BYTES
+    removed: ClassVar = {"max_line_bytes": (MAX_LINE_BYTES,)}
     source: Literal["tree", "cldr", "hub", "tmx", "tsv", "moses", "columns", "listed"] = "tree"
     """Format of the raw text; its path is given on the command line. ``tree``: folders of pairs
     in the layout of OPUS-100; ``cldr``: phrases generated from Unicode CLDR; ``hub``: a data set of
@@ -83,15 +83,14 @@ class CorpusConfig(Settings):
     the pivot with every other language, and test lines also between these; ``pivot``: the pivot
     with every other language only."""
     pivot: str = "en"
-    """Language that others are paired with, see ``directions``."""
+    """Language that others are paired with, see ``directions``, ``tests.directions`` and
+    ``clean.joined_pairs``. For language groups its size counts as that of the largest other."""
     max_train_lines: Annotated[int, whole(1, 10**12)] | None = None
     """Largest number of training lines per pair; later lines are left out."""
     max_valid_lines: Lines | None = None
     """Largest number of validation lines per pair."""
     max_test_lines: Lines | None = None
     """Largest number of test lines per pair."""
-    max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
-    """Longest line in bytes. Longer lines go to the quarantine and are never held in memory."""
     swapped_sides: Literal["refuse", "accept"] = "refuse"
     """Reaction to a pair of files whose languages are swapped: an error, or a line in the
     summary."""
@@ -100,21 +99,32 @@ class CorpusConfig(Settings):
 class OutsideTestsConfig(Settings):
     """Test sets from outside, imported by the stage import_tests."""
 
+    removed: ClassVar = {
+        "max_line_bytes": (MAX_LINE_BYTES,),
+        "pivot": ("en",),
+    }
     languages: tuple[str, ...] = ()
     """Languages to read; empty: all found. If a language has several scripts, its usual one is
     ``zh`` and any other ``zho_Hant``."""
     directions: Literal["pivot", "all"] = "pivot"
     """Pairing if there is one file per language: the pivot with every other language, or each with
     each (n languages make n · (n - 1) / 2 pairs, each with its own copy of the text)."""
-    pivot: str = "en"
-    """Language that others are paired with, see ``directions``."""
-    max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
-    """Longest line in bytes; longer lines go to the quarantine."""
 
 
 class CleanConfig(Settings):
     """Cleaning of training lines by the stage clean; it never drops validation or test lines."""
 
+    removed: ClassVar = {
+        "drop_control_characters": (True,),
+        "drop_copies": (True,),
+        "drop_duplicates": (True,),
+        "drop_near_duplicates": (False,),
+        "drop_swapped": (True,),
+        "held_out_scope": ("all_pairs",),
+        "language_min_characters": (40,),
+        "near_duplicate_similarity": (0.8,),
+        "pivot": ("en",),
+    }
     max_characters: Annotated[int, whole(1, 10**9)] = 2000
     """Longest line, on either side, in characters."""
     max_bytes: Annotated[int, whole(1, 10**9)] | None = None
@@ -122,24 +132,19 @@ class CleanConfig(Settings):
     The same lines are dropped for every vocabulary (LOBEF, §4.3)."""
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
-    drop_swapped: bool = True
-    """Drop lines each side of which is in the script of the other side's language."""
     identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
     """Language identifier. Lines with a side in another language than its own are dropped. Sides in
     languages that the identifier does not know, and sides of fewer than 40 characters, are never
     judged."""
     language_model: str = ""
     """Local model file of identifier ``fasttext``: lid.176.bin or GlotLID's model.bin."""
-    drop_duplicates: bool = True
-    """Drop lines that repeat an earlier line of their pair."""
     drop_held_out_overlap: bool = True
     """Drop training lines one side of which is a validation or test line of any pair, after folding
     letters and digits. Leaks are counted in any case."""
     joined_pairs: tuple[str, ...] = ()
     """Pairs without training text that get the lines of two pairs with equal pivot lines: ``de-fr``
-    from de-en and en-fr. They are cleaned as all others, and stop being zero-shot."""
-    pivot: str = "en"
-    """Language over which ``joined_pairs`` are joined."""
+    from de-en and en-fr, equal in the line of ``corpus.pivot``. They are cleaned as all others, and
+    stop being zero-shot."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -147,10 +152,10 @@ class CleanConfig(Settings):
             return self
         for pair in self.joined_pairs:
             codes = set(pair.split("-"))
-            if pair.count("-") != 1 or len(codes - {self.pivot, ""}) < 2:
+            if pair.count("-") != 1 or len(codes - {""}) < 2:
                 raise ValueError(
-                    f"joined_pairs names {pair!r}, which is no pair of two languages, both "
-                    f"other than the pivot {self.pivot!r}. Write it like 'de-fr'"
+                    f"joined_pairs names {pair!r}, which is no pair of two languages. Write it "
+                    "like 'de-fr'"
                 )
         if len({frozenset(pair.split("-")) for pair in self.joined_pairs}) < len(self.joined_pairs):
             raise ValueError("joined_pairs names a pair twice. Name each once")
@@ -178,6 +183,10 @@ class SyntheticConfig(Settings):
 class TokenizerConfig(Settings):
     """Vocabulary trained by the stage train_tokenizer."""
 
+    removed: ClassVar = {
+        "language_token_scheme": ("underscores",),
+        "seed": (1,),
+    }
     kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
     """Kind of vocabulary. ``byte_bpe``: pieces of UTF-8 bytes, to which no text is unknown;
     ``bytes``: single bytes."""
@@ -204,8 +213,6 @@ class TokenizerConfig(Settings):
     memory_bytes: Annotated[int, whole(2**24, 2**50)] = 4 * 2**30
     """Predicted memory that training may take, in bytes; bounds the sample. The default fits a
     machine with 8 GB, where about 200 MB of text are drawn."""
-    seed: Seed = 1
-    """Seed of the sample."""
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → segmenter for text without spaces, for model.front ``wsf`` over ``bytes`` or
     ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (splits it off the
@@ -256,6 +263,11 @@ class TokenizerConfig(Settings):
 class ShardsConfig(Settings):
     """Tokenized text written by the stage make_shards."""
 
+    removed: ClassVar = {
+        "seed": (1,),
+        "segmentation_alpha": (0.1,),
+        "segmentation_nbest": (64,),
+    }
     max_tokens: BatchTokens | None = None
     """Longest training or validation sentence, on either side, in tokens; longer ones are left out
     and counted. Not set: what model.max_positions and batches.tokens permit, less a tag and
@@ -264,11 +276,6 @@ class ShardsConfig(Settings):
     """Segmentations per training line. 1: the best one. More: every training line is stored as many
     times, each time segmented anew at random (subword regularization); one epoch of the shards then
     is as many epochs of the text, and disk space and time grow accordingly."""
-    segmentation_alpha: Annotated[float, number(above=0, most=10)] = 0.1
-    """Randomness of segmentations. Unigram: draws from the 64 best segmentations, by their
-    probabilities to this power; BPE: share of merges that are left out."""
-    seed: Seed = 1
-    """Seed of the segmentations."""
 
 
 class PhaseConfig(Settings):
@@ -321,14 +328,13 @@ class MixtureConfig(Settings):
 class GroupsConfig(Settings):
     """Language groups made by the stage group_languages (MMNMT, §4.1)."""
 
+    removed: ClassVar = {"pivot": ("en",)}
     method: Literal["typology", "embeddings", "paper"] = "embeddings"
     """Basis of the groups: typology, clustered embeddings of a dense checkpoint, or the paper's
     table."""
     max_group_share: Annotated[float, number(above=0, most=1)] = 15 / 56
     """Largest share of the corpus of a merged group (T_max): groups merge only while their joint
     size stays below it."""
-    pivot: str = "en"
-    """Language that is in every pair; its size counts as the size of the largest other language."""
     extend: dict[str, Annotated[int, whole(1, 4)]] = Field(default_factory=dict)
     """Additions to the paper's table: language → group 1 to 4."""
 

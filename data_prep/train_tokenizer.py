@@ -57,6 +57,8 @@ from pipeline.terminal import counted, listed, track
 MAX_LINE_BYTES = 2**20
 """Longest line for SentencePiece; its own limit would lose letters of long Indic lines."""
 
+SEED = 1
+"""Seed of the sample."""
 THREADS = 16
 """Threads of SentencePiece. The unigram trainer sums what each has found in an order that their
 number decides: a constant makes the pieces the same on every machine."""
@@ -89,7 +91,6 @@ class Sample:
     corpus: Artifact
     quotas: Mapping[str, int]
     """Language → lines to draw."""
-    seed: int
     predicted_bytes: int = 0
     """Predicted memory of training."""
     characters: set[str] = field(default_factory=set)
@@ -100,7 +101,7 @@ class Sample:
     def __iter__(self) -> Iterator[str]:
         totals = lines_per_language(self.corpus)
         for code, quota in sorted(self.quotas.items()):
-            generator = random.Random(derive_seed("tokenizer sample", self.seed, code))
+            generator = random.Random(derive_seed("tokenizer sample", SEED, code))
             lines = _lines_of(self.corpus, code)
             for line in draw(lines, total=totals[code], wanted=quota, generator=generator):
                 self.characters.update(line)
@@ -314,7 +315,7 @@ def draw_sample(
             "language. Raise it."
         )
     predicted = predicted_memory(quotas, line_bytes)
-    return Sample(corpus, quotas, config.seed, predicted_bytes=predicted)
+    return Sample(corpus, quotas, predicted_bytes=predicted)
 
 
 def predicted_memory(quotas: Mapping[str, int], line_bytes: Mapping[str, float]) -> int:

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline import cli
 from pipeline.artifacts.manifest import FORMAT_VERSION, Kind
-from pipeline.cli.result_commands import FILTER
+from pipeline.cli.commands import FILTER
 from pipeline.cli.stage_commands import commands_of_stages, stage_parser
 from pipeline.config.documents import shipped
 from pipeline.config.recipe import Recipe, load_recipe
@@ -203,15 +203,38 @@ def _settings(
     rows = [
         [code(field), _type(hints[field]), _default(fields[field], hints[field]), prose(meaning)]
         for field, meaning in _meanings(settings).items()
-        if not (kind is not None and field == "kind")
+        if kind is None or (field != "kind" and field in settings.__annotations__)
     ]
     about = prose(inspect.cleandoc(settings.__doc__ or "").split("\n\n")[0])
     parts = [f"{'#' * level} `{bracketed}`{variant}\n", about + "\n", above]
     parts += [table(["setting", "type", "default", "meaning"], rows)] if rows else []
     yield "\n".join(part for part in parts if part)
     for field in fields:
-        for within in _tables(hints[field]):
+        tables = _tables(hints[field])
+        yield from _shared_settings(f"{name}.{field}", tables)
+        for within in tables:
             yield from _settings(f"{name}.{field}", within, many=_is_list(hints[field]))
+
+
+def _shared_settings(name: str, tables: Sequence[type[Settings]]) -> Iterator[str]:
+    """Yield a part for each base class that gives settings to several kinds of table."""
+    bases = dict.fromkeys(base for one in tables for base in one.__mro__[1:])
+    for base in bases if len(tables) > 1 else ():
+        if not issubclass(base, Settings) or "kind" in base.__annotations__:
+            continue
+        hints = typing.get_type_hints(base, include_extras=True)
+        meanings = _meanings(base)
+        rows = [
+            [code(field), _type(hints[field]), _default(info, hints[field]), prose(meanings[field])]
+            for field, info in base.model_fields.items()
+            if field in base.__annotations__
+        ]
+        kinds = [
+            json.dumps(one.model_fields["kind"].default) for one in tables if issubclass(one, base)
+        ]
+        if rows:
+            head = f"### `[{name}]` with kind = {', '.join(kinds)}\n"
+            yield "\n".join([head, table(["setting", "type", "default", "meaning"], rows)])
 
 
 def _meanings(settings: type[Settings]) -> dict[str, str]:

@@ -1,20 +1,20 @@
 """Check a machine before a plan, and an allocation before a stage, and say what is wrong.
 
 ``mmnmt doctor`` calls :func:`examine`, which yields one finding per check, with the fix where
-something is wrong. It checks what is worth knowing before a job waits in a queue, for example
-packages, MPI, files that a node without network could not fetch, and disk space.
+something is wrong. It checks what may fail after a job has waited in a queue, for example packages,
+MPI, files that a node without network could not fetch, and disk space.
 
 The pre-flight ``python -m pipeline.doctor --out OUT`` takes seconds and names the node that fails.
 It is started as the stage will be, one process per rank, by the job of a stage or by hand. The
-ranks meet at a store on rank 0, not in a process group, so that a rank that never comes, or stops
-on the way, is named. They compare in three rounds (:func:`check`):
+ranks meet at a store on rank 0, not in a process group: a rank that never comes, or stops on the
+way, can then be named. They compare in three rounds (:func:`check`):
 
 1. what each has: versions, code, GPUs seen by torch and by the driver;
 2. the folder of the output: write, sync, rename, see the files of all nodes, respect a lock;
 3. the network: an all-reduce over all ranks.
 
 Rank 0 judges each round, and the first with problems is the last. Ranks that are missing may come
-in another start; all other problems are for the user to fix. The backend is that of the stage; NCCL
+in another start; all other problems are for the user to fix. The stage decides the backend; NCCL
 has not yet run here on more than one GPU. ``mmnmt doctor`` runs the rounds with one rank.
 """
 
@@ -30,11 +30,11 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
@@ -103,20 +103,18 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Patient:
-    """The plan to examine, if there is one, and the directory of its stages."""
+class Examined:
+    """A machine, and the stages of a plan that are still to run there."""
 
     placed: ResolvedPlan | None
     out_dir: Path
+    site: Path | None
 
-    @property
-    def tasks(self) -> list[Task]:
-        """Return the stages of the plan that are still to run."""
-        return [] if self.placed is None else [t for t in self.placed.tasks if not t.is_made]
-
-    def recipes(self) -> dict[str, Recipe]:
-        """Return stage → its recipe."""
-        return {task.name: load_recipe(task.recipe or None, task.overrides) for task in self.tasks}
+    @cached_property
+    def stages(self) -> list[tuple[Task, Recipe]]:
+        """The stages to run, and their recipes."""
+        tasks = [] if self.placed is None else [t for t in self.placed.tasks if not t.is_made]
+        return [(task, load_recipe(task.recipe or None, task.overrides)) for task in tasks]
 
 
 def examine(
@@ -129,35 +127,49 @@ def examine(
         out_dir: directory of all its stages.
         site: site file of the cluster where it is to run; None: none is checked.
     """
-    patient = Patient(placed, out_dir)
-    checks: Sequence[Callable[[], Iterator[Finding]]] = (
-        _packages,
-        partial(_extras, patient),
-        _fused_kernels,
-        _mpi,
-        partial(_slurm, site),
-        partial(_preflight, patient),
-        partial(_open_files, patient),
-        partial(_files_to_fetch, patient),
-        partial(_disk, patient),
-    )
-    for check in checks:
+    examined = Examined(placed, out_dir, site)
+    for check in CHECKS:
         try:
-            yield from check()
+            yield from check(examined)
         except ImportError as error:  # a package that `_packages` reports
             yield Finding("note", "skipped", f"a check that needs {error.name}.")
 
 
-# ---------------------------------------------------------------- software
+def _verdict(about: str, problems: Iterable[str], ok: str = "") -> Iterator[Finding]:
+    """Yield what is wrong; without problems, what is right."""
+    wrong = [Finding("wrong", about, problem) for problem in problems]
+    yield from wrong or ([Finding("ok", about, ok)] if ok else [])
 
 
-def _packages() -> Iterator[Finding]:
+def _packages(_examined: Examined) -> Iterator[Finding]:
     """Compare the installed packages with the ranges of pyproject.toml."""
     wrong, found = _compare(extra="")
-    for problem in wrong:
-        yield Finding("wrong", "packages", f"{problem} Run `pip install --upgrade mmnmt`.")
-    if not wrong:
-        yield Finding("ok", "packages", f"Python {platform.python_version()}, {listed(found)}.")
+    fix = "Run `pip install --upgrade mmnmt`."
+    about = f"Python {platform.python_version()}, {listed(found)}."
+    return _verdict("packages", [f"{problem} {fix}" for problem in wrong], about)
+
+
+def _extras(examined: Examined) -> Iterator[Finding]:
+    """Check the optional packages that the plan's recipes need."""
+    needed: dict[str, list[str]] = {}
+    for task, recipe in examined.stages:
+        for extra in _extras_of(task, recipe):
+            needed.setdefault(extra, []).append(task.name)
+    for extra, stages in needed.items():
+        wrong, found = _compare(extra=extra)
+        fix = f"Run `pip install 'mmnmt[{extra}]'`."
+        problems = [f"{problem} {fix}" for problem in wrong]
+        yield from _verdict(f"packages of {listed(stages)}", problems, f"{listed(found)}.")
+
+
+def _extras_of(task: Task, recipe: Recipe) -> Iterator[str]:
+    name, ds_config = task.stage.name, task.config.get("ds_config", {})
+    if name == "import_corpus" and recipe.corpus.source == "hub":
+        yield "hub"
+    if name == "evaluate" and "comet" in recipe.evaluation.computed_scores:
+        yield "comet"
+    if isinstance(ds_config, Mapping) and ds_config.get("tensorboard", {}).get("enabled"):
+        yield "monitors"
 
 
 def _compare(*, extra: str) -> tuple[list[str], list[str]]:
@@ -168,58 +180,28 @@ def _compare(*, extra: str) -> tuple[list[str], list[str]]:
     """
     from packaging.requirements import Requirement
 
-    wrong, found = [], []
     try:
-        requirements = metadata.requires("mmnmt") or ()
+        requirements = [*map(Requirement, metadata.requires("mmnmt") or ())]
     except metadata.PackageNotFoundError:  # a clone
         return [], [f"mmnmt {installed_version()}, so no versions to compare with"]
-    for text in requirements:
-        wanted = Requirement(text)
-        always = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-        if always if extra else not always:
+    wrong, found = [], []
+    for wanted in requirements:
+        always, has = (
+            wanted.marker is None or wanted.marker.evaluate({"extra": name}) for name in ("", extra)
+        )
+        if not has or (extra and always):
             continue
-        if extra and wanted.marker and not wanted.marker.evaluate({"extra": extra}):
-            continue
-        try:
+        version = "not installed"
+        with suppress(metadata.PackageNotFoundError):
             version = metadata.version(wanted.name)
-        except metadata.PackageNotFoundError:
-            wrong.append(f"{wanted.name} is not installed, and {wanted.specifier} is needed.")
-            continue
-        if not wanted.specifier.contains(version, prereleases=True):
+        if version == "not installed" or not wanted.specifier.contains(version, prereleases=True):
             wrong.append(f"{wanted.name} is {version}, and {wanted.specifier} is needed.")
         else:
             found.append(f"{wanted.name} {version}")
     return wrong, found
 
 
-def _extras(patient: Patient) -> Iterator[Finding]:
-    """Check the optional packages that the plan's recipes need."""
-    needed: dict[str, list[str]] = {}
-    recipes = patient.recipes()
-    for task in patient.tasks:
-        for extra in _extras_of(task, recipes[task.name]):
-            needed.setdefault(extra, []).append(task.name)
-    for extra, stages in needed.items():
-        wrong, found = _compare(extra=extra)
-        for problem in wrong:
-            fix = f"Run `pip install 'mmnmt[{extra}]'`."
-            yield Finding("wrong", f"packages of {listed(stages)}", f"{problem} {fix}")
-        if not wrong:
-            yield Finding("ok", f"packages of {listed(stages)}", f"{listed(found)}.")
-
-
-def _extras_of(task: Task, recipe: Recipe) -> Iterator[str]:
-    name = task.stage.name
-    if name == "import_corpus" and recipe.corpus.source == "hub":
-        yield "hub"
-    if name == "evaluate" and "comet" in recipe.evaluation.computed_scores:
-        yield "comet"
-    ds_config = task.config.get("ds_config", {})
-    if isinstance(ds_config, Mapping) and ds_config.get("tensorboard", {}).get("enabled"):
-        yield "monitors"
-
-
-def _fused_kernels() -> Iterator[Finding]:
+def _fused_kernels(_examined: Examined) -> Iterator[Finding]:
     """Compare the fused kernels with their plain forms on this machine's GPU."""
     import torch
 
@@ -235,97 +217,81 @@ def _fused_kernels() -> Iterator[Finding]:
         return
     for one in compare(device, Sizes(), dtype=dtype):
         times = f"{1e3 * one.fused:.2f} ms, plain {1e3 * one.plain:.2f} ms"
-        text = f"{one.name}: {times}, values differ by {one.distance:.2%}"
-        fix = f". Set the environment variable {SWITCH} to off."
-        yield Finding("ok" if one.agrees else "wrong", about, text + ("." if one.agrees else fix))
+        text = f"{one.name}: {times}, values differ by {one.distance:.2%}."
+        problems = [] if one.agrees else [f"{text} Set the environment variable {SWITCH} to off."]
+        yield from _verdict(about, problems, text)
 
 
-def _mpi() -> Iterator[Finding]:
+def _mpi(_examined: Examined) -> Iterator[Finding]:
     """Load the MPI library in a process of its own."""
-    fix = (
-        "mpirun and --mpi cannot be used. To use them, install an MPI library (`apt-get install "
-        "openmpi-bin`, or the module of the cluster) and `pip install 'mmnmt[mpi]'`."
-    )
     try:
         loaded = subprocess.run(
             [sys.executable, "-c", MPI_PROBE], capture_output=True, text=True, timeout=MPI_SECONDS
         )
+        said = loaded.stderr.strip().split("\n")[-1] if loaded.returncode else ""
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding("note", "MPI", f"cannot be loaded ({error}): {fix}")
-        return
-    if loaded.returncode:
-        said = (loaded.stderr.strip().split("\n") or [""])[-1]
-        yield Finding("note", "MPI", f"cannot be loaded ({said}): {fix}")
+        loaded, said = None, str(error)
+    if loaded is None or loaded.returncode:
+        text = (
+            f"cannot be loaded ({said}): mpirun and --mpi cannot be used. To use them, install an "
+            "MPI library (`apt-get install openmpi-bin`, or the module of the cluster) and `pip "
+            "install 'mmnmt[mpi]'`."
+        )
+        yield Finding("note", "MPI", text)
         return
     version = loaded.stdout.strip().split("\n")[0].rstrip("\0").split(",")[0]
-    launcher = shutil.which("mpirun") or "no mpirun on PATH"
-    yield Finding("ok", "MPI", f"{version}, {launcher}.")
+    yield Finding("ok", "MPI", f"{version}, {shutil.which('mpirun') or 'no mpirun on PATH'}.")
 
 
-def _slurm(site: Path | None) -> Iterator[Finding]:
+def _slurm(examined: Examined) -> Iterator[Finding]:
     missing = [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]
-    if not missing:
-        yield Finding("ok", "SLURM", "sbatch, srun and scontrol are on PATH.")
-    elif len(missing) == 3:
+    if len(missing) == 3:
         yield Finding("note", "SLURM", "there is none here; jobs are submitted on a login node.")
     else:
-        yield Finding(
-            "wrong", "SLURM", f"{listed(missing)} is not on PATH. Load the module of SLURM."
-        )
-    if site is None:
-        return
-    try:
-        load_site(site)
-    except UserError as error:
-        yield Finding("wrong", "site file", str(error))
-    else:
-        yield Finding("ok", "site file", f"{site} can be read.")
+        wrong = [f"{listed(missing)} is not on PATH. Load the module of SLURM."] if missing else []
+        yield from _verdict("SLURM", wrong, "sbatch, srun and scontrol are on PATH.")
+    if examined.site is not None:
+        problems = []
+        try:
+            load_site(examined.site)
+        except UserError as error:
+            problems.append(str(error))
+        yield from _verdict("site file", problems, f"{examined.site} can be read.")
 
 
-# ---------------------------------------------------------------- machine
-
-
-def _preflight(patient: Patient) -> Iterator[Finding]:
+def _preflight(examined: Examined) -> Iterator[Finding]:
     """Check this process as an allocation of one rank."""
     try:
-        outcome = check(discover({}), out_dir=_existing(patient.out_dir) / "doctor")
+        outcome = check(discover({}), out_dir=_existing(examined.out_dir) / "doctor")
     except UserError as error:
-        yield Finding("wrong", "pre-flight", str(error))
-        return
+        outcome = Judgment((str(error),), "")
     except OSError as error:  # a library that torch loads
         text = f"torch cannot be loaded ({error}). Install a build that suits this machine."
-        yield Finding("wrong", "pre-flight", text)
-        return
-    for problem in outcome.problems:
-        yield Finding("wrong", "pre-flight", problem)
-    if not outcome.problems:
-        yield Finding("ok", "pre-flight", f"{outcome.summary}.")
+        outcome = Judgment((text,), "")
+    return _verdict("pre-flight", outcome.problems, f"{outcome.summary}.")
 
 
-def _open_files(patient: Patient) -> Iterator[Finding]:
+def _open_files(examined: Examined) -> Iterator[Finding]:
     """Compare the limit of open files with what rank 0 of the largest stage holds."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ranks = [task.planned.processes for task in patient.tasks if task.stage.parallel == "ranks"]
-    needed = FILES_OF_RANK_ZERO + FILES_PER_RANK * max(ranks, default=1)
-    if limit == resource.RLIM_INFINITY or limit >= needed:
-        yield Finding("ok", "open files", f"{needed:,} are needed at most.")
-        return
-    may_raise = most == resource.RLIM_INFINITY or most >= needed
+    counts = [
+        task.planned.processes for task, _ in examined.stages if task.stage.parallel == "ranks"
+    ]
+    ranks = max(counts, default=1)
+    needed = FILES_OF_RANK_ZERO + FILES_PER_RANK * ranks
+    has_room, may_raise = (top == resource.RLIM_INFINITY or top >= needed for top in (limit, most))
     fix = "" if may_raise else " Ask the administrator to raise the hard limit first."
-    yield Finding(
-        "wrong",
-        "open files",
-        f"the limit is {limit:,}, and rank 0 of {counted(max(ranks, default=1), 'rank')} holds "
-        f"about {needed:,}. Run `ulimit -n {needed}` before.{fix}",
+    problem = (
+        f"the limit is {limit:,}, and rank 0 of {counted(ranks, 'rank')} holds about {needed:,}. "
+        f"Run `ulimit -n {needed}` before.{fix}"
     )
+    return _verdict("open files", [] if has_room else [problem], f"{needed:,} are needed at most.")
 
 
-def _files_to_fetch(patient: Patient) -> Iterator[Finding]:
+def _files_to_fetch(examined: Examined) -> Iterator[Finding]:
     """Check files that a stage would fetch, or that the recipe names."""
-    recipes = patient.recipes()
-    for task in patient.tasks:
-        for problem in _missing_files(task.stage.name, recipes[task.name]):
-            yield Finding("wrong", task.name, problem)
+    for task, recipe in examined.stages:
+        yield from _verdict(task.name, _missing_files(task.stage.name, recipe))
 
 
 def _missing_files(stage: str, recipe: Recipe) -> Iterator[str]:
@@ -338,11 +304,24 @@ def _missing_files(stage: str, recipe: Recipe) -> Iterator[str]:
                 f"clean.language_model {recipe.clean.language_model!r} is no file. Fetch "
                 "lid.176.bin or GlotLID's model.bin, and name it."
             )
-        if util.find_spec("fasttext") is None:
-            yield "fasttext is not installed. Run `pip install fasttext`."
+        yield from _missing_modules("clean.identify_languages", fasttext="fasttext")
     if stage in ("train_tokenizer", "make_shards"):
         for code, name in recipe.tokenizer.segmenters.items():
-            yield from _missing_segmenter(code, name)
+            if name == "mecab":
+                needed = {"MeCab": "mecab-python3", "ipadic": "ipadic"}
+                yield from _missing_modules(f"the segmenter of {code}", **needed)
+            elif name not in SEGMENTERS:
+                try:
+                    read_function_file(name)
+                except UserError as error:
+                    yield str(error)
+
+
+def _missing_modules(user: str, **packages: str) -> Iterator[str]:
+    """Yield a sentence if a module is missing; ``packages`` are its packages by module."""
+    missing = [package for module, package in packages.items() if util.find_spec(module) is None]
+    if missing:
+        yield f"{user} needs {listed(missing)}. Run `pip install {' '.join(missing)}`."
 
 
 def _missing_bleu_model(option: str) -> Iterator[str]:
@@ -358,44 +337,29 @@ def _missing_bleu_model(option: str) -> Iterator[str]:
         )
 
 
-def _missing_segmenter(code: str, name: str) -> Iterator[str]:
-    if name not in SEGMENTERS:
-        try:
-            read_function_file(name)
-        except UserError as error:
-            yield str(error)
-    elif name == "mecab":
-        missing = [package for package in ("MeCab", "ipadic") if util.find_spec(package) is None]
-        if missing:
-            yield (
-                f"the segmenter of {code} needs {listed(missing)}. Run `pip install "
-                "mecab-python3 ipadic`."
-            )
-
-
-def _disk(patient: Patient) -> Iterator[Finding]:
+def _disk(examined: Examined) -> Iterator[Finding]:
     """Compare the free space with what models and training states will take."""
-    if patient.placed is None:
+    if examined.placed is None:
         return
     from pipeline.estimates.disk import plan_space
 
-    peak, kept = plan_space(patient.placed, patient.recipes())
-    place = _existing(patient.out_dir)
+    recipes = {task.name: recipe for task, recipe in examined.stages}
+    sizes = plan_space(examined.placed, recipes)
+    place = _existing(examined.out_dir)
     free = shutil.disk_usage(place).free
-    takes = f"models and states take {_gib(peak)} at most and {_gib(kept)} in the end"
-    if free >= peak:
-        yield Finding("ok", "disk", f"{_gib(free)} are free in {place}; {takes}, without data.")
-        return
-    yield Finding(
-        "wrong",
-        "disk",
-        f"{_gib(free)} are free in {place}, and {takes}. Make room, name another --out, or lower "
-        "training.keep_last or training.average_last.",
-    )
+    peak, kept = (f"{size / 2**30:,.1f} GiB" for size in sizes)
+    takes = f"models and states take {peak} at most and {kept} in the end"
+    there = f"{free / 2**30:,.1f} GiB are free in {place}"
+    fix = "Make room, name another --out, or lower training.keep_last or training.average_last."
+    problems = [] if free >= sizes[0] else [f"{there}, and {takes}. {fix}"]
+    yield from _verdict("disk", problems, f"{there}; {takes}, without data.")
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (
+    *(_packages, _extras, _fused_kernels, _mpi, _slurm),
+    *(_preflight, _open_files, _files_to_fetch, _disk),
+)
+"""The checks of ``mmnmt doctor``, software first."""
 
 
 # ---------------------------------------------------------------- the rounds of a pre-flight
@@ -559,7 +523,7 @@ def judge_facts(found: Sequence[Facts]) -> Judgment:
 
 
 def _other_versions(found: Sequence[Facts]) -> list[tuple[str, str]]:
-    """Return nodes whose versions differ from what most nodes have; the first wins a tie."""
+    """Return nodes with versions other than most nodes have; the first wins a tie."""
     problems: list[tuple[str, str]] = []
     for name in dict.fromkeys(name for facts in found for name in facts.versions):
         version_of = {f.node: f.versions[name] for f in reversed(found) if name in f.versions}
@@ -582,7 +546,7 @@ def _other_versions(found: Sequence[Facts]) -> list[tuple[str, str]]:
 
 
 def _share(rounds: Rounds, out_dir: Path) -> dict[str, Any]:
-    """Write a file per node, see those of all nodes, and respect the lock that rank 0 holds."""
+    """Write a file per node, see the files of all nodes, and respect the lock of rank 0."""
     found: dict[str, Any] = {"node": rounds.node, "seconds": 0.0}
     if rounds.world.local_rank != 0:
         return found
@@ -790,10 +754,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = os.environ.get(REPORTS)
     report = EndReport(Path(folder), describe=_describe) if folder else None
     with report.noting_sigterm() if report else nullcontext():
-        return _checked(options.out.absolute(), patience=options.patience, report=report)
+        end, problems, is_said = _outcome(options.out.absolute(), patience=options.patience)
+        text = f"pre-flight: {' '.join(problems)}"
+        is_reported = report is not None and problems and is_said and report.write(end, text)
+        for problem in problems if is_said and not is_reported else ():
+            print(f"mmnmt preflight: {problem}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR if problems else 0
 
 
-def _checked(out_dir: Path, *, patience: float, report: EndReport | None) -> int:
+def _outcome(out_dir: Path, *, patience: float) -> tuple[End, Sequence[str], bool]:
+    """Check this rank; return its end, the problems, and whether this rank says them.
+
+    Rank 0 prints the summary if all is well.
+    """
     is_first = True
     try:
         world = discover(os.environ)
@@ -801,32 +774,15 @@ def _checked(out_dir: Path, *, patience: float, report: EndReport | None) -> int
         outcome = check(world, out_dir=out_dir, patience=patience)
     except UserError as error:
         end: End = "lost" if isinstance(error, RankLost) else "failed"
-        return _refused(str(error), report=report, end=end, is_said=is_first)
+        return end, [f"{node_name()}: {error}"], is_first
     except (ImportError, OSError) as error:  # torch, or a library that it loads
-        what = f"{first_line(error)}. Install the requirements of mmnmt on that node."
-        return _refused(what, report=report, end="failed", is_said=is_first)
+        fix = "Install the requirements of mmnmt on that node."
+        return "failed", [f"{node_name()}: {first_line(error)}. {fix}"], is_first
+    if world.rank != 0:  # rank 0 itself may be silent
+        return "lost", outcome.problems, outcome.is_lost
     if not outcome.problems:
-        if world.rank == 0:
-            print(f"mmnmt preflight: {outcome.summary}.", flush=True)
-        return 0
-    if world.rank == 0:
-        _say(outcome.problems, report=report, end="crashed" if outcome.is_lost else "failed")
-    elif outcome.is_lost:  # rank 0 itself may be the one that is silent
-        _say(outcome.problems, report=report, end="lost")
-    return EXIT_USER_ERROR
-
-
-def _refused(problem: str, *, report: EndReport | None, end: End, is_said: bool) -> int:
-    if is_said:
-        _say([f"{node_name()}: {problem}"], report=report, end=end)
-    return EXIT_USER_ERROR
-
-
-def _say(problems: Sequence[str], *, report: EndReport | None, end: End) -> None:
-    """Report problems as the end of this rank, or print them if no job reads reports."""
-    if report is None or not report.write(end, f"pre-flight: {' '.join(problems)}"):
-        for problem in problems:
-            print(f"mmnmt preflight: {problem}", file=sys.stderr, flush=True)
+        print(f"mmnmt preflight: {outcome.summary}.", flush=True)
+    return "crashed" if outcome.is_lost else "failed", outcome.problems, True
 
 
 def _describe(end: End, cause: str) -> RankEnd:

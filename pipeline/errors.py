@@ -84,7 +84,7 @@ def nearest_names(
 
     Args:
         name: what the user wrote.
-        known: the names there are; among equally near ones the order of the alphabet decides.
+        known: the names there are; the order of the alphabet decides among equally near names.
         most: how many to return.
         cutoff: least similarity, from 0 to 1, as ``difflib`` computes it.
     """

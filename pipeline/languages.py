@@ -1,6 +1,6 @@
 """Know languages: codes, families, scripts, and the scripts that a text is written in.
 
-Codes are those of OPUS-100: two letters of ISO 639-1 where they exist, else three of ISO 639-3;
+Codes follow OPUS-100: two letters of ISO 639-1 where they exist, else three of ISO 639-3;
 Norwegian (``no``, ``nb``, ``nn``) and Serbo-Croatian (``sh``) keep the codes OPUS-100 gives them.
 Any other well-formed code stands for itself; its family is unknown until the recipe names it. A
 language with two scripts has the plain code for its usual script and ``zh_Hant`` for the other; the
@@ -102,7 +102,7 @@ za:zha
     for alias in aliases.split(",")
 }
 """Withdrawn, three-letter and single-variety codes (as in NLLB) → the registry's code. The first
-three-letter code of each language is that of ISO 639-3."""
+three-letter code of each language is its ISO 639-3 code."""
 
 UNSPACED_LANGUAGES = frozenset("bo dz gan ja km lo lzh my shn th wuu yue zh".split())
 UNSPACED_SCRIPTS = frozenset("Hani Hans Hant Jpan Khmr Lana Laoo Mymr Thai Tibt".split())
@@ -190,14 +190,14 @@ def canonical(code: str) -> str:
 
 
 def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> dict[str, str]:
-    """Map spellings of one corpus to codes, so that two scripts stay two languages.
+    """Map spellings of one corpus to codes; two scripts stay two languages.
 
-    A single script of a language is not named: ``zho_Hant`` alone is ``zh``. Beside ``zho_Hans``,
+    A single script of a language is not named: ``zho_Hant`` is ``zh``. Together with ``zho_Hans``,
     the usual script of Chinese, it is ``zh_Hant``. Needs Babel if a language has several spellings.
 
     Args:
         spellings: any usual spellings.
-        regions: ``apart`` also keeps regions apart: beside ``pt``, ``pt-br`` is ``pt_BR``.
+        regions: ``apart`` also keeps regions apart, for example ``pt`` and ``pt_BR``.
 
     Raises:
         ConfigError: a spelling is not a language code.
@@ -394,7 +394,7 @@ def _letters(code: str) -> str:
 
 
 def _script_of_tag(tag: LanguageTag) -> str | None:
-    """Return the script a tag names, that of its region, or the usual one."""
+    """Return the script of a tag, of its region, or else the usual script of the language."""
     if tag.script is not None:
         return tag.script
     regional = _likely_script(f"{tag.language}_{tag.region}") if tag.region else None
@@ -483,7 +483,7 @@ _LONGEST_NAME = 3
 
 
 def letters_of(script: str) -> frozenset[str]:
-    """Return the scripts whose letters a script uses: kana and Han for ``Jpan``."""
+    """Return the scripts that a script takes letters from: kana and Han for ``Jpan``."""
     return _LETTERS_OF.get(script, frozenset({script}))
 
 
@@ -507,7 +507,7 @@ def script_of_character(character: str) -> str | None:
 
 
 def has_letter_of(text: str, scripts: frozenset[str]) -> bool:
-    """Return whether a text has a letter of one of the scripts; stops at the first."""
+    """Return whether a text has a letter of any of the scripts; stop at the first."""
     return any(script_of_character(character) in scripts for character in text)
 
 

@@ -85,7 +85,7 @@ def _capabilities() -> tuple[float, ...]:
 def processes_here(wanted: int, *, gpus: int) -> int:
     """Return how many of the ``wanted`` processes to start: one per GPU, or all without GPUs.
 
-    The result divides ``wanted``, so that expert parallelism that fits those fits it too.
+    The result divides ``wanted``: expert parallelism that fits that number fits the result too.
     """
     if gpus == 0:
         return wanted

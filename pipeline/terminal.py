@@ -53,11 +53,13 @@ class Progress:
         stream: TextIO | None = None,
     ) -> None:
         stream = stream or sys.stderr
-        self._view: _Bar | _Log | None = None
+        self._bar = self._log = None
         if enabled and stream.isatty():
-            self._view = _Bar(label, total=total, initial=initial, stream=stream)
+            self._bar = tqdm(
+                desc=label, total=total, initial=initial, file=stream, dynamic_ncols=True
+            )
         elif enabled:
-            self._view = _Log(
+            self._log = _Log(
                 label, total=total, initial=initial, seconds=interval_seconds, stream=stream
             )
 
@@ -65,30 +67,18 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._view:
-            self._view.close()
+        for view in (self._bar, self._log):
+            if view is not None:
+                view.close()
 
     def advance(self, count: int = 1, *, note: str = "") -> None:
         """Count ``count`` more items and show ``note``, for example a loss, after the figures."""
-        if self._view:
-            self._view.advance(count, note=note)
-
-
-class _Bar:
-    """tqdm's bar, at most ten times a second."""
-
-    def __init__(self, label: str, *, total: int | None, initial: int, stream: TextIO) -> None:
-        self._bar = tqdm(
-            desc=label, total=total, initial=initial, file=stream, dynamic_ncols=True, leave=True
-        )
-
-    def advance(self, count: int, *, note: str) -> None:
-        if note:
-            self._bar.set_postfix_str(note, refresh=False)
-        self._bar.update(count)
-
-    def close(self) -> None:
-        self._bar.close()
+        if self._log:
+            self._log.advance(count, note=note)
+        if self._bar is not None:
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
 
 
 class _Log:
@@ -159,7 +149,7 @@ class JsonLines:
             stream.writelines(f"{line}\n" for line in lines)
 
     def truncate_after(self, update: int) -> None:
-        """Drop what a resumed run will write again: records whose ``update`` is beyond it.
+        """Drop records of later updates, which a resumed run will write again.
 
         A last line that a killed run left incomplete goes too. The file is replaced in one step.
         """
@@ -190,7 +180,7 @@ class JsonLines:
 
 
 def _update_of(record: Mapping[str, Any]) -> float:
-    """Return the record's update; -∞ if it has none, so that the record is always kept."""
+    """Return the record's update; -∞ if it has none: the record is always kept."""
     update = record.get("update")
     return update if isinstance(update, int) else -math.inf
 

@@ -109,15 +109,8 @@ def test_what_a_document_states_is_taken_out() -> None:
 
 
 def test_describe_shows_the_settings_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--recipe",
-        "demo_dense",
-        "--set",
-        "training.updates=301",
-        "--set",
-        "training.seed=7",
-    ]
-    assert cli.main(["describe", *options]) == 0
+    options = ["--set", "training.updates=301", "--set", "training.seed=7"]
+    assert cli.main(["describe", "--recipe", "demo_dense", *options]) == 0
     said = capsys.readouterr().out
     assert said.startswith("# --set training.updates=301\n# --set training.seed=7\n# demo_dense\n")
     described = tomllib.loads(said)

@@ -156,20 +156,6 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("[training]\nupdates = 0", "training.updates"),
-        ("[model]\nwidth = 100\nnum_heads = 8", "width 100"),
-        ("[model.moe]\nnum_experts = 1\ntop_k = 2", "top_k 2"),
-        ('[optimizer]\nschedule = "cosine"', "optimizer.schedule"),
-    ],
-)
-def test_a_value_that_does_not_fit_is_refused(tmp_path: Path, text: str, place: str) -> None:
-    path = write(tmp_path, "wrong", text)
-    assert place in refusal(lambda: load_recipe(path))
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ('[corpus]\nlanguages = "de"', 'corpus.languages is de. Write a list, ["de"].'),
@@ -277,20 +263,14 @@ def test_a_missing_recipe_is_refused_with_those_there_are(tmp_path: Path) -> Non
     message = refusal(lambda: load_recipe("dense_opus200"))
     assert "'dense_opus200'" in message
     assert "dense_opus100" in message
-    for name in ("dense_opus100+smok", write(tmp_path, "child", 'parent = "nobody"')):
-        message = refusal(lambda name=name: load_recipe(name))  # type: ignore[misc]
-        assert "There is no recipe" in message
+    child = write(tmp_path, "child", 'parent = "nobody"')
+    assert "There is no recipe" in refusal(lambda: load_recipe(child))
     assert "gone.toml" in refusal(lambda: load_recipe(str(tmp_path / "gone.toml")))
 
 
 def test_a_recipe_with_a_parent_is_no_overlay() -> None:
     message = refusal(lambda: load_recipe("dense_opus100+moe_opus100"))
     assert "'moe_opus100' has a parent" in message
-
-
-def test_broken_toml_is_refused_with_its_path(tmp_path: Path) -> None:
-    path = write(tmp_path, "broken", "[model\n")
-    assert path in refusal(lambda: load_recipe(path))
 
 
 def test_a_difference_replaces_values_and_keeps_the_rest_of_a_table() -> None:
@@ -410,6 +390,7 @@ def test_a_ds_config_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None
         ("{", "not valid JSON"),
         ("[]", "no JSON object"),
         ('{"optimizer": {}}', "sets 'optimizer', which the recipe owns"),
+        ('{"gradient_clipping": 1.0}', "sets 'gradient_clipping', which the recipe owns"),
     ):
         path.write_text(text, encoding="utf-8")
         assert reason in refusal(lambda: load_ds_config(str(path)))

@@ -31,7 +31,7 @@ TRAINING: dict[str, set[str]] = {
     },
     "loss": {
         *("balance_weight", "label_smoothing", "objective", "router_z_weight"),
-        *("distillation", "distillation_weight", "gate_budget", "gate_weight"),
+        "distillation",
     },
     "training": {
         *("attention_dropout", "average_last", "best_by", "best_by_route", "dropout"),
@@ -44,39 +44,34 @@ TASK: dict[str, set[str]] = {
     **TRAINING,
     "model": {"language_modules"},
     "mixture": {"sampling_temperature"},
-    "tasks": {
-        *("languages", "max_answer_tokens", "max_question_tokens", "max_tokens", "stride"),
-    },
+    "tasks": {"languages", "max_tokens"},
 }
 DECIDING: dict[str, dict[str, set[str]]] = {
     "import_corpus": {
         "corpus": {
-            *("cldr", "columns", "directions", "files", "languages", "max_line_bytes"),
+            *("cldr", "columns", "directions", "files", "languages"),
             *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "regions"),
             *("source", "swapped_sides", "untested"),
         }
     },
-    "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
+    "import_tests": {"tests": {"directions", "languages"}, "corpus": {"pivot"}},
     "add_translations": {"synthetic": {"min_round_trip", "min_score", "use"}},
     "clean": {
         "clean": {
-            *("drop_duplicates", "drop_held_out_overlap", "drop_swapped"),
-            *("max_bytes", "max_characters", "max_length_ratio"),
-            *("identify_languages", "language_model", "joined_pairs", "pivot"),
-        }
+            *("drop_held_out_overlap", "max_bytes", "max_characters", "max_length_ratio"),
+            *("identify_languages", "language_model", "joined_pairs"),
+        },
+        "corpus": {"pivot"},
     },
     "train_tokenizer": {
         "tokenizer": {
-            *("byte_fallback", "character_coverage", "kind", "memory_bytes", "model_type"),
-            *("sample_lines", "sampling_temperature", "seed", "segmenters", "vocabulary_size"),
+            *("byte_fallback", "character_coverage", "kind"),
+            *("memory_bytes", "model_type"),
+            *("sample_lines", "sampling_temperature", "segmenters", "vocabulary_size"),
             *("target_languages", "target_vocabulary_size"),
         }
     },
-    "make_shards": {
-        "shards": {
-            *("max_tokens", "seed", "segmentation_alpha", "segmentations"),
-        }
-    },
+    "make_shards": {"shards": {"max_tokens", "segmentations"}},
     "mix": {
         "mixture": {
             *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
@@ -84,14 +79,15 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         }
     },
     "group_languages": {
-        "groups": {"extend", "max_group_share", "method", "pivot"},
+        "groups": {"extend", "max_group_share", "method"},
+        "corpus": {"pivot"},
         "languages": {"family"},
     },
     "pretrain": TRAINING,
     "upcycle": {
         "model": MODEL,
         "upcycling": {
-            *("graft_group_routers", "mask_ratio", "method", "noise_std", "seed", "token_routers"),
+            *("graft_group_routers", "mask_ratio", "method", "noise_std", "seed"),
         },
     },
     "finetune": TRAINING,
@@ -102,7 +98,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
             *("alignment_layer", "alignments", "banned", "choose", "comet", "n_best"),
-            *("required", "route", "utility"),
+            *("required", "route"),
             *("router_language", "sampling_temperature", "search", "seed", "targets", "top_k"),
             "top_p",
             "word_scores",
@@ -113,7 +109,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "analyze_lengths": {},
     "evaluate": {
         "evaluation": {
-            *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores", "seed"),
+            *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores"),
             "nearest_neighbor",
             *("resamples", "word_accuracy", "word_side"),
         },

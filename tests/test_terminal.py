@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ArtifactError
-from pipeline.terminal import JsonLines, Progress, clock_text, progress_line, text_table, track
+from pipeline.terminal import (
+    JsonLines,
+    Progress,
+    clock_text,
+    counted,
+    listed,
+    progress_line,
+    tallied,
+    text_table,
+    track,
+    with_article,
+)
 
 
 class _Clock:
@@ -117,6 +128,8 @@ def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path: Path) ->
 
 def test_a_resumed_run_drops_later_records_and_an_incomplete_last_line(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.truncate_after(5)
+    assert list(tmp_path.iterdir()) == [], "there was no file"
     lines.write({"note": "no update"})
     for update in (10, 20, 30):
         lines.write({"update": update})
@@ -127,11 +140,6 @@ def test_a_resumed_run_drops_later_records_and_an_incomplete_last_line(tmp_path:
     records = [json.loads(line) for line in lines.path.read_text().split("\n")[:-1]]
     assert records == [{"note": "no update"}, {"update": 10}, {"update": 20}, {"update": 21}]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_truncating_a_file_that_is_not_there_makes_none(tmp_path: Path) -> None:
-    JsonLines(tmp_path / "metrics.jsonl").truncate_after(5)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_broken_line_of_metrics_is_named_and_an_incomplete_last_one_dropped(
@@ -151,3 +159,24 @@ def test_a_broken_line_of_metrics_is_named_and_an_incomplete_last_one_dropped(
 def test_a_table_has_no_rule_under_a_column_without_a_name() -> None:
     table = text_table(["stage", ""], [["corpus", "a sentence"], ["clean", ""]])
     assert table.splitlines() == ["stage", "------", "corpus  a sentence", "clean"]
+
+
+def test_nouns_follow_their_numbers_and_articles_their_nouns() -> None:
+    numbers = {0: "0 lines", 1: "1 line", 2: "2 lines", 12345: "12,345 lines"}
+    assert {number: counted(number, "line") for number in numbers} == numbers
+    assert counted(1, "matrix", "matrices") == "1 matrix"
+    assert counted(2, "matrix", "matrices") == "2 matrices"
+    for noun in ("corpus", "shards", "checkpoint"):
+        assert with_article(noun) == f"a {noun}"
+    for noun in ("evaluation", "export", "analysis"):
+        assert with_article(noun) == f"an {noun}"
+
+
+def test_short_lists_are_written_out_and_of_long_ones_the_rest_is_counted() -> None:
+    assert listed([]) == ""
+    assert listed("abcdef") == "a, b, c, d, e, f"
+    assert listed("abcdefgh") == "a, b, c, d, e and 3 more"
+
+
+def test_counts_of_zero_are_left_out() -> None:
+    assert tallied({"empty": 3, "copy": 0, "long": 1000}) == "empty 3, long 1,000"

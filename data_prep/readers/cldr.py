@@ -36,6 +36,11 @@ from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical
 
+PIVOT = "en"
+"""Language that training phrases are paired with."""
+SEED = 1
+"""Seed of the choice of phrases."""
+
 Template = Literal[
     "full_date",
     "long_date",
@@ -147,7 +152,7 @@ def read_phrases(config: CorpusConfig) -> RawText:
 
 
 def make_phrases(config: CldrConfig) -> PhraseSplits:
-    """Make all phrases of a configuration, deterministic for its seed.
+    """Make all phrases of a configuration, the same in every run.
 
     Raises:
         ConfigError: A language CLDR has no data for, or settings that contradict each other.
@@ -155,13 +160,13 @@ def make_phrases(config: CldrConfig) -> PhraseSplits:
     config = check_languages(config)
     held_out = held_out_clauses(config)
     everywhere = [
-        {code: format_clause(clause, code) for code in (config.pivot, *config.train_pairs)}
+        {code: format_clause(clause, code) for code in (PIVOT, *config.train_pairs)}
         for clause in held_out
     ]
     return PhraseSplits(
         train={
             code: [
-                {other: format_clause(clause, other) for other in (config.pivot, code)}
+                {other: format_clause(clause, other) for other in (PIVOT, code)}
                 for clause in training_clauses(config, language=code)
             ]
             for code in config.train_pairs
@@ -175,7 +180,7 @@ def _splits_of_pairs(
     phrases: PhraseSplits, config: CldrConfig
 ) -> dict[str, dict[Split, list[Phrase]]]:
     splits: dict[str, dict[Split, list[Phrase]]] = {
-        pair_name(config.pivot, code): {
+        pair_name(PIVOT, code): {
             "train": phrases.train[code],
             "valid": phrases.valid,
             "test": phrases.test,
@@ -210,7 +215,6 @@ def check_languages(config: CldrConfig) -> CldrConfig:
     Raises:
         ConfigError: No languages, an unknown one, or a zero-shot language that is not trained.
     """
-    pivot = canonical(config.pivot)
     train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}
     zero_shot = tuple(canonical(code) for code in config.zero_shot)
     if not train_pairs:
@@ -218,32 +222,30 @@ def check_languages(config: CldrConfig) -> CldrConfig:
             "corpus.cldr.train_pairs is empty. Name each language and its number of phrases, "
             "for instance train_pairs = { de = 20000 }."
         )
-    if pivot in train_pairs or len(train_pairs) < len(config.train_pairs):
+    if PIVOT in train_pairs or len(train_pairs) < len(config.train_pairs):
         raise ConfigError(
-            f"corpus.cldr.train_pairs names the pivot {pivot!r} or one language twice. "
+            f"corpus.cldr.train_pairs names the pivot {PIVOT!r} or one language twice. "
             "Name every other language once."
         )
     if unpaired := sorted(set(zero_shot) - set(train_pairs)):
         raise ConfigError(
             f"corpus.cldr.zero_shot names {', '.join(unpaired)}, which corpus.cldr.train_pairs "
-            f"does not pair with {pivot!r}. Add these pairs or take the languages out."
+            f"does not pair with {PIVOT!r}. Add these pairs or take the languages out."
         )
-    for code in (pivot, *train_pairs):
+    for code in (PIVOT, *train_pairs):
         locale(code)
-    return config.model_copy(
-        update={"pivot": pivot, "train_pairs": train_pairs, "zero_shot": zero_shot}
-    )
+    return config.model_copy(update={"train_pairs": train_pairs, "zero_shot": zero_shot})
 
 
 def training_clauses(config: CldrConfig, *, language: str) -> list[Clause]:
     """Draw the clauses of one pair, all different; a longer list begins as a shorter one."""
-    random = Random(f"cldr {config.seed} train {'' if config.same_phrases else language}")
+    random = Random(f"cldr {SEED} train {'' if config.same_phrases else language}")
     return _distinct(random, config.train_pairs[language], held_out=False)
 
 
 def held_out_clauses(config: CldrConfig) -> list[Clause]:
     """Draw validation clauses, then test clauses, independent of the languages."""
-    random = Random(f"cldr {config.seed} held out")
+    random = Random(f"cldr {SEED} held out")
     return _distinct(random, config.valid_phrases + config.test_phrases, held_out=True)
 
 

@@ -143,7 +143,7 @@ class PairRules:
                 return "control_characters", sides
         if one == other:
             return "copy", NO_SIDE
-        if config.drop_swapped and self._scripts_differ and self._is_swapped(first, second):
+        if self._scripts_differ and self._is_swapped(first, second):
             return "swapped", NO_SIDE
         ratio = len(first) / len(second) / self.median_ratio
         if ratio > config.max_length_ratio or 1 / ratio > config.max_length_ratio:

@@ -1,6 +1,6 @@
 """Settings of upcycling: the section ``[upcycling]`` of a recipe."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pipeline.config.settings import DropRate, Seed, Settings, number
 
@@ -8,6 +8,10 @@ from pipeline.config.settings import DropRate, Seed, Settings, number
 class UpcyclingConfig(Settings):
     """Upcycling: dense feed-forwards become experts (MMNMT, §4.2)."""
 
+    removed: ClassVar = {
+        "kept_experts": ([], ()),
+        "token_routers": ("copy",),
+    }
     method: Literal["elementwise", "per_neuron", "noise"] = "elementwise"
     """Difference between the experts and their source. ``elementwise``: some parameters are zero;
     ``per_neuron``: some hidden neurons are zero; ``noise``: noise is added."""
@@ -15,9 +19,6 @@ class UpcyclingConfig(Settings):
     """Share of each expert's parameters or hidden neurons that is set to zero; 0 copies."""
     noise_std: Annotated[float, number(least=0, most=1000)] = 0.01
     """Standard deviation of the noise of method ``noise``, relative to the tensor's own."""
-    token_routers: Literal["copy", "fresh"] = "copy"
-    """Copy the routers of a source, or initialize them anew. Without routers in the source, they
-    start fresh."""
     graft_group_routers: Literal["copy", "fresh"] = "copy"
     """Group routers over a token router: copies of the token router leave the function
     unchanged."""

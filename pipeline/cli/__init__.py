@@ -2,8 +2,8 @@
 
 Every stage is a command; further commands are for plans, recipes and checkpoints. A stage's options
 follow from its entry in ``stages/registry.py``: a recipe, one directory per input, an output
-directory. This package imports neither torch nor a stage until one is to run, so that help, errors
-in options and "already done" appear at once.
+directory. This package imports neither torch nor a stage until a stage is to run: help, errors in
+options and "already done" appear at once.
 """
 
 import sys
@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pipeline import installed_version
-from pipeline.cli.checkpoint_commands import ARTIFACT_COMMANDS, CHECKPOINT_COMMANDS
+from pipeline.cli.commands import COMMANDS
 from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
-from pipeline.cli.plan_commands import PLAN_COMMANDS
-from pipeline.cli.recipe_commands import RECIPE_COMMANDS
-from pipeline.cli.result_commands import RESULT_COMMANDS
 from pipeline.cli.stage_commands import commands_of_stages, find_stage, stage_main
 from pipeline.distributed.world import leave
 from pipeline.machine import prepare_process
 from pipeline.stages.registry import STAGES
 
 __all__ = ["command", "main", "stage_main"]
-
-COMMANDS = (*PLAN_COMMANDS, *RECIPE_COMMANDS, *RESULT_COMMANDS, *ARTIFACT_COMMANDS)
 
 
 def command() -> NoReturn:
@@ -45,11 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if own_rank() != 0:
         return 0  # one process is enough, however many a launcher started
     parser = _parser()
-    names = [one.name for one in COMMANDS]
-    if arguments:
-        parser.refuse_unknown_command(arguments[0], [*commands_of_stages(), *names, "checkpoint"])
+    words = [name.split() for name in COMMANDS]
+    if not arguments:
+        parser.print_help()
+        return 0
+    first = dict.fromkeys(name for name, *_ in words)
+    parser.refuse_unknown_command(arguments[0], [*commands_of_stages(), *first])
     if arguments[:1] == ["checkpoint"] and len(arguments) > 1:
-        below = [one.name.rpartition(" ")[2] for one in CHECKPOINT_COMMANDS]
+        below = [second for first, *rest in words if first == "checkpoint" for second in rest]
         parser.refuse_unknown_command(arguments[1], below)
     options = parser.parse_args(arguments)
     chosen: Command = options.chosen
@@ -71,13 +69,15 @@ def _parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"mmnmt {installed_version()}")
     settings: dict[str, Any] = {"required": True, "metavar": "COMMAND", "title": "commands"}
     parsers = parser.add_subparsers(dest="command", **settings)
-    for one in COMMANDS:
-        one.add_to(parsers)
+    for name, one in COMMANDS.items():
+        if " " not in name:
+            one.add_to(parsers)
     about = "inspect checkpoints and other artifacts, and make new ones from them"
     checkpoint = parsers.add_parser("checkpoint", help=about, description=about)
     below = checkpoint.add_subparsers(dest="checkpoint_command", **settings)
-    for one in CHECKPOINT_COMMANDS:
-        one.add_to(below)
+    for name, one in COMMANDS.items():
+        if " " in name:
+            one.add_to(below)
     for name, stages in commands_of_stages().items():
         if name in parsers.choices:
             continue  # ``upcycle`` has a form of its own for users

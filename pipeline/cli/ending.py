@@ -1,8 +1,8 @@
 """End a command with an exit code, and one line for an error that the user can fix.
 
-If a launcher names a folder for reports (``jobs.job_endings.REPORTS``), a rank leaves its error
-there as its last act, and the launcher prints the errors of all ranks, equal ones once. A rank of
-another launcher prints its error itself.
+If the launcher names a folder for reports (``jobs.job_endings.REPORTS``), a rank leaves its error
+there as its last act, and the launcher prints the errors of all ranks, each text once. Otherwise
+the rank prints its error itself.
 """
 
 import os
@@ -194,13 +194,13 @@ def _is_first_on_node(environment: Mapping[str, str]) -> bool:
 
 
 def say_once(text: str) -> None:
-    """Print a line on standard error, from rank 0 alone."""
+    """Print a line on standard error, only on rank 0."""
     if own_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """Print a line on standard output and flush it, so that it precedes the output of a child."""
+    """Print a line on standard output and flush it, before a child prints anything."""
     print(text, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Parse command lines with argparse, suggesting names for mistyped ones."""
+"""Parse command lines with argparse, suggesting the nearest name for a mistyped one."""
 
 import argparse
 import math
@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 from pipeline.artifacts.manifest import as_text, is_text
 from pipeline.artifacts.places import refuse_path
-from pipeline.config.ds_config import AUTO, ds_config_names
 from pipeline.config.overrides import parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import shown
@@ -68,13 +67,6 @@ class CommandParser(argparse.ArgumentParser):
 
 Option: TypeAlias = tuple[str, dict[str, Any]]
 """Name of an option and the settings of ``add_argument``."""
-
-
-def option(name: str, metavar: str | None = None, about: str | None = None, **rest: Any) -> Option:
-    """Describe an option; an option ``--NAME`` without a metavar is a switch."""
-    if name.startswith("--") and metavar is None:
-        return name, {"action": "store_true", "help": about, **rest}
-    return name, {"metavar": metavar, "help": about, **rest}
 
 
 def add_options(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
@@ -191,27 +183,6 @@ def refuse_paths(options: argparse.Namespace) -> None:
                     f"{as_text(Path(entry))} is not UTF-8. Rename what it names, or name something "
                     "else."
                 )
-
-
-REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
-DS_CONFIG = option(
-    "--ds-config",
-    "NAME",
-    f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
-    "(default: %(default)s, by the machine)",
-    default=AUTO,
-)
-SET = option(
-    "--set",
-    "SECTION.SETTING=VALUE",
-    "change a setting after all overlays, for example training.updates=300; VALUE is a number, "
-    "true, false, a word or another TOML value (repeatable)",
-    dest="overrides",
-    **REPEATABLE,
-)
-OUTPUT = option("--out", "DIR", "directory of the new artifact", type=Path, required=True)
-OVERWRITE = option("--overwrite", None, "replace an existing artifact")
-JSON = option("--json", None, "JSON on standard output")
 
 
 def chosen_recipe(options: argparse.Namespace) -> Recipe:

@@ -7,24 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_prep.settings import MAX_VOCABULARY
 from pipeline.batching.world_sizes import expert_parallel_size
-from pipeline.cli.parser import (
-    DS_CONFIG,
-    JSON,
-    REPEATABLE,
-    SET,
-    Command,
-    chosen_recipe,
-    option,
-    whole_number,
-)
-from pipeline.cli.plan_commands import MAX_RANKS
+from pipeline.cli.parser import chosen_recipe
 from pipeline.config.documents import read_toml, toml_lines, toml_value
 from pipeline.config.ds_config import AUTO, load_ds_config, name_for
 from pipeline.config.overrides import leaf_settings, override_texts, parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
-from pipeline.config.settings import MAX_GROUPS, shown
+from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
 from pipeline.jobs.plan import Task, load_plan, plan_names, resolve_plan
 from pipeline.machine import Gpus
@@ -37,7 +26,8 @@ ESTIMATED = ("pretrain", "finetune")
 """Stages of a plan that are estimated; extensions train models of their own."""
 
 
-def _describe(options: argparse.Namespace) -> int:
+def describe(options: argparse.Namespace) -> int:
+    """Print a recipe and its number of parameters, or the list of recipes."""
     if options.recipe is None:
         return _list(options)
     recipe = chosen_recipe(options)
@@ -142,7 +132,8 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _estimate(options: argparse.Namespace) -> int:
+def estimate(options: argparse.Namespace) -> int:
+    """Print memory, launches and time of a recipe, or the choices of a plan."""
     name = options.name
     is_file = name.endswith(".toml")
     if name in plan_names() or (is_file and "stages" in read_toml(Path(name))):
@@ -305,73 +296,3 @@ def _rows(stage: Mapping[str, Any]) -> Iterator[list[str]]:
             f"{choice['ranks'] * hours:,.0f}",
             *(f"{seconds / choice['seconds']:.0%}" for seconds in choice["time"].values()),
         ]
-
-
-_SIZES = (
-    option(
-        "--vocabulary",
-        "V",
-        "rows of the embedding (default: the recipe's vocabulary, without language tokens)",
-        type=whole_number(MAX_VOCABULARY),
-    ),
-    option(
-        "--groups",
-        "G",
-        "language groups of routers (default: the recipe's num_groups)",
-        type=whole_number(MAX_GROUPS),
-    ),
-    option(
-        "--languages",
-        "L",
-        "languages with modules (default: as the recipe says)",
-        type=whole_number(MAX_GROUPS),
-    ),
-    JSON,
-)
-RECIPE_COMMANDS = (
-    Command(
-        "describe",
-        "show a recipe's resolved settings and its number of parameters, or list the recipes",
-        _describe,
-        (
-            option("--recipe", "NAME", "a recipe, with overlays (default: list all recipes)"),
-            SET,
-            *_SIZES,
-            option(
-                "--settings",
-                None,
-                "instead: list every setting with its value and where that comes from",
-            ),
-        ),
-    ),
-    Command(
-        "estimate",
-        "estimate memory, kernel launches and time of a recipe on a GPU, or a plan on several",
-        _estimate,
-        (
-            option(
-                "name",
-                "RECIPE|PLAN",
-                "a recipe, with overlays, or a plan; a name of both is the plan",
-            ),
-            option(
-                "--device",
-                "NAME",
-                "a100, h100, h200, or cpu for memory only (default: %(default)s)",
-                type=str.lower,
-                default="h100",
-            ),
-            option(
-                "--processes",
-                "N",
-                "ranks of the run (default: the recipe's expert_parallel_size); of a plan: the "
-                f"most GPUs (default: {NODE})",
-                type=whole_number(MAX_RANKS),
-            ),
-            DS_CONFIG,
-            SET,
-            option("--only", "STAGE", "only this stage of the plan (repeatable)", **REPEATABLE),
-            *_SIZES,
-        ),
-    ),
-)

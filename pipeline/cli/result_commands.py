@@ -4,24 +4,16 @@ import argparse
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.manifest import read_manifest
 from pipeline.cli.ending import say, say_once
-from pipeline.cli.parser import (
-    REPEATABLE,
-    SET,
-    Command,
-    chosen_recipe,
-    named_paths,
-    option,
-    whole_number,
-)
+from pipeline.cli.parser import chosen_recipe, named_paths
 from pipeline.config.documents import write_whole
-from pipeline.config.settings import Route, describe_validation
+from pipeline.config.settings import describe_validation
 from pipeline.decoding.incoming_lines import IncomingLines
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
@@ -34,7 +26,8 @@ _START = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" con
 """Beginning of a page, by which it is recognized: a page replaces no other file."""
 
 
-def _report(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace) -> int:
+    """Write a page that compares runs."""
     from pipeline.evaluation.report import imprint
     from pipeline.evaluation.runs_report import open_runs, runs_report
     from pipeline.evaluation.tables import render_html
@@ -82,9 +75,10 @@ def _refuse_to_replace_another(out: Path) -> None:
         )
 
 
-def _serve(options: argparse.Namespace) -> int:
+def serve(options: argparse.Namespace) -> int:
+    """Answer requests until a signal comes."""
     try:
-        from pipeline.serving.api import Limits
+        from pipeline.serving.api import ServerLimits
         from pipeline.serving.bodies import MAX_FIELD
         from pipeline.serving.server import listen, serve
         from pipeline.serving.systems import System
@@ -106,7 +100,7 @@ def _serve(options: argparse.Namespace) -> int:
             System.load(name, checkpoint, decoding=recipe.decoding, segmenters=segmenters)
             for name, checkpoint in checkpoints.items()
         ]
-        limits = Limits(options.max_characters, options.max_requests, options.max_seconds)
+        limits = ServerLimits(options.max_characters, options.max_requests, options.max_seconds)
         serve(
             listener, systems, limits=limits, key=key, say=lambda text: say(f"mmnmt serve: {text}")
         )
@@ -128,7 +122,7 @@ def _read_key(path: Path, *, most: int) -> str:
     return key
 
 
-def _filter(options: argparse.Namespace) -> int:
+def filter_lines(options: argparse.Namespace) -> int:
     """Translate lines of standard input to standard output."""
     if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
         raise ConfigError(
@@ -178,140 +172,3 @@ def _with_details(decoding: DecodingConfig, options: argparse.Namespace) -> Deco
         return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
     except ValidationError as error:
         raise ConfigError(describe_validation(error, DecodingConfig)) from error
-
-
-_DEFAULT = "(default: %(default)s)"
-_LIMITS = {
-    "characters": (5000, 10**5, "most characters of a request"),
-    "requests": (64, 10**5, "most requests that wait or are translated; more get status 429"),
-    "seconds": (60, 86400, "longest time of a request"),
-}
-RESULT_COMMANDS = (
-    Command(
-        "report",
-        "write a page that compares runs: losses, budgets, experts, scores, translations",
-        _report,
-        (
-            option(
-                "runs",
-                "RUN",
-                "DIR, NAME=DIR or, for each of several runs of a system, NAME@SEED=DIR; a "
-                "checkpoint, translations, an evaluation, an analysis, or the folder of a plan",
-                nargs="+",
-            ),
-            option("--out", "FILE", "HTML page to write", type=Path, required=True),
-        ),
-    ),
-    Command(
-        "serve",
-        "serve checkpoints over HTTP, with the API of LibreTranslate and a page",
-        _serve,
-        (
-            option(
-                "runs",
-                "[NAME=]RUN",
-                "checkpoint, and the name that requests choose it by (default: of its directory)",
-                nargs="+",
-            ),
-            option(
-                "--port",
-                "N",
-                f"port to listen on; 0 takes a free one {_DEFAULT}",
-                type=whole_number(65535, least=0),
-                default=8080,
-            ),
-            option(
-                "--host",
-                "ADDRESS",
-                f"address to listen on; 0.0.0.0 lets other machines in {_DEFAULT}",
-                default="127.0.0.1",
-            ),
-            option(
-                "--recipe",
-                "NAME",
-                "recipe with the settings of the search (reads decoding, tokenizer.segmenters)",
-            ),
-            SET,
-            option(
-                "--key-file",
-                "FILE",
-                "file with the key that requests must send as api_key (default: they need none)",
-                type=Path,
-            ),
-            *(
-                option(
-                    f"--max-{name}",
-                    "N",
-                    f"{about} {_DEFAULT}",
-                    type=whole_number(most),
-                    default=default,
-                )
-                for name, (default, most, about) in _LIMITS.items()
-            ),
-        ),
-    ),
-)
-ROUTE = option(
-    "--route",
-    None,
-    "route through a model with language modules and a shared module, instead of the recipe's",
-    choices=get_args(Route),
-    action=None,
-)
-FILTER = Command(
-    "translate",
-    "translate lines of standard input to standard output",
-    _filter,
-    (
-        option(
-            "--checkpoint",
-            "DIR",
-            f"model to translate with (default: {DEMO_CHECKPOINT})",
-            type=Path,
-        ),
-        option("--recipe", "NAME", "recipe with the settings of the search"),
-        SET,
-        ROUTE,
-        option("--from", "CODE", "source language, as en", dest="source", required=True),
-        option("--to", "CODE", "target language, as de", dest="target", required=True),
-        option(
-            "--n-best",
-            "N",
-            "print the N best hypotheses, or N samples, with scores; each line is a JSON object",
-            type=whole_number(1000),
-        ),
-        option(
-            "--word-scores",
-            None,
-            "print the log-probability of every word; each line is a JSON object",
-        ),
-        option(
-            "--alignments",
-            None,
-            "print the source word that each word aligns with; each line is a JSON object",
-        ),
-        option(
-            "--banned",
-            "PHRASE",
-            "phrase that no translation may contain, as the vocabulary spells it (repeatable)",
-            **REPEATABLE,
-        ),
-        option(
-            "--must",
-            "PHRASE",
-            "phrase that every translation must contain, as the vocabulary spells it (repeatable)",
-            dest="required",
-            **REPEATABLE,
-        ),
-        option(
-            "--must-file",
-            "FILE",
-            "file whose line n has the phrases that translation n must contain, tab-separated",
-            type=Path,
-        ),
-        option(
-            "--prefixes", None, "lines contain, after a tab, the beginning of their translation"
-        ),
-    ),
-)
-"""The form of ``mmnmt translate`` with ``--from`` and ``--to``."""

@@ -9,7 +9,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,16 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
+from pipeline.cli.commands import FILTER, STAGE_OPTIONS
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.parser import (
-    DS_CONFIG,
-    OUTPUT,
-    OVERWRITE,
-    SET,
     CommandParser,
-    Option,
     add_options,
     chosen_recipe,
     named_paths,
-    option,
     refuse_paths,
-    update_window,
     whole_number,
 )
-from pipeline.cli.result_commands import FILTER, ROUTE
 from pipeline.config.recipe import load_recipe
 from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import is_launched
@@ -279,49 +272,31 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         description=f"{stage.help[0].upper()}{stage.help[1:]}. "
         f"Makes {with_article(stage.makes)} artifact.",
     )
+    given = {name: {**settings} for name, settings in STAGE_OPTIONS.items()}
+    given["--recipe"]["required"] = stage.needs_recipe
+    for name, text in (("SECTIONS", ", ".join(stage.sections)), ("MODULE", stage.module)):
+        for settings in given.values():
+            settings["help"] = settings["help"].replace(name, text)
     if stage.sections:
-        about = (
-            "recipe: a name of `mmnmt describe` or PATH.toml, with overlays as NAME+OVERLAY "
-            f"(reads {', '.join(stage.sections)})"
-        )
-        recipe = option("--recipe", "NAME", about, required=stage.needs_recipe)
-        add_options(parser, [recipe, SET])
+        add_options(parser, ((name, given[name]) for name in ("--recipe", "--set")))
     for name, wanted in stage.inputs.items():
         form: dict[str, Any] = {"required": wanted.required, "type": Path}
         if wanted.many or wanted.kind == "raw":
             form |= {"nargs": "+", "type": str, "default": [] if wanted.many else None}
         metavar = "NAME=DIR" if wanted.many else "PATH" if wanted.kind == "raw" else "DIR"
         about = wanted.help if wanted.required else f"{wanted.help} (optional)"
-        add_options(parser, [option(f"--{name}", metavar, about, **form)])
-    add_options(parser, [OUTPUT, OVERWRITE, *_process_options(stage)])
+        parser.add_argument(f"--{name}", metavar=metavar, help=about, **form)
+    chosen = {
+        "--out": True,
+        "--overwrite": True,
+        "--if-stale": True,
+        "--processes": stage.parallel != "no",
+        "--mpi": stage.spreads_over_mpi,
+        "--ds-config": stage.trains,
+        "--profile": stage.trains,
+        "--route": stage.name == "translate",
+    }
+    add_options(parser, ((name, given[name]) for name, has in chosen.items() if has))
     if stage.parallel == "ranks":
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
-
-
-def _process_options(stage: Stage) -> Iterator[Option]:
-    yield option("--if-stale", None, "with --overwrite, keep an artifact that is up to date")
-    if stage.parallel != "no":
-        yield option(
-            "--processes",
-            "N",
-            "processes on this machine (default: 1); ignored under a launcher",
-            type=whole_number(MAX_PROCESSES),
-        )
-    if stage.spreads_over_mpi:
-        yield option(
-            "--mpi",
-            None,
-            "spread the work over the ranks of mpirun -n N python -m mpi4py.futures -m "
-            f"{stage.module}, which share these directories (needs the extra mpi)",
-        )
-    if stage.trains:
-        yield DS_CONFIG
-        yield option(
-            "--profile",
-            "FIRST:LAST",
-            "profile these updates on rank 0: a trace and a table of operators in OUT.profile",
-            type=update_window,
-        )
-    if stage.name == "translate":
-        yield ROUTE

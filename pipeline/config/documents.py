@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from pipeline.errors import ArtifactError, ConfigError, UserError, hint
 
 MAX_TOML_BYTES = 2**20
-"""Largest recipe or plan; one of a hundred languages has a few KiB."""
+"""Largest recipe or plan; a recipe for a hundred languages has a few KiB."""
 MAX_TOML_DOTS = 32
 """Most dots within a line: the time and memory of tomllib (Python 3.11) grow with the square of the
 parts of a dotted key, and a key of 16 KiB takes 7 seconds."""
@@ -75,7 +75,7 @@ def toml_path(name: str, *, folder: str, what: str) -> Path:
     Args:
         name: the name or path.
         folder: the folder of this package, ``recipes``.
-        what: one of its files in words, ``recipe``.
+        what: a file of it in words, for example ``recipe``.
 
     Raises:
         ConfigError: no such file ships.

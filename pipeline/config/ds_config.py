@@ -85,7 +85,7 @@ updates without an overflow."""
 
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 MAX_BUCKET = 10**12
-"""Largest number of values in a bucket, whose memory ZeRO allocates."""
+"""Largest number of values in a bucket; ZeRO allocates their memory."""
 
 ACCUMULATION_TYPES = ("fp32", "bf16")
 """Types in which gradients are accumulated; by default the model's own dtype."""

@@ -1,9 +1,9 @@
 """Compose, load and check recipes: all settings of a model and its training.
 
 A recipe is a TOML file. With a ``parent`` it states only what differs. A name can be followed by
-overlays, ``bible24_moe+smoke``: each overlay is a recipe file without a parent whose settings are
-laid over what stands before it. Paths, numbers of processes and machines are not settings of a
-recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
+overlays, for example ``bible24_moe+smoke``: each overlay is a recipe file without a parent, and its
+settings replace the settings before it. Paths, numbers of processes and machines are not settings
+of a recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -161,7 +161,7 @@ class CoreRecipe(Settings):
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Return the named sections, and settings of others (``training.seed``), as plain JSON.
 
-        ``shards.max_tokens`` is resolved, so that a manifest records the length limit.
+        ``shards.max_tokens`` is resolved: a manifest records the length limit.
         """
         shards = self.shards.model_copy(update={"max_tokens": self.max_tokens})
         resolved = self.model_copy(update={"shards": shards})
@@ -178,7 +178,7 @@ else:
         __doc__=CoreRecipe.__doc__,
         **{name: (kind, kind()) for one in INSTALLED for name, kind in one.sections.items()},
     )
-    """The sections of the core and those of the installed extensions."""
+    """The sections of the core and of the installed extensions."""
 
 
 def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def _with_parents(
 
 
 def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``base`` with those of ``document`` laid over them."""
+    """Return the settings of ``base``, changed by the settings of ``document``."""
     return merge(_inherited(base, document), dict(document))
 
 

@@ -1,6 +1,7 @@
 """Compare settings that a manifest recorded with settings of today."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,22 +24,6 @@ save memory, how curves summarize validation, and whether a run ends that can on
 some micro-batches. Manifests leave out [logging] and [saving] altogether.
 """
 
-REMOVED: dict[str, tuple[Any, ...]] = {
-    "clean.drop_control_characters": (True,),
-    "clean.drop_copies": (True,),
-    "clean.drop_near_duplicates": (False,),
-    "clean.held_out_scope": ("all_pairs",),
-    "clean.language_min_characters": (40,),
-    "clean.near_duplicate_similarity": (0.8,),
-    "decoding.shortlist": ("",),
-    "evaluation.word_lines": (100_000,),
-    "shards.segmentation_nbest": (64,),
-    "tokenizer.language_token_scheme": ("underscores",),
-    "training.cpu_kernels": ("processor", "measured"),
-    "upcycling.kept_experts": ([],),
-}
-"""Settings of earlier versions, which manifests still note, → values with the result of today."""
-
 NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "auto")}
 """Settings → the default of earlier versions and of today: results of the first stay up to date."""
 
@@ -55,12 +40,12 @@ DECIDE_WHICH_WEIGHTS = (
 """Settings that change no update but decide which weights are kept, and how many.
 
 A run goes on when one of them changes; a finished model becomes another. ``training.best_by`` is
-not among them: with another value, the stored perplexity is that of other pairs.
+not among them: with another value, the stored perplexity covers other pairs.
 """
 
 
 def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Return those of the names that decide nothing together with these other settings.
+    """Return the names that decide nothing together with the other settings of ``config``.
 
     Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
     weights are kept. With ``training.average_last`` the weights are the mean of states saved.
@@ -100,7 +85,7 @@ def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | Non
 
 
 def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return nested settings without the named ones (``section``, ``section.setting``, …)."""
+    """Return nested settings without some names (``section``, ``section.setting``, …)."""
     kept = dict(tree)
     for name in names:
         first, _, below = name.partition(".")
@@ -115,24 +100,14 @@ def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[
     """Return the recorded sections of a recipe, completed by settings that are newer than them.
 
     A missing setting gets its default, because a new setting does by default what was done before.
-    The result is unchanged if a section cannot be read any more. Names that are not sections of a
-    recipe are skipped; for a setting (``training.seed``) the whole section is completed. Removed
-    settings do not count where they had the effect of today.
+    A section is unchanged if it cannot be read any more, for example because it has a removed
+    setting with an effect other than today's. Names that are not sections of a recipe are skipped;
+    for a setting (``training.seed``) the whole section is completed.
     """
-    noted = without_settings(noted, [name for name in REMOVED if _is_as_today(noted, name)])
     kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
-    try:
-        read = {
-            name: kinds[name].model_validate(noted.get(name, {}))
-            for name in {entry.partition(".")[0] for entry in sections}
-            if name in kinds
-        }
-    except ValidationError:
-        return noted
-    return {**noted, **{name: section.model_dump(mode="json") for name, section in read.items()}}
-
-
-def _is_as_today(noted: Mapping[str, Any], name: str) -> bool:
-    section, _, setting = name.partition(".")
-    table = noted.get(section)
-    return isinstance(table, Mapping) and table.get(setting) in REMOVED[name]
+    completed = dict(noted)
+    for name in {entry.partition(".")[0] for entry in sections} & kinds.keys():
+        with suppress(ValidationError):
+            section = kinds[name].model_validate(noted.get(name, {}))
+            completed[name] = section.model_dump(mode="json")
+    return completed

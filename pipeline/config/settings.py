@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 
 from pipeline.errors import hint
@@ -30,6 +31,22 @@ class Settings(BaseModel):
     """Frozen settings that refuse unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    removed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Settings of earlier versions → values with the result of today, which stored runs note."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_removed(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or cls.removed.keys().isdisjoint(values):
+            return values
+        for name, same in cls.removed.items():
+            if name in values and values[name] not in same:
+                raise ValueError(
+                    f"setting {name!r} is gone, and {shown(values[name])} had another result than "
+                    "today's. Leave it out"
+                )
+        return {name: value for name, value in values.items() if name not in cls.removed}
 
 
 # ---------------------------------------------------------------- ranges
@@ -111,7 +128,7 @@ def describe_validation(
     Args:
         error: what pydantic found.
         settings: the table that it found it in.
-        also: names that the file may have at its top beside those of ``settings``.
+        also: further names that the file may have at its top, for example ``parent``.
     """
     findings = error.errors(include_url=False)
     described = _with_choices_once(

@@ -39,7 +39,7 @@ class ModelShape(Protocol):
         """Number of decoder layers."""
 
 
-class Vocabulary(Protocol):
+class PieceIds(Protocol):
     """The tokenizer, as far as a variant may ask."""
 
     @property
@@ -64,7 +64,7 @@ class VariantSettings(Settings):
     def check_languages(self, languages: Sequence[str]) -> None:
         """Raise ValueError if the variant does not fit the tokenizer's languages."""
 
-    def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:  # noqa: ARG002 (one signature)
+    def marks(self, vocabulary: PieceIds) -> dict[str, Any]:  # noqa: ARG002 (one signature)
         """Return the fields of a model's spec that the variant takes from the tokenizer."""
         return {}
 
@@ -90,11 +90,11 @@ class LanguageModuleSettings(VariantSettings):
 
     @property
     def has_shared_route(self) -> bool:
-        """Whether the model has a route for all languages beside those of its languages."""
+        """Whether the model also has a route for all languages."""
         return False
 
     def languages_among(self, languages: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the languages that have modules, of those of a tokenizer."""
+        """Return the languages of a tokenizer that have modules."""
         return languages if self.languages is None else self.languages
 
     def check_languages(self, languages: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ class InstalledExtension:
 
 
 def one_of(kinds: Sequence[type[VariantSettings]]) -> Any:
-    """Return the type of a setting that is one of several tables, told apart by ``kind``."""
+    """Return the type of a setting with several forms of table, told apart by ``kind``."""
     if not kinds:
         return type(None)
     union: Any = reduce(or_, kinds)

@@ -1,6 +1,6 @@
 """Settings of decoding: the sections ``[decoding]`` and ``[text]`` of a recipe."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -10,6 +10,10 @@ from pipeline.config.settings import BatchTokens, Route, Seed, Settings, Tempera
 class DecodingConfig(Settings):
     """Decoding by beam search or sampling."""
 
+    removed: ClassVar = {
+        "shortlist": ("",),
+        "utility": ("chrf", "comet"),
+    }
     search: Literal["beam", "sampling"] = "beam"
     """Search algorithm."""
     beam_size: Annotated[int, whole(1, 1000)] = 5
@@ -20,12 +24,10 @@ class DecodingConfig(Settings):
     hypotheses to choose the translation from."""
     choose: Literal["score", "mbr", "rerank"] = "score"
     """Choice of the translation among n_best hypotheses: the first; by minimum Bayes risk the one
-    that agrees most with the others (``decoding/minimum_bayes_risk.py``); ``rerank``: the one that
-    a COMET model without references scores highest."""
-    utility: Literal["chrf", "comet"] = "chrf"
-    """Agreement of two hypotheses for choose = "mbr": chrF++, or the score of a COMET model."""
+    that agrees most with the others (``decoding/minimum_bayes_risk.py``), by chrF++ or ``comet``;
+    ``rerank``: the one that the COMET model ``comet``, without references, scores highest."""
     comet: str = ""
-    """Directory of the COMET model that choose = "rerank" or utility = "comet" asks, as
+    """Directory of the COMET model that choose = "rerank" needs and choose = "mbr" may have, as
     ``mmnmt evaluate --comet`` takes it. A model that changes belongs into another directory."""
     length_penalty: Annotated[float, number(least=-10, most=10)] = 1.0
     """Exponent of the length by which scores are divided: values above 0 favor long hypotheses."""
@@ -80,7 +82,7 @@ class DecodingConfig(Settings):
     @property
     def asks_comet(self) -> bool:
         """Whether a COMET model chooses the translation."""
-        return self.choose == "rerank" or self.utility == "comet"
+        return self.comet != ""
 
     @property
     def lists_hypotheses(self) -> bool:
@@ -114,12 +116,9 @@ class DecodingConfig(Settings):
                 f'choose is "{self.choose}", which compares n_best hypotheses, and n_best is 1. '
                 "Raise it, or leave choose out"
             )
-        if self.utility == "comet" and self.choose != "mbr":
-            raise ValueError('utility is for choose = "mbr" alone. Set both, or leave it out')
-        if self.asks_comet != bool(self.comet):
+        if (self.choose == "rerank" and not self.comet) or (self.choose == "score" and self.comet):
             raise ValueError(
-                'comet names the model of choose = "rerank" or utility = "comet". Set it together '
-                "with one of them, or leave both out"
+                'comet names the model of choose = "rerank" or "mbr". Set both, or leave both out'
             )
         return self
 

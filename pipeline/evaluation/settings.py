@@ -1,10 +1,10 @@
 """Settings of evaluation: the section ``[evaluation]`` of a recipe."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.settings import Seed, Settings, whole
+from pipeline.config.settings import Settings, whole
 
 ScoreName = Literal[
     "bleu",
@@ -20,6 +20,9 @@ LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")
 class EvaluationConfig(Settings):
     """Settings of the stage evaluate."""
 
+    removed: ClassVar = {"seed": (1,), "word_lines": (100_000,)}
+    seed: ClassVar[int] = 1
+    """Seed of langdetect and of the resamples."""
     scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)
     """Scores to compute, in the order of the reports."""
     bleu_tokenizer: Literal["per-language", "13a", "flores101", "flores200"] = "per-language"
@@ -42,8 +45,6 @@ class EvaluationConfig(Settings):
     aligned to them (LOBEF, Figures 3 and 4)."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
     """Resamples of the test lines, for confidence intervals and tests against the baseline."""
-    seed: Seed = 1
-    """Seed of langdetect and of the resamples."""
 
     @property
     def computed_scores(self) -> tuple[ScoreName, ...]:

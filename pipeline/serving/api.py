@@ -1,6 +1,6 @@
 """Answer requests with the API of LibreTranslate.
 
-A text is translated line by line, as ``mmnmt translate`` would, so that it keeps its lines. Every
+A text is translated line by line, as by ``mmnmt translate``, and keeps its lines. Every
 answer that is not a success is a JSON object with one sentence, ``{"error": …}``. A request takes
 one of the server's places from when its body has been read until it is answered, its client hangs
 up or its time is over.
@@ -50,13 +50,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """The largest load that a server takes."""
 
     characters: int
     """Most characters of a request's texts."""
     requests: int
-    """Most requests that wait or are translated; further ones are refused."""
+    """Most requests that wait or are translated; more are refused."""
     seconds: int
     """Longest time of a request, from its first byte to its answer."""
 
@@ -70,7 +70,7 @@ class Api:
         key: key that requests must have; None: they need none.
     """
 
-    def __init__(self, systems: Systems, *, limits: Limits, key: str | None = None) -> None:
+    def __init__(self, systems: Systems, *, limits: ServerLimits, key: str | None = None) -> None:
         self._systems, self._limits, self._key = systems, limits, key
         self._metrics = _Metrics(open_requests=lambda: self._open)
         self._open = 0
@@ -115,7 +115,7 @@ class Api:
         except ClientDisconnect:
             response = _error(499, "The client has hung up.")
         except Exception:
-            traceback.print_exc()  # a bug, for the server's log alone
+            traceback.print_exc()  # a bug, only for the server's log
             response = _error(500, "The server has failed. Its log says why.")
         self._metrics.count_answer(path, response.status_code, perf_counter() - start)
         return response
@@ -124,33 +124,31 @@ class Api:
         fields = await self._read(request)
         with self._place():
             texts = fields.texts(most_characters=self._limits.characters)
-            if fields.word("format") not in (None, "text"):
-                raise Refused(400, "Only the format 'text' is translated. Send plain text.")
             source, target = fields.required("source"), fields.required("target")
-            wanted, phrases = fields.number("alternatives"), fields.short_texts("phrases")
-            has_details = fields.flag("details")
             detected = await self._ranked(texts) if source == AUTO else []
             if source == AUTO and not detected:
                 raise Refused(400, "The language of 'q' cannot be detected. Name the source.")
             source = detected[0]["language"] if detected else source
-            system, direction = self._systems.choose(fields.word("system"), source, target)
-            if problem := system.translator.phrases_problem(phrases):
+            system, direction = self._systems.choose(fields.system, source, target)
+            if problem := system.translator.phrases_problem(fields.phrases):
                 raise Refused(400, f"'phrases' asks for a translation that {problem}. Change it.")
-            system = system.with_words if has_details else system
+            system = system.with_words if fields.details else system
             pieces = [_Text(text, system, direction) for text in texts]
             places = count()
             results = [
-                result for piece in pieces for result in piece.submit(self.worker, phrases, places)
+                result
+                for piece in pieces
+                for result in piece.submit(self.worker, fields.phrases, places)
             ]
             await self._finish(request, results)
             answer: dict[str, list[Any]] = {"translatedText": [one.variant(0) for one in pieces]}
             if detected:
                 answer["detectedLanguage"] = detected[:1] * len(texts)
-            if wanted:
-                answer["alternatives"] = [piece.alternatives(wanted) for piece in pieces]
-            if has_details:
+            if most := fields.alternatives:
+                answer["alternatives"] = [piece.alternatives(most) for piece in pieces]
+            if fields.details:
                 answer["details"] = [piece.details() for piece in pieces]
-            is_list = isinstance(fields.values["q"], list)
+            is_list = isinstance(fields.q, list)
             return JSONResponse(answer if is_list else {name: of[0] for name, of in answer.items()})
 
     async def _detect(self, request: Request) -> Response:
@@ -196,8 +194,8 @@ class Api:
     async def _read(self, request: Request) -> Fields:
         """Read the body of a request that may use the server."""
         fields = await read_fields(request, most_characters=self._limits.characters)
-        given = fields.word("api_key") or ""
-        if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+        given = fields.api_key.encode()
+        if self._key is not None and not hmac.compare_digest(given, self._key.encode()):
             raise Refused(403, "'api_key' is missing or wrong. Send the key of this server.")
         return fields
 

@@ -2,20 +2,27 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
+from pydantic import (
+    BaseModel,
+    Field,
+    StrictStr,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
 from starlette.requests import Request
 
 BYTES_PER_CHARACTER = 12
 """Most bytes of a character in a body: two escaped surrogates of JSON."""
 OTHER_BYTES = 4096
-"""Bytes of a body beside its text."""
+"""Bytes of a body in addition to its text."""
 MAX_FIELD = 200
 """Most characters of a field that is not text to translate."""
 MAX_TEXTS = 20
-"""Most texts of a field that lists them, beside ``q``."""
+"""Most texts of a field other than ``q`` that lists texts."""
 
 
 class Refused(Exception):
@@ -28,84 +35,38 @@ class Refused(Exception):
         self.status, self.headers = status, headers
 
 
-@dataclass(frozen=True)
-class Fields:
-    """Fields of a body, which the client may have misspelled or left out."""
+Short = Annotated[str, StringConstraints(max_length=MAX_FIELD)]
+Phrase = Annotated[str, StringConstraints(min_length=1, max_length=MAX_FIELD)]
 
-    values: Mapping[str, Any]
 
-    def word(self, name: str) -> str | None:
-        """Return a short text; None without it.
+class Fields(BaseModel):
+    """Fields of a body; unknown fields are ignored, since clients of LibreTranslate send more."""
 
-        Raises:
-            Refused: it is no text, or too long.
-        """
-        value = self.values.get(name)
-        if value is None or (isinstance(value, str) and len(value) <= MAX_FIELD):
-            return value
-        raise Refused(400, f"{name!r} is not a text of at most {MAX_FIELD} characters.")
+    q: StrictStr | Annotated[list[StrictStr], Field(min_length=1)]
+    source: Short = ""
+    target: Short = ""
+    format: Literal["text"] = "text"
+    alternatives: Annotated[int, Field(ge=0, lt=10**9)] = 0
+    details: bool = False
+    phrases: Annotated[tuple[Phrase, ...], Field(max_length=MAX_TEXTS)] = ()
+    api_key: Short = ""
+    system: Short | None = None
 
-    def required(self, name: str) -> str:
-        """Return a short text that must be there.
+    @field_validator("phrases", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
-        Raises:
-            Refused: it is missing, empty, no text or too long.
-        """
-        if value := self.word(name):
-            return value
-        raise Refused(400, f"{name!r} is missing. Send it as text.")
-
-    def number(self, name: str) -> int:
-        """Return a whole number; 0 without it.
-
-        Raises:
-            Refused: it is no whole number from 0 on.
-        """
-        value = str(self.values.get(name, 0))
-        if value.isascii() and value.isdecimal() and len(value) < 10:
-            return int(value)
-        raise Refused(400, f"{name!r} is not a whole number from 0 on.")
-
-    def flag(self, name: str) -> bool:
-        """Return true or false; false without it.
-
-        Raises:
-            Refused: it is neither.
-        """
-        match self.values.get(name, False):
-            case True | "true":
-                return True
-            case False | "false":
-                return False
-        raise Refused(400, f"{name!r} is neither true nor false.")
-
-    def short_texts(self, name: str) -> tuple[str, ...]:
-        """Return a short text or a list of up to ``MAX_TEXTS`` ones; none without it.
-
-        Raises:
-            Refused: it is neither.
-        """
-        value = self.values.get(name, [])
-        found = value if isinstance(value, list) else [value]
-        if len(found) <= MAX_TEXTS and all(
-            isinstance(one, str) and 0 < len(one) <= MAX_FIELD for one in found
-        ):
-            return tuple(found)
-        raise Refused(
-            400,
-            f"{name!r} is not a list of at most {MAX_TEXTS} texts of 1 to {MAX_FIELD} characters.",
-        )
+    def required(self, name: Literal["source", "target"]) -> str:
+        """Return a language that must be there; raise Refused without it."""
+        value: str = getattr(self, name)
+        if not value:
+            raise Refused(400, f"{name!r} is missing. Send it as text.")
+        return value
 
     def texts(self, *, most_characters: int) -> list[str]:
-        """Return the texts of ``q``, which is one text or a list.
-
-        Raises:
-            Refused: it is missing, neither, or longer than ``most_characters`` in all.
-        """
-        value = self.values.get("q")
-        texts: list[Any] = value if isinstance(value, list) else [value]
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise Refused(400, "'q' is missing. Send a text, or a list of texts in JSON.")
+        """Return the texts of ``q``; raise Refused if they are longer in all."""
+        texts = [self.q] if isinstance(self.q, str) else self.q
         if sum(map(len, texts)) > most_characters:
             raise Refused(413, f"'q' has more than {most_characters:,} characters. Send less.")
         return texts
@@ -115,7 +76,7 @@ async def read_fields(request: Request, *, most_characters: int) -> Fields:
     """Read the fields of a request's body.
 
     Raises:
-        Refused: the body is too large, of another type, or damaged.
+        Refused: the body is too large, of another type or damaged, or a field cannot be used.
     """
     body = await _read_body(request, most_characters * BYTES_PER_CHARACTER + OTHER_BYTES)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -137,7 +98,12 @@ async def read_fields(request: Request, *, most_characters: int) -> Fields:
         raise Refused(400, "The body is not valid JSON. Send a JSON object.") from error
     if not isinstance(values, dict):
         raise Refused(400, "The body is not a JSON object. Send an object.")
-    return Fields(values)
+    try:
+        return Fields.model_validate({name: of for name, of in values.items() if of is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        problem = f"{first['loc'][0]!r} cannot be used ({first['msg']})"
+        raise Refused(400, f"{problem}. Send another value.") from error
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:

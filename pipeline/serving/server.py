@@ -14,18 +14,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeline.distributed.signals import handled_by
 from pipeline.errors import ConfigError
-from pipeline.serving.api import Api, Limits
+from pipeline.serving.api import Api, ServerLimits
 from pipeline.serving.systems import System, Systems
 from pipeline.terminal import listed
 
 IDLE_SECONDS = 5
 """Longest time from a connection's begin, or its last answer, to the head of the next request."""
 SLOW_CONNECTIONS = 128
-"""Connections that may wait for their clients, beside those whose requests have a place."""
+"""Connections that may wait for their clients, without connections whose request has a place."""
 
 
 class _Protocol(H11Protocol):
-    """HTTP whose connections cannot wait for their clients at the cost of others.
+    """HTTP with connections that cannot wait for their clients at the cost of others.
 
     A connection is closed if the head of a request takes too long; uvicorn's own clock starts after
     the first answer, and any byte stops it. If there are too many connections, the one that has
@@ -61,7 +61,7 @@ class _Protocol(H11Protocol):
         self._close()
 
     def _make_room(self) -> None:
-        """If there are too many connections, close the one that has waited longest."""
+        """If there are too many connections, close the connection that has waited longest."""
         most = self.config.limit_concurrency
         if most is None or len(self.connections) <= most:
             return
@@ -125,7 +125,7 @@ def serve(
     listener: socket.socket,
     systems: Sequence[System],
     *,
-    limits: Limits,
+    limits: ServerLimits,
     key: str | None,
     say: Callable[[str], None],
 ) -> None:

@@ -72,7 +72,7 @@ class System:
 
     @cached_property
     def with_words(self) -> Self:
-        """The same system, whose translations have word scores and alignments: one more pass."""
+        """The same system with word scores and alignments, which need one more pass."""
         return replace(self, translator=self.translator.with_words())
 
     def direction(self, source: str, target: str) -> Direction:

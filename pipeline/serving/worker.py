@@ -2,8 +2,8 @@
 
 Lines join the running search every few steps, as many as fit, and each is answered as soon as it is
 found; cancelled lines leave the search. Where lines cannot join
-(:class:`~pipeline.decoding.translator.Stream`), the next batch has the first line and those of
-similar length. Requests take turns: the lines of a long one do not keep those of others waiting.
+(:class:`~pipeline.decoding.translator.Stream`), the next batch has the first line and lines of
+similar length. Requests take turns: the lines of a long request do not delay other requests.
 
 One thread serves all systems: their kernels already use all cores, and they set the number of
 threads of the process. While the first line waits for another system, or has phrases and the
@@ -30,7 +30,7 @@ translated to the end one after the other let their clients ask again earlier.""
 
 
 @dataclass(eq=False)
-class _Line:
+class _WaitingLine:
     """A line that waits, or is being translated."""
 
     system: System
@@ -48,7 +48,7 @@ class _Line:
         else:
             self.result.set_result(found)
 
-    def is_like(self, other: "_Line") -> bool:
+    def is_like(self, other: "_WaitingLine") -> bool:
         """Return whether the line can be translated together with another."""
         has_phrases, others = bool(self.job.required), bool(other.job.required)
         return self.system is other.system and has_phrases == others
@@ -64,7 +64,7 @@ class Worker:
     def __init__(self, on_batch: Callable[[System, int], None]) -> None:
         self._on_batch = on_batch
         self._numbers = count()
-        self._waiting: list[tuple[int, int, _Line]] = []
+        self._waiting: list[tuple[int, int, _WaitingLine]] = []
         """A heap of lines by turn, then by number."""
         self._turn = 0
         """Largest turn of a line that was translated."""
@@ -93,7 +93,7 @@ class Worker:
         """
         with self._changed:
             number = next(self._numbers)
-            line = _Line(system, Job(direction, number, text, required=phrases))
+            line = _WaitingLine(system, Job(direction, number, text, required=phrases))
             heappush(self._waiting, (self._turn + 1 + place // TURN_LINES, number, line))
             self._changed.notify()
         return line.result
@@ -116,7 +116,7 @@ class Worker:
         while first := self._first():
             self._serve(first)
 
-    def _first(self) -> _Line | None:
+    def _first(self) -> _WaitingLine | None:
         """Wait for a line; return the first one, None at the end."""
         with self._changed:
             while True:
@@ -126,10 +126,10 @@ class Worker:
                     return self._waiting[0][-1] if self._waiting else None
                 self._changed.wait()
 
-    def _serve(self, first: _Line) -> None:
+    def _serve(self, first: _WaitingLine) -> None:
         """Translate the first line and those like it that join, until none is left."""
         stream = Stream(first.system.translator)
-        running: dict[int, _Line] = {}
+        running: dict[int, _WaitingLine] = {}
         while True:
             try:
                 dropped = {number for number, line in running.items() if line.result.cancelled()}
@@ -147,7 +147,7 @@ class Worker:
                     self._translate_alone(line)
                 return
 
-    def _join(self, stream: Stream, first: _Line) -> list[_Line]:
+    def _join(self, stream: Stream, first: _WaitingLine) -> list[_WaitingLine]:
         """Let waiting lines join; if they are refused together, translate each alone."""
         lines = self._take(stream, first)
         if not lines:
@@ -161,10 +161,10 @@ class Worker:
         self._on_batch(first.system, len(lines))
         return lines
 
-    def _take(self, stream: Stream, first: _Line) -> list[_Line]:
+    def _take(self, stream: Stream, first: _WaitingLine) -> list[_WaitingLine]:
         """Remove from the waiting lines those that may join now, and return them."""
         with self._changed:
-            waiting: list[tuple[int, int, _Line]] = []
+            waiting: list[tuple[int, int, _WaitingLine]] = []
             while self._waiting and len(waiting) < BATCH_LINES:
                 if not self._waiting[0][-1].is_like(first):
                     break
@@ -180,15 +180,15 @@ class Worker:
             self._turn = max([self._turn, *(waiting[index][0] for index in chosen)])
         return [waiting[index][-1] for index in chosen]
 
-    def _length(self, line: _Line) -> int:
+    def _length(self, line: _WaitingLine) -> int:
         if line.length is None:
             try:
                 (line.length,) = line.system.translator.lengths([line.job])
-            except Exception:  # alone, the line fails when it is translated
+            except Exception:  # the line fails when it is translated by itself
                 line.length = 0
         return line.length
 
-    def _translate_alone(self, line: _Line) -> None:
+    def _translate_alone(self, line: _WaitingLine) -> None:
         if line.result.cancelled():
             return
         try:

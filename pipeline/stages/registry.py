@@ -36,7 +36,7 @@ _CORE = (
         module="data_prep.import_tests",
         makes="corpus",
         help="import test sets (FLORES-200, NTREX-128, pairs of files) as a corpus",
-        sections=("tests",),
+        sections=("tests", "corpus.pivot"),
         inputs={"raw": Input("raw", "folder with one file per language, or pairs of files")},
         needs_recipe=False,
     ),
@@ -66,7 +66,7 @@ _CORE = (
         module="data_prep.clean",
         makes="corpus",
         help="drop bad, repeated and held-out training lines",
-        sections=("clean",),
+        sections=("clean", "corpus.pivot"),
         inputs={
             "corpus": Input("corpus", "imported corpus"),
             "tests": Input(
@@ -118,7 +118,7 @@ _CORE = (
         module="data_prep.group_languages",
         makes="groups",
         help="group languages by family, by family and embeddings, or by the paper's table",
-        sections=("groups", "languages"),
+        sections=("groups", "languages", "corpus.pivot"),
         inputs={
             "shards": Input("shards", "for the corpus sizes"),
             "checkpoint": Input(

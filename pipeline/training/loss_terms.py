@@ -12,6 +12,9 @@ from pipeline.model.moe.routing import RoutingRecord, z_loss
 from pipeline.model.transformer import Output
 from pipeline.training.settings import LossConfig
 
+GATE_BUDGET = 0.3
+"""Target of the mean gate of gated projections (CLSR; Zhang et al., 2021)."""
+
 
 @dataclass(frozen=True)
 class LossTerms:
@@ -56,7 +59,7 @@ def loss_terms(
             router_z = added([z_loss(one.logits_NE, one.shares) for one in output.routing])
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     if output.gates:
-        per_token = per_token + config.gate_weight * _gate_loss(output, config)
+        per_token = per_token + _gate_loss(output)
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,
         cross_entropy=cross_entropy,
@@ -65,11 +68,11 @@ def loss_terms(
     )
 
 
-def _gate_loss(output: Output, config: LossConfig) -> Tensor:
+def _gate_loss(output: Output) -> Tensor:
     """Return how far the mean gate of a micro-batch is from the budget."""
     shares = [one for one in output.gate_shares if one is not None]
     if not shares:
-        return (torch.cat(output.gates).mean() - config.gate_budget).abs()
+        return (torch.cat(output.gates).mean() - GATE_BUDGET).abs()
     parts = [gate_N.split(one.rows) for gate_N, one in zip(output.gates, shares, strict=True)]
     mean_M = torch.stack([torch.cat(gates).mean() for gates in zip(*parts, strict=True)])
-    return shares[0].weight_M @ (mean_M - config.gate_budget).abs()
+    return shares[0].weight_M @ (mean_M - GATE_BUDGET).abs()

@@ -34,7 +34,7 @@ def translation_loss(
 def fuse_distillation_loss(
     model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float
 ) -> LossTerms:
-    """Return (CE + CE_shared) / 2 + weight · divergence (Xu et al., 2023, §3.1 and §4).
+    """Return (CE + CE_shared) / 2 + divergence (Xu et al., 2023, §3.1 and §4).
 
     It passes the batch twice, through the languages' modules and through the shared one. The
     routing statistics are those of the first pass.
@@ -47,7 +47,7 @@ def fuse_distillation_loss(
     )
     both = (of_specific.objective + of_shared.objective) / 2
     return LossTerms(
-        objective=both + config.distillation_weight * apart,
+        objective=both + apart,
         cross_entropy=of_specific.cross_entropy,
         balance=(of_specific.balance + of_shared.balance) / 2,
         routing=of_specific.routing,

@@ -1,6 +1,6 @@
 """Settings of training: optimizer, loss, updates, logging and saving."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -52,6 +52,11 @@ class OptimizerConfig(Settings):
 class LossConfig(Settings):
     """Token-mean cross entropy plus the load-balance term."""
 
+    removed: ClassVar = {
+        "distillation_weight": (1.0,),
+        "gate_budget": (0.3,),
+        "gate_weight": (1.0,),
+    }
     objective: Literal["cross_entropy", "fuse_distillation"] = "cross_entropy"
     """The training loss (``training/losses.py``). ``fuse_distillation`` trains both routes of a
     model with language modules and a shared module, and penalizes their divergence."""
@@ -65,12 +70,6 @@ class LossConfig(Settings):
     """Divergence of fuse distillation. ``symmetric``: half of each direction, and both routes learn
     from it; ``to_shared``: the divergence of the language-specific route from the shared route, and
     the shared route alone learns from it."""
-    distillation_weight: LossWeight = 1.0
-    """Weight of the divergence in fuse distillation."""
-    gate_budget: Annotated[float, number(least=0, most=1)] = 0.3
-    """Target of the mean gate of gated projections (model.language_modules, kind clsr)."""
-    gate_weight: LossWeight = 1.0
-    """Weight of the distance between the mean gate and ``gate_budget``."""
 
 
 def passes_of(objective: object) -> int:
@@ -81,6 +80,7 @@ def passes_of(objective: object) -> int:
 class TrainingConfig(Settings):
     """Training by the stages pretrain and finetune."""
 
+    removed: ClassVar = {"cpu_kernels": ("processor", "measured")}
     updates: Updates = 100_000
     """Number of updates."""
     updates_of: Literal["tokens", "bytes"] = "tokens"

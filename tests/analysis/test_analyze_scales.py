@@ -51,8 +51,7 @@ def choices_by_hand(translator: Translator, direction: Direction, lines: list[st
         x_TD = layer.self_attention_norm(x_TD)
         for part in PARTS:
             state_TD = getattr(attention, part)(x_TD)
-            number = PARTS.index(part) if front.config.separate_routers else 0
-            weight = front.router.weight[number]
+            weight = front.router.weight[0]
             for t in range(len(ids)):
                 for head, x_K in enumerate(state_TD[t].chunk(heads)):
                     lid = [lid_D.chunk(heads)[head]] if front.config.language_vector else []
@@ -67,7 +66,7 @@ def choices_by_hand(translator: Translator, direction: Direction, lines: list[st
     [
         {},
         {"language_vector": False, "top_k": 1, "single_weight": "logit"},
-        {"separate_routers": True, "top_k": 3},
+        {"top_k": 3},
     ],
 )
 def test_choices_are_those_of_a_loop_and_leave_the_model_as_it_was(

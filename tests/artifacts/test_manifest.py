@@ -197,8 +197,8 @@ def test_settings_that_there_were_not_yet_are_at_their_defaults() -> None:
 
 @pytest.mark.parametrize("section", [{"up_dates": 10}, {"updates": "ten"}, ["updates"], None])
 def test_settings_that_cannot_be_read_any_more_stay_as_noted(section: object) -> None:
-    noted = {"training": section}
-    assert with_defaults(noted, sections=("mixture", "training")) == noted
+    found = with_defaults({"training": section}, sections=("mixture", "training"))
+    assert found["training"] == section
 
 
 STORED_RUN = Path(__file__).resolve().parents[1] / "whole" / "stored_run.tar.gz"

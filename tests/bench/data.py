@@ -240,7 +240,7 @@ def recipe_of(**settings: object) -> Recipe:
             "name": "bench",
             "tokenizer": tokenizer,
             "corpus": {"swapped_sides": "accept"},
-            "clean": {"max_length_ratio": 1000.0, "drop_swapped": False},
+            "clean": {"max_length_ratio": 1000.0},
         }
     )
 

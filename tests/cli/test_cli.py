@@ -192,10 +192,11 @@ def test_help_lists_every_command_and_version_is_the_packages(
         with pytest.raises(SystemExit) as ended:
             cli.main([option])
         assert ended.value.code == 0
-    said = capsys.readouterr().out
+    assert cli.main([]) == 0
+    said, _, bare = capsys.readouterr().out.partition("mmnmt 0.")
+    assert said.strip() == bare.partition("\n")[2].strip()
     assert all(f"    {name}" in said for name in [*commands_of_stages(), *OTHER_VERBS])
     assert "translate_text" not in said
-    assert said.split("\n")[-2].startswith("mmnmt 0.")
 
 
 def test_commands_of_a_clone_that_is_not_installed_run(
@@ -773,21 +774,13 @@ def test_processes_that_a_launcher_leaves_unused_are_said_once_where_they_differ
     bench.read()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    assert bench.train(out="unasked") == 0
+    assert capsys.readouterr().err == ""
     bench.train("--processes", "2")
     error = capsys.readouterr().err
     assert error.count("--processes 2 is not used") == bool(said)
     assert said in error
     assert len(error.splitlines()) == bool(said)
-
-
-def test_nothing_is_said_of_processes_that_were_not_asked_for(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench.read()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert bench.train() == 0
-    assert capsys.readouterr().err == ""
 
 
 LAUNCHED = [
@@ -857,7 +850,7 @@ def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
     assert code == 0
     assert "corpus: running import_corpus" in said
     (line,) = error.splitlines()
-    assert line.startswith("mmnmt run: a launcher started 2 ranks, and rank 0 alone runs the ")
+    assert line.startswith("mmnmt run: a launcher started 2 ranks, and only rank 0 runs the ")
     assert open_artifact(out_dir / "corpus", kind="corpus").manifest.stage == "import_corpus"
 
 
@@ -1042,15 +1035,6 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     assert "Pass --groups N" in capsys.readouterr().err
     assert cli.main([*arguments, "--groups", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"]["groups"] == 4
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "two"])
-def test_a_number_of_processes_that_is_none_is_named(
-    number: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["estimate", "demo_moe", "--processes", number])
-    assert f"'{number}' is not a whole number from 1 to " in capsys.readouterr().err
 
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
@@ -1262,23 +1246,9 @@ def test_an_average_is_of_checkpoints_or_of_a_runs_last_states(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--experts", "2", "--keep-mass", "0.5"],
-        ["--experts", "0"],
-        ["--keep-mass", "most"],
-    ],
-)
-def test_pruning_takes_either_a_number_of_experts_or_a_share(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_pruning_takes_either_a_number_of_experts_or_a_share(tmp_path: Path) -> None:
     given = ["checkpoint", "prune", "a", "--languages", "de", "--out", str(tmp_path / "b")]
-    try:
-        code: object = cli.main([*given, *arguments])
-    except SystemExit as ended:
-        code = ended.code
-    assert code == EXIT_USER_ERROR
+    assert cli.main([*given, "--experts", "2", "--keep-mass", "0.5"]) == EXIT_USER_ERROR
 
 
 # ---------------------------------------------------------------- ds_configs
@@ -1295,23 +1265,6 @@ def test_a_ds_config_that_ships_shards_the_optimizer_and_sets_nothing_of_the_rec
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"gradient_clipping": 1.0}', "sets 'gradient_clipping', which the recipe owns"),
-        ("[]", "holds no JSON object"),
-        ("{", "not valid JSON"),
-    ],
-)
-def test_a_ds_config_that_cannot_be_used_is_refused(
-    tmp_path: Path, text: str, message: str
-) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        load_ds_config(str(path))
-
-
-@pytest.mark.parametrize(
     ("arguments", "option", "value"),
     [
         (["checkpoint", "prune", "x", "--keep-mass", "nan"], "--keep-mass", "nan"),
@@ -1323,6 +1276,7 @@ def test_a_ds_config_that_cannot_be_used_is_refused(
         (["checkpoint", "average", "--run", "x", "--last", "0"], "--last", "0"),
         (["checkpoint", "average", "--run", "x", "--last", "1e3"], "--last", "1e3"),
         (["describe", "--recipe", "smoke", "--vocabulary", "-5"], "--vocabulary", "-5"),
+        (["estimate", "demo_moe", "--processes", "two"], "--processes", "two"),
         (["describe", "--recipe", "smoke", "--groups", "²"], "--groups", "²"),
         (["run", "demo", "--processes", "9" * 5000], "--processes", "9" * 39 + "…"),
         (["pretrain", "--processes", "2000"], "--processes", "2000"),

@@ -260,7 +260,10 @@ def test_only_pairs_of_the_languages_asked_for_are_read(raw: Path, out: Path) ->
         imported(out.with_name("again"), raw, CorpusConfig(languages=("en", "de", "el")))
 
 
-def test_the_summary_says_what_was_read_kept_and_left_out_by_side(raw: Path, out: Path) -> None:
+def test_the_summary_says_what_was_read_kept_and_left_out_by_side(
+    raw: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CorpusConfig, "max_line_bytes", 40)
     text: dict[str, str | bytes] = {
         "de-en/train.de": b"\xef\xbb\xbfeins\r\n\xff\nd\x0brei\n" + b"v" * 41 + b"\n\nsechs\n",
         "de-en/train.en": b"one\ntwo\nthree\nf\0ur\nfive\nsix\n",
@@ -270,7 +273,7 @@ def test_the_summary_says_what_was_read_kept_and_left_out_by_side(raw: Path, out
         "en-fr/test.fr": "b\n",
         "ids/x": "",
     }
-    corpus = imported(out, write(raw, text), CorpusConfig(max_line_bytes=40, max_train_lines=3))
+    corpus = imported(out, write(raw, text), CorpusConfig(max_train_lines=3))
     assert corpus.manifest.summary == (
         "read 8 lines of 2 pairs, kept 5 (train 3, valid 1, test 1)",
         "left out: 2 lines and their counterparts into quarantine.jsonl (too_long in de 1, "

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
+from data_prep import import_tests
 from data_prep.import_tests import describe_file
-from data_prep.settings import OutsideTestsConfig
+from data_prep.settings import CorpusConfig, OutsideTestsConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions, line_counts, read_lines
@@ -23,7 +24,8 @@ BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
 def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
-    recipe = Recipe(name="test", tests=OutsideTestsConfig.model_validate(settings))
+    corpus = CorpusConfig.model_validate({"pivot": settings.pop("pivot", "en")})
+    recipe = Recipe(name="test", corpus=corpus, tests=OutsideTestsConfig.model_validate(settings))
     artifact = run_import("import_tests", out_dir, raw, recipe)
     artifact.check()
     return artifact
@@ -268,9 +270,12 @@ def test_a_line_that_is_no_text_in_one_language_is_left_out_of_all(raw: Path, ou
     )
 
 
-def test_a_line_beyond_the_limit_is_left_out(raw: Path, out: Path) -> None:
+def test_a_line_beyond_the_limit_is_left_out(
+    raw: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_tests, "MAX_LINE_BYTES", 100)
     write(raw, {"eng.devtest": "a\n" + "b" * 200 + "\n", "deu.devtest": "a\nb\n"})
-    corpus = imported(out, raw, max_line_bytes=100)
+    corpus = imported(out, raw)
     assert read_lines(corpus, "test", "de-en", "de") == ["a"]
 
 

@@ -57,9 +57,9 @@ def test_both_sides_of_a_bad_pair_are_listed_and_the_pair_counted_once(tmp_path:
     assert (counts.kept, counts.quarantined) == (1, 1)
 
 
-def test_files_of_long_lines_are_refused_with_the_setting(tmp_path: Path) -> None:
+def test_files_of_long_lines_are_refused(tmp_path: Path) -> None:
     lines = b"a long line\n" * 20
-    with pytest.raises(DataError, match=r"20 of 20 lines .*too_long.*corpus\.max_line_bytes, or"):
+    with pytest.raises(DataError, match=r"20 of 20 lines .*too_long.*Split them"):
         read(tmp_path, (lines, lines), max_line_bytes=5)
 
 

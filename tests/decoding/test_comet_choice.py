@@ -63,7 +63,6 @@ def test_a_model_that_needs_references_cannot_rerank(tmp_path: Path) -> None:
         ({"choose": "rerank", "comet": "model"}, r"compares n_best hypotheses, and n_best is 1"),
         ({"choose": "rerank", "n_best": 2}, "comet names the model of"),
         ({"comet": "model"}, "comet names the model of"),
-        ({"utility": "comet", "comet": "model"}, r'utility is for choose = "mbr" alone'),
     ],
 )
 def test_settings_that_do_not_belong_together_are_refused(
@@ -79,8 +78,7 @@ def test_a_translator_asks_the_model_about_its_list(tmp_path: Path, choose: Any,
     checkpoint = open_artifact(make_checkpoint(tmp_path / "dense", model), kind="checkpoint")
     jobs = [Job(Direction("de", "en"), line, "ab" * line) for line in range(1, 4)]
     listing = DecodingConfig(beam_size=6, n_best=6, max_length_ratio=0.5, max_extra_length=6)
-    utility = "comet" if choose == "mbr" else "chrf"
-    told = {"choose": choose, "utility": utility, "comet": model_of(tmp_path, near=near)}
+    told = {"choose": choose, "comet": model_of(tmp_path, near=near)}
     translated = Translator(checkpoint, listing.model_copy(update=told)).translate(jobs)
     moved = 0
     for job, listed, found in zip(

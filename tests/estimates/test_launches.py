@@ -208,7 +208,7 @@ FRONTS: dict[str, dict[str, Any]] = {
     "ada-msha": {"kind": "ada_msha"},
     "ada-msha +lid": {"kind": "ada_msha", "language_vector": True},
     "ada-msha +lid, one scale more": {
-        **{"kind": "ada_msha", "language_vector": True, "max_scale": 6, "separate_routers": True}
+        **{"kind": "ada_msha", "language_vector": True, "max_scale": 6}
     },
     "ncf": {"kind": "ncf"},
     "wsf": {"kind": "wsf", "layers": 2},

@@ -277,11 +277,11 @@ def test_modules_of_languages_count_as_one_token_meets_them(
 
 
 def test_a_convolution_of_n_grams_runs_once_for_n_tokens() -> None:
-    front = {"kind": "ncf", "layers_before": 1, "orders": [1, 2, 4]}
+    front = {"kind": "ncf", "layers_before": 1}
     plain = count_multiplied(tiny_spec())
     found = count_multiplied(tiny_spec(model={"front": front}))
-    biases, mixture = 16 / 2 + 16 / 4, 3
-    assert found.source - plain.source == pytest.approx(16 * 16 + 16 * 16 + biases + mixture)
+    biases, mixture = 16 / 2 + 16 / 3 + 16 / 4, 4
+    assert found.source - plain.source == pytest.approx(3 * 16 * 16 + biases + mixture)
 
 
 def test_logits_of_some_ids_multiply_their_rows_of_a_tied_table_alone() -> None:

@@ -22,7 +22,7 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Stream, Translator
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import sparing_loops
-from pipeline.serving.api import Api, Limits
+from pipeline.serving.api import Api, ServerLimits
 from pipeline.serving.systems import System, Systems
 from pipeline.serving.worker import STEPS, Worker
 
@@ -281,7 +281,7 @@ def request_to_translate(text: str) -> Message:
 
 
 def test_a_client_that_hangs_up_leaves_nothing_in_the_log(system: System) -> None:
-    api = Api(Systems([system]), limits=Limits(9000, 9, 60))
+    api = Api(Systems([system]), limits=ServerLimits(9000, 9, 60))
     noise: list[str] = []
 
     async def hang_up() -> int:
@@ -301,7 +301,7 @@ def test_a_client_that_hangs_up_leaves_nothing_in_the_log(system: System) -> Non
 
 
 def test_a_server_whose_thread_has_ended_is_not_healthy(system: System) -> None:
-    api = Api(Systems([system]), limits=Limits(9, 9, 60))
+    api = Api(Systems([system]), limits=ServerLimits(9, 9, 60))
     assert asyncio.run(ask(api, "/health"))[0] == 200
     api.worker.close()
     assert asyncio.run(ask(api, "/health"))[0] == 503
@@ -318,7 +318,7 @@ def test_a_request_whose_time_ends_during_its_translation_leaves_the_search(
         return step(search)
 
     monkeypatch.setattr(Search, "step", wait)
-    api = Api(Systems([system]), limits=Limits(9000, 9, 1))
+    api = Api(Systems([system]), limits=ServerLimits(9000, 9, 1))
     text = "Ja " * 12
     status, body = asyncio.run(ask(api, "/translate", request_to_translate(f"{text}\n" * 9)))
     assert status == 504
@@ -336,7 +336,7 @@ def test_an_exception_during_a_translation_is_one_sentence_and_a_traceback_of_th
     def fail(*_: object) -> None:
         raise RuntimeError("a secret of the server")
 
-    api = Api(Systems([system]), limits=Limits(9000, 9, 60))
+    api = Api(Systems([system]), limits=ServerLimits(9000, 9, 60))
     with monkeypatch.context() as patched:
         patched.setattr(Search, "step", fail)
         status, body = asyncio.run(ask(api, "/translate", request_to_translate("Haus\nJa")))

@@ -73,7 +73,7 @@ RECIPE = Recipe.model_validate(
         "name": "test",
         "tokenizer": {"kind": "bytes"},
         "groups": {"method": "typology"},
-        "clean": {"drop_duplicates": False, "drop_held_out_overlap": False},
+        "clean": {"drop_held_out_overlap": False},
         "model": {**SIZES.model_dump(), "moe": MOE.model_dump()},
         "batches": {"tokens": 100, "micro_batches": 2, "window_steps": 2},
         "evaluation": {"language_accuracy": False, "bleu_tokenizer": "13a"},

@@ -20,7 +20,6 @@ from pipeline.extensions.tasks.questions import (
     Question,
     Window,
     best_span,
-    check_windows,
     cut_passage,
     exact_match,
     normalized,
@@ -34,7 +33,8 @@ from pipeline.extensions.tasks.xlmr import Located, Pieces
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "qa"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not there")
-CONFIG = TasksConfig(max_tokens=128, stride=32, max_question_tokens=24)
+CONFIG = TasksConfig(max_tokens=128)
+SHARED = 128 // 3
 CONTEXT = "The house of Anna in Bonn is big."
 
 
@@ -64,7 +64,7 @@ def test_every_answer_of_the_sample_is_mapped_to_tokens_and_back_to_its_characte
     assert len(questions) == 12 * 1190 + 4
     contexts = sorted({one.context for one in questions})
     pieces = Pieces(pieces_model(contexts, vocabulary=6000, kind="char"), origin=Path())
-    config = TasksConfig(max_tokens=640, stride=220, max_question_tokens=24)
+    config = TasksConfig(max_tokens=672)
     answered = set()
     for number, window in windows_of(questions, pieces, config):
         first, last = window.labelled.labels
@@ -84,14 +84,16 @@ def test_an_answers_tokens_are_the_fewest_that_cover_it() -> None:
     assert token_span(located, Answer("x", 40)) is None
 
 
-def test_windows_overlap_by_the_stride_and_cover_every_token_in_order() -> None:
+def test_windows_overlap_by_a_third_and_cover_every_token_in_order() -> None:
     size = 500
     located = Located(np.arange(size) + 1000, np.arange(size), np.arange(size) + 1)
     answer = Answer("xxxxx", 130)
     windows = cut_passage(np.array([7, 8]), located, answer, CONFIG)
     room = 128 - 2 - 4
     assert [len(one.labelled.ids) for one in windows[:-1]] == [128] * (len(windows) - 1)
-    assert [int(one.begin[0]) for one in windows] == [n * (room - 32) for n in range(len(windows))]
+    assert [int(one.begin[0]) for one in windows] == [
+        n * (room - SHARED) for n in range(len(windows))
+    ]
     assert windows[-1].end[-1] == size
     for one in windows:
         assert one.labelled.ids[:5].tolist() == [0, 7, 8, 2, 2]
@@ -111,10 +113,10 @@ def test_a_context_that_just_fits_has_one_window_and_one_token_more_two() -> Non
         assert len(cut_passage(np.array([7, 8]), located, None, CONFIG)) == count
 
 
-def test_a_stride_that_leaves_no_step_is_refused_and_one_less_is_not() -> None:
-    check_windows(TasksConfig(max_tokens=100, max_question_tokens=16, stride=79))
-    with pytest.raises(ConfigError, match="leaves no step"):
-        check_windows(TasksConfig(max_tokens=100, max_question_tokens=16, stride=80))
+def test_a_long_question_is_cut_to_a_sixth_of_a_window() -> None:
+    located = Located(np.arange(5), np.arange(5), np.arange(5) + 1)
+    (window,) = cut_passage(np.arange(100), located, None, CONFIG)
+    assert window.first == 128 // 6 + 3
 
 
 def test_the_likeliest_span_is_that_of_a_search_through_all() -> None:

@@ -20,9 +20,9 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError, Interrupted, UserError
 from pipeline.extensions.tasks import evaluate_task, finetune_task
-from pipeline.extensions.tasks.labeller import TaskModel
 from pipeline.extensions.tasks.named_entities import read_entities, tag_sentences
 from pipeline.extensions.tasks.questions import answer_questions, read_questions
+from pipeline.extensions.tasks.token_classifier import TaskModel
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall, stage_config
 
@@ -49,10 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "training": {"updates": 60, "dropout": 0.1, "validate_every": 20, "checkpoint_every": 20},
     }
 }
-SETTINGS["qa"] = merge(
-    SETTINGS["ner"],
-    {"tasks": {"stride": 12, "max_question_tokens": 16}, "batches": {"tokens": 256}},
-)
+SETTINGS["qa"] = merge(SETTINGS["ner"], {"batches": {"tokens": 256}})
 """Settings for an XLM-R of a few thousand parameters."""
 INPUT_OF = {"ner": "entities", "qa": "questions"}
 CPU = torch.device("cpu")
@@ -356,7 +353,6 @@ def test_text_of_no_task_or_of_two_is_refused(
         ("ner", {"tasks": {"languages": ("de", "xx")}}, "no training file for xx"),
         ("ner", {"tasks": {"max_tokens": 200}, "batches": {"tokens": 10}}, "batches.tokens is 10"),
         ("qa", {"loss": {"label_smoothing": 0.1}}, "label_smoothing is 0.1"),
-        ("qa", {"tasks": {"stride": 47}}, "leaves no step"),
         ("qa", {"tasks": {"max_tokens": 80}}, "65|66|64 positions"),
         ("ner", {"model": {"language_modules": {"kind": "clsr"}}}, "supports only low_rank"),
     ],

@@ -62,10 +62,10 @@ SPECS: dict[str, tuple[ModelSpec, dict[str, Any]]] = {
     ),
     "low rank": (with_modules(kind="low_rank", rank=2, within="both"), {}),
     "distilled": (with_modules(kind="low_rank", rank=2, shared=True), DISTILLED),
-    "language experts": (with_modules(kind="language_experts", every=1), {}),
+    "language experts": (with_modules(kind="language_experts"), {}),
     "clsr": (
         with_modules(kind="clsr", gate_width=4),
-        {"gate_weight": 3.0, "gate_budget": 0.4},
+        {},
     ),
     **{
         f"front {name}": (fronted_spec(front, moe=MOE, groups=2), {})

@@ -17,8 +17,8 @@ from pipeline.extensions.language_modules.settings import (
     LanguageExpertsConfig,
     LowRankConfig,
 )
-from pipeline.extensions.tasks.labeller import Labeller
 from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.token_classifier import TokenClassifier
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
@@ -226,7 +226,7 @@ def task_millions(task: str, system: str) -> tuple[float, float]:
         )
         with torch.device("meta"):
             head: Literal["tagger", "reader"] = "tagger" if task == "ner" else "reader"
-            labeller = Labeller(spec, head=head, num_tags=NER_TAGS)
+            labeller = TokenClassifier(spec, head=head, num_tags=NER_TAGS)
         return sum(parameter.numel() for parameter in labeller.parameters()) / 1e6
 
     modules = recipe.model.language_modules

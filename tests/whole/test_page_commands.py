@@ -64,8 +64,6 @@ window_steps = 2
 warmup_updates = 1
 [tasks]
 max_tokens = 48
-stride = 4
-max_question_tokens = 8
 [training]
 updates = 2
 validate_every = 2

@@ -126,7 +126,6 @@ class _PartSource:
     ) -> None:
         self.part, self._tensors, self._experts = part, tensors, experts
         self._has_rows = plan.rows is not None
-        self._keeps_routers = plan.config.token_routers == "copy"
         self._grafts = plan.config.graft_group_routers == "copy"
         self._names = set(tensors.names())
 
@@ -181,14 +180,10 @@ class _PartSource:
         if f"{target.partition('.router.')[0]}.up.weight" in names:
             return None, "fresh"
         if target in names:
-            if not self._keeps_routers:
-                return None, "fresh"
-            if experts is None or experts.unchanged:
-                return target, "copied"
-            return target, "rows of more experts"
+            is_copy = experts is None or experts.unchanged
+            return target, "copied" if is_copy else "rows of more experts"
         if shared in names:
-            grafted = self._grafts and self._keeps_routers
-            return (shared, "group router of token router") if grafted else (None, "fresh")
+            return (shared, "group router of token router") if self._grafts else (None, "fresh")
         return None
 
     def _wanted(
@@ -212,17 +207,13 @@ class _PartSource:
         unused = [
             name
             for name in self._tensors.names()
-            if part_of(name) == self.part and name not in used and not self._may_go(name)
+            if part_of(name) == self.part and name not in used
         ]
         if unused:
             raise CheckpointError(
                 f"{counted(len(unused), 'tensor')} of the {self.part} of {self._tensors.origin} "
                 f"would be lost ({unused[0]}, …). Change [model] so that it has each of them."
             )
-
-    def _may_go(self, name: str) -> bool:
-        """Return whether a tensor may remain unused: a router's, if routers start fresh."""
-        return is_router(name) and not self._keeps_routers
 
 
 @dataclass

@@ -3,32 +3,36 @@
 Queries, keys and values of all heads share one pool of experts, the scales δ = 0 … Δ, and one
 router. There is no balance loss.
 
-Legend: N real tokens, P positions with gaps, D model width, H heads, K head width, Q routers (1, or
-one each for queries, keys and values), S scales (Δ + 1), C choices per vector (top-k).
+Legend: N real tokens, P positions with gaps, D model width, H heads, K head width, S scales
+(Δ + 1), C choices per vector (top-k).
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.extensions.byte_front_ends.local import LocalConvolution, heads_of, projected_of
+from pipeline.extensions.byte_front_ends.contextualization import (
+    Contextualization,
+    LocalConvolution,
+    heads_of,
+    projected_of,
+)
 from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.kernels.convolutions import Convolution, mix_scales
 from pipeline.model.attention import Attention, Projected
-from pipeline.model.front_end import Passage, Source
+from pipeline.model.front_end import Source
 from pipeline.model.spec import ModelSpec
 
 
 class ScaleRouter(nn.Module):
-    """Router without bias: logits = W [x | lid], with one W, or one each for q, k and v."""
+    """Router without bias: logits = W [x | lid], with one W for queries, keys and values."""
 
-    def __init__(self, *, inputs: int, scales: int, routers: int) -> None:
+    def __init__(self, *, inputs: int, scales: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(routers, scales, inputs))
+        self.weight = nn.Parameter(torch.empty(1, scales, inputs))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """Return U(±1/sqrt(inputs)), as PyTorch's linear layers start."""
@@ -41,13 +45,10 @@ class ScaleRouter(nn.Module):
         x_N3HI = x_N3HK
         if lid_NHK is not None:
             x_N3HI = torch.cat([x_N3HK, lid_NHK[:, None].expand_as(x_N3HK)], dim=-1)
-        weight_QSI, x_N3HI = self.weight.to(dtype), x_N3HI.to(dtype)
-        if len(weight_QSI) == 1:
-            return F.linear(x_N3HI, weight_QSI.squeeze(0))
-        return torch.einsum("nqhi,qsi->nqhs", x_N3HI, weight_QSI)
+        return F.linear(x_N3HI.to(dtype), self.weight.to(dtype).squeeze(0))
 
 
-class AdaMsha(nn.Module):
+class AdaMsha(Contextualization):
     """The Ada-MSHA front end.
 
     Experts are named by their scale, ``experts.1`` to ``experts.Δ``. Scale 0 is the vector itself
@@ -55,7 +56,7 @@ class AdaMsha(nn.Module):
     """
 
     def __init__(self, config: AdaMshaConfig, spec: ModelSpec) -> None:
-        super().__init__()
+        super().__init__(config.layer)
         self.config = config
         self._heads = spec.model.num_heads
         width = spec.model.width // self._heads
@@ -68,7 +69,6 @@ class AdaMsha(nn.Module):
         self.router = ScaleRouter(
             inputs=2 * width if config.language_vector else width,
             scales=config.max_scale + 1,
-            routers=3 if config.separate_routers else 1,
         )
         if config.language_vector and spec.language_token_ids is None:
             raise ConfigError(
@@ -94,17 +94,12 @@ class AdaMsha(nn.Module):
         if language is not None:
             self.language_token_L.fill_(self._spec_token_ids[language])
 
-    def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, one of them with mixed scales; return the last states."""
-        x_ND = passage.through(x_ND, self.config.layer)
-        x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
-        return passage.through(x_ND)
-
     def route(self, source: Source, states_N3HK: Tensor) -> tuple[Tensor, Tensor]:
         """Return scales and weights of the heads of queries, keys and values, (N, 3, H, C)."""
         return choose_scales(self.router(states_N3HK, self._lid(source)), self.config)
 
-    def _contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
+    def contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
+        """Return queries, keys and values with the scales that the router chooses."""
         scales_first = self.config.scaled == "before"
         projected = attention.project(x_ND, source.tokens)
         states_N3HK = heads_of(projected, attention, scales_first=scales_first)

@@ -7,8 +7,7 @@ To add a front end, write a module, a settings class in ``settings.py`` and a ``
 from torch import nn
 
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
-from pipeline.extensions.byte_front_ends.msc import Msc
-from pipeline.extensions.byte_front_ends.msha import Msha
+from pipeline.extensions.byte_front_ends.contextualization import Msc, Msha
 from pipeline.extensions.byte_front_ends.ncf import Ncf, NgramConvolution
 from pipeline.extensions.byte_front_ends.settings import (
     AdaMshaConfig,
@@ -27,7 +26,7 @@ class ByteFrontEnds(Extension):
     """Extension that adds encoder front ends for byte-level models."""
 
     def build_front(self, spec: ModelSpec) -> nn.Module | None:
-        """Return the configured front end, if it is one of this extension."""
+        """Return the configured front end, if this extension has it."""
         width = spec.model.width
         match spec.model.front:
             case MscConfig() as config:

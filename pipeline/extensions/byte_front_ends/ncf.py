@@ -17,6 +17,9 @@ from pipeline.extensions.byte_front_ends.settings import NcfConfig
 from pipeline.kernels.products import linear
 from pipeline.model.front_end import Passage, Source
 
+ORDERS = (1, 2, 3, 4)
+"""Values of n; 1 is the state itself."""
+
 
 class NgramConvolution(nn.Module):
     """Convolution over n-grams, with weights (D, D, n) and (D,)."""
@@ -51,9 +54,9 @@ class Ncf(nn.Module):
         super().__init__()
         self.config = config
         self.orders = nn.ModuleDict(
-            {str(n): NgramConvolution(width, order=n) for n in config.orders if n > 1}
+            {str(n): NgramConvolution(width, order=n) for n in ORDERS if n > 1}
         )
-        self.mixture = nn.Parameter(torch.empty(len(config.orders)))
+        self.mixture = nn.Parameter(torch.empty(len(ORDERS)))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """Return U(±1/sqrt(orders)), as LOBEF's code: the mixture is a linear layer there."""
@@ -61,12 +64,12 @@ class Ncf(nn.Module):
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, with fusion after the first ones; return the last states."""
+        """Run the encoder's layers, with fusion after the first layers; return the last states."""
         x_ND = passage.through(x_ND, self.config.layers_before)
         return passage.through(self._fused(x_ND, source))
 
     def _fused(self, x_ND: Tensor, source: Source) -> Tensor:
         x_BTD = source.packing.unpack(x_ND)
-        seen = [self.orders[str(n)](x_BTD) if n > 1 else x_BTD for n in self.config.orders]
+        seen = [self.orders[str(n)](x_BTD) if n > 1 else x_BTD for n in ORDERS]
         fused_BTD = torch.tensordot(self.mixture, torch.stack(seen), dims=1)
         return source.packing.pack(fused_BTD)

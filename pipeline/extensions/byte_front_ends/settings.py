@@ -5,26 +5,42 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config.settings import whole
-from pipeline.config.variants import FrontSettings, ModelShape, Vocabulary
+from pipeline.config.variants import FrontSettings, ModelShape, PieceIds
 
 OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
 Scale = Annotated[int, whole(0, 8)]
-"""Scale δ of MoCE (eq. 9): 0 uses the token alone; δ > 0 convolves 2 δ - 1 tokens around it."""
+"""Scale δ of MoCE (eq. 9): 0 uses only the token; δ > 0 convolves 2 δ - 1 tokens around it."""
 
 
-class MscConfig(FrontSettings):
+class ContextualizingFront(FrontSettings):
+    """Front ends that contextualize the queries, keys and values of one encoder layer."""
+
+    layer: Annotated[int, whole(0, 999)] = 0
+    """Encoder layer with contextualization, counted from 0."""
+
+    def check_shape(self, model: ModelShape) -> None:
+        """Raise ValueError if the layer does not exist."""
+        _check_layer("layer", self.layer, last=model.encoder_layers - 1, model=model)
+
+
+class ScalingFront(ContextualizingFront):
+    """Front ends with a scale of each head."""
+
+    scaled: Literal["after", "before"] = "after"
+    """Whether queries are scaled after (MoCE, eq. 8) or before contextualization (its code)."""
+
+
+class MscConfig(ContextualizingFront):
     """MSC: convolutions before the queries, keys and values of one layer (MoCE, §2.2)."""
 
     kind: Literal["msc"] = "msc"
     kernels: Annotated[tuple[OddKernel, ...], Field(min_length=1)] = (0, 0, 3, 3, 5, 5, 7, 7)
     """Kernel size of each group that the width is split into; 0 leaves a group unchanged. MoCE uses
     0, 0, 1, 1, 3, 5, 5, 7 for OPUS-100."""
-    layer: Annotated[int, whole(0, 999)] = 0
-    """Encoder layer with contextualization, counted from 0."""
 
     def check_shape(self, model: ModelShape) -> None:
         """Raise ValueError if the layer does not exist or the groups do not divide the width."""
-        _check_layer("layer", self.layer, last=model.encoder_layers - 1, model=model)
+        super().check_shape(model)
         if model.width % len(self.kernels):
             raise ValueError(
                 f"width {model.width} is not a multiple of the {len(self.kernels)} groups of "
@@ -32,20 +48,16 @@ class MscConfig(FrontSettings):
             )
 
 
-class MshaConfig(FrontSettings):
+class MshaConfig(ScalingFront):
     """MSHA: each attention head of one layer has its own scale (MoCE, §3.1)."""
 
     kind: Literal["msha"] = "msha"
     scales: Annotated[tuple[Scale, ...], Field(min_length=1)] = (0, 0, 2, 2, 3, 3, 4, 4)
     """Scale δ of each head."""
-    layer: Annotated[int, whole(0, 999)] = 0
-    """Encoder layer with contextualization, counted from 0."""
-    scaled: Literal["after", "before"] = "after"
-    """Whether queries are scaled after (MoCE, eq. 8) or before contextualization (its code)."""
 
     def check_shape(self, model: ModelShape) -> None:
         """Raise ValueError if the layer does not exist or the scales do not match the heads."""
-        _check_layer("layer", self.layer, last=model.encoder_layers - 1, model=model)
+        super().check_shape(model)
         if len(self.scales) != model.num_heads:
             raise ValueError(
                 f"front.scales names {len(self.scales)} scales for num_heads {model.num_heads}: "
@@ -53,29 +65,24 @@ class MshaConfig(FrontSettings):
             )
 
 
-class AdaMshaConfig(FrontSettings):
+class AdaMshaConfig(ScalingFront):
     """Ada-MSHA: a router chooses the scales that each head of each token mixes (MoCE, §3.2)."""
 
+    removed: ClassVar = {"separate_routers": (False,)}
     kind: Literal["ada_msha"] = "ada_msha"
     max_scale: Annotated[int, whole(1, 8)] = 5
     """Largest scale Δ: the experts are δ = 0 … Δ."""
     top_k: Annotated[int, whole(1, 9)] = 2
     """Number of scales that a head mixes."""
-    layer: Annotated[int, whole(0, 999)] = 0
-    """Encoder layer with contextualization, counted from 0."""
     language_vector: bool = False
     """Whether the router also sees the embedding of the source language's token (``+lid``,
     §3.3)."""
-    separate_routers: bool = False
-    """Whether queries, keys and values have a router each instead of one for all."""
     weights: Literal["logits", "probabilities"] = "logits"
     """Input of the softmax that weights the chosen experts: their logits (MoCE's code), or their
     probabilities (its eqs. 2 and 12)."""
     single_weight: Literal["straight_through", "logit"] = "straight_through"
     """Weight with top_k = 1: the value 1 with a gradient to the logit, or the logit itself (MoCE's
     code)."""
-    scaled: Literal["after", "before"] = "after"
-    """Whether queries are scaled after (MoCE, eq. 8) or before contextualization (its code)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -86,11 +93,7 @@ class AdaMshaConfig(FrontSettings):
             )
         return self
 
-    def check_shape(self, model: ModelShape) -> None:
-        """Raise ValueError if the layer does not exist."""
-        _check_layer("layer", self.layer, last=model.encoder_layers - 1, model=model)
-
-    def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:
+    def marks(self, vocabulary: PieceIds) -> dict[str, Any]:
         """Return the ids of the language tokens, if the router sees them."""
         if not self.language_vector:
             return {}
@@ -102,17 +105,10 @@ class AdaMshaConfig(FrontSettings):
 class NcfConfig(FrontSettings):
     """Byte-nCF: fusion of n-grams of states after the first layers (LOBEF, §3.1)."""
 
+    removed: ClassVar = {"orders": ([1, 2, 3, 4], (1, 2, 3, 4))}
     kind: Literal["ncf"] = "ncf"
     layers_before: Annotated[int, whole(0, 999)] = 1
     """Number of encoder layers before the fusion. LOBEF's code has 4 of 6."""
-    orders: Annotated[tuple[Annotated[int, whole(1, 16)], ...], Field(min_length=1)] = (1, 2, 3, 4)
-    """Values of n; 1 is the state itself."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len(set(self.orders)) < len(self.orders):
-            raise ValueError("orders names an n more than once: name it once")
-        return self
 
     def check_shape(self, model: ModelShape) -> None:
         """Raise ValueError if the encoder has fewer layers."""
@@ -123,7 +119,7 @@ class WsfConfig(FrontSettings):
     """Byte-WSF: attention within words in the first layers (LOBEF, §3.2).
 
     White space separates words. In a language written without spaces (Chinese, Japanese, Thai, Lao,
-    Khmer, Burmese, Tibetan), a line is about one word, so that these layers attend to the whole
+    Khmer, Burmese, Tibetan), a line is about one word, and these layers attend to the whole
     line; training lists such languages with their lines. If such a language is only a source,
     insert spaces with a segmenter before the import.
     """
@@ -138,7 +134,7 @@ class WsfConfig(FrontSettings):
         """Raise ValueError if the encoder has fewer layers."""
         _check_layer("layers", self.layers, last=model.encoder_layers, model=model)
 
-    def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:
+    def marks(self, vocabulary: PieceIds) -> dict[str, Any]:
         """Return the ids that are a word each: white space and language tokens."""
         tags = map(vocabulary.language_token_id, vocabulary.languages)
         return {"lone_ids": (*vocabulary.white_space_ids(), *tags)}

@@ -41,7 +41,7 @@ class Wsf(nn.Module):
         self.lone_ids = torch.tensor(self._spec_lone_ids, device="cpu").to(device)
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
-        """Run the encoder's layers, the first ones within words; return the last states."""
+        """Run the encoder's layers, the first layers within words; return the last states."""
         begins_N = word_begins(source, self.lone_ids)
         if can_attend_packed(x_ND, head_width=self._head_width, has_dropout=self.training):
             words = words_as_sentences(begins_N, source.packing)
@@ -69,9 +69,9 @@ def within_words(begins_N: Tensor, packing: Packing) -> Tensor:
 
 
 def words_as_sentences(begins_N: Tensor, packing: Packing) -> Packing:
-    """Return a packing whose spans are words.
+    """Return a packing with words as spans.
 
-    It has as many spans as tokens, so that the host need not know the number of words; the
+    It has as many spans as tokens, because the host need not know the number of words then; the
     remaining spans are empty.
     """
     tokens = len(begins_N)

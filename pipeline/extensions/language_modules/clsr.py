@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.kernels.noise import normal
 from pipeline.kernels.products import Linear
-from pipeline.kernels.slot_products import SentenceSlots, row_products
+from pipeline.kernels.slot_products import row_products
 from pipeline.model.tokens import Tokens
+
+NOISE = 5.0
+"""Standard deviation of the noise on gate logits at the end of training. It grows from 0."""
 
 FLOAT32 = 4
 """Bytes of a gate, which is computed in float32."""
@@ -47,7 +50,7 @@ class Projections(LanguageStack):
         """Return the initial W_lang: the identity, or the uniform values of the authors' code.
 
         The authors' table is one (languages × D²) matrix. Its Xavier bound is
-        sqrt(6 / (languages + D²)), about sqrt(D / 2) times smaller than that of a D × D matrix.
+        sqrt(6 / (languages + D²)), about sqrt(D / 2) times smaller than for a D × D matrix.
         """
         del name
         if self.starts_as_identity:
@@ -57,15 +60,8 @@ class Projections(LanguageStack):
 
     def forward(self, y_ND: Tensor, tokens: Tokens) -> Tensor:
         """Return y W_lang, with the matrix of each row's target language."""
-        return row_products(y_ND, self.weight, self._slots(tokens))
-
-    def _slots(self, tokens: Tokens) -> SentenceSlots:
-        key = ("clsr", self.slots)
-        found = tokens.kept_slots.get(key)
-        if found is None:
-            language_B = tokens.target_language_B
-            found = tokens.kept_slots[key] = self.sentence_slots(language_B, language_B, tokens)
-        return found
+        slots = self.sentence_slots("clsr", ("target", "target"), tokens)
+        return row_products(y_ND, self.weight, slots)
 
 
 class XavierLinear(Linear):
@@ -82,9 +78,8 @@ class XavierLinear(Linear):
 class Gate(nn.Module):
     """Gate network: Linear(D → G), ReLU, Linear(G → 1), with noise in training."""
 
-    def __init__(self, *, width: int, gate_width: int, noise: float) -> None:
+    def __init__(self, *, width: int, gate_width: int) -> None:
         super().__init__()
-        self.noise = noise
         self.site = 0
         self.up = XavierLinear(width, gate_width)
         self.down = XavierLinear(gate_width, 1)
@@ -94,7 +89,7 @@ class Gate(nn.Module):
         logit_N: Tensor = self.down(F.relu(self.up(x_ND)))[:, 0].float()
         if not self.training:
             return (logit_N >= 0).float()
-        strength = self.noise * tokens.progress
+        strength = NOISE * tokens.progress
         if strength:
             assert tokens.noise is not None, "training with noise needs keys of random numbers"
             logit_N = logit_N + strength * normal(tokens.noise, self.site, columns=1)[:, 0]

@@ -140,14 +140,11 @@ def _stacks(model: Transformer) -> list[LanguageStack]:
 def has_language_experts(model: ModelConfig, layer: int) -> bool:
     """Return whether layer ``layer`` (from 0) of encoder and decoder has language experts."""
     modules = model.language_modules
-    if has_experts(model, layer) or not isinstance(modules, LanguageExpertsConfig):
-        return False
-    return (layer + 1) % modules.every == 0
+    return isinstance(modules, LanguageExpertsConfig) and not has_experts(model, layer)
 
 
 def add_low_rank(spec: ModelSpec, config: LowRankConfig, stack: Stack, *, side: Side) -> None:
     """Add low-rank modules to the configured linear layers of a side."""
-    chosen = config.encoder_layers if side == "encoder" else config.decoder_layers
     shape = LowRankShape(
         languages=spec.languages,
         kept=config.languages,
@@ -155,9 +152,8 @@ def add_low_rank(spec: ModelSpec, config: LowRankConfig, stack: Stack, *, side: 
         synthesis=synthesis_of(config, side=side),
         has_shared=config.shared,
     )
-    for index, layer in enumerate(stack.layers):
-        if chosen is None or index in chosen:
-            _wrap(layer, config, shape)
+    for layer in stack.layers:
+        _wrap(layer, config, shape)
 
 
 def _wrap(layer: nn.Module, config: LowRankConfig, shape: LowRankShape) -> None:
@@ -189,7 +185,7 @@ def add_gates(spec: ModelSpec, config: ClsrConfig, stack: Stack) -> None:
             if name == "cross_attention" and not config.cross_attention:
                 continue
             routing = ConditionalRouting(
-                Gate(width=spec.model.width, gate_width=config.gate_width, noise=config.noise),
+                Gate(width=spec.model.width, gate_width=config.gate_width),
                 table or _projections(spec, config),
                 owns_projections=table is None,
                 shared=_shared_projection(spec, config, getattr(layer, name)),

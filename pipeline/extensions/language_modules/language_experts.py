@@ -1,11 +1,11 @@
 """Language experts: one feed-forward per language, without a router.
 
 The feed-forward of a sentence's language processes it or, on the shared route, the feed-forward of
-all languages, whose tensors have the names of a plain one (fuse distillation; Xu et al. 2023,
+all languages, with tensors named as in a plain model (fuse distillation; Xu et al. 2023,
 §3.1).
 
 With expert parallelism, the language experts are spread over ranks as well: rows go to the rank of
-their language and back, like those of routed experts.
+their language and back, like tokens of routed experts.
 
 Legend: N tokens, R rows sorted by slot, S slots, D model width, F hidden width.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from pipeline.extensions.language_modules.settings import LanguageExpertsConfig
-from pipeline.extensions.language_modules.stack import LanguageStack
+from pipeline.extensions.language_modules.stack import LanguageStack, SentenceSide
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.kernels.slot_products import (
@@ -90,7 +90,9 @@ class LanguageExperts(nn.Module):
         if tokens.route == "shared" and self.has_shared:
             y_ND = self.down(activate(self.up(x_ND), self.activation))
         else:
-            y_ND = self._by_language(x_ND, self._slots(tokens))
+            side: SentenceSide = "source" if self.by_source else "target"
+            slots = self.of_language.sentence_slots("language_experts", (side, side), tokens)
+            y_ND = self._by_language(x_ND, slots)
         return y_ND, None
 
     def _by_language(self, x_ND: Tensor, slots: SentenceSlots) -> Tensor:
@@ -104,7 +106,7 @@ class LanguageExperts(nn.Module):
     ) -> Tensor:
         """Apply the feed-forwards of all ranks to rows sorted by slot, and restore the order.
 
-        All such layers of a side send the same rows, so that the first one exchanges the counts.
+        All such layers of a side send the same rows: only the first exchanges the counts.
         """
         stack = self.of_language
         rows = slots.sorted_rows("first", num_slots=stack.share * stack.ranks)
@@ -113,16 +115,6 @@ class LanguageExperts(nn.Module):
         )
         y_RD = expert_parallel.run(stack, sort_rows(x_ND, rows), counts)
         return unsort_rows(y_RD, rows)
-
-    def _slots(self, tokens: Tokens) -> SentenceSlots:
-        key = ("language_experts", self.by_source, self.of_language.slots)
-        found = tokens.kept_slots.get(key)
-        if found is None:
-            by_source = self.by_source
-            language_B = tokens.source_language_B if by_source else tokens.target_language_B
-            found = self.of_language.sentence_slots(language_B, language_B, tokens)
-            tokens.kept_slots[key] = found
-        return found
 
 
 def build_language_experts(

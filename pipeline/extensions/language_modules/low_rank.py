@@ -1,7 +1,7 @@
 """Language-specific matrix synthesis (LMS): W + V_a F_b of rank d (Xu et al. 2023, eq. 1).
 
 In pair-wise synthesis, a is the source and b the target language; in language-wise synthesis, both
-are the same language. V starts as N(0, 0.01²) and F as zeros, so that the layer starts as the plain
+are the same language. V starts as N(0, 0.01²) and F as zeros: the layer starts as the plain
 one. The product is computed as V (F x): V F is never formed. Batches may mix languages.
 
 The shared slot serves fuse distillation; a layer that has one has two routes.
@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.extensions.language_modules.stack import LanguageStack
+from pipeline.extensions.language_modules.stack import LanguageStack, SentenceSide
 from pipeline.kernels.products import linear
-from pipeline.kernels.slot_products import SentenceSlots, add_low_rank
+from pipeline.kernels.slot_products import add_low_rank
 from pipeline.model.tokens import TokenLinear, Tokens
 
 VERTICAL_STD = 0.01
@@ -78,14 +78,18 @@ class LowRankLinear(TokenLinear):
         )
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Return (…, O) for states (…, I), whose rows are those of ``tokens`` in order."""
+        """Return (…, O) for states (…, I), with the rows of ``tokens`` in order."""
         y = linear(x, self.weight, self.bias)
+        own = self.synthesis
+        pair: tuple[SentenceSide, SentenceSide] = (
+            ("source", "target") if own == "pair_wise" else (own, own)
+        )
         y_NO = add_low_rank(
             y.flatten(0, -2),
             x.flatten(0, -2),
             self.low_rank.vertical,
             self.low_rank.flat,
-            self._slots(tokens),
+            self.low_rank.sentence_slots("low_rank", pair, tokens),
         )
         return y_NO.view_as(y)
 
@@ -93,23 +97,6 @@ class LowRankLinear(TokenLinear):
     def kept_values(self) -> int:
         """Return the rank: autograd keeps F x."""
         return self.low_rank.flat.shape[1]
-
-    def _slots(self, tokens: Tokens) -> SentenceSlots:
-        """Return the slots of each sentence, cached for all such layers of a pass."""
-        stack = self.low_rank
-        key = ("low_rank", self.synthesis, stack.slots)
-        found = tokens.kept_slots.get(key)
-        if found is None:
-            languages = tokens.source_language_B, tokens.target_language_B
-            match self.synthesis:
-                case "pair_wise":
-                    pair = languages
-                case "source":
-                    pair = languages[0], languages[0]
-                case "target":
-                    pair = languages[1], languages[1]
-            found = tokens.kept_slots[key] = stack.sentence_slots(*pair, tokens)
-        return found
 
 
 def wrap_linear_layers(module: nn.Module, names: Sequence[str], shape: LowRankShape) -> None:

@@ -2,73 +2,57 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pipeline.config.settings import number, whole
-from pipeline.config.variants import LanguageModuleSettings, ModelShape
+from pipeline.config.settings import whole
+from pipeline.config.variants import LanguageModuleSettings
 
 
-class LowRankConfig(LanguageModuleSettings):
+class RoutedModules(LanguageModuleSettings):
+    """Modules that the languages of a sentence select."""
+
+    decoder_language: Literal["target", "source"] = "target"
+    """Language that selects the decoder's modules, with kind low_rank in language-wise synthesis
+    (target in the paper, source in its code). The encoder's is the source."""
+    shared: bool = False
+    """Add a module for all languages and its route, which fuse distillation trains."""
+
+    @property
+    def has_shared_route(self) -> bool:
+        """Return whether the model has a route for all languages."""
+        return self.shared
+
+
+class LowRankConfig(RoutedModules):
     """Language-specific matrix synthesis: linear layers W + V F, V and F of rank d per language."""
 
     fits_encoder_alone: ClassVar[bool] = True
+    removed: ClassVar = {
+        "encoder_layers": (None,),
+        "decoder_layers": (None,),
+    }
 
     kind: Literal["low_rank"] = "low_rank"
     rank: Annotated[int, whole(1, 2**16)] = 32
     synthesis: Literal["pair_wise", "language_wise"] = "pair_wise"
     """``pair_wise``: V of the source and F of the target language; ``language_wise``: both of the
     same language, which is the source in the encoder."""
-    decoder_language: Literal["target", "source"] = "target"
-    """Language that selects the decoder's modules in language-wise synthesis (target in the paper,
-    source in its code)."""
     within: Literal["feed_forward", "attention", "both"] = "feed_forward"
     """Linear layers that have modules. Those of experts (model.moe) have none."""
     cross_attention: bool = True
     """Whether cross-attention has modules, if attention has them. True is the authors' code; false
     gives the sizes of the paper's table 6."""
-    encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
-    """Encoder layers that have modules, counted from 0. None: all."""
-    decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
-    """Decoder layers that have modules, counted from 0. None: all."""
-    shared: bool = False
-    """Add a module for all languages and its route, which fuse distillation trains."""
-
-    def check_shape(self, model: ModelShape) -> None:
-        """Raise ValueError if a chosen layer does not exist."""
-        for name, chosen, layers in (
-            ("encoder_layers", self.encoder_layers, model.encoder_layers),
-            ("decoder_layers", self.decoder_layers, model.decoder_layers),
-        ):
-            if chosen is not None and max(chosen, default=0) >= layers:
-                raise ValueError(
-                    f"language_modules.{name} names layer {max(chosen)}, and there are "
-                    f"{layers}, counted from 0: leave it out"
-                )
-
-    @property
-    def has_shared_route(self) -> bool:
-        """Return whether the model has a route for all languages."""
-        return self.shared
 
 
-class LanguageExpertsConfig(LanguageModuleSettings):
+class LanguageExpertsConfig(RoutedModules):
     """Language experts: one feed-forward per language."""
 
+    removed: ClassVar = {"every": (1,)}
     kind: Literal["language_experts"] = "language_experts"
-    every: Annotated[int, whole(1, 1000)] = 1
-    """Interval of layers with language experts: layers n, 2n, … counted from 1."""
-    shared: bool = False
-    """Add a feed-forward for all languages and its route, which fuse distillation trains."""
-    decoder_language: Literal["target", "source"] = "target"
-    """Language that selects the decoder's feed-forward. The encoder's is the source."""
-
-    @property
-    def has_shared_route(self) -> bool:
-        """Return whether the model has a route for all languages."""
-        return self.shared
 
 
 class ClsrConfig(LanguageModuleSettings):
     """Conditional language-specific routing: gates between projections (Zhang et al., 2021)."""
 
+    removed: ClassVar = {"noise": (5.0,)}
     kind: Literal["clsr"] = "clsr"
     tables: Literal["per_side", "per_sublayer"] = "per_side"
     """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every
@@ -83,8 +67,6 @@ class ClsrConfig(LanguageModuleSettings):
     """Whether projections also follow cross-attention."""
     gate_width: Annotated[int, whole(1, 2**16)] = 128
     """Hidden width of the gate network."""
-    noise: Annotated[float, number(least=0, most=1000)] = 5.0
-    """Standard deviation of the noise on gate logits at the end of training. It grows from 0."""
 
 
 LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = (

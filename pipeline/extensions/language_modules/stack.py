@@ -1,6 +1,6 @@
 """Modules of several languages as stacked tensors, and the slot of each sentence.
 
-In memory, a parameter of all languages is one tensor (S, …), so that every rank has a gradient for
+In memory, a parameter of all languages is one tensor (S, …): every rank has a gradient for
 every language: zeros if none of its sentences is in that language. In checkpoints, every language
 has its own tensors under its code: ``….low_rank.de.vertical``.
 
@@ -12,6 +12,7 @@ Legend: B sentences, S slots.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +22,12 @@ from pipeline.kernels.slot_products import SentenceSlots, copied_to
 from pipeline.model.stacked import StackedModules
 from pipeline.model.tokens import Tokens
 
+SentenceSide = Literal["source", "target"]
+"""SentenceSide of a sentence: its language selects a module."""
+
 
 class LanguageStack(StackedModules):
-    """A module whose parameters have a first dimension over ``slots``.
+    """A module with parameters that have a first dimension over ``slots``.
 
     Args:
         languages: codes, in the order of the language indices of batches.
@@ -63,7 +67,7 @@ class LanguageStack(StackedModules):
 
     @property
     def held_slots(self) -> tuple[str, ...]:
-        """Return the slots whose parameters this rank holds, in order."""
+        """Return the slots that this rank holds, in order."""
         return self.slots[self.first_slot : self.first_slot + self.share]
 
     def slots_of(self, language_B: Tensor, tokens: Tokens) -> Tensor:
@@ -74,12 +78,26 @@ class LanguageStack(StackedModules):
             return language_B
         return self._slots_on(language_B.device).index_select(0, language_B)
 
-    def sentence_slots(self, first_B: Tensor, second_B: Tensor, tokens: Tokens) -> SentenceSlots:
-        """Return the slots of two stacked tensors, selected by two languages per sentence."""
-        slot_B = self.slots_of(first_B, tokens)
-        if second_B is first_B or self._is_shared(tokens):
-            return SentenceSlots(tokens.sentence_N, slot_B, slot_B)
-        return SentenceSlots(tokens.sentence_N, slot_B, self.slots_of(second_B, tokens))
+    def sentence_slots(
+        self, kind: str, sides: tuple[SentenceSide, SentenceSide], tokens: Tokens
+    ) -> SentenceSlots:
+        """Return the slots of two stacked tensors, cached for all layers of a kind in a pass.
+
+        Args:
+            kind: kind of the module.
+            sides: whether the source or the target language selects each of the tensors.
+            tokens: metadata of the rows.
+        """
+        key = (kind, sides, self.slots)
+        if key not in tokens.kept_slots:
+            language_of = {"source": tokens.source_language_B, "target": tokens.target_language_B}
+            slots_of = {side: self.slots_of(language_of[side], tokens) for side in {*sides}}
+            first_B, second_B = (slots_of[side] for side in sides)
+            is_one = self._is_shared(tokens)
+            tokens.kept_slots[key] = SentenceSlots(
+                tokens.sentence_N, first_B, first_B if is_one else second_B
+            )
+        return tokens.kept_slots[key]
 
     def _is_shared(self, tokens: Tokens) -> bool:
         return tokens.route == "shared" and self.has_shared

@@ -8,52 +8,29 @@ systems.
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from statistics import fmean, stdev
-from typing import TypeAlias
 
-from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.config.settings import Route
 from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
 from pipeline.evaluation.averages import RUN_MARK
-from pipeline.extensions.tasks.files import TaskFiles
-from pipeline.extensions.tasks.labeller import HeadKind, TaskModel, TaskSpec
-from pipeline.extensions.tasks.named_entities import (
-    Sentence,
-    entity_scores,
-    read_entities,
-    tag_sentences,
-)
-from pipeline.extensions.tasks.questions import (
-    Question,
-    answer_questions,
-    exact_match,
-    read_questions,
-    word_f1,
-)
+from pipeline.extensions.tasks.kind import Scores, TaskKind
+from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES
+from pipeline.extensions.tasks.questions import QUESTIONS
+from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, track
-
-TITLES = {"f1": "F1", "exact_match": "exact match"}
-SHOWN = {"tagger": ("f1",), "reader": ("f1", "exact_match")}
-"""Scores that the tables of the report show."""
-
-Scores: TypeAlias = dict[str, float]
-Predict: TypeAlias = Callable[[TaskModel, str, Route], tuple[Scores, list[dict[str, object]]]]
-"""Returns scores in percent and predictions of a model for a language by a route."""
 
 
 def run(call: StageCall) -> None:
     """Run every model on the test files of the languages they share; write scores and report."""
     systems = call.many("systems")
     specs = {name: TaskSpec.read(artifact) for name, artifact in systems.items()}
-    head = same_head(specs)
-    num_examples, predict = read_tests(head, call.raw["data"].only_path())
-    languages, skipped = shared_languages(specs, sorted(num_examples))
+    kind = shared_kind(specs)
+    tests = kind.find(call.raw["data"].only_path()).read_tests(kind.read)
+    languages, skipped = shared_languages(specs, sorted(tests))
     with call.new_artifact() as writer:
         scores: dict[str, dict[str, Scores]] = {}
         for name, artifact in systems.items():
@@ -62,17 +39,19 @@ def run(call: StageCall) -> None:
                 label = system_on_route(name, route)
                 scores[label] = {}
                 for code in track(languages, label=label):
-                    scores[label][code], records = predict(model, code, route)
-                    _write_predictions(writer, f"predictions/{label}/{code}.jsonl", records)
+                    scores[label][code], records = kind.predict(model, tests[code], code, route)
+                    lines = (json.dumps(record, ensure_ascii=False) for record in records)
+                    path = writer.path(f"predictions/{label}/{code}.jsonl")
+                    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         reports = describe_systems(scores)
-        examples = {code: num_examples[code] for code in languages}
+        examples = {code: len(tests[code]) for code in languages}
         document = {
-            "head": head,
+            "head": kind.head,
             "examples": examples,
-            "left_out": {code: num_examples[code] for code in skipped},
+            "left_out": {code: len(tests[code]) for code in skipped},
             "systems": [asdict(report) for report in reports],
         }
-        text = markdown(reports, head=head, examples=examples, skipped=skipped)
+        text = markdown(reports, kind=kind, examples=examples, skipped=skipped)
         writer.write_json("scores.json", document)
         writer.path("report.md").write_text(text, encoding="utf-8")
         writer.statistics["systems"] = {report.name: report.mean for report in reports}
@@ -84,22 +63,17 @@ def run(call: StageCall) -> None:
     print(text)
 
 
-def _write_predictions(writer: ArtifactWriter, name: str, records: list[dict[str, object]]) -> None:
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    writer.path(name).write_text(lines, encoding="utf-8")
-
-
 def system_on_route(name: str, route: Route) -> str:
     """Name a system on a route: ``lms@1`` becomes ``lms (shared)@1`` on the shared route."""
     system, mark, run = name.partition(RUN_MARK)
     return f"{system} (shared){mark}{run}" if route == "shared" else name
 
 
-def same_head(specs: Mapping[str, TaskSpec]) -> HeadKind:
-    """Return the head that all systems have.
+def shared_kind(specs: Mapping[str, TaskSpec]) -> TaskKind:
+    """Return the task of all systems.
 
     Raises:
-        ConfigError: there is no system, or two have different heads.
+        ConfigError: there is no system, or two have different tasks.
     """
     if not specs:
         raise ConfigError("evaluate_task has no systems. Name at least one, as NAME=DIR.")
@@ -110,7 +84,7 @@ def same_head(specs: Mapping[str, TaskSpec]) -> HeadKind:
                 f"System {first!r} is a {specs[first].head} and {name!r} a {specs[name].head}. "
                 "Evaluate them apart."
             )
-    return specs[first].head
+    return NAMED_ENTITIES if specs[first].head == NAMED_ENTITIES.head else QUESTIONS
 
 
 def shared_languages(
@@ -137,42 +111,6 @@ def shared_languages(
     return shared, [code for code in languages if code not in shared]
 
 
-# ---------------------------------------------------------------- predictions
-
-
-def read_tests(head: HeadKind, folder: Path) -> tuple[dict[str, int], Predict]:
-    """Read the test files below a folder; return language → number of examples, and a predictor."""
-    if head == "tagger":
-        sentences = TaskFiles.entities(folder).read_tests(read_entities)
-        sizes = {code: len(examples) for code, examples in sentences.items()}
-        return sizes, partial(_tag, sentences)
-    questions = TaskFiles.questions(folder).read_tests(read_questions)
-    sizes = {code: len(examples) for code, examples in questions.items()}
-    return sizes, partial(_answer, questions)
-
-
-def _tag(
-    sentences: Mapping[str, Sequence[Sentence]], model: TaskModel, language: str, route: Route
-) -> tuple[Scores, list[dict[str, object]]]:
-    predicted = tag_sentences(model, sentences[language], language=language, route=route)
-    scores = entity_scores([sentence.tags for sentence in sentences[language]], predicted)
-    pairs = zip(sentences[language], predicted, strict=True)
-    return scores, [{"tokens": sentence.tokens, "tags": tags} for sentence, tags in pairs]
-
-
-def _answer(
-    questions: Mapping[str, Sequence[Question]], model: TaskModel, language: str, route: Route
-) -> tuple[Scores, list[dict[str, object]]]:
-    answers = answer_questions(model, questions[language], language=language, route=route)
-    pairs = list(zip(questions[language], answers, strict=True))
-    scores = {
-        name: 100
-        * fmean(score(answer, [one.text for one in asked.answers]) for asked, answer in pairs)
-        for name, score in (("f1", word_f1), ("exact_match", exact_match))
-    }
-    return scores, [{"id": asked.id, "answer": answer} for asked, answer in pairs]
-
-
 # ---------------------------------------------------------------- report
 
 
@@ -189,6 +127,11 @@ class SystemReport:
     """Score → mean over languages of the means over runs."""
     spread: Scores
     """Score → standard deviation over runs of the mean over languages; empty for one run."""
+
+    def mean_text(self, score: str) -> str:
+        """Return a mean, with the standard deviation over several runs."""
+        mean = f"{self.mean[score]:.1f}"
+        return f"{mean} ± {self.spread[score]:.1f}" if self.spread else mean
 
 
 def describe_systems(scores: Mapping[str, Mapping[str, Scores]]) -> list[SystemReport]:
@@ -214,37 +157,30 @@ def _mean(scores: Sequence[Scores]) -> Scores:
 def markdown(
     reports: Sequence[SystemReport],
     *,
-    head: HeadKind,
+    kind: TaskKind,
     examples: Mapping[str, int],
     skipped: Sequence[str],
 ) -> str:
     """Return one table per score: languages down, systems across."""
-    unit = "sentences" if head == "tagger" else "questions"
-    task = "Named entities" if head == "tagger" else "Question answering"
-    parts = [f"# {task}", "## Scores by language"]
-    for score in SHOWN[head]:
+    parts = [f"# {kind.title}", "## Scores by language"]
+    for score, title in kind.titles.items():
         rows = [
-            ["Language", unit, *(report.name for report in reports)],
+            ["Language", kind.unit, *(report.name for report in reports)],
             ["---", *["--:"] * (1 + len(reports))],
             *(
                 [code, f"{count:,}", *(f"{one.languages[code][score]:.1f}" for one in reports)]
                 for code, count in examples.items()
             ),
-            ["mean", f"{sum(examples.values()):,}", *(_mean_text(one, score) for one in reports)],
+            ["mean", f"{sum(examples.values()):,}", *(one.mean_text(score) for one in reports)],
         ]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        parts.append(f"{TITLES[score]}, %:\n\n{table}")
+        parts.append(f"{title}, %:\n\n{table}")
     counts = [f"{one.name} of {len(one.runs)}" for one in reports if len(one.runs) > 1]
     if counts:
         parts.append(f"Means over runs ({', '.join(counts)}); ± is their standard deviation.")
     if skipped:
         parts.append(f"Left out, since not every system knows them: {', '.join(skipped)}.")
     return "\n\n".join(parts) + "\n"
-
-
-def _mean_text(report: SystemReport, score: str) -> str:
-    mean = f"{report.mean[score]:.1f}"
-    return f"{mean} ± {report.spread[score]:.1f}" if report.spread else mean
 
 
 if __name__ == "__main__":

@@ -39,11 +39,9 @@ class TaskFiles:
             if match is None or not path.is_file():
                 continue
             key = match["language"], cast("Split", match["split"])
-            if key in self._paths:
-                raise ConfigError(
-                    f"{self._paths[key]} and {path} are both {key[1]} of {key[0]}. Remove one."
-                )
-            self._paths[key] = path
+            other = self._paths.setdefault(key, path)
+            if other != path:
+                raise ConfigError(f"{other} and {path} are both {key[1]} of {key[0]}. Remove one.")
         if not self._paths:
             raise ConfigError(
                 f"{folder} has no files {names}, plain or .gz. Name a folder of them."

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -35,22 +35,15 @@ from pipeline.batching.global_step import (
     Planner,
     evaluation_batches,
 )
-from pipeline.batching.labelled import (
-    Integers,
-    Labelled,
-    LabelledBatch,
-    collate_spans,
-    collate_tags,
-)
+from pipeline.batching.labelled import Labelled, LabelledBatch
 from pipeline.config.recipe import Recipe
-from pipeline.config.settings import shown
 from pipeline.distributed.world import distributed_world, leave, local_device
-from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.files import TaskFiles
-from pipeline.extensions.tasks.labeller import TASK_FILE, HeadKind, TaskSpec
-from pipeline.extensions.tasks.named_entities import OUTSIDE, label, read_entities, tags_of
-from pipeline.extensions.tasks.questions import check_windows, read_questions, windows_of
+from pipeline.errors import ConfigError
+from pipeline.extensions.tasks.kind import TaskKind
+from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES, training_tags
+from pipeline.extensions.tasks.questions import QUESTIONS
 from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.token_classifier import TASK_FILE, TaskSpec
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces, Pretrained
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
@@ -60,99 +53,56 @@ from pipeline.training.engine import connect
 from pipeline.training.loop import train_task
 
 Collate: TypeAlias = Callable[[Sequence[Labelled], Sequence[int]], LabelledBatch]
-Examples: TypeAlias = Mapping[str, list[Labelled]]
+
+
+KINDS: dict[str, TaskKind] = {"entities": NAMED_ENTITIES, "questions": QUESTIONS}
 
 
 def run(call: StageCall) -> None:
     """Read the encoder and the text, train a head and all of the encoder, write the task model.
 
     Raises:
-        ConfigError: the text is missing, or there is text of two tasks.
+        ConfigError: the text is missing or there is text of two tasks, or a reader is to be trained
+            with label smoothing.
     """
     recipe = call.recipe
-    heads: dict[str, HeadKind] = {"entities": "tagger", "questions": "reader"}
-    given = [name for name in heads if name in call.raw]
+    given = [name for name in KINDS if name in call.raw]
     if len(given) != 1:
         raise ConfigError(
             "finetune_task trains on named entities (--entities) or on questions (--questions). "
             "Name one of them."
         )
-    head = heads[given[0]]
+    kind = KINDS[given[0]]
+    if kind is QUESTIONS and recipe.loss.label_smoothing:
+        raise ConfigError(
+            f"loss.label_smoothing is {recipe.loss.label_smoothing}, which has no meaning for a "
+            "reader: its labels are positions in a passage. Set it to 0."
+        )
     with distributed_world(stacks_dir=call.stacks_dir) as world:
         connect(world)
-        folder = call.raw[given[0]].only_path()
-        files = TaskFiles.entities(folder) if head == "tagger" else TaskFiles.questions(folder)
+        files = kind.find(call.raw[given[0]].only_path())
         tasks = recipe.section_of(TasksConfig)
         languages = files.trained_languages(tasks.languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
         encoder = pretrained.spec(languages, recipe.model.language_modules)
-        read = read_tagging if head == "tagger" else read_reading
-        train, valid, tags = read(files, pretrained.pieces, recipe, languages)
-        collate = collate_tags if head == "tagger" else collate_spans
-        data = LabelledData(train, valid, recipe, languages=languages, collate=collate)
-        spec = TaskSpec(head=head, encoder=encoder, tags=tags, tasks=tasks)
+        train, valid = (files.read(split, kind.read, languages) for split in ("train", "dev"))
+        tags = training_tags(files, train, valid) if kind is NAMED_ENTITIES else ()
+        spec = TaskSpec(head=kind.head, encoder=encoder, tags=tags, tasks=tasks)
+        training_split, validation_split = (
+            LabelledSplit(
+                {code: kind.inputs(found, spec, pretrained.pieces) for code, found in of.items()},
+                languages=languages,
+                collate=kind.collate,
+            )
+            for of in (train, valid)
+        )
+        data = LabelledData(training_split, validation_split, recipe)
         model = spec.build(
             regularization=Regularization.of(recipe.training),
             device=local_device(world.local_rank),
         )
         pretrained.fill(model, encoder, seed=recipe.training.seed)
-        train_task(call, model, Labelling(data, spec, pretrained.pieces), world=world)
-
-
-def read_tagging(
-    files: TaskFiles, pieces: Pieces, recipe: Recipe, languages: tuple[str, ...]
-) -> tuple[Examples, Examples, tuple[str, ...]]:
-    """Read the training and validation sentences of a tagger.
-
-    Returns:
-        Training examples, validation examples, and all training tags, ``O`` first.
-
-    Raises:
-        ArtifactError: a file is broken, or a dev file has a tag that no training file has.
-    """
-    train, valid = (files.read(split, read_entities, languages) for split in ("train", "dev"))
-    tags = (OUTSIDE, *sorted(set[str]().union(*map(tags_of, train.values())) - {OUTSIDE}))
-    for code, sentences in valid.items():
-        if unknown := tags_of(sentences) - set(tags):
-            raise ArtifactError(
-                f"{files.path(code, 'dev')} has the tag {shown(min(unknown))!r}, which no training "
-                "file has. Correct it, or train on text that has it."
-            )
-    limit = recipe.section_of(TasksConfig).max_tokens
-    train_examples, valid_examples = (
-        {
-            code: [part for one in sentences for part in label(one, tags, pieces, max_tokens=limit)]
-            for code, sentences in groups.items()
-        }
-        for groups in (train, valid)
-    )
-    return train_examples, valid_examples, tags
-
-
-def read_reading(
-    files: TaskFiles, pieces: Pieces, recipe: Recipe, languages: tuple[str, ...]
-) -> tuple[Examples, Examples, tuple[str, ...]]:
-    """Read the training and validation windows of a reader, which has no tags.
-
-    Raises:
-        ConfigError: the settings leave no room for windows, or have label smoothing.
-        ArtifactError: a file is broken.
-    """
-    tasks = recipe.section_of(TasksConfig)
-    check_windows(tasks)
-    if recipe.loss.label_smoothing:
-        raise ConfigError(
-            f"loss.label_smoothing is {recipe.loss.label_smoothing}, which has no meaning for a "
-            "reader: its labels are positions in a passage. Set it to 0."
-        )
-    train, valid = (
-        {
-            code: [window.labelled for _, window in windows_of(questions, pieces, tasks)]
-            for code, questions in files.read(split, read_questions, languages).items()
-        }
-        for split in ("train", "dev")
-    )
-    return train, valid, ()
+        train_task(call, model, Labelling(data, spec, pretrained.pieces, kind), world=world)
 
 
 class LabelledSplit:
@@ -171,8 +121,10 @@ class LabelledSplit:
         self._examples = [examples[code] for code in present]
         self._index = [list(languages).index(code) for code in present]
         self._collate = collate
-        self._labels = [_sizes(example.labels for example in group) for group in self._examples]
-        self._tokens = [_sizes(example.ids for example in group) for group in self._examples]
+        self._tokens = [
+            np.array([len(example.ids) for example in group], dtype=np.int64)
+            for group in self._examples
+        ]
         self.offsets: dict[str, PairOffsets] = {}
         for direction, tokens in zip(self.directions, self._tokens, strict=True):
             begins = np.concatenate([[0], np.cumsum(tokens - SOURCE_EXTRA)])
@@ -185,18 +137,20 @@ class LabelledSplit:
 
     def batch(self, plan: MicroBatch) -> LabelledBatch:
         """Assemble the examples of a plan."""
-        places = _places(plan)
-        examples = [self._examples[pair][line] for pair, line in places]
-        return self._collate(examples, [self._index[pair] for pair, _ in places])
+        return self._collate(self._of(plan), [self._index[pair] for pair in plan.pair_B.tolist()])
 
     def counted(self, plan: MicroBatch) -> MicroBatch:
         """Return the plan with the numbers of labels and tokens of its examples."""
-        places = _places(plan)
+        examples = self._of(plan)
         return replace(
             plan,
-            num_labels=sum(int(self._labels[pair][line]) for pair, line in places),
-            num_tokens=sum(int(self._tokens[pair][line]) for pair, line in places),
+            num_labels=sum(len(example.labels) for example in examples),
+            num_tokens=sum(len(example.ids) for example in examples),
         )
+
+    def _of(self, plan: MicroBatch) -> list[Labelled]:
+        places = zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True)
+        return [self._examples[pair][line] for pair, line in places]
 
     def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Plan every example once, in batches of one language, in a fixed order."""
@@ -210,30 +164,12 @@ class LabelledSplit:
         return plan
 
 
-def _places(plan: MicroBatch) -> list[tuple[int, int]]:
-    """Return the (index of the language, line) of every example of a plan."""
-    return list(zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True))
-
-
-def _sizes(arrays: Iterable[Integers]) -> Integers:
-    return np.fromiter(map(len, arrays), dtype=np.int64)
-
-
 class LabelledData:
     """Splits of one training run, and its planner with the counts of labels and tokens here."""
 
-    def __init__(
-        self,
-        train: Mapping[str, Sequence[Labelled]],
-        valid: Mapping[str, Sequence[Labelled]],
-        recipe: Recipe,
-        *,
-        languages: Sequence[str],
-        collate: Collate,
-    ) -> None:
-        """Index the examples; raise ConfigError if one exceeds the recipe's batches."""
-        self.train = LabelledSplit(train, languages=languages, collate=collate)
-        self.valid = LabelledSplit(valid, languages=languages, collate=collate)
+    def __init__(self, train: LabelledSplit, valid: LabelledSplit, recipe: Recipe) -> None:
+        """Plan the training split; raise ConfigError if an example exceeds the batches."""
+        self.train, self.valid = train, valid
         if self.train.longest > recipe.batches.tokens:
             raise ConfigError(
                 f"An example has {self.train.longest} tokens, and batches.tokens is "
@@ -243,13 +179,9 @@ class LabelledData:
             {name: len(offsets) for name, offsets in self.train.offsets.items()},
             sampling_temperature=recipe.mixture.sampling_temperature,
         )
-        self._planner = Planner(
-            self.train.offsets,
-            Mixture.constant(probabilities),
-            recipe.batches,
-            seed=recipe.training.seed,
-        )
         self._seed = recipe.training.seed
+        mixture = Mixture.constant(probabilities)
+        self._planner = Planner(self.train.offsets, mixture, recipe.batches, seed=self._seed)
 
     @property
     def planner(self) -> "LabelledData":
@@ -267,24 +199,11 @@ class LabelledData:
                 yield replace(step, micro_batches=counted)
 
     def updates(
-        self,
-        cursor: tuple[int, int],
-        *,
-        rank: int,
-        ranks: int,
-        update: int = 0,
-        per_pass: int = 1,
+        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
         """Yield a rank's updates from a cursor on, without end; passes are read ahead."""
-        return read_updates(
-            self._steps(cursor),
-            self.train.batch,
-            rank=rank,
-            ranks=ranks,
-            update=update,
-            per_pass=per_pass,
-            seed=self._seed,
-        )
+        place = {"rank": rank, "ranks": ranks, "update": update, "per_pass": per_pass}
+        return read_updates(self._steps(cursor), self.train.batch, seed=self._seed, **place)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Plan every validation example once, in batches of one language."""
@@ -323,6 +242,7 @@ class Labelling:
     data: LabelledData
     spec: TaskSpec
     pieces: Pieces
+    kind: TaskKind
     makes: Kind = "task_model"
     notes: tuple[str, ...] = ()
 
@@ -348,8 +268,7 @@ class Labelling:
     def trained_on(self) -> str:
         """Describe the examples and languages of the training data."""
         counts = [len(offsets) for offsets in self.data.train.offsets.values()]
-        unit = "sentences, long ones in parts," if self.spec.head == "tagger" else "windows"
-        return f"{sum(counts):,} {unit} of {counted(len(counts), 'language')}"
+        return f"{sum(counts):,} {self.kind.training_unit} of {counted(len(counts), 'language')}"
 
 
 if __name__ == "__main__":

@@ -12,18 +12,19 @@ they are 0.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.batching.labelled import Integers, Labelled
+from pipeline.batching.labelled import Integers, Labelled, collate_tags
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
-from pipeline.extensions.tasks.files import read_text
-from pipeline.extensions.tasks.labeller import TaskModel
+from pipeline.extensions.tasks.files import TaskFiles, read_text
+from pipeline.extensions.tasks.kind import Predictions, Scores, TaskKind
+from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
 from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
 
 OUTSIDE = "O"
@@ -55,9 +56,34 @@ def read_entities(path: Path, language: str) -> list[Sentence]:
     return sentences
 
 
-def tags_of(sentences: Sequence[Sentence]) -> set[str]:
-    """Return all tags of sentences."""
-    return {tag for sentence in sentences for tag in sentence.tags}
+def training_tags(
+    files: TaskFiles,
+    train: Mapping[str, Sequence[Sentence]],
+    valid: Mapping[str, Sequence[Sentence]],
+) -> tuple[str, ...]:
+    """Return all tags of training sentences, ``O`` first.
+
+    Raises:
+        ArtifactError: a dev file has a tag that no training file has.
+    """
+    tags = _tags_of(train.values())
+    for code, sentences in valid.items():
+        if unknown := _tags_of([sentences]) - tags:
+            raise ArtifactError(
+                f"{files.path(code, 'dev')} has the tag {shown(min(unknown))!r}, which no training "
+                "file has. Correct it, or train on text that has it."
+            )
+    return (OUTSIDE, *sorted(tags - {OUTSIDE}))
+
+
+def _tags_of(groups: Iterable[Sequence[Sentence]]) -> set[str]:
+    return {tag for sentences in groups for sentence in sentences for tag in sentence.tags}
+
+
+def tagger_inputs(sentences: Sequence[Sentence], spec: TaskSpec, pieces: Pieces) -> list[Labelled]:
+    """Return the parts of sentences that a tagger reads."""
+    limit = spec.tasks.max_tokens
+    return [part for one in sentences for part in label(one, spec.tags, pieces, max_tokens=limit)]
 
 
 def label(
@@ -178,3 +204,26 @@ def _token(line: str, where: str) -> tuple[str, str]:
 def _pieces_of(token: str, pieces: Pieces) -> Integers:
     ids = pieces.encode(token)
     return ids if len(ids) else np.array([UNKNOWN])
+
+
+def _predict(
+    model: TaskModel, sentences: Sequence[Sentence], language: str, route: Route
+) -> tuple[Scores, Predictions]:
+    predicted = tag_sentences(model, sentences, language=language, route=route)
+    scores = entity_scores([sentence.tags for sentence in sentences], predicted)
+    pairs = zip(sentences, predicted, strict=True)
+    return scores, [{"tokens": sentence.tokens, "tags": tags} for sentence, tags in pairs]
+
+
+NAMED_ENTITIES = TaskKind(
+    head="tagger",
+    title="Named entities",
+    unit="sentences",
+    training_unit="sentences, long ones in parts,",
+    titles={"f1": "F1"},
+    find=TaskFiles.entities,
+    read=read_entities,
+    inputs=tagger_inputs,
+    collate=collate_tags,
+    predict=_predict,
+)

@@ -19,23 +19,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline.batching.labelled import Integers, Labelled
+from pipeline.batching.labelled import Integers, Labelled, collate_spans
 from pipeline.checkpoints.foreign.model_folder import Described
 from pipeline.config.documents import parse_json
 from pipeline.config.settings import Route, shown
-from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.files import read_text
-from pipeline.extensions.tasks.labeller import TaskModel
+from pipeline.errors import ArtifactError
+from pipeline.extensions.tasks.files import TaskFiles, read_text
+from pipeline.extensions.tasks.kind import Predictions, Scores, TaskKind
 from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
 from pipeline.extensions.tasks.xlmr import BOS, EOS, Located, Pieces
 
 QUESTION_SPECIALS = 4
+LONGEST_ANSWER = 30
+"""Most tokens of a predicted answer."""
 NO_ANSWER = 0
 """Position of ``<s>``, the label of a window without the answer."""
 _FIX = "restore the file from where it was published"
@@ -182,26 +186,16 @@ def windows_of(
     return found
 
 
-def check_windows(config: TasksConfig) -> None:
-    """Raise ConfigError if the windows of a passage would not advance."""
-    room = config.max_tokens - config.max_question_tokens - QUESTION_SPECIALS
-    if config.stride >= room:
-        raise ConfigError(
-            f"tasks.stride {config.stride} leaves no step from window to window: behind a question "
-            f"of tasks.max_question_tokens {config.max_question_tokens} there are {max(room, 0)} "
-            f"of tasks.max_tokens {config.max_tokens} for the passage. Lower the stride, or raise "
-            "tasks.max_tokens."
-        )
-
-
 def cut_passage(
     question: Integers, context: Located, answer: Answer | None, config: TasksConfig
 ) -> list[Window]:
-    """Cut a context into windows, each behind the question.
+    """Cut a context into windows, each behind the first tokens of the question.
 
-    Windows that hold all of ``answer`` are labeled with its tokens, others with ``NO_ANSWER``.
+    A question has at most a sixth of a window, and windows share a third of their length, as the
+    defaults 384, 64 and 128 of BERT's SQuAD script do. Windows that hold all of ``answer`` are
+    labeled with its tokens, others with ``NO_ANSWER``.
     """
-    question = question[: config.max_question_tokens]
+    question = question[: config.max_tokens // 6]
     room = config.max_tokens - len(question) - QUESTION_SPECIALS
     first = len(question) + 3
     span = None if answer is None else token_span(context, answer)
@@ -218,7 +212,7 @@ def cut_passage(
         windows.append(Window(labelled, first, context.begin[part], context.end[part]))
         if stop == len(context.ids):
             return windows
-        start += room - config.stride
+        start += room - config.max_tokens // 3
 
 
 def token_span(context: Located, answer: Answer) -> tuple[int, int] | None:
@@ -243,7 +237,7 @@ def answer_questions(
         starts, ends = logits.float().cpu().chunk(2)
         for line, start_T, end_T in zip(lines, starts, ends, strict=True):
             number, window = windows[line]
-            span = best_span(start_T, end_T, window, longest=config.max_answer_tokens)
+            span = best_span(start_T, end_T, window, longest=LONGEST_ANSWER)
             if span is None:
                 continue
             score, first, last = span
@@ -297,3 +291,34 @@ def _f1(words: Sequence[str], right: Sequence[str]) -> float:
         return 0.0
     precision, recall = common / len(words), common / len(right)
     return 2 * precision * recall / (precision + recall)
+
+
+def reader_inputs(questions: Sequence[Question], spec: TaskSpec, pieces: Pieces) -> list[Labelled]:
+    """Return the windows that a reader reads, with the places of answers."""
+    return [window.labelled for _, window in windows_of(questions, pieces, spec.tasks)]
+
+
+def _predict(
+    model: TaskModel, questions: Sequence[Question], language: str, route: Route
+) -> tuple[Scores, Predictions]:
+    answers = answer_questions(model, questions, language=language, route=route)
+    pairs = list(zip(questions, answers, strict=True))
+    scores = {
+        name: 100 * fmean(score(answer, [right.text for right in q.answers]) for q, answer in pairs)
+        for name, score in (("f1", word_f1), ("exact_match", exact_match))
+    }
+    return scores, [{"id": question.id, "answer": answer} for question, answer in pairs]
+
+
+QUESTIONS = TaskKind(
+    head="reader",
+    title="Question answering",
+    unit="questions",
+    training_unit="windows",
+    titles={"f1": "F1", "exact_match": "exact match"},
+    find=TaskFiles.questions,
+    read=read_questions,
+    inputs=reader_inputs,
+    collate=collate_spans,
+    predict=_predict,
+)

@@ -1,6 +1,6 @@
 """Settings of the tasks on an XLM-R: the section ``[tasks]`` of a recipe."""
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -10,17 +10,16 @@ from pipeline.config.settings import Settings, whole
 class TasksConfig(Settings):
     """Tasks on an XLM-R by the stage finetune_task."""
 
+    removed: ClassVar = {
+        "max_answer_tokens": (30,),
+        "max_question_tokens": (64,),
+        "stride": (128,),
+    }
     languages: tuple[str, ...] = ()
     """Languages of the training text; empty: all that have any."""
     max_tokens: Annotated[int, whole(16, 2**20)] = 384
     """Tokens of an input, specials included: longer sentences are cut between words, longer
     passages into windows."""
-    stride: Annotated[int, whole(0, 2**20)] = 128
-    """Tokens that neighboring windows of a passage share."""
-    max_question_tokens: Annotated[int, whole(1, 2**20)] = 64
-    """Tokens that are read of a question, from its beginning."""
-    max_answer_tokens: Annotated[int, whole(1, 2**20)] = 30
-    """Tokens of the longest answer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

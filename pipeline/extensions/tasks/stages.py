@@ -33,7 +33,7 @@ STAGES = (
         help="score taggers or readers side by side, by language",
         sections=(),
         inputs={
-            "data": Input("raw", "test files, beside the training files or alone"),
+            "data": Input("raw", "test files, with or without the training files"),
             "systems": Input(
                 "task_model", "NAME=DIR; NAME@RUN=DIR of several runs of one", many=True
             ),

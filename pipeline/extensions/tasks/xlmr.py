@@ -196,7 +196,7 @@ class Pretrained:
         """Return the shape of a model with this encoder for these languages.
 
         Raises:
-            ConfigError: an encoder alone cannot have modules of this kind, or a language has none.
+            ConfigError: an encoder cannot have modules of this kind, or a language has none.
         """
         if modules is not None and not modules.fits_encoder_alone:
             raise ConfigError(

@@ -202,23 +202,13 @@ def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
     )
 
 
-@pytest.mark.parametrize(
-    ("spec", "setting", "names"),
-    [
-        (TOKEN_ROUTED, "token_routers", ["encoder.{}.weight", "decoder.{}.weight"]),
-        (GROUP_ROUTED, "graft_group_routers", ["decoder.{}.group_weight"]),
-    ],
-)
-def test_routers_can_start_fresh_instead(
-    moe: Artifact, spec: ModelSpec, setting: str, names: list[str]
-) -> None:
-    config = UpcyclingConfig.model_validate({setting: "fresh"})
-    plan, tensors = assembled(spec, [moe, moe, moe], config)
-    fresh = {entry.target for entry in plan if entry.rule == "fresh"}
-    assert fresh == {name.format("layers.1.feed_forward.router") for name in names}
-    for name in fresh:
-        expected = initialize(name, tensors[name].shape, spec=spec, seed=1)
-        assert torch.equal(tensors[name], expected)
+def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
+    config = UpcyclingConfig(graft_group_routers="fresh")
+    plan, tensors = assembled(GROUP_ROUTED, [moe, moe, moe], config)
+    name = "decoder.layers.1.feed_forward.router.group_weight"
+    assert [entry.target for entry in plan if entry.rule == "fresh"] == [name]
+    expected = initialize(name, tensors[name].shape, spec=GROUP_ROUTED, seed=1)
+    assert torch.equal(tensors[name], expected)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -205,14 +205,14 @@ def test_held_out_phrases_do_not_depend_on_the_other_languages() -> None:
     assert [phrase["tr"] for phrase in alone.test] == [phrase["tr"] for phrase in together.test]
 
 
-def test_the_seed_decides_the_phrases_in_every_process() -> None:
+def test_the_phrases_are_the_same_in_every_process() -> None:
     program = (
         "import hashlib; from data_prep.readers.cldr import make_phrases; "
         "from data_prep.settings import CldrConfig; "
-        "phrases = make_phrases(CldrConfig(train_pairs={'de': 200, 'ja': 50}, seed=7)); "
+        "phrases = make_phrases(CldrConfig(train_pairs={'de': 200, 'ja': 50})); "
         "print(hashlib.sha256(repr(phrases).encode()).hexdigest())"
     )
-    config = CldrConfig(train_pairs={"de": 200, "ja": 50}, seed=7)
+    config = CldrConfig(train_pairs={"de": 200, "ja": 50})
     expected = hashlib.sha256(repr(make_phrases(config)).encode()).hexdigest()
     for hash_seed in ("1", "2"):
         found = subprocess.run(
@@ -223,8 +223,6 @@ def test_the_seed_decides_the_phrases_in_every_process() -> None:
             check=True,
         )
         assert found.stdout.strip() == expected
-    other = make_phrases(config.model_copy(update={"seed": 8}))
-    assert other.test != make_phrases(config).test
 
 
 def test_a_drawn_clause_obeys_its_side_of_the_split() -> None:

@@ -83,9 +83,8 @@ def test_one_pass_finds_what_reading_the_table_for_each_pair_finds(
     names = {"a.tsv": "train", "b.tsv": "train", "c.test.tsv": "test", "d.tsv": "train"}
     raw = write(tmp_path / "raw", {name: table(draw, 80) for name in names})
     pairs = ["-".join(pair) for pair in combinations(["de", "en", "fr", "pl", "ru"], 2)]
-    limits = {"max_line_bytes": 50, "max_test_lines": limit} | (
-        {"max_train_lines": limit} if limit else {}
-    )
+    monkeypatch.setattr(CorpusConfig, "max_line_bytes", 50)
+    limits = {"max_test_lines": limit} | ({"max_train_lines": limit} if limit else {})
     files = [
         {"split": names[name], "pair": pair, "paths": [name]} for pair in pairs for name in names
     ]
@@ -255,10 +254,13 @@ def test_a_column_of_a_region_can_be_asked_for_alone(tmp_path: Path) -> None:
     assert corpus.statistics["languages"]["pt"]["spellings"] == ["pt"]
 
 
-def test_rows_of_other_columns_and_no_text_go_to_the_quarantine(tmp_path: Path) -> None:
+def test_rows_of_other_columns_and_no_text_go_to_the_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CorpusConfig, "max_line_bytes", 100)
     text = b"eins\tone\nzwei\ndrei\tthree\t0.9\nvi\xffer\tfour\n" + b"a" * 500 + b"\tlong\nx\ty\n"
     raw = write(tmp_path / "raw", {"train.de-en.tsv": text})
-    corpus = import_tsv(tmp_path / "corpus", raw, max_line_bytes=100)
+    corpus = import_tsv(tmp_path / "corpus", raw)
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "y"]
     listed = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]
     assert [(record["line"], record["reason"]) for record in listed] == [
@@ -364,7 +366,9 @@ def test_the_name_of_a_file_goes_before_that_of_its_folder(tmp_path: Path) -> No
     assert set(corpus.statistics["pairs"]) == {"de-en", "en-fr"}
 
 
-def test_rows_that_are_no_pair_of_texts_go_to_the_quarantine(tmp_path: Path) -> None:
+def test_rows_that_are_no_pair_of_texts_go_to_the_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = json_lines({"de": "eins", "en": "one"})
     bad = ["{", '"text"', '{"de": 1, "en": "x"}', '{"de": "\\ud800", "en": "x"}', "[" * 99_999]
     raw = write(
@@ -374,7 +378,8 @@ def test_rows_that_are_no_pair_of_texts_go_to_the_quarantine(tmp_path: Path) -> 
             "de-en/test.csv": b'de,en\neins,one\nzwei\n"drei"x,three\nvi\xffer,four\nf,"five',
         },
     )
-    corpus = import_columns(tmp_path / "corpus", raw, max_line_bytes=1000)
+    monkeypatch.setattr(CorpusConfig, "max_line_bytes", 1000)
+    corpus = import_columns(tmp_path / "corpus", raw)
     assert sides(corpus) == [("eins", "one")] * 2
     assert sides(corpus, "test") == [("eins", "one")]
     listed = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]

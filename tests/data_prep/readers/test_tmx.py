@@ -346,13 +346,14 @@ def test_no_more_is_read_than_the_units_given_need(
 
 
 def test_of_a_longer_segment_no_more_is_held_and_its_unit_goes_to_the_quarantine(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = memory(unit(en="x" * 3_000_000, de="eins"), unit(en="two", de="zwei"))
     raw = write(tmp_path / "raw", {"a.tmx": text})
     [long, _] = iterate_units(raw / "a.tmx", max_line_bytes=1000)
     assert 1000 < len(long.texts["en"]) < 1000 + 2 * raw_bytes.BLOCK_BYTES
-    corpus = imported(tmp_path / "corpus", raw, max_line_bytes=1000)
+    monkeypatch.setattr(CorpusConfig, "max_line_bytes", 1000)
+    corpus = imported(tmp_path / "corpus", raw)
     assert read_lines(corpus, "train", "de-en", "de") == ["zwei"]
     listed = corpus.file("quarantine.jsonl").read_text()
     assert listed == '{"file": "a.tmx", "line": 3, "reason": "too_long"}\n'

@@ -14,6 +14,7 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, collate
+from pipeline.extensions.byte_front_ends.ncf import ORDERS
 from pipeline.extensions.byte_front_ends.wsf import word_begins, words_as_sentences
 from pipeline.model.building import build_model
 from pipeline.model.front_end import Source
@@ -28,14 +29,14 @@ FRONTS: dict[str, dict[str, Any]] = {
     "msha, scaled before": {"kind": "msha", "scales": (1, 2), "scaled": "before", "layer": 1},
     "ada-msha": {"kind": "ada_msha"},
     "ada-msha +lid": {"kind": "ada_msha", "language_vector": True, "max_scale": 4},
-    "ada-msha, separate routers": {"kind": "ada_msha", "separate_routers": True, "top_k": 3},
+    "ada-msha, three scales": {"kind": "ada_msha", "top_k": 3},
     "ada-msha as the paper's equations": {"kind": "ada_msha", "weights": "probabilities"},
     "ada-msha, scaled before": {"kind": "ada_msha", "scaled": "before", "layer": 1},
     "ada-msha, one scale": {"kind": "ada_msha", "top_k": 1, "max_scale": 6},
     "ada-msha, one scale by its logit": {"kind": "ada_msha", "top_k": 1, "single_weight": "logit"},
     "ada-msha, all scales": {"kind": "ada_msha", "max_scale": 2, "top_k": 3},
     "ncf": {"kind": "ncf"},
-    "ncf behind all layers": {"kind": "ncf", "layers_before": 3, "orders": (1, 5)},
+    "ncf behind all layers": {"kind": "ncf", "layers_before": 3},
     "wsf": {"kind": "wsf", "layers": 2},
 }
 
@@ -108,11 +109,11 @@ def adaptive(model: Transformer, states: list[Tensor], lid_D: Tensor) -> list[Te
     front: Any = model.front
     heads = model.spec.model.num_heads
     found = []
-    for number, state in enumerate(states):
+    for state in states:
         columns = []
         for head, x_TK in enumerate(state.chunk(heads, dim=1)):
             seen = [x_TK] + [convolved(x_TK, expert) for expert in front.experts.values()]
-            router = front.router.weight[number if front.config.separate_routers else 0]
+            router = front.router.weight[0]
             rows = []
             for t in range(len(x_TK)):
                 lid = [lid_D.chunk(heads)[head]] if front.config.language_vector else []
@@ -197,7 +198,7 @@ def same_word(ids: Tensor, begins: list[bool]) -> Tensor:
 def ngrams_by_hand(model: Transformer, x_TD: Tensor) -> Tensor:
     front: Any = model.front
     total = torch.zeros_like(x_TD)
-    for share, n in zip(front.mixture, front.config.orders, strict=True):
+    for share, n in zip(front.mixture, ORDERS, strict=True):
         for t in range(len(x_TD)):
             if n == 1:
                 seen = x_TD[t]

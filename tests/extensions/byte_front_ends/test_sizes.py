@@ -37,7 +37,6 @@ def test_a_one_hot_model_has_its_body_and_two_scales() -> None:
         ({"kind": "ada_msha", "language_vector": True}, 102_720 + 768),
         ({"kind": "ada_msha", "max_scale": 6}, 147_840 + 448),
         ({"kind": "ada_msha", "max_scale": 4}, 65_792 + 320),
-        ({"kind": "ada_msha", "separate_routers": True}, 102_720 + 3 * 384),
         ({"kind": "ncf"}, 9 * 512 * 512 + 3 * 512 + 4),
         ({"kind": "wsf"}, 0),
     ],

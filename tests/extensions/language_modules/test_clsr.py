@@ -27,13 +27,11 @@ def spec_of(**modules: object) -> ModelSpec:
     return tiny_spec(model={"language_modules": config.model_dump()})
 
 
-def routing_of(
-    *, bias: float, noise: float = 0.0, has_shared: bool = True
-) -> tuple[ConditionalRouting, Projections]:
+def routing_of(*, bias: float, has_shared: bool = True) -> tuple[ConditionalRouting, Projections]:
     """One whose gate is decided by its bias alone."""
     torch.manual_seed(1)
     table = Projections(("de", "en", "fr"), width=6, kept=None, starts_as_identity=False)
-    gate = Gate(width=6, gate_width=4, noise=noise)
+    gate = Gate(width=6, gate_width=4)
     shared = nn.Linear(6, 6) if has_shared else None
     with torch.no_grad():
         table.weight.normal_()
@@ -99,7 +97,7 @@ def test_in_training_both_maps_are_mixed_by_the_gate(has_shared: bool) -> None:
 
 
 def test_noise_grows_with_the_share_of_training_that_is_done() -> None:
-    routing, _ = routing_of(bias=0.0, noise=5.0)
+    routing, _ = routing_of(bias=0.0)
     tokens, x_ND = tokens_of(progress=0.0), torch.zeros(6, 6)
     assert routing.gate(x_ND, tokens).tolist() == [0.5] * 6
     logits = {}
@@ -115,14 +113,13 @@ def test_the_loss_holds_the_mean_of_all_gates_to_the_budget() -> None:
     spec = spec_of()
     model = tiny_model(spec)
     batch = random_batch(spec, sentences=5, seed=1)
-    config = LossConfig(gate_budget=0.3, gate_weight=2.0)
+    config = LossConfig()
     gates = model(batch).gates
     assert len(gates) == SUBLAYERS
     mean = torch.cat(gates).mean()
-    expected = batch.num_labels * 2.0 * (mean - 0.3).abs()
-    without = config.model_copy(update={"gate_weight": 0.0})
-    found = training_loss(model, batch, config).objective
-    found = found - training_loss(model, batch, without).objective
+    expected = batch.num_labels * (mean - 0.3).abs()
+    found = training_loss(model, batch, config)
+    found = found.objective - found.cross_entropy
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

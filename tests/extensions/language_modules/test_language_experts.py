@@ -91,9 +91,3 @@ def test_a_token_meets_one_of_them() -> None:
     one = 2 * 16 * 32 + 16 + 32
     assert counts["language modules"] == 4 * 4 * one
     assert counts["active"] == plain["total"], "that of a language, or the shared one"
-
-
-def test_an_every_second_layer_has_them() -> None:
-    model = tiny_model(tiny_spec(model={"language_modules": MODULES | {"every": 2}}))
-    kinds = [isinstance(layer.feed_forward, LanguageExperts) for layer in model.decoder_layers()]
-    assert kinds == [False, True]

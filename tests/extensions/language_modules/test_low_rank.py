@@ -191,19 +191,6 @@ def test_the_decoder_of_language_wise_synthesis_may_have_the_sources_modules() -
     assert found == {"target": {"target"}, "source": {"source"}}
 
 
-def test_only_the_layers_that_are_named_have_modules() -> None:
-    names = tensor_shapes(spec_of(encoder_layers=[1], decoder_layers=[]))
-    assert {name.split(".low_rank.")[0] for name in names if ".low_rank." in name} == {
-        "encoder.layers.1.feed_forward.up",
-        "encoder.layers.1.feed_forward.down",
-    }
-
-
-def test_a_layer_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="names layer 2, and there are 2, counted from 0"):
-        spec_of(decoder_layers=[0, 2])
-
-
 def test_the_shared_route_is_that_of_the_folded_matrix() -> None:
     layer = layer_of("pair_wise", has_shared=True)
     tokens = replace(tokens_of([(0, 1), (2, 1)], [2, 3]), route="shared")

@@ -19,8 +19,8 @@ from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
 from pipeline.checkpoints.names import named_slices
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.extensions.language_modules.settings import LowRankConfig
-from pipeline.extensions.tasks.labeller import HeadKind, Labeller, TaskSpec
 from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.token_classifier import HeadKind, TaskSpec, TokenClassifier
 from pipeline.extensions.tasks.xlmr import BOS, EOS, PAD, PIECES_FILE, Pieces, Pretrained
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
@@ -30,7 +30,7 @@ SENTENCES = [[0, 5, 9, 11, 2], [0, 7, 2], [0, 4, 4, 13, 12, 8, 2]]
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
-def built(folder: Path, head: HeadKind, *, seed: int = 1) -> Labeller:
+def built(folder: Path, head: HeadKind, *, seed: int = 1) -> TokenClassifier:
     pretrained = Pretrained(folder)
     spec = TaskSpec(
         head=head,
@@ -64,7 +64,7 @@ def padded() -> tuple[Tensor, Tensor]:
     return ids, (ids != PAD).long()
 
 
-def set_head(model: Labeller, theirs: torch.nn.Linear) -> None:
+def set_head(model: TokenClassifier, theirs: torch.nn.Linear) -> None:
     with torch.no_grad():
         model.head.weight.copy_(theirs.weight)
         model.head.bias.copy_(theirs.bias)
@@ -140,7 +140,7 @@ def base_size(modules: LowRankConfig | None, languages: int) -> int:
     codes = tuple(f"l{index}" for index in range(languages))
     spec = ModelSpec(model=model, vocabulary_size=250002, pad_id=PAD, languages=codes)
     with torch.device("meta"):
-        labeller = Labeller(spec, head="reader")
+        labeller = TokenClassifier(spec, head="reader")
     return sum(entry.value.numel() for entry in named_slices(labeller))
 
 

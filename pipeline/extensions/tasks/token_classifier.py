@@ -58,7 +58,7 @@ class Head(Linear):
         return torch.empty(shape).normal_(0, HEAD_STD, generator=generator)
 
 
-class Labeller(Trained):
+class TokenClassifier(Trained):
     """Encoder and task head.
 
     ``spec`` defines the encoder; its ``decoder_layers`` are ignored. A ``tagger`` has one logit per
@@ -166,10 +166,10 @@ class TaskSpec(Settings):
 
     def build(
         self, *, regularization: Regularization | None = None, device: torch.device | None = None
-    ) -> Labeller:
+    ) -> TokenClassifier:
         """Build a model; its parameters are allocated but not set."""
         with torch.device("meta"):
-            model = Labeller(
+            model = TokenClassifier(
                 self.encoder,
                 head=self.head,
                 num_tags=len(self.tags),
@@ -195,7 +195,7 @@ class TaskModel:
     """A trained tagger or reader with its shape and vocabulary."""
 
     spec: TaskSpec
-    model: Labeller
+    model: TokenClassifier
     pieces: Pieces
 
     @classmethod
