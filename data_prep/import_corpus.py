@@ -59,7 +59,7 @@ from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
 BLOCK_RECORDS, BLOCK_BYTES = 2**13, 2**23

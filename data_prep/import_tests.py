@@ -40,7 +40,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
 LAYOUTS = (

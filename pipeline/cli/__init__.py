@@ -17,7 +17,7 @@ from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.stage_commands import commands_of_stages, find_stage, stage_main
 from pipeline.distributed.world import leave
 from pipeline.machine import prepare_process
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 __all__ = ["command", "main", "stage_main"]
 

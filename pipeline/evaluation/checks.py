@@ -10,7 +10,7 @@ from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.scores import Score, SystemScores, Verdicts
 from pipeline.languages import parse_tag
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed
 
 MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory

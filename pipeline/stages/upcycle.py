@@ -20,7 +20,7 @@ from pipeline.checkpoints.assembly.declaration import (
 )
 from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.assembly.writing import make_assembly, plan_lines
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 
 
 def run(call: StageCall) -> None:

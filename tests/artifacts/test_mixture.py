@@ -23,8 +23,8 @@ from pipeline.artifacts.mixture import (
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 from pipeline.training.settings import OptimizerConfig, TrainingConfig
 
 COUNTS = {"de-en": 800, "en-fr": 200, "en-yi": 4}

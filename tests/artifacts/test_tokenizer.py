@@ -32,8 +32,8 @@ from pipeline.artifacts.tokenizer import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 LETTERS = {
     "de": "abcdefghijklmnopqrstuvwxyzäöüß",

@@ -34,8 +34,8 @@ from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, stage_arguments, status_rows
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import Input, Stage, stage_config
+from pipeline.registry import STAGES
+from pipeline.stage import Input, Stage, stage_config
 from pipeline.terminal import text_table
 
 TABLE = {
@@ -1113,7 +1113,7 @@ DRIVER = """
 import sys
 from pipeline import cli
 from pipeline.stages import registry
-from pipeline.stages.stage import Input, Stage
+from pipeline.stage import Input, Stage
 
 registry.STAGES.clear()
 registry.STAGES["read"] = Stage(

@@ -8,8 +8,8 @@ from typing import Any
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.recipe import Recipe
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 
 def run_stage(

@@ -20,7 +20,7 @@ from pipeline.extensions.tasks.kind import Scores, TaskKind
 from pipeline.extensions.tasks.named_entities import NAMED_ENTITIES
 from pipeline.extensions.tasks.questions import QUESTIONS
 from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, track
 
 
