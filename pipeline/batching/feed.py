@@ -34,7 +34,7 @@ from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.distributed.own_time import OWN_TIME
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.kernels.sentence_loops import gather, gather_flags, locate
+from pipeline.kernels.sentence_loops import gather, locate
 from pipeline.seeds import derive_seed
 
 Integers = npt.NDArray[np.int64]
@@ -68,37 +68,25 @@ class _Files:
         self.width_P2 = _table([[side.tokens.itemsize for side in both] for both in sides])
         self.begins_P2 = _table([[_address(side.begins) for side in both] for both in sides])
 
-    def read(self, plan: MicroBatch) -> tuple[Ragged, Ragged]:
-        """Return the tokens of the sources and of the targets of a plan."""
-        start_2B, length_2B = self._located(plan)
-        sides = (plan.reverse_B, 1 - plan.reverse_B)
-        source, target = (
-            self._gathered(plan.pair_B, *one)
-            for one in zip(sides, start_2B, length_2B, strict=True)
-        )
-        return source, target
+    def read(self, plan: MicroBatch, *, with_begins: bool) -> tuple[Ragged, Ragged, Ragged | None]:
+        """Return the tokens of the sources and of the targets of a plan.
 
-    def read_source_begins(self, plan: MicroBatch) -> Ragged:
-        """Return 1 where a token of the sources begins a word that a segmenter found."""
-        (start_B, _), (length_B, _) = self._located(plan)
-        begins_N = np.empty(int(length_B.sum()), dtype=np.int64)
-        where = (plan.pair_B, plan.reverse_B, start_B, length_B)
-        gather_flags(*where, self.begins_P2, begins_N)
-        return Ragged(begins_N, length_B)
-
-    def _located(self, plan: MicroBatch) -> tuple[Integers, Integers]:
-        """Return starts in the files and lengths of sources and targets, (2, B) each."""
+        ``with_begins`` adds 1 where a token of the sources begins a word that a segmenter found.
+        """
         start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
         where = (plan.pair_B, plan.reverse_B, plan.line_B)
         locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)
-        return start_2B, length_2B
 
-    def _gathered(
-        self, pair_B: Integers, side_B: Integers, start_B: Integers, length_B: Integers
-    ) -> Ragged:
-        token_N = np.empty(int(length_B.sum()), dtype=np.int64)
-        gather(pair_B, side_B, start_B, length_B, self.tokens_P2, self.width_P2, token_N)
-        return Ragged(token_N, length_B)
+        def gathered(role: int, items_P2: Integers, width_P2: Integers) -> Ragged:
+            item_N = np.empty(int(length_2B[role].sum()), dtype=np.int64)
+            side_B = 1 - plan.reverse_B if role else plan.reverse_B
+            place = (plan.pair_B, side_B, start_2B[role], length_2B[role])
+            gather(*place, items_P2, width_P2, item_N)
+            return Ragged(item_N, length_2B[role])
+
+        begins = gathered(0, self.begins_P2, np.ones_like(self.width_P2)) if with_begins else None
+        tokens = self.tokens_P2, self.width_P2
+        return gathered(0, *tokens), gathered(1, *tokens), begins
 
 
 class _Languages:
@@ -199,14 +187,14 @@ class SplitData:
         Raises:
             ArtifactError: the shards hold an id that the vocabulary has not.
         """
-        source, target = self._files.read(plan)
+        has_begins = bool(self._tokenizer.segmenters)
+        source, target, begins = self._files.read(plan, with_begins=has_begins)
         largest = max(int(side.ids_N.max(initial=0)) for side in (source, target))
         if largest >= self._tokenizer.size:
             raise ArtifactError(
                 f"{self._directory} holds the token id {largest} where its tokenizer has "
                 f"{self._tokenizer.size} ids. Make the shards again."
             )
-        begins = self._files.read_source_begins(plan) if self._tokenizer.segmenters else None
         sentences = self._languages.label(plan, source, target, begins)
         return assemble(
             sentences, eos_id=self._tokenizer.eos_id, tag_is_label=self._config.tag_is_label
