@@ -46,8 +46,7 @@ from data_prep.readers.section import (
 )
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.artifacts.raw_bytes import iterate_raw_lines, plain_name
-from pipeline.artifacts.raw_input import HubDataset, RawInput
+from pipeline.artifacts.raw_input import HubDataset, RawInput, iterate_raw_lines, plain_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions, find_code, is_known, without_region
 from pipeline.terminal import listed

@@ -21,8 +21,13 @@ from data_prep.readers.section import (
     spellings_of,
 )
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_bytes import iterate_raw_lines, named_files, plain_name
-from pipeline.artifacts.raw_input import HubDataset, RawInput
+from pipeline.artifacts.raw_input import (
+    HubDataset,
+    RawInput,
+    iterate_raw_lines,
+    named_files,
+    plain_name,
+)
 from pipeline.errors import ConfigError, DataError
 from pipeline.terminal import counted, listed
 

@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from pipeline.artifacts.digests import are_intact, file_records, raw_digest
 from pipeline.artifacts.locks import held_lock, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
@@ -29,11 +28,14 @@ from pipeline.artifacts.manifest import (
     Kind,
     Manifest,
     RunRecord,
+    are_intact,
     describe_name,
     describe_names,
     digest_of_part,
+    file_records,
     json_digest,
     part_of,
+    raw_digest,
     read_manifest,
     to_json,
 )

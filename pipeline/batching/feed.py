@@ -18,7 +18,17 @@ from pipeline.artifacts.corpus import Direction, Split, imported_lines, language
 from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import Flags, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
-from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA, Batch, Ragged, Sentences, assemble
+from pipeline.batching.batch import (
+    SOURCE_EXTRA,
+    TARGET_EXTRA,
+    AnyBatch,
+    Batch,
+    Pass,
+    Ragged,
+    Sentences,
+    assemble,
+    in_one_buffer,
+)
 from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,
@@ -27,9 +37,6 @@ from pipeline.batching.global_step import (
     evaluation_batches,
     read_ahead,
 )
-from pipeline.batching.labelled import AnyBatch
-from pipeline.batching.one_buffer import in_one_buffer
-from pipeline.batching.passes import Pass
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.distributed.own_time import OWN_TIME

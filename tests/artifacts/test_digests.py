@@ -13,7 +13,7 @@ from support.process_pool import ProcessPool
 
 from pipeline import cli
 from pipeline.artifacts import artifact as artifacts
-from pipeline.artifacts import digests
+from pipeline.artifacts import manifest as digests
 from pipeline.artifacts.artifact import (
     Artifact,
     changed_files,
@@ -29,8 +29,7 @@ from pipeline.artifacts.corpus import (
     read_hypotheses,
     write_hypotheses,
 )
-from pipeline.artifacts.digests import file_records
-from pipeline.artifacts.manifest import MANIFEST_NAME
+from pipeline.artifacts.manifest import MANIFEST_NAME, file_records
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts import artifact as artifacts
-from pipeline.artifacts import digests
+from pipeline.artifacts import manifest as digests
 from pipeline.artifacts.artifact import FileRecord, new_artifact, open_artifact
-from pipeline.artifacts.digests import file_records, write_hashed
+from pipeline.artifacts.manifest import file_records, write_hashed
 from pipeline.distributed import progress
 
 

@@ -12,9 +12,16 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.batching.batch import Batch
-from pipeline.batching.labelled import Labelled, LabelledBatch, collate_tags
-from pipeline.batching.one_buffer import ALIGNMENT, in_one_buffer, moved, with_each_tensor
+from pipeline.batching.batch import (
+    ALIGNMENT,
+    Batch,
+    Labelled,
+    LabelledBatch,
+    collate_tags,
+    in_one_buffer,
+    moved,
+    with_each_tensor,
+)
 
 
 def batches() -> Iterator[Batch | LabelledBatch]:

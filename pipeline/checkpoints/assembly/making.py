@@ -22,8 +22,7 @@ import torch
 from pydantic import TypeAdapter
 
 from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, refuse_changed, stage_key
-from pipeline.artifacts.digests import write_hashed
-from pipeline.artifacts.manifest import FileRecord, json_digest, read_manifest
+from pipeline.artifacts.manifest import FileRecord, json_digest, read_manifest, write_hashed
 from pipeline.artifacts.places import link_or_copy, refuse_inputs, refuse_to_overwrite, run_dir
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.checkpoints.assembly.declaration import Assembly, Parts, plan_declared

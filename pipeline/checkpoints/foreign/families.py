@@ -19,8 +19,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline.artifacts.digests import raw_digest
-from pipeline.artifacts.manifest import InputRecord, json_digest
+from pipeline.artifacts.manifest import InputRecord, json_digest, raw_digest
 from pipeline.checkpoints.foreign import fairseq
 from pipeline.checkpoints.foreign.fairseq import STACKS
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary

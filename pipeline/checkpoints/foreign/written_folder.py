@@ -15,9 +15,8 @@ from typing import Any, Literal
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
-from pipeline.artifacts.digests import write_hashed
-from pipeline.artifacts.extended_tokenizer import piece_field
-from pipeline.artifacts.manifest import FileRecord, to_json
+from pipeline.artifacts.manifest import FileRecord, to_json, write_hashed
+from pipeline.artifacts.tokenizer import piece_field
 from pipeline.checkpoints.foreign.layouts import Entries, Layout
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.tensors import NameTable

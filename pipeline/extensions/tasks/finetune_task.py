@@ -26,7 +26,14 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.mixture import Mixture, temperature_probabilities
-from pipeline.batching.batch import SOURCE_EXTRA
+from pipeline.batching.batch import (
+    SOURCE_EXTRA,
+    Integers,
+    Labelled,
+    LabelledBatch,
+    collate_spans,
+    collate_tags,
+)
 from pipeline.batching.feed import Update, read_updates
 from pipeline.batching.global_step import (
     GlobalStep,
@@ -34,13 +41,6 @@ from pipeline.batching.global_step import (
     PairOffsets,
     Planner,
     evaluation_batches,
-)
-from pipeline.batching.labelled import (
-    Integers,
-    Labelled,
-    LabelledBatch,
-    collate_spans,
-    collate_tags,
 )
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import shown

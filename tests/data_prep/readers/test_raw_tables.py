@@ -21,7 +21,7 @@ from data_prep.readers.multiway import Record
 from data_prep.readers.raw_files import RawFile
 from data_prep.readers.tables import Columns, iterate_rows, open_columns, open_table
 from data_prep.settings import CorpusConfig
-from pipeline.artifacts import raw_bytes
+from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.config.recipe import Recipe
