@@ -182,7 +182,7 @@ class _Draws:
 
 
 class _Sentences(NamedTuple):
-    """Sentences of a window; lines and lengths have the smallest types, as these are millions."""
+    """Sentences of a window."""
 
     pair_N: Integers
     reverse_N: Integers
@@ -191,10 +191,6 @@ class _Sentences(NamedTuple):
     """Tokens of the source, without tags and end-of-sentence."""
     target_N: Integers
     """Tokens of the target."""
-
-    def taken(self, order_N: Integers) -> "_Sentences":
-        """Return the sentences in another order."""
-        return _Sentences(*(field_N[order_N] for field_N in self))
 
 
 @dataclass(frozen=True)
@@ -274,9 +270,11 @@ class Planner:
                 f"{config.tokens - max(SOURCE_EXTRA, TARGET_EXTRA):,} or less and make the shards "
                 "again."
             )
-        self._line_type = np.int32 if max(map(len, self._pairs), default=0) < 2**31 else np.int64
+        line_type = np.int32 if max(map(len, self._pairs), default=0) < 2**31 else np.int64
         # numpy sorts whole numbers of 16 bits by their digits, several times as fast as others.
-        self._length_type = np.uint16 if self._longest < 2**16 else np.int64
+        length_type = np.uint16 if self._longest < 2**16 else np.int64
+        # A window has millions of sentences: small types bound its memory.
+        self._types = (np.int32, np.int8, line_type, length_type, length_type)
         self._phases = self._planned_phases(mixture)
         self._kept: tuple[int, PlannedWindow] | None = None
 
@@ -383,12 +381,22 @@ class Planner:
 
         If a micro-batch keeps to one direction, they are sorted by pair and direction first.
         """
-        drawn = [self._sentences(draws) for draws in self._draws(window)]
-        whole = _Sentences(*map(np.concatenate, zip(*drawn, strict=True)))
+        all_draws = self._draws(window)
+        number = sum(draws.stop - draws.start for draws in all_draws)
+        whole = _Sentences(*(np.empty(number, dtype) for dtype in self._types))
+        filled = 0
+        for draws in all_draws:
+            part = slice(filled, filled + draws.stop - draws.start)
+            for field_N, values in zip(whole, self._sentences(draws), strict=True):
+                field_N[part] = values
+            filled = part.stop
         keys = (whole.source_N, whole.target_N)
         if self._config.one_direction:
             keys = (*keys, whole.reverse_N, whole.pair_N)
-        return whole.taken(np.lexsort(keys))
+        order_N = np.lexsort(keys)
+        for field_N in whole:
+            field_N[:] = field_N[order_N]
+        return whole
 
     def _draws(self, window: int) -> list[_Draws]:
         """Return a window's draws from the streams that it draws from."""
@@ -417,16 +425,16 @@ class Planner:
         item_N.sort()
         line_N, epoch_N = np.divmod(item_N, len(parts))
         stream = draws.stream
-        reverse_N = np.full(len(line_N), stream.direction, dtype=np.int8)
+        reverse_N = np.broadcast_to(np.int64(stream.direction), len(line_N))
         if stream.direction == IN_TURN:
-            reverse_N = ((line_N + epoch_N + draws.start // draws.size) & 1).astype(np.int8)
+            reverse_N = (line_N + epoch_N + draws.start // draws.size) & 1
         first_N, second_N = self._pairs[stream.pair].lengths(line_N)
         return _Sentences(
-            np.full(len(line_N), stream.pair, dtype=np.int32),
+            np.broadcast_to(np.int64(stream.pair), len(line_N)),
             reverse_N,
-            line_N.astype(self._line_type),
-            np.where(reverse_N, second_N, first_N).astype(self._length_type),
-            np.where(reverse_N, first_N, second_N).astype(self._length_type),
+            line_N,
+            np.where(reverse_N, second_N, first_N),
+            np.where(reverse_N, first_N, second_N),
         )
 
     def _lines(self, draws: _Draws, epoch: int, start: int, stop: int) -> Integers:
