@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,9 @@ from pipeline.artifacts.corpus import (
     directions,
     hypotheses_name,
     hypothesis_of,
+    hypothesis_record,
     line_counts,
     read_lines,
-    record_of,
-    without_details,
     write_details,
     write_hypotheses,
 )
@@ -275,14 +275,6 @@ class DoneLines:
                 yield record
 
 
-def hypothesis_record(hypothesis: Hypothesis) -> dict[str, Any]:
-    """Return a hypothesis as a JSON object, with its details if it has any."""
-    record = without_details(hypothesis)
-    return record | (
-        {} if hypothesis.details is None else {"details": record_of(hypothesis.details)}
-    )
-
-
 class WorkingTime:
     """Seconds of work, including interrupted attempts, kept in a file.
 
@@ -323,34 +315,45 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
         direction: [found[str(direction)][line] for line in range(counts[direction.pair])]
         for direction in selection.taken
     }
+    tally = Tally(selection.taken)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for direction, hypotheses in ordered.items():
             write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
             if call.recipe.decoding.wants_details:
                 details = [hypothesis.details or Details() for hypothesis in hypotheses]
                 write_details(writer.path(details_name(direction)), details)
-        every = [hypothesis for hypotheses in ordered.values() for hypothesis in hypotheses]
-        writer.statistics.update(
-            lines=len(every),
-            empty=sum(not hypothesis.text for hypothesis in every),
-            truncated=sum(hypothesis.truncated for hypothesis in every),
-            split=sum(hypothesis.split > 0 for hypothesis in every),
-            invalid=sum(hypothesis.invalid > 0 for hypothesis in every),
-            invalid_sequences=invalid_sequences(ordered),
-            directions={str(one): len(hypotheses) for one, hypotheses in ordered.items()},
-            skipped_directions=[str(direction) for direction in selection.skipped],
-        )
+            for hypothesis in hypotheses:
+                tally.add(direction, vars(hypothesis))
+        skipped = [str(direction) for direction in selection.skipped]
+        writer.statistics.update(tally.statistics(), skipped_directions=skipped)
         summarize(writer, selection)
     done.remove()
 
 
-def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> dict[str, int]:
-    """Count, by direction, byte sequences that were dropped because they were no UTF-8."""
-    counts = {
-        str(direction): sum(hypothesis.invalid for hypothesis in hypotheses)
-        for direction, hypotheses in translated.items()
-    }
-    return {direction: count for direction, count in counts.items() if count}
+class Tally:
+    """Counts of translations, as the statistics of translations and translated text hold them."""
+
+    def __init__(self, directions: Iterable[Direction]) -> None:
+        self._lines = {str(direction): 0 for direction in directions}
+        self._invalid = Counter[str]()
+        self._counts = dict.fromkeys(("empty", "truncated", "split", "invalid"), 0)
+
+    def add(self, direction: Direction, record: Mapping[str, Any]) -> None:
+        """Count one translation, given as a JSON object."""
+        self._lines[str(direction)] += 1
+        self._invalid[str(direction)] += record["invalid"]
+        self._counts["empty"] += not record["text"]
+        for name in ("truncated", "split", "invalid"):
+            self._counts[name] += record[name] > 0
+
+    def statistics(self) -> dict[str, Any]:
+        """Return lines by direction, lines by property, and byte sequences that were dropped."""
+        return {
+            "lines": sum(self._lines.values()),
+            **self._counts,
+            "invalid_sequences": dict(+self._invalid),
+            "directions": self._lines,
+        }
 
 
 def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.artifacts.corpus import Direction, scores_name, translated_name
+from pipeline.artifacts.corpus import Direction, hypothesis_record, scores_name, translated_name
 from pipeline.config.documents import read_json_lines, unfinished_path
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.text_files import Chunk, TextFile, chunks, find_texts
@@ -36,7 +35,7 @@ from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import (
     DoneLines,
     Selection,
-    hypothesis_record,
+    Tally,
     lengths_over_ranks,
     summarize,
     translate_batches,
@@ -167,26 +166,15 @@ def publish(
     left_out: Sequence[str],
 ) -> None:
     """Write the artifact from the finished chunks, and remove them."""
-    counts = Counter(dict.fromkeys(("lines", "empty", "truncated", "split", "invalid"), 0))
-    lines, invalid = Counter[str](), Counter[str]()
+    tally = Tally(directions)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for chunk in chunks(texts, copies=len(directions)):
             progress.advance()
             _append_texts(writer, chunk, directions[0].source)
             path = chunk_path(done.directory, chunk.number)
             for direction, record in _append_chunk(writer, path, directions):
-                lines[direction] += 1
-                invalid[direction] += record["invalid"]
-                counts["empty"] += not record["text"]
-                counts.update(name for name in ("truncated", "split", "invalid") if record[name])
-        counts["lines"] = lines.total()
-        writer.statistics.update(
-            counts,
-            files=len(texts),
-            files_left_out=len(left_out),
-            directions={str(direction): lines[str(direction)] for direction in directions},
-            invalid_sequences=dict(+invalid),
-        )
+                tally.add(direction, record)
+        writer.statistics.update(tally.statistics(), files=len(texts), files_left_out=len(left_out))
         summarize(writer, Selection(tuple(directions), skipped=()))
         if left_out:
             writer.summary.append(
@@ -208,7 +196,7 @@ def _append_texts(writer: ArtifactWriter, chunk: Chunk, language: str) -> None:
 
 def _append_chunk(
     writer: ArtifactWriter, path: Path, directions: Sequence[Direction]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[Direction, dict[str, Any]]]:
     """Append a chunk to the files of the artifact; yield every direction and record."""
     records = read_json_lines(path)
     files = next(records)["files"]
@@ -221,7 +209,7 @@ def _append_chunk(
                 scores.open("a", encoding="utf-8", newline="\n") as others,
             ):
                 for record in islice(records, number):
-                    yield str(direction), record
+                    yield direction, record
                     texts.write(without_line_breaks(record.pop("text")) + "\n")
                     others.write(json.dumps(record, ensure_ascii=False) + "\n")
 
