@@ -161,7 +161,7 @@ class Artifact:
         return self.directory / name
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Compare all files, or the named ones, with their digests, once per process.
+        """Compare all files, or those named, with their digests, once per process.
 
         Raises:
             ArtifactError: Names the file that is missing, damaged or a link.

@@ -11,7 +11,7 @@ A process takes the lock over from a holder that
 
 - ran on this machine and has ended: at once;
 - is an earlier attempt of the same job (``MMNMT_ATTEMPT``): at once, since the scheduler starts an
-  attempt only after it has given up the one before;
+  attempt only after it has given up the earlier attempt;
 - runs elsewhere and has not refreshed its file for ``STALE_SECONDS`` of the claimer's own clock. No
   time of another machine is read, and time in which the claimer itself was stopped, or waited for
   the file system, does not count: the holder may have been held up as well.
@@ -488,7 +488,7 @@ class _Claim:
         except BaseException:
             _withdraw(folder, generation)
             raise
-        with contextlib.suppress(OSError, _ForeignError):  # lower ones do no harm
+        with contextlib.suppress(OSError, _ForeignError):  # lower generations do no harm
             for lower in _generations(folder):
                 if lower < generation:
                     _withdraw(folder, lower)

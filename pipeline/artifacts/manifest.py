@@ -195,7 +195,7 @@ def describe_names(names: Iterable[str]) -> str | None:
         if problem := describe_name(name):
             return f"{name!r}, which {problem}"
         if (other := seen.setdefault(fold_name(name), name)) != name:
-            return f"{name!r} beside {other!r}, which are one where case is not told apart"
+            return f"{name!r} and {other!r}, which are the same where names ignore case"
     return None
 
 

@@ -195,9 +195,7 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
         ArtifactError: ``out_dir`` holds what would be lost.
     """
     if out_dir.name in ("", ".."):
-        raise ArtifactError(
-            f"{out_dir} does not end in a name. Give the new folder one of its own."
-        )
+        raise ArtifactError(f"{out_dir} does not end in a name. Give the new folder a name.")
     if not os.path.lexists(out_dir):
         return
     if kind is not None:

@@ -108,7 +108,7 @@ def raw_input(values: Sequence[str]) -> RawInput:
     """Return the raw input that the values of an option name.
 
     Raises:
-        ConfigError: A data set of the hub that is not pinned or not alone, or one path twice.
+        ConfigError: A data set of the hub that is not pinned or has company, or a path twice.
     """
     datasets = [value for value in values if value.startswith(HUB)]
     if not datasets:
@@ -121,8 +121,8 @@ def raw_input(values: Sequence[str]) -> RawInput:
         )
     if len(values) > 1:
         raise ConfigError(
-            f"{datasets[0]} is one of {len(values)} raw inputs. Name one data set of the hub "
-            "alone, or paths."
+            f"{datasets[0]} is named with {len(values) - 1} more raw inputs. Name only this "
+            "data set, or only paths."
         )
     return HubDataset(name=found["name"], revision=found["revision"])
 

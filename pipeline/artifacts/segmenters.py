@@ -206,8 +206,8 @@ def punctuation(text: str) -> list[str]:
 def _is_apart(text: str, place: int) -> bool:
     if not _is_punctuation(text[place]):
         return False
-    beside = text[max(place - 1, 0) : place] + text[place + 1 : place + 2]
-    is_within = len(beside) == 2 and not any(map(_is_punctuation, beside))
+    neighbors = text[max(place - 1, 0) : place] + text[place + 1 : place + 2]
+    is_within = len(neighbors) == 2 and not any(map(_is_punctuation, neighbors))
     return not (is_within and text[place] in _WITHIN_WORDS)
 
 
@@ -253,7 +253,7 @@ def read_function_file(name: str) -> tuple[Path, str, bytes]:
         ConfigError: The file is missing.
     """
     path, _, function = name.rpartition(":")
-    fix = "correct tokenizer.segmenters, whose paths are taken from the current folder"
+    fix = "correct tokenizer.segmenters: its paths start at the current folder"
     content = read_bytes(Path(path), limit=MAX_FILE_BYTES, error=ConfigError, fix=fix)
     return Path(path), function, content
 

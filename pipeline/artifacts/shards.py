@@ -101,7 +101,7 @@ def open_shard(
         num_bytes = tokens_path.stat().st_size
     except (OSError, ValueError) as error:
         raise ArtifactError(
-            f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}). Run stage "
+            f"{offsets_path} or {tokens_path.name} next to it cannot be read ({error}). Run stage "
             f"{artifact.manifest.stage!r} again."
         ) from error
     tokens = _map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1]))

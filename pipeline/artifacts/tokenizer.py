@@ -107,8 +107,8 @@ class TokenizerDescription(BaseModel):
     numbering: Numbering | None = None
     """Ids of an imported or extended vocabulary; None: pieces, then languages in order."""
     target_languages: tuple[str, ...] = ()
-    """Languages with a vocabulary of their own, the only ones translated into; empty: one
-    vocabulary."""
+    """Languages with a vocabulary of their own, the only targets of translation; empty: a
+    single vocabulary."""
     segmenters: dict[str, SegmenterRecord] = Field(default_factory=dict)
     """Language written without spaces → segmenter."""
     token_spellings: dict[str, str] = Field(default_factory=dict)
@@ -251,7 +251,7 @@ class Tokenizer:
         if mixed:
             raise ConfigError(
                 f"The vocabulary has pieces of white space and text at once ({mixed[0]!r}), so "
-                "that words cannot be told by ids. Use one of bytes or characters."
+                "that ids do not tell words apart. Use a vocabulary of bytes or characters."
             )
         return tuple(
             index for index, piece in pieces.items() if piece is None or is_white_space(piece)
@@ -531,7 +531,7 @@ def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFile
 def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
     """Return a SentencePiece vocabulary with the pieces of another model that it lacks.
 
-    New pieces score below all old ones. BPE merges them last: it splits a text as before and
+    New pieces score below all old pieces. BPE merges them last: it splits a text as before and
     then joins some neighbors; a unigram model takes one where the old pieces that it replaces
     have a lower total score.
 

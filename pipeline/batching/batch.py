@@ -1,6 +1,6 @@
 """Assemble micro-batches of translation and of labelled text, without padding.
 
-Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D) matrix, so that no
+Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D) matrix. No
 linear layer, expert or vocabulary projection ever sees padding. Only attention may need the padded
 (B, T, D) form; :class:`Packing` converts between the two.
 
@@ -136,9 +136,10 @@ class Shares:
 
     @cached_property
     def mean_MN(self) -> Tensor:
-        """Return a matrix whose product with values of tokens is their mean in each micro-batch.
+        """Return a matrix that multiplied by values of tokens gives each micro-batch's mean.
 
-        It is small beside the activations. Sums by index would take atomic additions on a GPU.
+        It is small compared with the activations. On a GPU, sums by index would take atomic
+        additions.
         """
         number_M = torch.arange(len(self.rows), device=self.rows_M.device)
         return (self.micro_batch_N == number_M[:, None]) / self.rows_M[:, None]
@@ -150,7 +151,7 @@ class Packing:
 
     ``index_N`` has the flat position of every real token, ascending. ``bound_B``, (B + 1,) int32,
     has the row where each sentence starts, and where the last one ends. ``is_full`` tells the host
-    that nothing is padded, so that packing is a view. ``shares`` tells apart the micro-batches that
+    that nothing is padded: packing is then a view. ``shares`` tells apart the micro-batches that
     share a pass; None for a single one. ``noise`` has the keys of the tokens' random numbers in
     training.
     """
@@ -238,7 +239,7 @@ class Packing:
         return {}
 
     def key_mask(self, *, beside: Tensor) -> Tensor | None:
-        """Return the mask of real keys, in the form that attention prefers beside ``beside``.
+        """Return the mask of real keys, in the form that attention prefers next to ``beside``.
 
         (B, 1, 1, T); None if nothing is padded. All layers share it.
         """
@@ -289,7 +290,7 @@ class Packing:
 class _Pack(torch.autograd.Function):
     """Pack (B · T, D) into (N, D).
 
-    No row is taken twice, so that the gradient is copied, not added up.
+    No row is taken twice: the gradient is copied, not added up.
     """
 
     @staticmethod
@@ -330,7 +331,7 @@ class Batch:
         source: packing of the source.
         target_N: packed decoder input ids: prompt, then the target.
         target: packing of the decoder input.
-        label_rows_L: rows of ``target_N`` whose next token is to be predicted; the forced prompt
+        label_rows_L: rows of ``target_N`` that predict the next token; the forced prompt
             is not, unless its tag is a label.
         labels_L: the tokens to predict, end-of-sentence included.
         source_language_B, target_language_B: indices into the tokenizer's languages.
@@ -554,7 +555,7 @@ class LabelledBatch:
         packing: of these.
         language_B: indices into the model's languages.
         label_rows_L: rows of ``ids_N`` that are tagged; empty for a reader.
-        labels_L: their tags; for a reader the first tokens of all answers, then the last ones.
+        labels_L: their tags; for a reader the first tokens of all answers, then the last tokens.
     """
 
     ids_N: Tensor

@@ -4,8 +4,8 @@ Every pair is an endless stream: epoch after epoch of its own lines, each epoch 
 own, every line once per epoch, in alternating direction from epoch to epoch. A *window* takes from
 each stream the share that its probability gives it, exactly (a pair's count after w windows is that
 share of all draws, rounded). The window's sentences are sorted by length, cut into micro-batches
-within the token budget, shuffled, and dealt out M at a time to the updates, whose ranks share them
-by size. Any window can be computed on its own, so that resuming does not read the past.
+within the token budget, shuffled, and dealt out M at a time to the updates; the ranks share them by
+size. Any window can be computed on its own: resuming does not read the past.
 
 If a mixture weighs directions, each direction of a pair is a stream of its own. If it changes at
 some update, a *phase* begins: its windows have numbers of their own, and its streams continue where
@@ -39,7 +39,7 @@ PHASE_WINDOWS = 2**40
 """Window numbers reserved for each phase."""
 
 IN_TURN = -1
-"""Direction of a stream whose epochs alternate."""
+"""Direction of a stream that alternates from epoch to epoch."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PairOffsets:
     """Offsets, in tokens, of the lines of both sides of a pair, and the end of the last line.
 
     Languages are in the pair's order. The arrays may be mapped files: a window reads only the
-    entries that it draws, so that no process holds the lengths of a whole corpus.
+    entries that it draws, and no process holds the lengths of a whole corpus.
     """
 
     first: npt.NDArray[np.int64]
@@ -83,7 +83,7 @@ class MicroBatch:
 
     ``pair_B`` indexes the planner's pairs; ``reverse_B`` is 0 for first → second language of the
     pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens
-    (and tags that are labels), ``num_tokens`` those of both sides.
+    (and tags that are labels), ``num_tokens`` the tokens of both sides.
     """
 
     pair_B: Integers
@@ -242,8 +242,7 @@ class Planner:
         """Plan for ``pairs``, which are numbered in the sorted order of their names.
 
         Raises:
-            ConfigError: the pairs differ from those of the mixture, or a sentence exceeds the token
-                budget.
+            ConfigError: the mixture has other pairs, or a sentence exceeds the token budget.
         """
         self.names = tuple(sorted(pairs))
         probabilities = mixture.phases[0].probabilities
@@ -333,7 +332,7 @@ class Planner:
     def largest(self, window: int) -> MicroBatch:
         """Return the micro-batch with most tokens of a window.
 
-        The window's plan is kept, so that :meth:`steps` need not plan it again.
+        The window's plan is kept: :meth:`steps` does not plan it again.
         """
         planned = self._plan(window)
         self._kept = window, planned
@@ -453,7 +452,7 @@ class Planner:
         return math.floor(stream.begin + windows * sentences * stream.share + offset)
 
     def _planned_phases(self, mixture: Mixture) -> tuple[_PlannedPhase, ...]:
-        """Plan the phases, counting what is drawn of each stream before each of them."""
+        """Plan the phases, counting the draws from each stream before each phase."""
         ends = [phase.from_update - 1 for phase in mixture.phases[1:]]
         drawn: dict[str, float] = {}
         planned = []
@@ -491,7 +490,7 @@ class Planner:
 
 
 def cut(source: Integers, target: Integers, direction: Integers, *, budget: int) -> Integers:
-    """Return where to cut sorted sentences so that no side's padded size exceeds the budget.
+    """Return where to cut sorted sentences to keep each side's padded size within the budget.
 
     Lengths are without tags and end-of-sentence, which are padded too.
     """
@@ -501,7 +500,7 @@ def cut(source: Integers, target: Integers, direction: Integers, *, budget: int)
 
 
 def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
-    """Halve the largest parts, the first of equal ones, until their number is a multiple (of M).
+    """Halve the largest parts, the first of equals, until their number is a multiple (of M).
 
     Part i is from ``bounds[i]`` up to ``bounds[i + 1]``, also in the result.
     """

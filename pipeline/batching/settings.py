@@ -24,7 +24,7 @@ def _scheme_of_preset(value: object) -> object:
 
 
 class BatchesConfig(Settings):
-    """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
+    """The global step: an ordered list of micro-batches that depends on (seed, step) only."""
 
     micro_batches: Annotated[int, whole(1, 10**6)] = 32
     """Micro-batches per update over all ranks; there can be no more ranks than that."""
@@ -40,8 +40,8 @@ class BatchesConfig(Settings):
     of its scheme: m2m100, mrasp2, nllb or nllb-legacy."""
     tag_is_label: bool = False
     """Learn and count the target language's tag, which decoding forces, as the first label of a
-    sentence, as fairseq does. Losses and perplexities compare with those of the paper (its Figures
-    1 and 5) only with it."""
+    sentence, as fairseq does. Losses and perplexities compare with the paper (its Figures 1 and 5)
+    only with it."""
     evaluation_tokens: BatchTokens = 4096
     """Token budget of a validation micro-batch."""
 

@@ -2,7 +2,7 @@
 
 A window has millions of sentences, and a micro-batch hundreds. numpy would make one pass and one
 temporary array per operator, and Python would take longer than the model. The loops release the
-interpreter's lock, so that a thread can prepare batches ahead of training.
+interpreter's lock: a thread can prepare batches ahead of training.
 
 Legend: N sentences, R rounds, P pairs, B sentences of a batch, T texts, K counts of n-grams; an
 axis of 2: the sides of a pair, or source and target.
@@ -53,7 +53,7 @@ def shuffle(
     """Compute a keyed permutation of range(size) at each position.
 
     It is a Feistel network on twice ``half`` bits. Its round function is the finalizer of
-    splitmix64, so that every input bit affects every output bit. A value outside the range is
+    splitmix64: every input bit affects every output bit. A value outside the range is
     permuted again until it lies inside (cycle walking).
     """
     width = np.uint64(half)
@@ -87,7 +87,7 @@ def mark_cuts(
 ) -> None:
     """Mark sorted sentences that begin a part, as the part before would exceed the budget.
 
-    The size of a part is that of its larger side, including padding and the extra tokens of each
+    The larger side of a part decides its size, including padding and the extra tokens of each
     sentence. A part has one direction.
     """
     start = longest = 0

@@ -1,6 +1,6 @@
 """Translate the test sets of a corpus over all ranks: the stage ``translate``.
 
-It reads a checkpoint and a corpus, makes translations of all directions whose two languages the
+It reads a checkpoint and a corpus, makes translations of all directions between languages that the
 model knows, and lists the others. Batches are cut from all sentences of all directions sorted by
 length and dealt out to the ranks, which meet again when all are done. Finished batches are kept in
 ``OUT.run`` and not repeated after an interruption. ``decoding/line_filter.py`` translates standard
@@ -121,7 +121,7 @@ def select_directions(
         raise ConfigError(
             f"The model knows none of the {len(every)} test directions of {corpus.directory} "
             f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
-            + (f", and translates into {listed(into)} alone" if into else "")
+            + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
     wanted = [one for one in taken if not targets or one.target in targets]
@@ -242,7 +242,7 @@ class DoneLines:
             self._lock.refuse_if_lost()
 
     def _begin(self, call: StageCall) -> None:
-        """Keep what is there if it was translated with the same settings and inputs."""
+        """Keep earlier translations if they have the same settings and inputs."""
         digests = {name: record.digest for name, record in call.records.items()}
         text = json.dumps([call.config, digests])
         identity = _identity_of(text, sections=call.config)
@@ -394,8 +394,8 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
         )
     if selection.skipped:
         writer.summary.append(
-            f"{counted(len(selection.skipped), 'direction')} left out, since the model does not "
-            "know both of their languages, or decoding.targets not the one into which: "
+            f"{counted(len(selection.skipped), 'direction')} skipped: the model lacks one of "
+            "the languages, or decoding.targets excludes the target language: "
             f"{listed(map(str, selection.skipped))}"
         )
 

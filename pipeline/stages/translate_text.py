@@ -1,8 +1,8 @@
 """Translate files and folders of text over all ranks: the stage ``translate_text``.
 
 The output has every input file as it was read and once per target language, line by line. The
-lines of all files are translated in chunks (``decoding/text_files.py``), so that memory does not
-grow with the text. A chunk is cut into batches that do not depend on the ranks, which take them in
+lines of all files are translated in chunks (``decoding/text_files.py``), and memory does not grow
+with the text. A chunk is cut into batches that do not depend on the ranks, which take them in
 turn. Finished batches, and then finished chunks, are kept in ``OUT.run`` and not repeated after an
 interruption.
 """
@@ -83,7 +83,7 @@ def translate_chunk(
     ]
     lengths = lengths_over_ranks(translator, jobs[: len(chunk.texts)], done.world)
     batches = translator.cut(jobs, lengths * len(directions))
-    # A batch is the same in every attempt, so that no score is rounded otherwise.
+    # A batch is the same in every attempt, so no score is rounded otherwise.
     todo = [batch for batch in batches if not done.has(batch)]
     translate_batches(translator, todo, done, stop=stop, bar=bar)
     done.move(partial(write_chunk, done, chunk, directions))
@@ -112,7 +112,7 @@ def find_directions(
         )
     if not wanted:
         raise ConfigError(
-            f"The model translates into no language but {code}, that of the text. Name another "
+            f"The model translates only into {code}, the language of the text. Name another "
             "model, or another text."
         )
     for one in (code, *wanted):

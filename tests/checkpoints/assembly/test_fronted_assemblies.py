@@ -191,7 +191,7 @@ def test_words_of_pieces_that_hold_spaces_and_text_cannot_be_told(
     text = FROM_SUBWORDS.format(front=TABLES["wsf"])
     Path("assembly.toml").write_text(text.replace('"bytes"', '"subwords"'), encoding="utf-8")
     assert main(["upcycle", "assembly.toml", "--out", "made"]) == 2
-    assert "Use one of bytes or characters" in capsys.readouterr().err
+    assert "Use a vocabulary of bytes or characters" in capsys.readouterr().err
 
 
 def test_a_plain_byte_model_is_no_source_of_a_front_where_its_embeddings_stay(
