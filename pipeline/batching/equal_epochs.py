@@ -36,8 +36,6 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
             line has more bytes than a batch has room for.
     """
     training, optimizer = recipe.training, recipe.optimizer
-    if training.updates_of == "tokens":
-        return recipe
     of_bytes = byte_offsets(data)
     longest = max(pair.longest for pair in of_bytes.values())
     if longest + 2 > recipe.batches.tokens:
