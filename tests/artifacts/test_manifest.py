@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.corpora import writing
 from support.process_pool import ProcessPool
 
 from pipeline import cli
@@ -25,7 +26,6 @@ from pipeline.artifacts.artifact import (
     FileRecord,
     changed_files,
     check_together,
-    new_artifact,
     open_artifact,
     read_manifest,
     refuse_changed,
@@ -79,7 +79,7 @@ NOT_WITHIN = [
 
 
 def make_corpus(directory: Path) -> Path:
-    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+    with writing(directory, "corpus", "clean") as writer:
         for split in ("train", "valid", "test"):
             for code in ("de", "en"):
                 writer.path(f"{split}/de-en/{code}.txt").write_text(f"{split} {code} word\n")
@@ -356,9 +356,7 @@ def test_an_artifact_takes_the_records_over_and_reads_no_such_file(
         return digests.file_records(paths)
 
     monkeypatch.setattr(artifacts, "file_records", file_records)
-    with new_artifact(
-        tmp_path / "made", kind="checkpoint", stage="x", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "made", "checkpoint", "x") as writer:
         path = writer.path("weights")
         writer.settled[path] = write_hashed(path, pieces_of(250))
         writer.path("notes").write_text("notes")
@@ -383,7 +381,7 @@ def new_process() -> Iterator[None]:
 
 def make(directory: Path, *, age: bool = True) -> Artifact:
     """An artifact whose files were last changed some time ago, as those of real stages were."""
-    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+    with writing(directory, "corpus", "clean") as writer:
         for name, content in CONTENTS.items():
             writer.path(name).write_bytes(content)
             if age:
@@ -461,9 +459,7 @@ def test_a_link_within_an_artifact_is_refused_even_where_the_content_is_right(
 def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with new_artifact(
-        tmp_path / "corpus", kind="corpus", stage="import_corpus", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "corpus", "corpus", "import_corpus") as writer:
         for split in ("train", "valid"):
             for code in ("de", "en"):
                 writer.path(f"{split}/de-en/{code}.txt").write_text(f"{split} {code}\n")
@@ -479,9 +475,7 @@ def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
 
 def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
     direction = Direction("de", "en")
-    with new_artifact(
-        tmp_path / "translations", kind="translations", stage="translate", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "translations", "translations", "translate") as writer:
         write_hypotheses(writer.path(hypotheses_name(direction)), [Hypothesis("a bad one")])
     made = open_artifact(tmp_path / "translations", kind="translations")
     assert read_hypotheses(made, direction) == [Hypothesis("a bad one")]

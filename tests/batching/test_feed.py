@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.corpora import writing
 from support.passes import assert_same, join
 
-from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.mixture import Mixture, temperature_probabilities
 from pipeline.artifacts.shards import ShardWriter
@@ -120,9 +121,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for corpus, sizes in SIZES.items():
         generator = np.random.default_rng(11)
-        with new_artifact(
-            directory / corpus, kind="shards", stage="test", config={}, inputs={}
-        ) as writer:
+        with writing(directory / corpus, "shards") as writer:
             write_tokenizer(
                 writer.path("tokenizer/tokenizer.json").parent, description=description, model=None
             )
