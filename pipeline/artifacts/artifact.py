@@ -498,13 +498,13 @@ def seal_artifact(
 
 def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Hash and sync the files that are not yet settled, and return all records by name."""
-    found = {path: writer.settled.get(path) for path in paths}
-    records = file_records([path for path, record in found.items() if record is None])
+    known = {path: writer.settled.get(path) for path in paths}
+    records = file_records([path for path, record in known.items() if record is None])
     for path in records:
         sync(path)
     return {
         path.relative_to(writer.directory).as_posix(): record or records[path]
-        for path, record in found.items()
+        for path, record in known.items()
     }
 
 

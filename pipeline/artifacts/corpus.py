@@ -238,7 +238,8 @@ def listed_names(artifact: Artifact, name: str) -> set[str]:
     Raises:
         ArtifactError: The statistics have something else there.
     """
-    return set(_statistic(artifact, name, _NAMES, default=[]))
+    names: list[str] = _statistic(artifact, name, _NAMES, default=[])
+    return set(names)
 
 
 def found_scripts(corpus: Artifact) -> dict[str, str]:
@@ -247,8 +248,8 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
     Raises:
         ArtifactError: The statistics have something else there.
     """
-    found = _statistic(corpus, "languages", _LANGUAGES, default={})
-    return {code: entry.script for code, entry in found.items() if entry.script}
+    entries = _statistic(corpus, "languages", _LANGUAGES, default={})
+    return {code: entry.script for code, entry in entries.items() if entry.script}
 
 
 class _Language(BaseModel):
@@ -288,9 +289,9 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
 
 def languages(artifact: Artifact) -> list[str]:
     """Return all languages of a corpus or shards, sorted; for a part, of the whole corpus."""
-    found = {code for name in pair_counts(artifact) for code in name.split("-")}
-    found |= listed_names(artifact, OTHER_LANGUAGES)
-    return sorted({language_of(side) for side in found})
+    sides = {code for name in pair_counts(artifact) for code in name.split("-")}
+    sides |= listed_names(artifact, OTHER_LANGUAGES)
+    return sorted({language_of(side) for side in sides})
 
 
 def directions(artifact: Artifact, split: Split) -> list[Direction]:
@@ -347,10 +348,10 @@ def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
     Raises:
         ArtifactError: One file ends before the other.
     """
-    for one, other in zip_longest(iterate_lines(first), iterate_lines(second)):
-        if one is None or other is None:
+    for line, counterpart in zip_longest(iterate_lines(first), iterate_lines(second)):
+        if line is None or counterpart is None:
             raise ArtifactError(f"{first} and {second} differ in their number of lines: {RESTORE}.")
-        yield one, other
+        yield line, counterpart
 
 
 def hypotheses_name(direction: Direction) -> str:

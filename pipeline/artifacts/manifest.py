@@ -258,13 +258,15 @@ def digest_of_part(manifest: Manifest, splits: Sequence[str]) -> str:
 def _statistics_of(statistics: Mapping[str, Any], splits: Sequence[str]) -> dict[str, Any]:
     """Return the statistics of these splits; malformed statistics stay, for readers to refuse."""
     pairs = statistics.get("pairs")
-    if not isinstance(pairs, dict) or not all(isinstance(one, dict) for one in pairs.values()):
+    if not isinstance(pairs, dict) or not all(
+        isinstance(counted, dict) for counted in pairs.values()
+    ):
         return dict(statistics)
     counts = {
-        pair: {split: of_pair[split] for split in splits if of_pair.get(split)}
-        for pair, of_pair in pairs.items()
+        pair: {split: by_split[split] for split in splits if by_split.get(split)}
+        for pair, by_split in pairs.items()
     }
-    counts = {pair: of_pair for pair, of_pair in counts.items() if of_pair}
+    counts = {pair: by_split for pair, by_split in counts.items() if by_split}
     kept = {name: statistics[name] for name in _KEPT_STATISTICS if name in statistics}
     return {**kept, "pairs": counts, OTHER_LANGUAGES: sorted(_codes(pairs) - _codes(counts))}
 

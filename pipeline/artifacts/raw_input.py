@@ -113,8 +113,8 @@ def raw_input(values: Sequence[str]) -> RawInput:
     datasets = [value for value in values if value.startswith(HUB)]
     if not datasets:
         return _raw_paths(values)
-    found = _DATASET.fullmatch(datasets[0])
-    if found is None:
+    match = _DATASET.fullmatch(datasets[0])
+    if match is None:
         raise ConfigError(
             f"{datasets[0]} does not say which text it is. Write hub:OWNER/NAME@REVISION, where "
             "REVISION is the full commit of 40 digits (branches and tags can move)."
@@ -124,7 +124,7 @@ def raw_input(values: Sequence[str]) -> RawInput:
             f"{datasets[0]} is named with {len(values) - 1} more raw inputs. Name only this "
             "data set, or only paths."
         )
-    return HubDataset(name=found["name"], revision=found["revision"])
+    return HubDataset(name=match["name"], revision=match["revision"])
 
 
 def _raw_paths(values: Sequence[str]) -> RawPaths:
@@ -186,14 +186,14 @@ def _files_at(path: Path) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if not path.is_dir():
         raise DataError(f"{path} does not exist. Name an existing file or folder.")
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     for folder, below, names in os.walk(path):
         below[:] = [name for name in below if not name.startswith(".")]
         places = [Path(folder) / name for name in names if not name.startswith(".")]
-        found += [
+        files += [
             (place.relative_to(path).as_posix(), place) for place in places if place.is_file()
         ]
-    return sorted(found)
+    return sorted(files)
 
 
 def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:

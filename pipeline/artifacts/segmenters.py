@@ -96,20 +96,20 @@ class Segmenters:
 
     def _begins_of_words(self, language: str, line: str) -> list[int]:
         """Return the characters at which words begin; each white space is a word."""
-        found: list[int] = []
+        begins: list[int] = []
         for part in _SPACES_AND_OTHERS.finditer(line):
             words = [part[0]] if part[0].isspace() else self._words(language, part[0])
-            found += accumulate(map(len, words[:-1]), initial=part.start())
-        return found
+            begins += accumulate(map(len, words[:-1]), initial=part.start())
+        return begins
 
     def _words(self, language: str, text: str) -> list[str]:
         segmenter = self._loaded[language]
         what = f"The segmenter {self._tokenizer.segmenters[language].name} of {language}"
         try:
-            found = segmenter(text)
-            if isinstance(found, str):
+            answer = segmenter(text)
+            if isinstance(answer, str):
                 raise TypeError("it returns a text, not a list of words")
-            words = list(found)
+            words = list(answer)
             changed = "".join(words)
         except Exception as error:  # user code may raise anything
             raise ConfigError(
@@ -154,10 +154,10 @@ def segmenter_records(
     Raises:
         ConfigError: A language is unknown, or a segmenter cannot be loaded.
     """
-    found: dict[str, SegmenterRecord] = {}
+    records: dict[str, SegmenterRecord] = {}
     for spelling, name in named.items():
         code = _code_of(spelling, languages)
-        if code is None or code in found:
+        if code is None or code in records:
             near = ", ".join(nearest_codes(spelling, languages))
             raise ConfigError(
                 f"tokenizer.segmenters names {spelling!r}, "
@@ -171,12 +171,12 @@ def segmenter_records(
             )
         if name in SEGMENTERS:
             _built_in(name)
-            found[code] = SegmenterRecord(name=name)
+            records[code] = SegmenterRecord(name=name)
             continue
         path, function, content = read_function_file(name)
         load_function(path, function, content)
-        found[code] = SegmenterRecord(name=function, sha256=_sha256(content))
-    return found
+        records[code] = SegmenterRecord(name=function, sha256=_sha256(content))
+    return records
 
 
 def characters(text: str) -> list[str]:

@@ -528,9 +528,6 @@ def _last_rows(length_B: Integers, count_B: Integers) -> Integers:
     return rows
 
 
-Integers = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Labelled:
     """One sentence or window, with its specials.
@@ -589,15 +586,17 @@ AnyBatch: TypeAlias = Batch | LabelledBatch
 
 def collate_tags(examples: Sequence[Labelled], languages: Sequence[int]) -> LabelledBatch:
     """Assemble sentences to tag; ``languages`` are the indices of their languages."""
-    lengths = [len(one.ids) for one in examples]
+    lengths = [len(example.ids) for example in examples]
     starts = np.cumsum([0, *lengths[:-1]])
-    rows_L = np.concatenate([one.rows + s for one, s in zip(examples, starts, strict=True)])
-    return _collated(examples, languages, rows_L, np.concatenate([one.labels for one in examples]))
+    rows_L = np.concatenate([example.rows + s for example, s in zip(examples, starts, strict=True)])
+    return _collated(
+        examples, languages, rows_L, np.concatenate([example.labels for example in examples])
+    )
 
 
 def collate_spans(examples: Sequence[Labelled], languages: Sequence[int]) -> LabelledBatch:
     """Assemble windows to find an answer in; ``languages`` are the indices of theirs."""
-    labels_B2 = np.stack([one.labels for one in examples])
+    labels_B2 = np.stack([example.labels for example in examples])
     return _collated(examples, languages, np.zeros(0, dtype=np.int64), labels_B2.T.ravel())
 
 
@@ -605,8 +604,8 @@ def _collated(
     examples: Sequence[Labelled], languages: Sequence[int], rows_L: Integers, labels_L: Integers
 ) -> LabelledBatch:
     return LabelledBatch(
-        ids_N=torch.from_numpy(np.concatenate([one.ids for one in examples])),
-        packing=Packing.from_lengths([len(one.ids) for one in examples]),
+        ids_N=torch.from_numpy(np.concatenate([example.ids for example in examples])),
+        packing=Packing.from_lengths([len(example.ids) for example in examples]),
         language_B=torch.tensor(languages, dtype=torch.int64),
         label_rows_L=torch.from_numpy(rows_L),
         labels_L=torch.from_numpy(np.ascontiguousarray(labels_L)),

@@ -14,7 +14,14 @@ import numpy.typing as npt
 import torch
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Split, imported_lines, language_of, line_counts
+from pipeline.artifacts.corpus import (
+    Direction,
+    Split,
+    directions_of,
+    imported_lines,
+    language_of,
+    line_counts,
+)
 from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import Flags, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
@@ -329,17 +336,7 @@ class TrainingData:
     def updates(
         self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
-        """Yield a rank's updates from a cursor on, without end; plans and passes are read ahead.
-
-        Closing the generator ends the reading threads.
-
-        Args:
-            cursor: where to begin.
-            rank: the rank.
-            ranks: number of ranks.
-            update: number of updates before the cursor.
-            per_pass: micro-batches of the rank that share a pass.
-        """
+        """Yield a rank's updates from a cursor on, as :func:`read_updates` does."""
         return read_updates(
             self.planner.steps(cursor, update=update),
             self.train.batch,
@@ -362,18 +359,15 @@ class TrainingData:
             ConfigError: there are no validation sentences, a sentence exceeds the positions, or a
                 direction is drawn into a language that the tokenizer does not write.
         """
-        for pair in self.train.offsets:
-            one, other = pair.split("-")
-            for source, target in ((one, other), (other, one)):
-                if self.mixture.draws(Direction(source, target)):
-                    self.tokenizer.refuse_to_write(language_of(target))
+        for way in (way for pair in self.train.offsets for way in directions_of(pair)):
+            if self.mixture.draws(way):
+                self.tokenizer.refuse_to_write(language_of(way.target))
         if self.tokenizer.output_size is not None and self.train.tag_is_label:
             raise ConfigError(
                 "batches.tag_is_label is true, and the tokenizer has pieces of their own for the "
                 "languages translated into, no language tokens among them. Set it to false."
             )
-        validated = [Direction(*pair.split("-")) for pair in self.valid.offsets]
-        ways = [way for one in validated for way in (one, Direction(one.target, one.source))]
+        ways = [way for pair in self.valid.offsets for way in directions_of(pair)]
         if not any(self.mixture.draws(way) for way in ways):
             raise ConfigError(
                 "The shards have no validation sentences, and the best checkpoint is chosen by "
@@ -420,18 +414,18 @@ def read_updates(
         passes = OWN_TIME.awaited(arriving)
         for first, one in passes:
             others = (other for _, other in islice(passes, -(-len(first.indices) // per_pass) - 1))
-            of_update = replace(first, ahead=chain([one], others))
-            yield of_update
-            for _ in of_update.ahead:  # an update that leaves micro-batches out reads its own
+            complete = replace(first, ahead=chain([one], others))
+            yield complete
+            for _ in complete.ahead:  # an update that leaves micro-batches out reads its own
                 pass
 
 
 def _passes(updates: Iterator[Update]) -> Generator[tuple[Update, Pass]]:
     pins = torch.cuda.is_available()
     for update in updates:
-        for one in update.passes():
-            batch = in_one_buffer(one.batch, pinned=True) if pins else one.batch
-            yield update, replace(one, batch=batch)
+        for each in update.passes():
+            batch = in_one_buffer(each.batch, pinned=True) if pins else each.batch
+            yield update, replace(each, batch=batch)
 
 
 def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collection[str]) -> _Pair:

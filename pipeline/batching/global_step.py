@@ -273,7 +273,8 @@ class Planner:
         # numpy sorts whole numbers of 16 bits by their digits, several times as fast as others.
         length_type = np.uint16 if self._longest < 2**16 else np.int64
         # A window has millions of sentences: small types bound its memory.
-        self._types = (np.int32, np.int8, line_type, length_type, length_type)
+        types: tuple[npt.DTypeLike, ...] = (np.int32, np.int8, line_type)
+        self._types = (*types, length_type, length_type)
         self._phases = self._planned_phases(mixture)
         self._kept: tuple[int, PlannedWindow] | None = None
 
@@ -285,8 +286,8 @@ class Planner:
     def sentences_per_update(self, windows: int) -> float:
         """Return the mean number of sentence pairs that an update of the first windows draws."""
         planned = [self._plan(window) for window in range(windows)]
-        updates = sum(len(one) // self._config.micro_batches for one in planned)
-        return sum(len(one.line_N) for one in planned) / updates
+        updates = sum(len(window) // self._config.micro_batches for window in planned)
+        return sum(len(window.line_N) for window in planned) / updates
 
     def steps(self, cursor: tuple[int, int], *, update: int = 0) -> Generator[GlobalStep]:
         """Yield global steps from a cursor on, without end; (0, 0) is the first update.
@@ -389,7 +390,7 @@ class Planner:
             for field_N, values in zip(whole, self._sentences(draws), strict=True):
                 field_N[part] = values
             filled = part.stop
-        keys = (whole.source_N, whole.target_N)
+        keys: tuple[Integers, ...] = (whole.source_N, whole.target_N)
         if self._config.one_direction:
             keys = (*keys, whole.reverse_N, whole.pair_N)
         order_N = np.lexsort(keys)
@@ -462,7 +463,10 @@ class Planner:
             planned.append(_PlannedPhase(streams, sentences, last_update=end))
             if end is not None:
                 windows = (end - phase.from_update + 1) / self._config.window_steps
-                drawn |= {one.name: one.begin + windows * sentences * one.share for one in streams}
+                drawn |= {
+                    stream.name: stream.begin + windows * sentences * stream.share
+                    for stream in streams
+                }
         return tuple(planned)
 
     def _streams(self, phase: Phase, drawn: Mapping[str, float]) -> Iterator[_Stream]:

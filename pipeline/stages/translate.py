@@ -115,7 +115,9 @@ def select_directions(
             f"{corpus.directory} has no test lines. Translate a corpus that has test sets."
         )
     taken = [
-        one for one in every if {one.source, one.target} <= known and tokenizer.writes(one.target)
+        direction
+        for direction in every
+        if {direction.source, direction.target} <= known and tokenizer.writes(direction.target)
     ]
     if not taken:
         raise ConfigError(
@@ -124,7 +126,7 @@ def select_directions(
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
-    wanted = [one for one in taken if not targets or one.target in targets]
+    wanted = [direction for direction in taken if not targets or direction.target in targets]
     if not wanted:
         raise ConfigError(
             f"decoding.targets names {listed(targets)}, and none of the test directions that the "
@@ -214,12 +216,12 @@ class DoneLines:
 
     def by_direction(self) -> dict[str, dict[int, Hypothesis]]:
         """Return all translations on disk, after every rank has finished."""
-        found: dict[str, dict[int, Hypothesis]] = {}
+        translated: dict[str, dict[int, Hypothesis]] = {}
         for record in self._read():
             direction, line = record.pop("direction"), record.pop("line")
             what = f"Translation {line} of {direction} in {self.directory}"
-            found.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
-        return found
+            translated.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
+        return translated
 
     def move(self, write: Callable[[], None]) -> None:
         """Let rank 0 write all translations elsewhere, and forget them; all ranks call this.
@@ -310,9 +312,9 @@ def _read_seconds(path: Path) -> float:
 def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
     """Write the artifact from the ranks' files, and remove them."""
     counts = line_counts(call.artifacts["corpus"], "test")
-    found = done.by_direction()
+    translated = done.by_direction()
     ordered = {
-        direction: [found[str(direction)][line] for line in range(counts[direction.pair])]
+        direction: [translated[str(direction)][line] for line in range(counts[direction.pair])]
         for direction in selection.taken
     }
     tally = Tally(selection.taken)

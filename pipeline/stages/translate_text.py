@@ -104,7 +104,11 @@ def find_directions(
             "text.source=en."
         )
     code, tokenizer = translator.code_of(source), translator.tokenizer
-    others = [one for one in tokenizer.languages if one != code and tokenizer.writes(one)]
+    others = [
+        language
+        for language in tokenizer.languages
+        if language != code and tokenizer.writes(language)
+    ]
     wanted = [translator.code_of(target) for target in targets] or others
     if code in wanted:
         raise ConfigError(
@@ -115,10 +119,10 @@ def find_directions(
             f"The model translates only into {code}, the language of the text. Name another "
             "model, or another text."
         )
-    for one in (code, *wanted):
-        translator.language(one)
-    for one in wanted:
-        tokenizer.refuse_to_write(one)
+    for language in (code, *wanted):
+        translator.language(language)
+    for language in wanted:
+        tokenizer.refuse_to_write(language)
     return [Direction(code, target) for target in dict.fromkeys(wanted)]
 
 
@@ -143,14 +147,14 @@ def count_left(texts: Sequence[TextFile], directory: Path, *, copies: int) -> tu
 
 def write_chunk(done: DoneLines, chunk: Chunk, directions: Sequence[Direction]) -> None:
     """Keep the translations of a chunk, one JSON object per direction and line, in this order."""
-    found = done.by_direction()
+    translated = done.by_direction()
     path = chunk_path(done.directory, chunk.number)
     temporary = unfinished_path(path)
     with temporary.open("w", encoding="utf-8", newline="\n") as stream:
         stream.write(json.dumps({"files": chunk.files}, ensure_ascii=False) + "\n")
         for direction in directions:
             for line in range(chunk.first, chunk.first + len(chunk.texts)):
-                record = hypothesis_record(found[str(direction)][line])
+                record = hypothesis_record(translated[str(direction)][line])
                 stream.write(json.dumps(record, ensure_ascii=False) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
