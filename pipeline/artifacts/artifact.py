@@ -70,7 +70,6 @@ __all__ = [
     "Kind",
     "Manifest",
     "RunRecord",
-    "describe_unwritable",
     "json_digest",
     "new_artifact",
     "open_artifact",
@@ -397,15 +396,8 @@ def new_artifact(
     The statistics must be JSON. Files are hashed and synced before the manifest is written. If this
     process held the output's lock and lost it, nothing appears there.
 
-    Args:
-        out_dir: Directory of the finished artifact.
-        kind: Kind of the artifact.
-        stage: Name of the stage that makes it.
-        config: Resolved settings of the stage.
-        inputs: Name → record of each input.
-        overwrite: Whether to replace a finished artifact of the same kind.
-        clock: ``time.monotonic()`` at the start of the work; None: now.
-        wall_seconds: Duration of the work, if no clock of this process tells it.
+    The work began at ``clock``, a value of ``time.monotonic()`` (None: now), and took
+    ``wall_seconds``, if no clock of this process tells it.
     """
     restore(out_dir)
     refuse_to_overwrite(out_dir, overwrite=overwrite, kind=kind)
@@ -439,18 +431,13 @@ def new_artifact(
         refuse_if_lost(lock_path(out_dir))  # whoever holds it now has removed the working folder
         if error.errno not in UNWRITABLE:
             raise
-        raise ArtifactError(describe_unwritable(error, place=out_dir)) from error
+        raise ArtifactError(
+            f"{out_dir} could not be written ({error.strerror or error}), nothing was changed: "
+            f"{to_write(error)}, or choose another --out, and run again."
+        ) from error
     except BaseException:
         discard_working(writer.directory)
         raise
-
-
-def describe_unwritable(error: OSError, *, place: Path) -> str:
-    """Return the message for an output that cannot be written."""
-    return (
-        f"{place} could not be written ({error.strerror or error}), nothing was changed: "
-        f"{to_write(error)}, or choose another --out, and run again."
-    )
 
 
 def seal_artifact(

@@ -247,20 +247,10 @@ def open_bytes(path: Path) -> Iterator[ByteStream]:
         raise DataError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
 
 
-class _Frame(Protocol):
-    """Zstandard frame while it is unpacked."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
 class _ZstdFrames:
     """Bytes of all frames of a file; zstandard's own reader accepts a cut-off file."""
 
-    def __init__(self, packed: BinaryIO, new_frame: Callable[[], _Frame]) -> None:
+    def __init__(self, packed: BinaryIO, new_frame: Callable[[], Any]) -> None:
         self._packed, self._new_frame = packed, new_frame
         self._frame = new_frame()
         self._fed, self._is_within = b"", False
@@ -280,7 +270,7 @@ class _ZstdFrames:
             if self._is_within:
                 raise EOFError("it ends within a frame")
             return None
-        part = self._frame.decompress(fed)
+        part: bytes = self._frame.decompress(fed)
         self._fed, self._is_within = self._frame.unused_data, not self._frame.eof
         if self._frame.eof:
             self._frame = self._new_frame()

@@ -88,11 +88,13 @@ class Segmenters:
             ConfigError: The segmenter cannot be loaded, fails, or changes the text.
         """
         self.load([language])
+        flags: list[Flags] = []
         places = self._tokenizer.places_batch(lines, language=language)
-        return [
-            _begins_of_tokens(place_N, self._begins_of_words(language, line))
-            for line, place_N in zip(lines, places, strict=True)
-        ]
+        for line, place_N in zip(lines, places, strict=True):
+            begins = np.asarray(self._begins_of_words(language, line), dtype=np.int64)
+            word_N = np.searchsorted(begins, place_N, side="right")
+            flags.append(np.diff(word_N, prepend=0) != 0)
+        return flags
 
     def _begins_of_words(self, language: str, line: str) -> list[int]:
         """Return the characters at which words begin; each white space is a word."""
@@ -296,12 +298,6 @@ def _built_in(name: str) -> Segmenter:
             return punctuation
         case _:
             return characters
-
-
-def _begins_of_tokens(place_N: npt.NDArray[np.int64], begins: Sequence[int]) -> Flags:
-    word_N = np.searchsorted(np.asarray(begins, dtype=np.int64), place_N, side="right")
-    begins_N: Flags = np.diff(word_N, prepend=0) != 0
-    return begins_N
 
 
 def _code_of(spelling: str, languages: Collection[str]) -> str | None:

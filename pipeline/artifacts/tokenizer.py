@@ -201,10 +201,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the ids of each sentence, faster than one by one.
 
-        Args:
-            lines: Sentences.
-            language: Language of the lines; required if languages have different pieces.
-            drawn: Draw pieces by the seed of each line; None: the best pieces.
+        ``language`` is required if languages have different pieces. ``drawn`` draws the pieces by
+        the seed of each line; without it, they are the best.
         """
         return self._vocabulary_of(language).encode_batch(lines, drawn)
 
@@ -535,9 +533,7 @@ def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
     then joins some neighbors; a unigram model takes one where the old pieces that it replaces
     have a lower total score.
 
-    Args:
-        files: The vocabulary, one SentencePiece model.
-        trained: A SentencePiece model of the same type.
+    Both are SentencePiece models of the same type.
     """
     assert files.model is not None
     old, new = (SentencePieceProcessor(model_proto=model) for model in (files.model, trained))

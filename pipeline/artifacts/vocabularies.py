@@ -123,11 +123,8 @@ class Vocabulary(Protocol):
 class SentencePieceVocabulary:
     """SentencePiece model with the special ids that it defines.
 
-    Args:
-        model: Serialized model.
-        has_specials: Whether it must define four distinct specials, as a vocabulary without its own
-            numbering must.
-        name: File name for messages.
+    With ``has_specials``, it must define four distinct specials, as a vocabulary without its own
+    numbering does. ``name`` is the file name for messages.
 
     Raises:
         ArtifactError: The bytes are not a model, or a special is missing.

@@ -46,9 +46,7 @@ def with_each_tensor(record: Record, change: Callable[[Tensor], Tensor]) -> Reco
 def in_one_buffer(record: Record, *, pinned: bool) -> Record:
     """Return the record with its tensors, on the CPU, as views of one new buffer.
 
-    Args:
-        record: a dataclass.
-        pinned: whether a GPU can copy from the buffer by itself.
+    A GPU can copy from a pinned buffer by itself.
     """
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in _tensors(record)]
     *starts, end = accumulate(sizes, initial=0)

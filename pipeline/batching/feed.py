@@ -239,11 +239,9 @@ class SplitData:
 def read_joined(plans: Sequence[MicroBatch], read: Read, *, shares: bool) -> AnyBatch:
     """Read micro-batches as one batch.
 
-    Args:
-        plans: the micro-batches.
-        read: reads a plan.
-        shares: whether micro-batches can share passes in this training. A single one must then say
-            so, too: ranks with more would have other operators, and so another order of gradients.
+    ``shares`` says whether micro-batches can share passes in this training. A single one
+    must then say so, too: ranks with more would have other operators, and so another order of
+    gradients.
     """
     batch = read(
         MicroBatch(
@@ -397,14 +395,7 @@ def read_updates(
 
     Closing the generator ends the reading thread and closes ``steps``.
 
-    Args:
-        steps: the plan.
-        read: reads the sentences of a micro-batch.
-        rank: the rank.
-        ranks: number of ranks.
-        update: number of updates before the first step.
-        per_pass: micro-batches of the rank that share a pass.
-        seed: seed of the training.
+    ``update`` updates come before the first step; ``per_pass`` micro-batches share a pass.
     """
     planned = (
         Update(step, number, [turn[rank] for turn in step.turns(ranks)], read, per_pass, seed)

@@ -124,9 +124,6 @@ class GlobalStep:
 
         Its loss counts nothing. A batch without any sentence would need every kernel and every
         reduction to bear it; this one costs next to nothing.
-
-        Args:
-            without: micro-batches that it must not come from.
         """
         kept = [batch for index, batch in enumerate(self.micro_batches) if index not in without]
         smallest = min(kept, key=lambda batch: batch.num_tokens)
@@ -292,9 +289,7 @@ class Planner:
     def steps(self, cursor: tuple[int, int], *, update: int = 0) -> Generator[GlobalStep]:
         """Yield global steps from a cursor on, without end; (0, 0) is the first update.
 
-        Args:
-            cursor: window, and update within it.
-            update: number of updates before the cursor.
+        A cursor is a window and an update within it; ``update`` updates come before it.
         """
         while True:
             phase = cursor[0] // PHASE_WINDOWS
