@@ -42,7 +42,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.errors import DataError
 from pipeline.evaluation.chrf import line_chrf
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
 Use = Literal["back_translation", "distillation"]

@@ -64,7 +64,7 @@ from pipeline.artifacts.corpus import (
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import letters_of, usual_script
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 LEAKS_NAME = "held_out_leaks.json"

@@ -27,7 +27,7 @@ from pipeline.languages import (
     nearest_codes,
     without_region,
 )
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import LISTED, counted, listed
 
 EMBEDDING_NAME = "embedding.weight"

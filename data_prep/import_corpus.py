@@ -37,7 +37,7 @@ from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import Progress, counted, listed, tallied, track
 
 QUARANTINE_NAME = "quarantine.jsonl"

@@ -42,7 +42,7 @@ from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import ConfigError, DataError
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 

@@ -31,7 +31,7 @@ from pipeline.artifacts.mixture import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed
 
 

@@ -51,7 +51,7 @@ from pipeline.artifacts.vocabularies import BYTE_LINE, SPACE, has_nbest, text_pi
 from pipeline.errors import ConfigError, DataError
 from pipeline.machine import PeakMemory, peak_memory
 from pipeline.seeds import derive_seed
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 MAX_LINE_BYTES = 2**20

@@ -32,8 +32,8 @@ from pipeline.config.documents import shipped
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import Range, Settings
 from pipeline.jobs.plan import load_plan
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import Stage
+from pipeline.registry import STAGES
+from pipeline.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "bench"

@@ -8,7 +8,7 @@ from support.page_commands import blocks
 
 from pipeline.config.recipe import load_recipe, recipe_names
 from pipeline.languages import parse_tag
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "byte_analyses.md"
 COMMANDS = [line for block in blocks([PAGE]) for line in block.commands()]

@@ -37,9 +37,9 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis import analyze_lengths
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 from pipeline.stages import evaluate
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 from pipeline.training.settings import TrainingConfig
 
 TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {

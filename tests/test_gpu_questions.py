@@ -18,7 +18,7 @@ from support.forked import run_script
 from pipeline.cli.parser import chosen_recipe
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import load_ds_config
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests" / "bench" / "gpu.py"

@@ -9,8 +9,8 @@ from pipeline.config.ds_config import ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe
 from pipeline.config.recorded import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
 from pipeline.config.settings import Settings
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import stage_config
+from pipeline.registry import STAGES
+from pipeline.stage import stage_config
 
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),

@@ -20,7 +20,7 @@ from pipeline.cli.result_commands import RESULT_COMMANDS
 from pipeline.cli.stage_commands import commands_of_stages, find_stage, stage_main
 from pipeline.distributed.world import leave
 from pipeline.machine import prepare_process
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 __all__ = ["command", "main", "stage_main"]
 

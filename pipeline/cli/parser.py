@@ -15,7 +15,7 @@ from pipeline.config.overrides import parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
-from pipeline.stages.stage import problem_of_name
+from pipeline.stage import problem_of_name
 
 
 class _Help(argparse.HelpFormatter):

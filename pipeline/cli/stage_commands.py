@@ -58,8 +58,8 @@ from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
 from pipeline.jobs.plan import splits_to_compare
 from pipeline.machine import prepare_process
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import Stage, StageCall, stage_config
+from pipeline.registry import STAGES
+from pipeline.stage import Stage, StageCall, stage_config
 from pipeline.terminal import counted, with_article
 
 

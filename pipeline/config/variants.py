@@ -141,7 +141,7 @@ class InstalledExtension:
         return None
 
     def load_stages(self) -> Any:
-        """Return a sequence of :class:`~pipeline.stages.stage.Stage`."""
+        """Return a sequence of :class:`~pipeline.stage.Stage`."""
         return ()
 
     def report_sections(self, analyses: Mapping[str, Any]) -> Any:  # noqa: ARG002 (one signature)

@@ -11,7 +11,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects, world_size
 from pipeline.estimates.memory import estimate
 from pipeline.model.spec import ModelSpec
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 
 SHARE_OF_MEMORY = 0.85
 """Share of a GPU's memory that a pass may need by the estimate, which leaves fragments out."""

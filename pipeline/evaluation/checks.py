@@ -11,7 +11,7 @@ from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.scores import SystemScores, Verdicts
 from pipeline.languages import parse_tag
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted
 
 MAX_NAME_BYTES = 200  # of the name of a system, which becomes the name of a directory

@@ -36,7 +36,7 @@ from pipeline.evaluation.scores import (
 from pipeline.evaluation.settings import ScoreName
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import track
 
 WORD_LINES = 100_000

@@ -32,7 +32,7 @@ from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
-from pipeline.stages.stage import Stage, StageCall
+from pipeline.stage import Stage, StageCall
 from pipeline.terminal import JsonLines, counted, with_article
 
 _SHOWN_CHANGES = 3

@@ -78,8 +78,8 @@ from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.jobs.plan_expansion import expand
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import Input, Stage, problem_of_name, stage_config
+from pipeline.registry import STAGES
+from pipeline.stage import Input, Stage, problem_of_name, stage_config
 from pipeline.terminal import with_article
 
 MAX_NODES = 10**5

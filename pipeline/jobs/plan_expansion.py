@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from pipeline.config.documents import merge
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ConfigError, hint
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OF_ALL = ("recipe", "set", "processes", "threads", "ds_config", "job")

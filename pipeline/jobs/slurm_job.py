@@ -49,7 +49,7 @@ from pipeline.jobs.attempts import (
     write_start,
     write_verdict,
 )
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 EXIT_FAILED = 1
 MPI_RANK = "pipeline.jobs.mpi_rank"

@@ -34,7 +34,7 @@ from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.scoring import score_systems
 from pipeline.evaluation.tables import ReportSection
 from pipeline.extensions.installed import INSTALLED
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted
 
 

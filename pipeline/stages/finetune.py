@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError
 from pipeline.estimates.devices import peak_operations
 from pipeline.estimates.pass_size import micro_batches_that_fit
 from pipeline.model.regularization import Regularization
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 

@@ -22,7 +22,7 @@ from pipeline.estimates.pass_size import micro_batches_that_fit
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 

@@ -52,7 +52,7 @@ from pipeline.distributed.collectives import (
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
 
 OWN_FILES = (

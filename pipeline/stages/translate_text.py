@@ -31,7 +31,7 @@ from pipeline.distributed.collectives import on_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.errors import ConfigError, DataError
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.stages.translate import (
     DoneLines,
     Selection,

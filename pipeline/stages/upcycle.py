@@ -17,7 +17,7 @@ from pipeline.checkpoints.assembly.declaration import Parts, Sources, plan_parts
 from pipeline.checkpoints.assembly.making import make_assembly, plan_lines
 from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.opening import open_model
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 
 
 def run(call: StageCall) -> None:

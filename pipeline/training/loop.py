@@ -31,7 +31,7 @@ from pipeline.errors import AgreedStop, ConfigError
 from pipeline.kernels.cpu import by_processor, using_cpu_kernels
 from pipeline.model.transformer import Trained
 from pipeline.seeds import derive_seed
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.terminal import counted
 from pipeline.training.engine import Engine

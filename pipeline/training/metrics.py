@@ -22,7 +22,7 @@ from pipeline.distributed.world import World
 from pipeline.machine import peak_resident_bytes
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, PerToken, count_multiplied
 from pipeline.model.transformer import Trained, Transformer
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import JsonLines
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate

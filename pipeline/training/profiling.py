@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.distributed.progress import advancing
 from pipeline.errors import ConfigError, describe_os_error
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 
 ROWS = 40
 """Operators in the table."""

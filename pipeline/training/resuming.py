@@ -13,7 +13,7 @@ from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
 from pipeline.checkpoints.training_state import CheckedState, Position, read_position
 from pipeline.errors import CheckpointError
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.training.engine import Engine
 from pipeline.training.run_directory import RunDirectory
 from pipeline.training.settings import TrainingConfig

@@ -17,7 +17,7 @@ from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted
 from pipeline.training.engine import Engine
 from pipeline.training.resuming import Resumed, updates_kept

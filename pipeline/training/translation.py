@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.languages import parts_words_by_spaces
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed
 from pipeline.training.loop import train_task
 from pipeline.training.settings import TrainingConfig

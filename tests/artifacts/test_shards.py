@@ -36,7 +36,7 @@ from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.jobs.freshness import why_not_done
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 
 def made_up_lines(count: int, *, seed: int) -> list[str]:

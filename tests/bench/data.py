@@ -60,8 +60,8 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.languages import FAMILIES
 from pipeline.machine import peak_memory
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 PAIR = ("de", "en")

@@ -43,8 +43,8 @@ from pipeline.errors import (
 )
 from pipeline.jobs.attempts import REPORTS, read_ends
 from pipeline.model.settings import ModelConfig
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import Input, Stage, StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import Input, Stage, StageCall
 
 READ = Stage(
     name="read",

@@ -37,8 +37,8 @@ from pipeline.batching.settings import TagScheme
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, DataError
 from pipeline.evaluation.directions import pivot_of
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 Line = tuple[str, Mapping[str, Any]]
 """A line, and the record of its translation."""

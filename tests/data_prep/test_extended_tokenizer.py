@@ -14,8 +14,8 @@ from pipeline.artifacts.tokenizer import TokenizerFiles, load_tokenizer, read_to
 from pipeline.checkpoints.foreign.vocabularies import numbered
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 CHEROKEE = [
     "ᎠᏂᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ",

@@ -20,8 +20,8 @@ from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, w
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import FAMILIES
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 COUNTS = {"de-en": 40, "en-nl": 10, "en-ru": 30, "en-uk": 10, "en-fr": 35, "el-en": 5, "en-fi": 20}
 CODES = ("de", "el", "en", "fi", "fr", "nl", "ru", "uk")

@@ -19,7 +19,7 @@ from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.evaluation.nearest_neighbor import retrieve_all
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 TEXTS: Texts = {
     "train": {

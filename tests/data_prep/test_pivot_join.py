@@ -18,8 +18,8 @@ from pipeline.artifacts.corpus import joined_lines, line_counts, read_lines
 from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 Lines = list[tuple[str, str]]
 

@@ -19,8 +19,8 @@ from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 GENERATOR = random.Random(1)
 WORDS = {

@@ -35,8 +35,8 @@ from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, stage_arguments, status_rows
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import Input, Stage, stage_config
+from pipeline.registry import STAGES
+from pipeline.stage import Input, Stage, stage_config
 from pipeline.terminal import text_table
 
 TABLE = {
@@ -1264,8 +1264,8 @@ def test_status_without_the_raw_data_takes_it_as_unchanged(setup: Setup) -> None
 DRIVER = """
 import sys
 from pipeline import cli
-from pipeline.stages import registry
-from pipeline.stages.stage import Input, Stage
+from pipeline import registry
+from pipeline.stage import Input, Stage
 
 registry.STAGES.clear()
 registry.STAGES["read"] = Stage(

@@ -38,7 +38,7 @@ from pipeline.jobs.submission import (
     show_commands,
     submit_plan,
 )
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 pytestmark = pytest.mark.slow
 

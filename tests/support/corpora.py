@@ -15,8 +15,8 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.recipe import Recipe
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
 

@@ -9,8 +9,8 @@ from data_prep import import_corpus, import_tests
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.raw_input import RawInput, RawPaths
 from pipeline.config.recipe import Recipe
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 CODE: dict[str, Any] = {"import_corpus": import_corpus, "import_tests": import_tests}
 

@@ -45,10 +45,10 @@ from pipeline.jobs.plan import load_plan
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, groups_of_languages
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 from pipeline.stages import evaluate, upcycle
 from pipeline.stages.finetune import refuse_other_model
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines
 from support.stored_checkpoints import make_state, weights_of
 from support.tiny_models import tiny_model

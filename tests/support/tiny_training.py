@@ -26,9 +26,9 @@ from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall, stage_config
 from pipeline.stages.pretrain import model_spec
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall, stage_config
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 

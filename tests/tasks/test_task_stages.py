@@ -23,8 +23,8 @@ from pipeline.extensions.tasks import evaluate_task, finetune_task
 from pipeline.extensions.tasks.labeller import TaskModel
 from pipeline.extensions.tasks.named_entities import read_entities, tag_sentences
 from pipeline.extensions.tasks.questions import answer_questions, read_questions
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall, stage_config
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall, stage_config
 
 pytestmark = pytest.mark.slow
 

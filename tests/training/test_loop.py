@@ -48,7 +48,7 @@ from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.metrics import Interval

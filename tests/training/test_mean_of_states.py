@@ -42,7 +42,7 @@ from pipeline.checkpoints.pruning import read_routing
 from pipeline.config.recipe import Recipe
 from pipeline.config.recorded import setting_changes
 from pipeline.distributed.world import World
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine
 from pipeline.training.resuming import averaged_updates, describe_missing, updates_kept

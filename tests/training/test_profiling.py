@@ -30,8 +30,8 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.distributed import progress
 from pipeline.errors import ConfigError
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 from pipeline.training.profiling import Profiling
 
 Event = dict[str, Any]

@@ -17,8 +17,8 @@ import pytest
 from support.page_commands import PAGES
 from support.tiny_training import make_call, make_inputs, make_recipe
 
+from pipeline.registry import STAGES
 from pipeline.stages import pretrain
-from pipeline.stages.registry import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "terminal", "languages", "machine", "kernels", "config", "settings"),
     ("distributed",),
     ("artifacts",),
-    ("stages.stage", "stages.registry"),
+    ("stage", "registry"),
     ("batching", "jobs"),
     ("model",),
     ("checkpoints",),

@@ -12,7 +12,7 @@ from support.forked import run_command
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses
-from pipeline.stages.registry import STAGES
+from pipeline.registry import STAGES
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.evaluation.directions import describe_directions
 from pipeline.languages import language
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 STAGE_CODE = {
     "import_corpus": import_corpus,

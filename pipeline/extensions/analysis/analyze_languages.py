@@ -36,7 +36,7 @@ from pipeline.extensions.analysis.report import write_analysis
 from pipeline.model.moe.routing_statistics import moe_layer_names
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed, named_generator
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import counted, track
 

@@ -19,7 +19,7 @@ from pipeline.artifacts.corpus import languages, line_counts, pair_name, read_li
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.errors import ArtifactError
 from pipeline.extensions.analysis.report import write_analysis
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed
 
 WHITE_SPACE = ("\u2581", "<0x20>", " ")

@@ -32,7 +32,7 @@ from pipeline.extensions.analysis.report import write_analysis
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, choose_scales
 from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.model.transformer import Transformer
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import counted, track
 

@@ -21,7 +21,7 @@ from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis.report import write_analysis
 from pipeline.extensions.analysis.settings import AnalysisConfig
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track
 

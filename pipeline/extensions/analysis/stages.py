@@ -1,6 +1,6 @@
 """Declare the stages of the analyses."""
 
-from pipeline.stages.stage import Input, Stage
+from pipeline.stage import Input, Stage
 
 STAGES = (
     Stage(

@@ -35,7 +35,7 @@ from pipeline.extensions.tasks.questions import (
     read_questions,
     word_f1,
 )
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted, track
 
 TITLES = {"f1": "F1", "exact_match": "exact match"}

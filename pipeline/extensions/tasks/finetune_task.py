@@ -54,7 +54,7 @@ from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces, Pretrained
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.stages.stage import StageCall
+from pipeline.stage import StageCall
 from pipeline.terminal import counted
 from pipeline.training.engine import connect
 from pipeline.training.loop import train_task

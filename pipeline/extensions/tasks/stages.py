@@ -1,7 +1,7 @@
 """Declare the stages of the tasks on an XLM-R."""
 
 from pipeline.config.recorded import DECIDE_NOTHING
-from pipeline.stages.stage import Input, Stage
+from pipeline.stage import Input, Stage
 
 STAGES = (
     Stage(

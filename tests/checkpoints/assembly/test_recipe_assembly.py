@@ -31,9 +31,9 @@ from pipeline.model.initial_values import initialize
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 from pipeline.stages import upcycle
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
 
 MOE = MoEConfig(num_experts=4, every=2)
 DENSE = byte_spec()

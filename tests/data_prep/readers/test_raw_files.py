@@ -100,8 +100,8 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.raw_input import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
-from pipeline.stages.registry import STAGES
-from pipeline.stages.stage import StageCall
+from pipeline.registry import STAGES
+from pipeline.stage import StageCall
 
 stage, recipe, root = STAGES["import_corpus"], Recipe(name="test"), Path(sys.argv[1])
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -6,7 +6,7 @@ the module of each.
 
 from pipeline.config.recorded import DECIDE_NOTHING
 from pipeline.extensions.installed import INSTALLED
-from pipeline.stages.stage import Input, Stage
+from pipeline.stage import Input, Stage
 
 _TRAINING_SECTIONS = ("model", "batches", "optimizer", "loss", "training")
 _TRAINING_INPUTS = {
