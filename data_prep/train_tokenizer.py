@@ -36,7 +36,6 @@ from pipeline.artifacts.corpus import (
     line_counts,
     text_name,
 )
-from pipeline.artifacts.extended_tokenizer import with_languages, with_pieces_of
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
 from pipeline.artifacts.segmenters import segmenter_records
 from pipeline.artifacts.tokenizer import (
@@ -46,6 +45,8 @@ from pipeline.artifacts.tokenizer import (
     TokenizerFiles,
     read_tokenizer_files,
     tokenizer_folder,
+    with_languages,
+    with_pieces_of,
 )
 from pipeline.artifacts.vocabularies import BYTE_LINE, SPACE, has_nbest, text_pieces, write_bytes
 from pipeline.errors import ConfigError, DataError

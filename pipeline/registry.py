@@ -1,6 +1,6 @@
-"""List the stages of the core in the order data flows, then those of the installed extensions.
+"""List the stages of the core in the order data flows, then the stages of the installed extensions.
 
-Plans, the command line and launchers know stages by this table alone: inputs, output, settings, and
+Plans, the command line and launchers know stages only by this table: inputs, output, settings, and
 the module of each.
 """
 
@@ -215,7 +215,7 @@ _CORE = (
             ),
             "training": Input(
                 "corpus",
-                "what the systems were trained on, where the references' has test sets alone",
+                "what the systems were trained on, if the references have only test sets",
                 required=False,
             ),
             "tokenizer": Input(

@@ -92,7 +92,7 @@ class Stage:
 
     @property
     def spreads_over_mpi(self) -> bool:
-        """Whether its tasks can go to ranks of MPI; those of ``upcycle`` write to one disk."""
+        """Whether its tasks can go to ranks of MPI; the tasks of ``upcycle`` write to one disk."""
         return self.parallel == "workers" and self.name != "upcycle"
 
     def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,8 +42,7 @@ from data_prep.readers.raw_text import (
 )
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_bytes import plain_name
-from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.raw_input import RawInput, plain_name
 from pipeline.errors import DataError
 from pipeline.languages import find_code, is_known, without_region
 from pipeline.terminal import listed

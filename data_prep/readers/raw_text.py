@@ -18,8 +18,13 @@ from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.artifacts.raw_bytes import iterate_raw_lines, named_files, plain_name
-from pipeline.artifacts.raw_input import HubDataset, RawInput
+from pipeline.artifacts.raw_input import (
+    HubDataset,
+    RawInput,
+    iterate_raw_lines,
+    named_files,
+    plain_name,
+)
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions, distinct_codes, find_code, nearest_codes
 from pipeline.terminal import counted, listed

@@ -26,8 +26,7 @@ from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
 from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_bytes import iterate_raw_lines, table_rows
-from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.raw_input import RawInput, iterate_raw_lines, table_rows
 from pipeline.errors import DataError
 from pipeline.languages import find_code
 from pipeline.terminal import listed

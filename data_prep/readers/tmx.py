@@ -30,8 +30,7 @@ from data_prep.readers.multiway import (
 from data_prep.readers.raw_text import ONE_SIDED, RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_bytes import iterate_blocks
-from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.raw_input import RawInput, iterate_blocks
 from pipeline.errors import DataError
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))

@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from pipeline.artifacts.digests import are_intact, file_records, raw_digest
 from pipeline.artifacts.locks import held_lock, refuse_if_lost
 from pipeline.artifacts.manifest import (
     FORMAT_VERSION,
@@ -29,11 +28,14 @@ from pipeline.artifacts.manifest import (
     Kind,
     Manifest,
     RunRecord,
+    are_intact,
     describe_name,
     describe_names,
     digest_of_part,
+    file_records,
     json_digest,
     part_of,
+    raw_digest,
     read_manifest,
     to_json,
 )
@@ -68,7 +70,6 @@ __all__ = [
     "Kind",
     "Manifest",
     "RunRecord",
-    "describe_unwritable",
     "json_digest",
     "new_artifact",
     "open_artifact",
@@ -159,7 +160,7 @@ class Artifact:
         return self.directory / name
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Compare all files, or the named ones, with their digests, once per process.
+        """Compare all files, or those named, with their digests, once per process.
 
         Raises:
             ArtifactError: Names the file that is missing, damaged or a link.
@@ -395,15 +396,8 @@ def new_artifact(
     The statistics must be JSON. Files are hashed and synced before the manifest is written. If this
     process held the output's lock and lost it, nothing appears there.
 
-    Args:
-        out_dir: Directory of the finished artifact.
-        kind: Kind of the artifact.
-        stage: Name of the stage that makes it.
-        config: Resolved settings of the stage.
-        inputs: Name → record of each input.
-        overwrite: Whether to replace a finished artifact of the same kind.
-        clock: ``time.monotonic()`` at the start of the work; None: now.
-        wall_seconds: Duration of the work, if no clock of this process tells it.
+    The work began at ``clock``, a value of ``time.monotonic()`` (None: now), and took
+    ``wall_seconds``, if no clock of this process tells it.
     """
     restore(out_dir)
     refuse_to_overwrite(out_dir, overwrite=overwrite, kind=kind)
@@ -437,18 +431,13 @@ def new_artifact(
         refuse_if_lost(lock_path(out_dir))  # whoever holds it now has removed the working folder
         if error.errno not in UNWRITABLE:
             raise
-        raise ArtifactError(describe_unwritable(error, place=out_dir)) from error
+        raise ArtifactError(
+            f"{out_dir} could not be written ({error.strerror or error}), nothing was changed: "
+            f"{to_write(error)}, or choose another --out, and run again."
+        ) from error
     except BaseException:
         discard_working(writer.directory)
         raise
-
-
-def describe_unwritable(error: OSError, *, place: Path) -> str:
-    """Return the message for an output that cannot be written."""
-    return (
-        f"{place} could not be written ({error.strerror or error}), nothing was changed: "
-        f"{to_write(error)}, or choose another --out, and run again."
-    )
 
 
 def seal_artifact(
@@ -496,13 +485,13 @@ def seal_artifact(
 
 def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Hash and sync the files that are not yet settled, and return all records by name."""
-    found = {path: writer.settled.get(path) for path in paths}
-    records = file_records([path for path, record in found.items() if record is None])
+    known = {path: writer.settled.get(path) for path in paths}
+    records = file_records([path for path, record in known.items() if record is None])
     for path in records:
         sync(path)
     return {
         path.relative_to(writer.directory).as_posix(): record or records[path]
-        for path, record in found.items()
+        for path, record in known.items()
     }
 
 

@@ -35,9 +35,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
@@ -45,6 +45,8 @@ from pipeline.config.documents import RESTORE, read_json_lines
 from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,9 @@ def details_name(direction: object) -> str:
     return f"details/{direction}.jsonl"
 
 
-def record_of(details: Details) -> dict[str, Any]:
-    """Return the details as a JSON object."""
-    return dataclasses.asdict(details)
-
-
 def write_details(path: Path, lines: Sequence[Details]) -> None:
     """Write one JSON object per line, in order."""
-    _write_json_lines(path, map(record_of, lines))
+    _write_json_lines(path, map(dataclasses.asdict, lines))
 
 
 def _write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -226,22 +223,12 @@ def imported_statistics(artifact: Artifact) -> dict[str, dict[str, int]]:
 
 
 def emptied_pairs(artifact: Artifact) -> set[str]:
-    """Return the pairs that had training lines but lost all of them.
-
-    These are not zero-shot pairs. The result is empty if the statistics do not say.
-
-    Raises:
-        ArtifactError: The statistics are malformed.
-    """
+    """Return the pairs that lost all their training lines, which are not zero-shot pairs."""
     return listed_names(artifact, "emptied")
 
 
 def joined_lines(artifact: Artifact) -> dict[str, dict[str, int]]:
-    """Return the lines of every pair that `clean` joined over a pivot, before any were dropped.
-
-    Raises:
-        ArtifactError: The statistics are malformed.
-    """
+    """Return the lines of every pair that `clean` joined over a pivot, before any were dropped."""
     return pair_counts(artifact, "joined") if "joined" in artifact.statistics else {}
 
 
@@ -251,10 +238,8 @@ def listed_names(artifact: Artifact, name: str) -> set[str]:
     Raises:
         ArtifactError: The statistics have something else there.
     """
-    found = artifact.statistics.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
-        _refuse_statistics(artifact, f"have no list of names under {name!r}")
-    return set(found)
+    names: list[str] = _statistic(artifact, name, _NAMES, default=[])
+    return set(names)
 
 
 def found_scripts(corpus: Artifact) -> dict[str, str]:
@@ -263,13 +248,24 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
     Raises:
         ArtifactError: The statistics have something else there.
     """
-    found = corpus.statistics.get("languages", {})
-    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
-        _refuse_statistics(corpus, "have no table of languages under 'languages'")
-    scripts = {code: entry.get("script") for code, entry in found.items()}
-    if not all(script is None or isinstance(script, str) for script in scripts.values()):
-        _refuse_statistics(corpus, "name no script under 'languages'")
-    return {code: script for code, script in scripts.items() if script}
+    entries = _statistic(corpus, "languages", _LANGUAGES, default={})
+    return {code: entry.script for code, entry in entries.items() if entry.script}
+
+
+class _Language(BaseModel):
+    script: str | None = None
+
+
+_NAMES = TypeAdapter(list[str])
+_LANGUAGES = TypeAdapter(dict[str, _Language])
+_COUNTS = TypeAdapter(dict[str, int])
+
+
+def _statistic(artifact: Artifact, name: str, form: TypeAdapter[Value], *, default: Value) -> Value:
+    try:
+        return form.validate_python(artifact.statistics.get(name, default), strict=True)
+    except ValidationError:
+        _refuse_statistics(artifact, f"do not have under {name!r} what its stage writes there")
 
 
 Resource = Literal["high", "medium", "low", "extremely_low"]
@@ -293,18 +289,14 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
 
 def languages(artifact: Artifact) -> list[str]:
     """Return all languages of a corpus or shards, sorted; for a part, of the whole corpus."""
-    found = {code for name in pair_counts(artifact) for code in name.split("-")}
-    found |= listed_names(artifact, OTHER_LANGUAGES)
-    return sorted({language_of(side) for side in found})
+    sides = {code for name in pair_counts(artifact) for code in name.split("-")}
+    sides |= listed_names(artifact, OTHER_LANGUAGES)
+    return sorted({language_of(side) for side in sides})
 
 
 def directions(artifact: Artifact, split: Split) -> list[Direction]:
     """Return both directions of every pair that has lines in the split, sorted."""
-    found = []
-    for name in line_counts(artifact, split):
-        first, second = name.split("-")
-        found += [Direction(first, second), Direction(second, first)]
-    return sorted(found)
+    return sorted(way for name in line_counts(artifact, split) for way in directions_of(name))
 
 
 def text_name(split: Split, pair: str, language: str) -> str:
@@ -356,10 +348,10 @@ def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
     Raises:
         ArtifactError: One file ends before the other.
     """
-    for one, other in zip_longest(iterate_lines(first), iterate_lines(second)):
-        if one is None or other is None:
+    for line, counterpart in zip_longest(iterate_lines(first), iterate_lines(second)):
+        if line is None or counterpart is None:
             raise ArtifactError(f"{first} and {second} differ in their number of lines: {RESTORE}.")
-        yield one, other
+        yield line, counterpart
 
 
 def hypotheses_name(direction: Direction) -> str:
@@ -369,12 +361,16 @@ def hypotheses_name(direction: Direction) -> str:
 
 def write_hypotheses(path: Path, hypotheses: list[Hypothesis]) -> None:
     """Write one JSON object per line, in order, without details."""
-    _write_json_lines(path, map(without_details, hypotheses))
+    plain = (dataclasses.replace(hypothesis, details=None) for hypothesis in hypotheses)
+    _write_json_lines(path, map(hypothesis_record, plain))
 
 
-def without_details(hypothesis: Hypothesis) -> dict[str, Any]:
-    """Return a hypothesis as a JSON object without its details."""
-    return {name: value for name, value in vars(hypothesis).items() if name != "details"}
+def hypothesis_record(hypothesis: Hypothesis) -> dict[str, Any]:
+    """Return a hypothesis as a JSON object, with its details if it has any."""
+    record = dict(vars(hypothesis))
+    if (details := record.pop("details")) is not None:
+        record["details"] = dataclasses.asdict(details)
+    return record
 
 
 def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypothesis]:
@@ -425,13 +421,9 @@ def translated_directions(translated: Artifact) -> list[Direction]:
     Raises:
         ArtifactError: The statistics do not name them.
     """
-    found = translated.statistics.get("directions")
-    names = [name.split("-") for name in found] if isinstance(found, dict) else []
+    names = [name.split("-") for name in _statistic(translated, "directions", _COUNTS, default={})]
     if not names or any(len(name) != 2 for name in names):
-        raise ArtifactError(
-            f"The statistics of {translated.directory} have no directions. Run stage "
-            f"{translated.manifest.stage!r} again."
-        )
+        _refuse_statistics(translated, "have no directions")
     return [Direction(*name) for name in names]
 
 

@@ -11,7 +11,7 @@ A process takes the lock over from a holder that
 
 - ran on this machine and has ended: at once;
 - is an earlier attempt of the same job (``MMNMT_ATTEMPT``): at once, since the scheduler starts an
-  attempt only after it has given up the one before;
+  attempt only after it has given up the earlier attempt;
 - runs elsewhere and has not refreshed its file for ``STALE_SECONDS`` of the claimer's own clock. No
   time of another machine is read, and time in which the claimer itself was stopped, or waited for
   the file system, does not count: the holder may have been held up as well.
@@ -146,7 +146,7 @@ def _job_and_restart(attempt: str) -> tuple[str, int] | None:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Record:
     """File of the highest generation, as it was read."""
 
     generation: int
@@ -184,15 +184,15 @@ def _generations(folder: int) -> list[int]:
     return sorted(map(int, names))
 
 
-def _read(folder: int, generation: int) -> _Found:
+def _read(folder: int, generation: int) -> _Record:
     descriptor = os.open(str(generation), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
     try:
-        return _Found(generation, os.read(descriptor, _LONGEST_FILE))
+        return _Record(generation, os.read(descriptor, _LONGEST_FILE))
     finally:
         os.close(descriptor)
 
 
-def _highest(folder: int) -> _Found | None:
+def _highest(folder: int) -> _Record | None:
     """Return the highest generation; None if there is none."""
     generations = _generations(folder)
     return _read(folder, generations[-1]) if generations else None
@@ -241,24 +241,24 @@ class Lock:
         """Return the present owner, and what is wrong if that is not this process."""
         try:
             with _opened(self.path) as folder:
-                found = _highest(folder)
+                holder = _highest(folder)
         except _ForeignError:
-            found = None
+            holder = None
         except OSError as error:
             if error.errno not in _VANISHED:
                 return None, f"its lock cannot be read ({error.strerror or error})"
-            found = None
-        if found is None:
+            holder = None
+        if holder is None:
             return None, "its lock is gone"
-        return found.owner, f"it is being written by {found.owner or 'another process'}"
+        return holder.owner, f"it is being written by {holder.owner or 'another process'}"
 
     def beat(self, number: int) -> None:
         """Refresh the file of this generation, if it is there."""
         descriptor = os.open(self.path / str(self.generation), os.O_RDWR | os.O_NOFOLLOW)
         try:
-            found = _Found(self.generation, os.pread(descriptor, _LONGEST_FILE, 0))
-            if found.owner == self.owner:
-                os.pwrite(descriptor, b"beat %010d\n" % number, found.text.index(b"\n") + 1)
+            record = _Record(self.generation, os.pread(descriptor, _LONGEST_FILE, 0))
+            if record.owner == self.owner:
+                os.pwrite(descriptor, b"beat %010d\n" % number, record.text.index(b"\n") + 1)
         finally:
             os.close(descriptor)  # on NFS this writes to the server
 
@@ -376,7 +376,7 @@ class _Claim:
     """Value of ``time.monotonic()`` from which on a live holder is no longer waited for."""
     lock: Lock | None = None
     _owner: Owner = field(default_factory=Owner.new)
-    _seen: _Found | None = None
+    _seen: _Record | None = None
     _silence: Silence = field(default_factory=lambda: Silence(longest_step=_LONGEST_LOOK_SECONDS))
     _has_beaten: bool = False
     _has_said: bool = False
@@ -417,16 +417,16 @@ class _Claim:
                 raise _ForeignError from None
         try:
             with _opened(self.path) as folder:
-                found = _highest(folder)
-                reason = self._why_to_follow(found) if found else ""
-                return None if reason is None else self._follow(folder, found, reason)
+                holder = _highest(folder)
+                reason = self._why_to_follow(holder) if holder else ""
+                return None if reason is None else self._follow(folder, holder, reason)
         except BaseException:
             if is_new:
                 with contextlib.suppress(OSError):  # another process uses it
                     self.path.rmdir()
             raise
 
-    def _why_to_follow(self, found: _Found) -> str | None:
+    def _why_to_follow(self, holder: _Record) -> str | None:
         """Return why this process may take over from a holder, empty if nobody need know.
 
         Return None if it is too early to tell.
@@ -434,7 +434,7 @@ class _Claim:
         Raises:
             ArtifactError: The holder is alive.
         """
-        owner, silent_seconds = found.owner, self._watch(found)
+        owner, silent_seconds = holder.owner, self._watch(holder)
         if owner is None:  # being signed, or never
             return "" if silent_seconds >= UNSIGNED_SECONDS else None
         if owner.is_superseded_by(self._owner):
@@ -459,16 +459,16 @@ class _Claim:
             f"{self.what} is being written by {owner}. Wait for it or stop it, then run again."
         )
 
-    def _watch(self, found: _Found) -> float:
+    def _watch(self, holder: _Record) -> float:
         """Return for how long, on this machine's clock, the holder's file has been as it is."""
-        before, self._seen = self._seen, found
-        if found != before:
-            self._has_beaten = before is not None and before.owner == found.owner is not None
-        return self._silence.since_change_of(found)
+        before, self._seen = self._seen, holder
+        if holder != before:
+            self._has_beaten = before is not None and before.owner == holder.owner is not None
+        return self._silence.since_change_of(holder)
 
-    def _follow(self, folder: int, found: _Found | None, reason: str) -> Lock | None:
+    def _follow(self, folder: int, holder: _Record | None, reason: str) -> Lock | None:
         """Create the next generation; return the lock, or None if another process was faster."""
-        generation = found.generation + 1 if found else 1
+        generation = holder.generation + 1 if holder else 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             descriptor = os.open(str(generation), flags, 0o644, dir_fd=folder)
@@ -482,31 +482,31 @@ class _Claim:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             finally:
                 os.close(descriptor)
-            if not self._is_first(lock, folder, found):
+            if not self._is_first(lock, folder, holder):
                 _withdraw(folder, generation)
                 return None
         except BaseException:
             _withdraw(folder, generation)
             raise
-        with contextlib.suppress(OSError, _ForeignError):  # lower ones do no harm
+        with contextlib.suppress(OSError, _ForeignError):  # lower generations do no harm
             for lower in _generations(folder):
                 if lower < generation:
                     _withdraw(folder, lower)
-        if reason and found:
-            _say(f"{self.what}: taken over from {found.owner}, {reason}.")
+        if reason and holder:
+            _say(f"{self.what}: taken over from {holder.owner}, {reason}.")
         return lock
 
-    def _is_first(self, lock: Lock, folder: int, found: _Found | None) -> bool:
+    def _is_first(self, lock: Lock, folder: int, holder: _Record | None) -> bool:
         """Return whether the new generation is the highest, and at the path.
 
         The one before must not have been signed meanwhile: its claimer may hold the lock then.
         """
         if lock._look()[0] != self._owner:
             return False
-        if found is None:
+        if holder is None:
             return True
         try:
-            return _read(folder, found.generation).owner == found.owner
+            return _read(folder, holder.generation).owner == holder.owner
         except FileNotFoundError:
             return True
 

@@ -113,17 +113,17 @@ def capped_shares(
     # Sort by the λ at which each share meets its cap: capped shares come first.
     ascending = sorted(drawn, key=lambda name: (caps[name] / shares[name], name))
     kept, open_shares = 1.0, math.fsum(shares[name] for name in drawn)
-    found = dict.fromkeys(shares, 0.0)
+    capped = dict.fromkeys(shares, 0.0)
     for place, name in enumerate(ascending):
         scale = kept / open_shares
         if caps[name] >= scale * shares[name]:
-            found |= {other: scale * shares[other] for other in ascending[place:]}
+            capped |= {other: scale * shares[other] for other in ascending[place:]}
             break
-        found[name] = caps[name]
+        capped[name] = caps[name]
         kept -= caps[name]
         open_shares = math.fsum(shares[other] for other in ascending[place + 1 :])
-    whole = math.fsum(found.values())
-    return {name: share / whole for name, share in found.items()}
+    whole = math.fsum(capped.values())
+    return {name: share / whole for name, share in capped.items()}
 
 
 def read_mixture(artifact: Artifact) -> Mixture:
@@ -151,8 +151,10 @@ def _read_phase(artifact: Artifact, document: Mapping[str, Any]) -> Phase:
     if not isinstance(begin, int) or isinstance(begin, bool) or not 1 <= begin < 2**63:
         _refuse(artifact, "has a phase that does not say from which update on")
     entries = dict(sorted(pairs.items())) if isinstance(pairs, dict) else {}
-    found = {name: _share(artifact, name, entry, "probability") for name, entry in entries.items()}
-    total = math.fsum(found.values())
+    probabilities = {
+        name: _share(artifact, name, entry, "probability") for name, entry in entries.items()
+    }
+    total = math.fsum(probabilities.values())
     if not math.isclose(total, 1, abs_tol=SUM_TOLERANCE):
         _refuse(artifact, f"has probabilities that sum to {total:g}, not to 1")
     forward = {
@@ -160,7 +162,7 @@ def _read_phase(artifact: Artifact, document: Mapping[str, Any]) -> Phase:
         for name, entry in entries.items()
         if "forward" in entry
     }
-    return Phase(begin, found, forward)
+    return Phase(begin, probabilities, forward)
 
 
 def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:

@@ -195,9 +195,7 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
         ArtifactError: ``out_dir`` holds what would be lost.
     """
     if out_dir.name in ("", ".."):
-        raise ArtifactError(
-            f"{out_dir} does not end in a name. Give the new folder one of its own."
-        )
+        raise ArtifactError(f"{out_dir} does not end in a name. Give the new folder a name.")
     if not os.path.lexists(out_dir):
         return
     if kind is not None:
@@ -358,11 +356,8 @@ def refuse_inputs(
 
     The same holds for the working folders next to the output.
 
-    Args:
-        out_dir: Directory of the output.
-        inputs: Name → path.
-        run_folder: Whether the stage also works in ``NAME.run``.
-        what: Option that named the output, for messages.
+    ``run_folder`` says that the stage also works in ``NAME.run``; ``what`` is the option that named
+    the output.
     """
     for folder in (out_dir, unfinished_dir(out_dir), replaced_dir(out_dir), run_dir(out_dir)):
         if folder == run_dir(out_dir) and not run_folder:

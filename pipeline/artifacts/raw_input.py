@@ -1,18 +1,23 @@
 """Raw inputs, which no stage made: files and folders, or a data set of the Hugging Face hub.
 
 A manifest records files by their digest, and a data set by its commit, which identifies the text
-without fetching it.
+without fetching it. Files are text (plain, gzip or Zstandard) or tables (Parquet or Arrow), and are
+read in bounded memory, the longest wanted line and one block: longer lines are skipped to their
+end, and packed files are unpacked block by block.
 """
 
+import gzip
+import os
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
-from pipeline.artifacts.digests import raw_digest
-from pipeline.artifacts.manifest import InputRecord, json_digest
-from pipeline.errors import ConfigError
+from pipeline.artifacts.manifest import InputRecord, json_digest, raw_digest
+from pipeline.errors import ConfigError, DataError, Interrupted, UserError
 
 HUB = "hub:"
 """Prefix of an option's value that names a data set of the hub."""
@@ -103,23 +108,23 @@ def raw_input(values: Sequence[str]) -> RawInput:
     """Return the raw input that the values of an option name.
 
     Raises:
-        ConfigError: A data set of the hub that is not pinned or not alone, or one path twice.
+        ConfigError: A data set of the hub that is not pinned or has company, or a path twice.
     """
     datasets = [value for value in values if value.startswith(HUB)]
     if not datasets:
         return _raw_paths(values)
-    found = _DATASET.fullmatch(datasets[0])
-    if found is None:
+    match = _DATASET.fullmatch(datasets[0])
+    if match is None:
         raise ConfigError(
             f"{datasets[0]} does not say which text it is. Write hub:OWNER/NAME@REVISION, where "
             "REVISION is the full commit of 40 digits (branches and tags can move)."
         )
     if len(values) > 1:
         raise ConfigError(
-            f"{datasets[0]} is one of {len(values)} raw inputs. Name one data set of the hub "
-            "alone, or paths."
+            f"{datasets[0]} is named with {len(values) - 1} more raw inputs. Name only this "
+            "data set, or only paths."
         )
-    return HubDataset(name=found["name"], revision=found["revision"])
+    return HubDataset(name=match["name"], revision=match["revision"])
 
 
 def _raw_paths(values: Sequence[str]) -> RawPaths:
@@ -128,3 +133,246 @@ def _raw_paths(values: Sequence[str]) -> RawPaths:
     if repeated:
         raise ConfigError(f"{repeated[0]} is named twice. Name each path once.")
     return RawPaths(paths)
+
+
+BLOCK_BYTES = 2**18
+"""Bytes read at a time; a block of line ends becomes as many empty lines."""
+
+ZSTD_WINDOW_BYTES = 2**27
+"""Largest window of a Zstandard file (``--long=27``); larger windows are refused."""
+
+
+PARQUET, ARROW = ".parquet", ".arrow"
+_BATCH_ROWS = 1000
+_BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
+"""Returns batches of rows, of these columns."""
+
+_ZSTD_FED_BYTES = 2**10
+"""Packed bytes unpacked at once: at most 256 blocks of 128 KiB, if all is repetition."""
+
+
+class ByteStream(Protocol):
+    """Stream to read bytes from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return about this many bytes, fewer at the end, and none after it."""
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a file without the ending of its compression."""
+    return name.removesuffix(".gz").removesuffix(".zst")
+
+
+def named_files(paths: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Return the name and path of all files at these paths that are not hidden, by name.
+
+    A name is relative to the folder it was found in. Of several paths, it begins with the number of
+    its path.
+
+    Raises:
+        DataError: A path does not exist.
+    """
+    if len(paths) == 1:
+        return _files_at(paths[0])
+    return [
+        (f"{number}/{name}", file)
+        for number, path in enumerate(paths, start=1)
+        for name, file in _files_at(path)
+    ]
+
+
+def _files_at(path: Path) -> list[tuple[str, Path]]:
+    if path.is_file():
+        return [(path.name, path)]
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist. Name an existing file or folder.")
+    files: list[tuple[str, Path]] = []
+    for folder, below, names in os.walk(path):
+        below[:] = [name for name in below if not name.startswith(".")]
+        places = [Path(folder) / name for name in names if not name.startswith(".")]
+        files += [
+            (place.relative_to(path).as_posix(), place) for place in places if place.is_file()
+        ]
+    return sorted(files)
+
+
+def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file without their newline; no other byte ends a line.
+
+    A line longer than ``max_line_bytes`` is cut to ``max_line_bytes + 1`` bytes, which tells that
+    it is too long. The rest is skipped and not held in memory.
+
+    Raises:
+        ConfigError: The package for Zstandard is missing.
+        DataError: The file is cut off, damaged, or not packed as its name says.
+    """
+    with open_bytes(path) as stream:
+        yield from _lines_of(stream, longest=max_line_bytes + 1)
+
+
+def iterate_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file, at most ``BLOCK_BYTES`` at a time.
+
+    Raises:
+        ConfigError, DataError: As ``iterate_raw_lines``.
+    """
+    with open_bytes(path) as stream:
+        while block := stream.read(BLOCK_BYTES):
+            yield block
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[ByteStream]:
+    """Open a plain or packed file, translating its errors within the block.
+
+    Raises:
+        ConfigError, DataError: As ``iterate_raw_lines``.
+    """
+    try:
+        if path.suffix == ".zst":
+            with _open_zstd(path) as stream:
+                yield stream
+        elif path.suffix == ".gz":
+            with gzip.GzipFile(path, "rb") as packed:
+                yield packed
+        else:
+            with path.open("rb") as plain:
+                yield plain
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path} is not a complete gzip file ({error}). Fetch it again, or unpack it and "
+            "remove the .gz from its name."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
+
+
+class _ZstdFrames:
+    """Bytes of all frames of a file; zstandard's own reader accepts a cut-off file."""
+
+    def __init__(self, packed: BinaryIO, new_frame: Callable[[], Any]) -> None:
+        self._packed, self._new_frame = packed, new_frame
+        self._frame = new_frame()
+        self._fed, self._is_within = b"", False
+
+    def read(self, size: int, /) -> bytes:
+        """Read like ``ByteStream``; raise EOFError if the last frame is cut off."""
+        parts, number = [], 0
+        while number < size and (part := self._unpack()) is not None:
+            parts.append(part)
+            number += len(part)
+        return b"".join(parts)
+
+    def _unpack(self) -> bytes | None:
+        """Unpack the next few packed bytes; return None at the end of the file."""
+        fed = self._fed or self._packed.read(_ZSTD_FED_BYTES)
+        if not fed:
+            if self._is_within:
+                raise EOFError("it ends within a frame")
+            return None
+        part: bytes = self._frame.decompress(fed)
+        self._fed, self._is_within = self._frame.unused_data, not self._frame.eof
+        if self._frame.eof:
+            self._frame = self._new_frame()
+        return part
+
+
+@contextmanager
+def _open_zstd(path: Path) -> Iterator[ByteStream]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is a Zstandard file, which needs the package zstandard. Run "
+            "pip install 'mmnmt[zstd]', or unpack it."
+        ) from error
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
+    try:
+        with path.open("rb") as packed:
+            yield _ZstdFrames(packed, unpacker.decompressobj)
+    except (EOFError, zstandard.ZstdError) as error:
+        raise DataError(
+            f"{path} is not a complete Zstandard file ({error}). Fetch it again, or unpack it and "
+            "remove the .zst from its name."
+        ) from error
+
+
+def _lines_of(stream: ByteStream, *, longest: int) -> Iterator[bytes]:
+    """Yield the lines of a stream, each cut to ``longest`` bytes."""
+    begun = b""
+    while block := stream.read(BLOCK_BYTES):
+        first, *others = block.split(b"\n")
+        begun += first[: longest - len(begun)]
+        if others:
+            yield begun
+            *whole, begun = others
+            begun = begun[:longest]
+            if len(block) <= longest:
+                yield from whole
+            else:
+                yield from (line[:longest] for line in whole)
+    if begun:
+        yield begun
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table_rows(path: Path, columns: Collection[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield each row of a table, restricted to the requested columns that exist in the file.
+
+    If it has none of them, rows have the names of all columns, without values.
+
+    Raises:
+        ConfigError: The package pyarrow is missing.
+        DataError: The file cannot be read.
+    """
+    with _named_errors(path):
+        open_table = _open_parquet if path.suffix == PARQUET else _open_arrow
+        with open_table(path) as (names, batches_of):
+            present = [name for name in names if name in columns]
+            for batch in batches_of(present):
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    part = batch.slice(start, _BATCH_ROWS)
+                    if present:
+                        yield from part.to_pylist()
+                    else:
+                        yield from [dict.fromkeys(names)] * part.num_rows
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+        yield (
+            table.schema_arrow.names,
+            lambda columns: table.iter_batches(batch_size=_BATCH_ROWS, columns=columns),
+        )
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as table:
+        yield table.schema.names, lambda columns: (batch.select(columns) for batch in table)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Turn any error of pyarrow into a DataError, because its errors share no class."""
+    kind = "Parquet" if path.suffix == PARQUET else "Arrow"
+    try:
+        yield
+    except (UserError, Interrupted):
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package pyarrow ({error}). Run pip install 'mmnmt[parquet]'."
+        ) from error
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"{path} is not a complete {kind} file ({reason}). Fetch it again."
+        ) from error

@@ -88,28 +88,30 @@ class Segmenters:
             ConfigError: The segmenter cannot be loaded, fails, or changes the text.
         """
         self.load([language])
+        flags: list[Flags] = []
         places = self._tokenizer.places_batch(lines, language=language)
-        return [
-            _begins_of_tokens(place_N, self._begins_of_words(language, line))
-            for line, place_N in zip(lines, places, strict=True)
-        ]
+        for line, place_N in zip(lines, places, strict=True):
+            begins = np.asarray(self._begins_of_words(language, line), dtype=np.int64)
+            word_N = np.searchsorted(begins, place_N, side="right")
+            flags.append(np.diff(word_N, prepend=0) != 0)
+        return flags
 
     def _begins_of_words(self, language: str, line: str) -> list[int]:
         """Return the characters at which words begin; each white space is a word."""
-        found: list[int] = []
+        begins: list[int] = []
         for part in _SPACES_AND_OTHERS.finditer(line):
             words = [part[0]] if part[0].isspace() else self._words(language, part[0])
-            found += accumulate(map(len, words[:-1]), initial=part.start())
-        return found
+            begins += accumulate(map(len, words[:-1]), initial=part.start())
+        return begins
 
     def _words(self, language: str, text: str) -> list[str]:
         segmenter = self._loaded[language]
         what = f"The segmenter {self._tokenizer.segmenters[language].name} of {language}"
         try:
-            found = segmenter(text)
-            if isinstance(found, str):
+            answer = segmenter(text)
+            if isinstance(answer, str):
                 raise TypeError("it returns a text, not a list of words")
-            words = list(found)
+            words = list(answer)
             changed = "".join(words)
         except Exception as error:  # user code may raise anything
             raise ConfigError(
@@ -154,10 +156,10 @@ def segmenter_records(
     Raises:
         ConfigError: A language is unknown, or a segmenter cannot be loaded.
     """
-    found: dict[str, SegmenterRecord] = {}
+    records: dict[str, SegmenterRecord] = {}
     for spelling, name in named.items():
         code = _code_of(spelling, languages)
-        if code is None or code in found:
+        if code is None or code in records:
             near = ", ".join(nearest_codes(spelling, languages))
             raise ConfigError(
                 f"tokenizer.segmenters names {spelling!r}, "
@@ -171,12 +173,12 @@ def segmenter_records(
             )
         if name in SEGMENTERS:
             _built_in(name)
-            found[code] = SegmenterRecord(name=name)
+            records[code] = SegmenterRecord(name=name)
             continue
         path, function, content = read_function_file(name)
         load_function(path, function, content)
-        found[code] = SegmenterRecord(name=function, sha256=_sha256(content))
-    return found
+        records[code] = SegmenterRecord(name=function, sha256=_sha256(content))
+    return records
 
 
 def characters(text: str) -> list[str]:
@@ -206,8 +208,8 @@ def punctuation(text: str) -> list[str]:
 def _is_apart(text: str, place: int) -> bool:
     if not _is_punctuation(text[place]):
         return False
-    beside = text[max(place - 1, 0) : place] + text[place + 1 : place + 2]
-    is_within = len(beside) == 2 and not any(map(_is_punctuation, beside))
+    neighbors = text[max(place - 1, 0) : place] + text[place + 1 : place + 2]
+    is_within = len(neighbors) == 2 and not any(map(_is_punctuation, neighbors))
     return not (is_within and text[place] in _WITHIN_WORDS)
 
 
@@ -253,7 +255,7 @@ def read_function_file(name: str) -> tuple[Path, str, bytes]:
         ConfigError: The file is missing.
     """
     path, _, function = name.rpartition(":")
-    fix = "correct tokenizer.segmenters, whose paths are taken from the current folder"
+    fix = "correct tokenizer.segmenters: its paths start at the current folder"
     content = read_bytes(Path(path), limit=MAX_FILE_BYTES, error=ConfigError, fix=fix)
     return Path(path), function, content
 
@@ -296,12 +298,6 @@ def _built_in(name: str) -> Segmenter:
             return punctuation
         case _:
             return characters
-
-
-def _begins_of_tokens(place_N: npt.NDArray[np.int64], begins: Sequence[int]) -> Flags:
-    word_N = np.searchsorted(np.asarray(begins, dtype=np.int64), place_N, side="right")
-    begins_N: Flags = np.diff(word_N, prepend=0) != 0
-    return begins_N
 
 
 def _code_of(spelling: str, languages: Collection[str]) -> str | None:

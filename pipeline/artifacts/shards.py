@@ -84,13 +84,6 @@ def open_shard(
 ) -> Shard:
     """Map one side of a pair into memory, after checking its digests.
 
-    Args:
-        artifact: Shards.
-        split: Split of the side.
-        pair: Pair of the side.
-        language: Language of the side.
-        has_begins: Whether the language has a segmenter.
-
     Raises:
         ArtifactError: The side is missing, or its files do not fit together.
     """
@@ -101,7 +94,7 @@ def open_shard(
         num_bytes = tokens_path.stat().st_size
     except (OSError, ValueError) as error:
         raise ArtifactError(
-            f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}). Run stage "
+            f"{offsets_path} or {tokens_path.name} next to it cannot be read ({error}). Run stage "
             f"{artifact.manifest.stage!r} again."
         ) from error
     tokens = _map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1]))
@@ -195,13 +188,7 @@ class ShardWriter:
 
     ``names`` are the names of its files in the artifact.
 
-    Args:
-        directory: Folder of the artifact.
-        split: Split of the side.
-        pair: Pair of the side.
-        language: Language of the side.
-        size: Number of ids of the tokenizer.
-        has_begins: Whether the language has a segmenter.
+    ``size`` is the number of ids of the tokenizer.
     """
 
     def __init__(

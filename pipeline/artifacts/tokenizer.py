@@ -9,12 +9,14 @@ or ``__de__`` in a sentence is text.
 """
 
 import hashlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from sentencepiece import SentencePieceProcessor
 
 from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.artifact import Artifact, to_json
@@ -34,6 +36,7 @@ from pipeline.artifacts.vocabularies import (
     SentencePieceVocabulary,
     SourceAndTargetVocabulary,
     Vocabulary,
+    text_pieces,
 )
 from pipeline.batching.settings import TagScheme
 from pipeline.config.documents import MAX_JSON_BYTES, read_bytes
@@ -104,8 +107,8 @@ class TokenizerDescription(BaseModel):
     numbering: Numbering | None = None
     """Ids of an imported or extended vocabulary; None: pieces, then languages in order."""
     target_languages: tuple[str, ...] = ()
-    """Languages with a vocabulary of their own, the only ones translated into; empty: one
-    vocabulary."""
+    """Languages with a vocabulary of their own, the only targets of translation; empty: a
+    single vocabulary."""
     segmenters: dict[str, SegmenterRecord] = Field(default_factory=dict)
     """Language written without spaces → segmenter."""
     token_spellings: dict[str, str] = Field(default_factory=dict)
@@ -198,10 +201,8 @@ class Tokenizer:
     ) -> list[list[int]]:
         """Return the ids of each sentence, faster than one by one.
 
-        Args:
-            lines: Sentences.
-            language: Language of the lines; required if languages have different pieces.
-            drawn: Draw pieces by the seed of each line; None: the best pieces.
+        ``language`` is required if languages have different pieces. ``drawn`` draws the pieces by
+        the seed of each line; without it, they are the best.
         """
         return self._vocabulary_of(language).encode_batch(lines, drawn)
 
@@ -248,7 +249,7 @@ class Tokenizer:
         if mixed:
             raise ConfigError(
                 f"The vocabulary has pieces of white space and text at once ({mixed[0]!r}), so "
-                "that words cannot be told by ids. Use one of bytes or characters."
+                "that ids do not tell words apart. Use a vocabulary of bytes or characters."
             )
         return tuple(
             index for index, piece in pieces.items() if piece is None or is_white_space(piece)
@@ -501,3 +502,86 @@ def _read(path: Path) -> bytes:
     fix = "a tokenizer needs it; restore it from a copy or train the tokenizer again"
     limit = MAX_JSON_BYTES if path.name == DESCRIPTION_NAME else MAX_MODEL_BYTES
     return read_bytes(path, limit=limit, fix=fix)
+
+
+_CONTROL_TYPE = b"\x18\x03"
+"""Field 3 of a piece, its type: control. Without the field, a piece is an ordinary one."""
+
+
+def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
+    """Return the vocabulary with more languages; their tokens are new ids after all others."""
+    numbering = _numbering(files)
+    tokens = {code: numbering.size + number for number, code in enumerate(added)}
+    description = files.description.model_copy(
+        update={
+            "languages": tuple(sorted([*files.description.languages, *added])),
+            "numbering": numbering.model_copy(
+                update={
+                    "size": numbering.size + len(added),
+                    "language_tokens": {**numbering.language_tokens, **tokens},
+                }
+            ),
+        }
+    )
+    return TokenizerFiles(description, files.model, files.target_model)
+
+
+def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
+    """Return a SentencePiece vocabulary with the pieces of another model that it lacks.
+
+    New pieces score below all old pieces. BPE merges them last: it splits a text as before and
+    then joins some neighbors; a unigram model takes one where the old pieces that it replaces
+    have a lower total score.
+
+    Both are SentencePiece models of the same type.
+    """
+    assert files.model is not None
+    old, new = (SentencePieceProcessor(model_proto=model) for model in (files.model, trained))
+    score_of = {new.id_to_piece(index): new.get_score(index) for index in text_pieces(new)}
+    lowest = min((old.get_score(index) for index in text_pieces(old)), default=0.0)
+    present = {old.id_to_piece(index) for index in range(old.get_piece_size())}
+    added = {piece: lowest - 1 + score for piece, score in score_of.items() if piece not in present}
+    numbering = _numbering(files)
+    ids, size = list(numbering.pieces), numbering.size
+    for index in text_pieces(old):  # an imported model may lack ids for pieces of its vocabulary
+        if ids[index] is None and old.id_to_piece(index) in score_of:
+            ids[index], size = size, size + 1
+    ids += range(size, size + len(added))
+    numbering = numbering.model_copy(update={"size": size + len(added), "pieces": tuple(ids)})
+    # A field that repeats may stand anywhere in a protocol buffer: more pieces go to the end.
+    model = files.model + b"".join(
+        piece_field(piece, score=score) for piece, score in added.items()
+    )
+    return TokenizerFiles(files.description.model_copy(update={"numbering": numbering}), model)
+
+
+def piece_field(piece: str, *, score: float = 0.0, control: bool = False) -> bytes:
+    """Return a piece as field 1 of a SentencePiece model (``sentencepiece_model.proto``)."""
+    text = piece.encode()
+    body = _sized(text) + b"\x15" + struct.pack("<f", score) + _CONTROL_TYPE * control
+    return _sized(body)
+
+
+def _sized(content: bytes) -> bytes:
+    """Return field 1 of a protocol buffer with this content."""
+    length, size = len(content), bytearray()
+    while length >= 0x80:
+        size.append(length & 0x7F | 0x80)
+        length >>= 7
+    return b"\x0a" + bytes([*size, length]) + content
+
+
+def _numbering(files: TokenizerFiles) -> Numbering:
+    """Return the ids of a vocabulary, also where they follow from its pieces."""
+    if files.description.numbering is not None:
+        return files.description.numbering
+    tokenizer = files.build()
+    return Numbering(
+        size=tokenizer.size,
+        pad=tokenizer.pad_id,
+        bos=tokenizer.bos_id,
+        eos=tokenizer.eos_id,
+        unk=tokenizer.unk_id,
+        pieces=tuple(range(tokenizer.size - len(tokenizer.languages))),
+        language_tokens={code: tokenizer.language_token_id(code) for code in tokenizer.languages},
+    )

@@ -123,11 +123,8 @@ class Vocabulary(Protocol):
 class SentencePieceVocabulary:
     """SentencePiece model with the special ids that it defines.
 
-    Args:
-        model: Serialized model.
-        has_specials: Whether it must define four distinct specials, as a vocabulary without its own
-            numbering must.
-        name: File name for messages.
+    With ``has_specials``, it must define four distinct specials, as a vocabulary without its own
+    numbering does. ``name`` is the file name for messages.
 
     Raises:
         ArtifactError: The bytes are not a model, or a special is missing.
@@ -169,8 +166,8 @@ class SentencePieceVocabulary:
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id begins at."""
-        found = [self._processor.encode(line, out_type="offset_mapping") for line in lines]
-        ranges = [np.array(one["offsets"], dtype=np.int64).reshape(-1, 2) for one in found]
+        encoded = [self._processor.encode(line, out_type="offset_mapping") for line in lines]
+        ranges = [np.array(each["offsets"], dtype=np.int64).reshape(-1, 2) for each in encoded]
         return [range_N2[:, 0] for range_N2 in ranges]
 
     def decode(self, ids: list[int]) -> Decoded:
@@ -187,14 +184,14 @@ class SentencePieceVocabulary:
         """Return the ids without invalid UTF-8, and the number of dropped sequences."""
         kept: list[int] = []
         dropped = 0
-        of_byte = {byte: index for index, byte in self._bytes.items()}
+        index_of = {byte: index for index, byte in self._bytes.items()}
         for are_bytes, run in groupby(ids, self._bytes.__contains__):
             if not are_bytes:
                 kept += run
                 continue
-            found = decode_bytes(bytes(map(self._bytes.__getitem__, run)))
-            kept += map(of_byte.__getitem__, found.text.encode())
-            dropped += found.dropped
+            decoded = decode_bytes(bytes(map(self._bytes.__getitem__, run)))
+            kept += map(index_of.__getitem__, decoded.text.encode())
+            dropped += decoded.dropped
         return kept, dropped
 
     def piece(self, index: int) -> str | None:
@@ -414,12 +411,12 @@ def _characters_of_bytes(text: str) -> Integers:
 
 def _visible_bytes() -> dict[int, str]:
     """Return byte → character: printable Latin 1 as is, the others from U+0100 on."""
-    found = {ord(" "): " "}
+    characters = {ord(" "): " "}
     for byte in range(256):
         is_visible = chr(byte).isprintable() and byte != 0xA0
-        found.setdefault(byte, chr(byte) if is_visible else "")
+        characters.setdefault(byte, chr(byte) if is_visible else "")
     others = iter(range(0x100, 0x200))
-    return {byte: written or chr(next(others)) for byte, written in sorted(found.items())}
+    return {byte: written or chr(next(others)) for byte, written in sorted(characters.items())}
 
 
 _WRITTEN = _visible_bytes()
@@ -481,7 +478,7 @@ class DrawnPieces:
         """
         pieces: list[str] = self._processor.encode(line, out_type=str)
         ids: list[int] = self._processor.encode(line, out_type=int)
-        found: list[int] = []
+        merged: list[int] = []
         run = ""
         for piece, index in zip([*pieces, ""], [*ids, -1], strict=True):
             if piece in self._score:
@@ -489,11 +486,11 @@ class DrawnPieces:
                 continue
             words = re.split(f"(?={SPACE})", run) if self._begins_words_alone else [run]
             for word in words:
-                found += self._merged_word(word, rate=rate, generator=generator)
+                merged += self._merged_word(word, rate=rate, generator=generator)
             if index >= 0:
-                found.append(index)
+                merged.append(index)
             run = ""
-        return found
+        return merged
 
     @cached_property
     def _begins_words_alone(self) -> bool:

@@ -1,26 +1,97 @@
-"""Assemble micro-batches: token ids, languages and sentence ids, without padding.
+"""Assemble micro-batches of translation and of labelled text, without padding.
 
-Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D) matrix, so that no
+Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D) matrix. No
 linear layer, expert or vocabulary projection ever sees padding. Only attention may need the padded
 (B, T, D) form; :class:`Packing` converts between the two.
 
-Legend: B batch, S source length, T target length, N real tokens, D model width, M micro-batches.
+A labelled sentence is in one language, which layers receive as both its source and its target
+language. The tensors of a batch lie in one buffer, so one copy takes them all to a GPU.
+
+Legend: B batch, S source length, T target length, N real tokens, L labels, D model width, M
+micro-batches.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from itertools import accumulate
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.batching.one_buffer import moved, with_each_tensor
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.kernels.attention import attention_mask
 from pipeline.kernels.noise import Noise
+
+ALIGNMENT = 16
+"""Bytes to a multiple of which every tensor starts, since kernels load as many at once."""
+
+Record = TypeVar("Record")
+
+
+def with_each_tensor(record: Record, change: Callable[[Tensor], Tensor]) -> Record:
+    """Return a dataclass with each of its tensors changed, also within its dataclasses."""
+    changed: dict[str, Any] = {}
+    for name, value in _parts(record):
+        if isinstance(value, Tensor):
+            changed[name] = change(value)
+        elif is_dataclass(value):
+            changed[name] = with_each_tensor(value, change)
+    return replace(record, **changed)  # type: ignore[type-var]
+
+
+def in_one_buffer(record: Record, *, pinned: bool) -> Record:
+    """Return the record with its tensors, on the CPU, as views of one new buffer.
+
+    A GPU can copy from a pinned buffer by itself.
+    """
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in _tensors(record)]
+    *starts, end = accumulate(sizes, initial=0)
+    buffer, places = torch.empty(end, dtype=torch.uint8, pin_memory=pinned), iter(starts)
+
+    def placed(tensor: Tensor) -> Tensor:
+        view = _view(buffer, next(places), like=tensor)
+        view.numpy()[...] = tensor.numpy()  # in this thread only, as torch's copy is not
+        return view
+
+    return with_each_tensor(record, placed)
+
+
+def moved(record: Record, device: torch.device) -> Record:
+    """Return a record of tensors on the CPU on a device, by one copy.
+
+    From pinned memory the copy runs while the device still works on earlier operators.
+    """
+    tensors = list(_tensors(record))
+    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
+        record = in_one_buffer(record, pinned=device.type == "cuda")
+        tensors = list(_tensors(record))
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
+    there = whole.to(device, non_blocking=True)
+    return with_each_tensor(
+        record,
+        lambda part: _view(there, int(part.storage_offset()) * part.element_size(), like=part),
+    )
+
+
+def _parts(record: object) -> Iterator[tuple[str, Any]]:
+    return ((field.name, getattr(record, field.name)) for field in fields(record))  # type: ignore[arg-type]
+
+
+def _tensors(record: object) -> Iterator[Tensor]:
+    for _, value in _parts(record):
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from _tensors(value)
+
+
+def _view(buffer: Tensor, start: int, *, like: Tensor) -> Tensor:
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
 
 Ids = Sequence[int] | npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
@@ -63,9 +134,10 @@ class Shares:
 
     @cached_property
     def mean_MN(self) -> Tensor:
-        """Return a matrix whose product with values of tokens is their mean in each micro-batch.
+        """Return a matrix that multiplied by values of tokens gives each micro-batch's mean.
 
-        It is small beside the activations. Sums by index would take atomic additions on a GPU.
+        It is small compared with the activations. On a GPU, sums by index would take atomic
+        additions.
         """
         number_M = torch.arange(len(self.rows), device=self.rows_M.device)
         return (self.micro_batch_N == number_M[:, None]) / self.rows_M[:, None]
@@ -77,7 +149,7 @@ class Packing:
 
     ``index_N`` has the flat position of every real token, ascending. ``bound_B``, (B + 1,) int32,
     has the row where each sentence starts, and where the last one ends. ``is_full`` tells the host
-    that nothing is padded, so that packing is a view. ``shares`` tells apart the micro-batches that
+    that nothing is padded: packing is then a view. ``shares`` tells apart the micro-batches that
     share a pass; None for a single one. ``noise`` has the keys of the tokens' random numbers in
     training.
     """
@@ -165,7 +237,7 @@ class Packing:
         return {}
 
     def key_mask(self, *, beside: Tensor) -> Tensor | None:
-        """Return the mask of real keys, in the form that attention prefers beside ``beside``.
+        """Return the mask of real keys, in the form that attention prefers next to ``beside``.
 
         (B, 1, 1, T); None if nothing is padded. All layers share it.
         """
@@ -216,7 +288,7 @@ class Packing:
 class _Pack(torch.autograd.Function):
     """Pack (B · T, D) into (N, D).
 
-    No row is taken twice, so that the gradient is copied, not added up.
+    No row is taken twice: the gradient is copied, not added up.
     """
 
     @staticmethod
@@ -257,7 +329,7 @@ class Batch:
         source: packing of the source.
         target_N: packed decoder input ids: prompt, then the target.
         target: packing of the decoder input.
-        label_rows_L: rows of ``target_N`` whose next token is to be predicted; the forced prompt
+        label_rows_L: rows of ``target_N`` that predict the next token; the forced prompt
             is not, unless its tag is a label.
         labels_L: the tokens to predict, end-of-sentence included.
         source_language_B, target_language_B: indices into the tokenizer's languages.
@@ -452,3 +524,105 @@ def _last_rows(length_B: Integers, count_B: Integers) -> Integers:
     skipped_B = np.cumsum(length_B) - np.cumsum(count_B)
     rows: Integers = np.arange(int(count_B.sum())) + np.repeat(skipped_B, count_B)
     return rows
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """One sentence or window, with its specials.
+
+    Attributes:
+        ids: of all tokens.
+        rows: positions, from 0, of the tokens that a tagger labels; empty for a reader.
+        labels: a tag for each of ``rows``; for a reader the first and the last token of the answer.
+    """
+
+    ids: Integers
+    rows: Integers
+    labels: Integers
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """One micro-batch.
+
+    Attributes:
+        ids_N: packed ids.
+        packing: of these.
+        language_B: indices into the model's languages.
+        label_rows_L: rows of ``ids_N`` that are tagged; empty for a reader.
+        labels_L: their tags; for a reader the first tokens of all answers, then the last tokens.
+    """
+
+    ids_N: Tensor
+    packing: Packing
+    language_B: Tensor
+    label_rows_L: Tensor
+    labels_L: Tensor
+
+    @property
+    def num_labels(self) -> int:
+        """Labels: the divisor of cross entropy."""
+        return len(self.labels_L)
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Real tokens, specials included."""
+        return len(self.ids_N)
+
+    def keyed(self, *seeds: int) -> "LabelledBatch":
+        """Return the batch with keys of random numbers, from a seed for each micro-batch."""
+        return replace(self, packing=self.packing.keyed(*seeds))
+
+    def to(self, device: torch.device) -> "LabelledBatch":
+        """Return the batch on a device; a no-op if it is there already."""
+        return self if self.ids_N.device == device else moved(self, device)
+
+
+AnyBatch: TypeAlias = Batch | LabelledBatch
+"""A batch of translation or of a labelling task, as the engine takes it."""
+
+
+def collate_tags(examples: Sequence[Labelled], languages: Sequence[int]) -> LabelledBatch:
+    """Assemble sentences to tag; ``languages`` are the indices of their languages."""
+    lengths = [len(example.ids) for example in examples]
+    starts = np.cumsum([0, *lengths[:-1]])
+    rows_L = np.concatenate([example.rows + s for example, s in zip(examples, starts, strict=True)])
+    return _collated(
+        examples, languages, rows_L, np.concatenate([example.labels for example in examples])
+    )
+
+
+def collate_spans(examples: Sequence[Labelled], languages: Sequence[int]) -> LabelledBatch:
+    """Assemble windows to find an answer in; ``languages`` are the indices of theirs."""
+    labels_B2 = np.stack([example.labels for example in examples])
+    return _collated(examples, languages, np.zeros(0, dtype=np.int64), labels_B2.T.ravel())
+
+
+def _collated(
+    examples: Sequence[Labelled], languages: Sequence[int], rows_L: Integers, labels_L: Integers
+) -> LabelledBatch:
+    return LabelledBatch(
+        ids_N=torch.from_numpy(np.concatenate([example.ids for example in examples])),
+        packing=Packing.from_lengths([len(example.ids) for example in examples]),
+        language_B=torch.tensor(languages, dtype=torch.int64),
+        label_rows_L=torch.from_numpy(rows_L),
+        labels_L=torch.from_numpy(np.ascontiguousarray(labels_L)),
+    )
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward pass of a rank.
+
+    Attributes:
+        batch: some micro-batches of the update, or a stand-in, with keys of random numbers.
+        micro_batches: their indices in the update; none of a stand-in, which counts nothing.
+    """
+
+    batch: AnyBatch
+    micro_batches: tuple[int, ...]
+
+    @property
+    def counts(self) -> bool:
+        """Whether the pass adds to loss and gradient."""
+        return bool(self.micro_batches)

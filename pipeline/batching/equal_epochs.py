@@ -1,9 +1,9 @@
 """Convert updates of bytes into updates of another vocabulary with equally many epochs.
 
-A batch holds a number of tokens, so that an update of longer pieces draws more sentence pairs. The
+A batch holds a number of tokens: an update of longer pieces draws more sentence pairs. The
 first windows of both vocabularies are planned over the same lines, which gives the number of pairs
 that an update draws of each, padding included. The result depends on shards, mixture, recipe and
-seed alone: every rank and every attempt of a run finds the same one.
+seed only: every rank and every attempt of a run finds the same number.
 """
 
 import re
@@ -36,8 +36,6 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
             line has more bytes than a batch has room for.
     """
     training, optimizer = recipe.training, recipe.optimizer
-    if training.updates_of == "tokens":
-        return recipe
     of_bytes = byte_offsets(data)
     longest = max(pair.longest for pair in of_bytes.values())
     if longest + 2 > recipe.batches.tokens:
@@ -76,7 +74,7 @@ def bytes_of_ids(tokenizer: Tokenizer) -> Integers:
 
 
 def starts_with_space(tokenizer: Tokenizer) -> Integers:
-    """Return 1 for ids whose text begins with a space, else 0, (V,)."""
+    """Return 1 for ids of text that begins with a space, else 0, (V,)."""
     pieces = [tokenizer.piece(index) or "" for index in range(tokenizer.size)]
     return np.array([int(piece.startswith(SPACE)) for piece in pieces])
 

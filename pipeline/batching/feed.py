@@ -14,11 +14,28 @@ import numpy.typing as npt
 import torch
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Split, imported_lines, language_of, line_counts
+from pipeline.artifacts.corpus import (
+    Direction,
+    Split,
+    directions_of,
+    imported_lines,
+    language_of,
+    line_counts,
+)
 from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import Flags, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
-from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA, Batch, Ragged, Sentences, assemble
+from pipeline.batching.batch import (
+    SOURCE_EXTRA,
+    TARGET_EXTRA,
+    AnyBatch,
+    Batch,
+    Pass,
+    Ragged,
+    Sentences,
+    assemble,
+    in_one_buffer,
+)
 from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,
@@ -27,14 +44,11 @@ from pipeline.batching.global_step import (
     evaluation_batches,
     read_ahead,
 )
-from pipeline.batching.labelled import AnyBatch
-from pipeline.batching.one_buffer import in_one_buffer
-from pipeline.batching.passes import Pass
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.distributed.busy_time import BUSY_TIME
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.kernels.sentence_loops import gather, gather_flags, locate
+from pipeline.kernels.sentence_loops import gather, locate
 from pipeline.seeds import derive_seed
 
 Integers = npt.NDArray[np.int64]
@@ -68,37 +82,25 @@ class _Files:
         self.width_P2 = _table([[side.tokens.itemsize for side in both] for both in sides])
         self.begins_P2 = _table([[_address(side.begins) for side in both] for both in sides])
 
-    def read(self, plan: MicroBatch) -> tuple[Ragged, Ragged]:
-        """Return the tokens of the sources and of the targets of a plan."""
-        start_2B, length_2B = self._located(plan)
-        sides = (plan.reverse_B, 1 - plan.reverse_B)
-        source, target = (
-            self._gathered(plan.pair_B, *one)
-            for one in zip(sides, start_2B, length_2B, strict=True)
-        )
-        return source, target
+    def read(self, plan: MicroBatch, *, with_begins: bool) -> tuple[Ragged, Ragged, Ragged | None]:
+        """Return the tokens of the sources and of the targets of a plan.
 
-    def read_source_begins(self, plan: MicroBatch) -> Ragged:
-        """Return 1 where a token of the sources begins a word that a segmenter found."""
-        (start_B, _), (length_B, _) = self._located(plan)
-        begins_N = np.empty(int(length_B.sum()), dtype=np.int64)
-        where = (plan.pair_B, plan.reverse_B, start_B, length_B)
-        gather_flags(*where, self.begins_P2, begins_N)
-        return Ragged(begins_N, length_B)
-
-    def _located(self, plan: MicroBatch) -> tuple[Integers, Integers]:
-        """Return starts in the files and lengths of sources and targets, (2, B) each."""
+        ``with_begins`` adds 1 where a token of the sources begins a word that a segmenter found.
+        """
         start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
         where = (plan.pair_B, plan.reverse_B, plan.line_B)
         locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)
-        return start_2B, length_2B
 
-    def _gathered(
-        self, pair_B: Integers, side_B: Integers, start_B: Integers, length_B: Integers
-    ) -> Ragged:
-        token_N = np.empty(int(length_B.sum()), dtype=np.int64)
-        gather(pair_B, side_B, start_B, length_B, self.tokens_P2, self.width_P2, token_N)
-        return Ragged(token_N, length_B)
+        def gathered(role: int, items_P2: Integers, width_P2: Integers) -> Ragged:
+            item_N = np.empty(int(length_2B[role].sum()), dtype=np.int64)
+            side_B = 1 - plan.reverse_B if role else plan.reverse_B
+            place = (plan.pair_B, side_B, start_2B[role], length_2B[role])
+            gather(*place, items_P2, width_P2, item_N)
+            return Ragged(item_N, length_2B[role])
+
+        begins = gathered(0, self.begins_P2, np.ones_like(self.width_P2)) if with_begins else None
+        tokens = self.tokens_P2, self.width_P2
+        return gathered(0, *tokens), gathered(1, *tokens), begins
 
 
 class _Languages:
@@ -199,14 +201,14 @@ class SplitData:
         Raises:
             ArtifactError: the shards hold an id that the vocabulary has not.
         """
-        source, target = self._files.read(plan)
+        has_begins = bool(self._tokenizer.segmenters)
+        source, target, begins = self._files.read(plan, with_begins=has_begins)
         largest = max(int(side.ids_N.max(initial=0)) for side in (source, target))
         if largest >= self._tokenizer.size:
             raise ArtifactError(
                 f"{self._directory} holds the token id {largest} where its tokenizer has "
                 f"{self._tokenizer.size} ids. Make the shards again."
             )
-        begins = self._files.read_source_begins(plan) if self._tokenizer.segmenters else None
         sentences = self._languages.label(plan, source, target, begins)
         return assemble(
             sentences, eos_id=self._tokenizer.eos_id, tag_is_label=self._config.tag_is_label
@@ -237,11 +239,9 @@ class SplitData:
 def read_joined(plans: Sequence[MicroBatch], read: Read, *, shares: bool) -> AnyBatch:
     """Read micro-batches as one batch.
 
-    Args:
-        plans: the micro-batches.
-        read: reads a plan.
-        shares: whether micro-batches can share passes in this training. A single one must then say
-            so, too: ranks with more would have other operators, and so another order of gradients.
+    ``shares`` says whether micro-batches can share passes in this training. A single one
+    must then say so, too: ranks with more would have other operators, and so another order of
+    gradients.
     """
     batch = read(
         MicroBatch(
@@ -334,17 +334,7 @@ class TrainingData:
     def updates(
         self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0, per_pass: int = 1
     ) -> Generator[Update]:
-        """Yield a rank's updates from a cursor on, without end; plans and passes are read ahead.
-
-        Closing the generator ends the reading threads.
-
-        Args:
-            cursor: where to begin.
-            rank: the rank.
-            ranks: number of ranks.
-            update: number of updates before the cursor.
-            per_pass: micro-batches of the rank that share a pass.
-        """
+        """Yield a rank's updates from a cursor on, as :func:`read_updates` does."""
         return read_updates(
             self.planner.steps(cursor, update=update),
             self.train.batch,
@@ -367,18 +357,15 @@ class TrainingData:
             ConfigError: there are no validation sentences, a sentence exceeds the positions, or a
                 direction is drawn into a language that the tokenizer does not write.
         """
-        for pair in self.train.offsets:
-            one, other = pair.split("-")
-            for source, target in ((one, other), (other, one)):
-                if self.mixture.draws(Direction(source, target)):
-                    self.tokenizer.refuse_to_write(language_of(target))
+        for way in (way for pair in self.train.offsets for way in directions_of(pair)):
+            if self.mixture.draws(way):
+                self.tokenizer.refuse_to_write(language_of(way.target))
         if self.tokenizer.output_size is not None and self.train.tag_is_label:
             raise ConfigError(
                 "batches.tag_is_label is true, and the tokenizer has pieces of their own for the "
                 "languages translated into, no language tokens among them. Set it to false."
             )
-        validated = [Direction(*pair.split("-")) for pair in self.valid.offsets]
-        ways = [way for one in validated for way in (one, Direction(one.target, one.source))]
+        ways = [way for pair in self.valid.offsets for way in directions_of(pair)]
         if not any(self.mixture.draws(way) for way in ways):
             raise ConfigError(
                 "The shards have no validation sentences, and the best checkpoint is chosen by "
@@ -408,14 +395,7 @@ def read_updates(
 
     Closing the generator ends the reading thread and closes ``steps``.
 
-    Args:
-        steps: the plan.
-        read: reads the sentences of a micro-batch.
-        rank: the rank.
-        ranks: number of ranks.
-        update: number of updates before the first step.
-        per_pass: micro-batches of the rank that share a pass.
-        seed: seed of the training.
+    ``update`` updates come before the first step; ``per_pass`` micro-batches share a pass.
     """
     planned = (
         Update(step, number, [turn[rank] for turn in step.turns(ranks)], read, per_pass, seed)
@@ -425,18 +405,18 @@ def read_updates(
         passes = BUSY_TIME.awaited(arriving)
         for first, one in passes:
             others = (other for _, other in islice(passes, -(-len(first.indices) // per_pass) - 1))
-            of_update = replace(first, ahead=chain([one], others))
-            yield of_update
-            for _ in of_update.ahead:  # an update that leaves micro-batches out reads its own
+            complete = replace(first, ahead=chain([one], others))
+            yield complete
+            for _ in complete.ahead:  # an update that leaves micro-batches out reads its own
                 pass
 
 
 def _passes(updates: Iterator[Update]) -> Generator[tuple[Update, Pass]]:
     pins = torch.cuda.is_available()
     for update in updates:
-        for one in update.passes():
-            batch = in_one_buffer(one.batch, pinned=True) if pins else one.batch
-            yield update, replace(one, batch=batch)
+        for each in update.passes():
+            batch = in_one_buffer(each.batch, pinned=True) if pins else each.batch
+            yield update, replace(each, batch=batch)
 
 
 def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collection[str]) -> _Pair:

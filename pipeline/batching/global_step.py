@@ -4,8 +4,8 @@ Every pair is an endless stream: epoch after epoch of its own lines, each epoch 
 own, every line once per epoch, in alternating direction from epoch to epoch. A *window* takes from
 each stream the share that its probability gives it, exactly (a pair's count after w windows is that
 share of all draws, rounded). The window's sentences are sorted by length, cut into micro-batches
-within the token budget, shuffled, and dealt out M at a time to the updates, whose ranks share them
-by size. Any window can be computed on its own, so that resuming does not read the past.
+within the token budget, shuffled, and dealt out M at a time to the updates; the ranks share them by
+size. Any window can be computed on its own: resuming does not read the past.
 
 If a mixture weighs directions, each direction of a pair is a stream of its own. If it changes at
 some update, a *phase* begins: its windows have numbers of their own, and its streams continue where
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,28 +30,16 @@ from pipeline.artifacts.mixture import Mixture, Phase
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.sentence_loops import (
-    make_keys,
-    mark_cuts,
-    mark_key_cuts,
-    read_keys,
-    shuffle,
-    sort_by_bits,
-    sum_key_parts,
-    survey,
-)
+from pipeline.kernels.sentence_loops import mark_cuts, measure, shuffle
 from pipeline.seeds import derive_seed
 
 Integers = npt.NDArray[np.signedinteger[Any]]
-
-KEY_BITS = 63
-"""Bits of a sort key, a non-negative whole number."""
 
 PHASE_WINDOWS = 2**40
 """Window numbers reserved for each phase."""
 
 IN_TURN = -1
-"""Direction of a stream whose epochs alternate."""
+"""Direction of a stream that alternates from epoch to epoch."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,7 @@ class PairOffsets:
     """Offsets, in tokens, of the lines of both sides of a pair, and the end of the last line.
 
     Languages are in the pair's order. The arrays may be mapped files: a window reads only the
-    entries that it draws, so that no process holds the lengths of a whole corpus.
+    entries that it draws, and no process holds the lengths of a whole corpus.
     """
 
     first: npt.NDArray[np.int64]
@@ -71,18 +59,22 @@ class PairOffsets:
     @property
     def longest(self) -> int:
         """Tokens of the longest line of either side."""
-        return self._survey[0]
+        return self._measured[0]
 
     @property
     def longer(self) -> int:
         """Tokens of all lines, of the longer side of each."""
-        return self._survey[1]
+        return self._measured[1]
 
     @cached_property
-    def _survey(self) -> tuple[int, int]:
-        found = np.zeros(2, dtype=np.int64)
-        survey(self.first, self.second, found)
-        return int(found[0]), int(found[1])
+    def _measured(self) -> tuple[int, int]:
+        longest, longer = measure(self.first, self.second)
+        return int(longest), int(longer)
+
+    def lengths(self, line_N: Integers) -> tuple[Integers, Integers]:
+        """Return the tokens of both sides of some lines."""
+        first, second = (side[line_N + 1] - side[line_N] for side in (self.first, self.second))
+        return first, second
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,7 @@ class MicroBatch:
 
     ``pair_B`` indexes the planner's pairs; ``reverse_B`` is 0 for first → second language of the
     pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens
-    (and tags that are labels), ``num_tokens`` those of both sides.
+    (and tags that are labels), ``num_tokens`` the tokens of both sides.
     """
 
     pair_B: Integers
@@ -132,9 +124,6 @@ class GlobalStep:
 
         Its loss counts nothing. A batch without any sentence would need every kernel and every
         reduction to bear it; this one costs next to nothing.
-
-        Args:
-            without: micro-batches that it must not come from.
         """
         kept = [batch for index, batch in enumerate(self.micro_batches) if index not in without]
         smallest = min(kept, key=lambda batch: batch.num_tokens)
@@ -176,86 +165,42 @@ class _PlannedPhase:
 class _Draws:
     """Draws of a window from a stream, from ``start`` up to ``stop``."""
 
-    pair: int
+    stream: _Stream
     size: int
+    """Lines of the pair, which are the draws of an epoch."""
     start: int
     stop: int
-    name: str = ""
-    direction: int = IN_TURN
-    room: int = 1
-    """Least number of epochs that items are numbered for: those that the pair's other stream
-    touches."""
 
-    @property
-    def first_epoch(self) -> int:
-        """Number of the first epoch."""
-        return self.start // self.size
-
-    @property
-    def touched(self) -> int:
-        """Number of epochs that the draws touch."""
-        return -(-self.stop // self.size) - self.first_epoch
-
-    @property
-    def epochs(self) -> int:
-        """Number of epochs in the numbering of items."""
-        return max(self.touched, self.room)
-
-    @property
-    def item_bits(self) -> int:
-        """Bits of an item's number."""
-        return (self.size * self.epochs).bit_length()
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Yield epoch, first and end position of the draws from each epoch that they touch."""
+        for epoch in range(self.start // self.size, -(-self.stop // self.size)):
+            begin = epoch * self.size
+            yield epoch, max(self.start - begin, 0), min(self.stop - begin, self.size)
 
 
-class _KeyLayout:
-    """Bit layout of a window's sort keys, whole numbers in the order of its sentences.
+class _Sentences(NamedTuple):
+    """Sentences of a window."""
 
-    Keys order by target length, source length, pair, line and epoch; if a micro-batch keeps to one
-    direction, by pair and direction first. Line and epoch are one number, the item, so that a small
-    corpus may come in many epochs. Sentences are drawn pair by pair and item by item, so that only
-    the bits above those are left to sort by, from ``sorted_from`` up to ``bits``.
-    """
-
-    def __init__(self, draws: Sequence[_Draws], *, longest: int, one_direction: bool) -> None:
-        """Lay out keys for the draws.
-
-        Raises:
-            ConfigError: a key would need more than ``KEY_BITS`` bits.
-        """
-        pair = max(draw.pair for draw in draws).bit_length()
-        item = max(draw.item_bits for draw in draws)
-        length = longest.bit_length()
-        bits = {"pair": pair, "reverse": 1, "target": length, "source": length, "item": item}
-        self.bits = sum(bits.values())
-        if self.bits > KEY_BITS:
-            raise ConfigError(
-                f"Sentences of up to {longest:,} tokens in pairs of up to "
-                f"{max(draw.size for draw in draws):,} lines are more than a window can sort. "
-                "Lower shards.max_tokens and make the shards again."
-            )
-        low_to_high = ("reverse", "item", "pair", "source", "target")
-        if one_direction:
-            low_to_high = ("item", "source", "target", "reverse", "pair")
-        ends = itertools.accumulate((bits[name] for name in low_to_high), initial=0)
-        shifts = dict(zip(low_to_high, ends, strict=False))
-        self.bits_F = np.array(list(bits.values()), dtype=np.int64)
-        self.shift_F = np.array([shifts[name] for name in bits], dtype=np.int64)
-        self.sorted_from = shifts["source"]
+    pair_N: Integers
+    reverse_N: Integers
+    line_N: Integers
+    source_N: Integers
+    """Tokens of the source, without tags and end-of-sentence."""
+    target_N: Integers
+    """Tokens of the target."""
 
 
 @dataclass(frozen=True)
 class PlannedWindow:
-    """The sentences of a window as sorted keys, and the range of each micro-batch.
+    """The sorted sentences of a window, and the range of each micro-batch.
 
-    Micro-batch i has the keys from ``starts[i]`` up to ``stops[i]``; micro-batches are in the order
-    of training. Keys are decoded when a micro-batch is requested: decoded, a whole window would
-    take twice the memory.
+    Micro-batch i has the sentences from ``starts[i]`` up to ``stops[i]``; micro-batches are in the
+    order of training.
     """
 
-    key_N: Integers
-    layout: _KeyLayout
-    epochs_P: Integers
-    """Number of epochs of each pair that the window touches."""
+    pair_N: Integers
+    reverse_N: Integers
+    line_N: Integers
     starts: list[int]
     stops: list[int]
     num_labels: list[int]
@@ -269,17 +214,12 @@ class PlannedWindow:
         return tuple(self.micro_batch(index) for index in range(start, stop))
 
     def micro_batch(self, index: int) -> MicroBatch:
-        """Return one micro-batch, decoded from its keys."""
-        key_B = self.key_N[self.starts[index] : self.stops[index]]
-        pair_B = np.empty(len(key_B), dtype=np.int32)
-        reverse_B = np.empty(len(key_B), dtype=np.int8)
-        line_B = np.empty_like(key_B)
-        shift_F, bits_F = self.layout.shift_F, self.layout.bits_F
-        read_keys(key_B, self.epochs_P, shift_F, bits_F, pair_B, reverse_B, line_B)
+        """Return one micro-batch."""
+        part = slice(self.starts[index], self.stops[index])
         return MicroBatch(
-            pair_B,
-            reverse_B,
-            line_B,
+            self.pair_N[part],
+            self.reverse_N[part],
+            self.line_N[part],
             num_labels=self.num_labels[index],
             num_tokens=self.num_tokens[index],
         )
@@ -299,8 +239,7 @@ class Planner:
         """Plan for ``pairs``, which are numbered in the sorted order of their names.
 
         Raises:
-            ConfigError: the pairs differ from those of the mixture, or a sentence exceeds the token
-                budget.
+            ConfigError: the mixture has other pairs, or a sentence exceeds the token budget.
         """
         self.names = tuple(sorted(pairs))
         probabilities = mixture.phases[0].probabilities
@@ -327,6 +266,12 @@ class Planner:
                 f"{config.tokens - max(SOURCE_EXTRA, TARGET_EXTRA):,} or less and make the shards "
                 "again."
             )
+        line_type = np.int32 if max(map(len, self._pairs), default=0) < 2**31 else np.int64
+        # numpy sorts whole numbers of 16 bits by their digits, several times as fast as others.
+        length_type = np.uint16 if self._longest < 2**16 else np.int64
+        # A window has millions of sentences: small types bound its memory.
+        types: tuple[npt.DTypeLike, ...] = (np.int32, np.int8, line_type)
+        self._types = (*types, length_type, length_type)
         self._phases = self._planned_phases(mixture)
         self._kept: tuple[int, PlannedWindow] | None = None
 
@@ -338,15 +283,13 @@ class Planner:
     def sentences_per_update(self, windows: int) -> float:
         """Return the mean number of sentence pairs that an update of the first windows draws."""
         planned = [self._plan(window) for window in range(windows)]
-        updates = sum(len(one) // self._config.micro_batches for one in planned)
-        return sum(len(one.key_N) for one in planned) / updates
+        updates = sum(len(window) // self._config.micro_batches for window in planned)
+        return sum(len(window.line_N) for window in planned) / updates
 
     def steps(self, cursor: tuple[int, int], *, update: int = 0) -> Generator[GlobalStep]:
         """Yield global steps from a cursor on, without end; (0, 0) is the first update.
 
-        Args:
-            cursor: window, and update within it.
-            update: number of updates before the cursor.
+        A cursor is a window and an update within it; ``update`` updates come before it.
         """
         while True:
             phase = cursor[0] // PHASE_WINDOWS
@@ -385,7 +328,7 @@ class Planner:
     def largest(self, window: int) -> MicroBatch:
         """Return the micro-batch with most tokens of a window.
 
-        The window's plan is kept, so that :meth:`steps` need not plan it again.
+        The window's plan is kept: :meth:`steps` does not plan it again.
         """
         planned = self._plan(window)
         self._kept = window, planned
@@ -403,44 +346,52 @@ class Planner:
 
     def _plan(self, window: int) -> PlannedWindow:
         """Sort a window's sentences, cut them into micro-batches, shuffle these and count."""
-        key, layout, epochs = self._sorted_keys(window)
-        fields = layout.shift_F, layout.bits_F
-        is_cut = np.empty(len(key), dtype=np.bool_)
-        extra = SOURCE_EXTRA, TARGET_EXTRA
-        one_direction, budget = self._config.one_direction, self._config.tokens
-        mark_key_cuts(key, *fields, one_direction, *extra, budget, is_cut)
-        cuts = np.flatnonzero(is_cut).tolist()
-        bounds = fill_up([0, *cuts, len(key)], multiple=self._config.micro_batches)
+        drawn = self._sorted_sentences(window)
+        direction_N = np.zeros(len(drawn.line_N), dtype=np.int32)
+        if self._config.one_direction:
+            direction_N = 2 * drawn.pair_N + drawn.reverse_N
+        cuts = cut(drawn.source_N, drawn.target_N, direction_N, budget=self._config.tokens)
+        bounds = [0, *cuts.tolist(), len(drawn.line_N)]
+        bound_M = fill_up(bounds, multiple=self._config.micro_batches)
         generator = np.random.default_rng(derive_seed("micro-batch order", self._seed, window))
-        order = generator.permutation(len(bounds) - 1)
-        sentences = np.diff(bounds)
-        source, target = np.empty((2, len(sentences)), dtype=np.int64)
-        sum_key_parts(key, *fields, bounds, source, target)
+        order = generator.permutation(len(bound_M) - 1)
+        sentences = np.diff(bound_M)
+        source, target = (
+            np.add.reduceat(length_N, bound_M[:-1], dtype=np.int64)
+            for length_N in (drawn.source_N, drawn.target_N)
+        )
         labels = target + sentences * self._config.extra_labels
         return PlannedWindow(
-            key,
-            layout,
-            epochs,
-            starts=bounds[:-1][order].tolist(),
-            stops=bounds[1:][order].tolist(),
+            drawn.pair_N,
+            drawn.reverse_N,
+            drawn.line_N,
+            starts=bound_M[:-1][order].tolist(),
+            stops=bound_M[1:][order].tolist(),
             num_labels=labels[order].tolist(),
             num_tokens=(source + target + 2 * sentences)[order].tolist(),
         )
 
-    def _sorted_keys(self, window: int) -> tuple[Integers, _KeyLayout, Integers]:
-        """Return a window's sorted keys, their layout, and the number of epochs by pair."""
-        draws = _with_room(self._draws(window))
-        layout = _KeyLayout(draws, longest=self._longest, one_direction=self._config.one_direction)
-        key = np.empty(sum(draw.stop - draw.start for draw in draws), dtype=np.int64)
-        other, filled = np.empty_like(key), 0
-        for draw in draws:
-            part = slice(filled, filled + draw.stop - draw.start)
-            self._fill_keys(draw, layout, key[part], other[part])
+    def _sorted_sentences(self, window: int) -> _Sentences:
+        """Return a window's sentences by target length, source length and order of drawing.
+
+        If a micro-batch keeps to one direction, they are sorted by pair and direction first.
+        """
+        all_draws = self._draws(window)
+        number = sum(draws.stop - draws.start for draws in all_draws)
+        whole = _Sentences(*(np.empty(number, dtype) for dtype in self._types))
+        filled = 0
+        for draws in all_draws:
+            part = slice(filled, filled + draws.stop - draws.start)
+            for field_N, values in zip(whole, self._sentences(draws), strict=True):
+                field_N[part] = values
             filled = part.stop
-        sort_by_bits(key, other, layout.sorted_from, layout.bits)
-        epochs = np.zeros(len(self.names), dtype=np.int64)
-        epochs[[draw.pair for draw in draws]] = [draw.epochs for draw in draws]
-        return key, layout, epochs
+        keys: tuple[Integers, ...] = (whole.source_N, whole.target_N)
+        if self._config.one_direction:
+            keys = (*keys, whole.reverse_N, whole.pair_N)
+        order_N = np.lexsort(keys)
+        for field_N in whole:
+            field_N[:] = field_N[order_N]
+        return whole
 
     def _draws(self, window: int) -> list[_Draws]:
         """Return a window's draws from the streams that it draws from."""
@@ -448,12 +399,10 @@ class Planner:
         place = window % PHASE_WINDOWS
         all_draws = (
             _Draws(
-                stream.pair,
+                stream,
                 len(self._pairs[stream.pair]),
                 self._drawn(stream, place, sentences=phase.window_sentences),
                 self._drawn(stream, place + 1, sentences=phase.window_sentences),
-                name=stream.name,
-                direction=stream.direction,
             )
             for stream in phase.streams
         )
@@ -462,50 +411,33 @@ class Planner:
             raise ConfigError("A window has no sentence. Raise batches.window_steps.")
         return draws
 
-    def _fill_keys(
-        self, draw: _Draws, layout: _KeyLayout, key_N: Integers, other_N: Integers
-    ) -> None:
-        """Compute sort keys of a pair's draws, by line so that files are read in order."""
-        filled = 0
-        for items in self._items(draw):
-            key_N[filled : filled + len(items)] = items
-            filled += len(items)
-        sort_by_bits(key_N, other_N, 0, draw.item_bits)
-        offsets = self._pairs[draw.pair]
-        make_keys(
-            draw.pair,
-            draw.epochs,
-            draw.first_epoch,
-            draw.direction,
-            offsets.first,
-            offsets.second,
-            layout.shift_F,
-            key_N,
+    def _sentences(self, draws: _Draws) -> _Sentences:
+        """Return the sentences of a stream's draws, by line and epoch: files are read in order."""
+        parts = [self._lines(draws, *part) for part in draws.parts()]
+        epochs = [np.full(len(lines), number) for number, lines in enumerate(parts)]
+        # A line and its epoch in one number, which sorts faster than two.
+        item_N = np.concatenate(parts) * len(parts) + np.concatenate(epochs)
+        item_N.sort()
+        line_N, epoch_N = np.divmod(item_N, len(parts))
+        stream = draws.stream
+        reverse_N = np.broadcast_to(np.int64(stream.direction), len(line_N))
+        if stream.direction == IN_TURN:
+            reverse_N = (line_N + epoch_N + draws.start // draws.size) & 1
+        first_N, second_N = self._pairs[stream.pair].lengths(line_N)
+        return _Sentences(
+            np.broadcast_to(np.int64(stream.pair), len(line_N)),
+            reverse_N,
+            line_N,
+            np.where(reverse_N, second_N, first_N),
+            np.where(reverse_N, first_N, second_N),
         )
 
-    def _items(self, draw: _Draws) -> Iterator[Integers]:
-        """Yield a stream's items in any order: line · epochs + epoch, the window's first being 0.
-
-        Epochs within the window are drawn whole, so that their order does not matter.
-        """
-        first_whole = -(-draw.start // draw.size)
-        end_whole = max(draw.stop // draw.size, first_whole)
-        begun = min(first_whole * draw.size, draw.stop)
-        if draw.start < begun:
-            yield self._lines(draw, draw.start, begun) * draw.epochs
-        if first_whole < end_whole:
-            lines, epochs = np.arange(draw.size), np.arange(first_whole, end_whole)
-            yield np.add.outer(lines * draw.epochs, epochs - draw.first_epoch).ravel()
-        if end_whole * draw.size < draw.stop:
-            lines = self._lines(draw, end_whole * draw.size, draw.stop)
-            yield lines * draw.epochs + (end_whole - draw.first_epoch)
-
-    def _lines(self, draw: _Draws, start: int, stop: int) -> Integers:
-        """Return the lines of some draws of one epoch."""
-        epoch = start // draw.size
-        key = derive_seed("epoch order", self._seed, draw.name, epoch)
-        position_N = np.arange(start, stop) - epoch * draw.size
-        return shuffled(position_N, size=draw.size, key=key)
+    def _lines(self, draws: _Draws, epoch: int, start: int, stop: int) -> Integers:
+        """Return the lines of the draws from ``start`` up to ``stop`` of an epoch."""
+        if stop - start == draws.size:  # all, in any order: they are sorted
+            return np.arange(draws.size)
+        key = derive_seed("epoch order", self._seed, draws.stream.name, epoch)
+        return shuffled(np.arange(start, stop), size=draws.size, key=key)
 
     def _drawn(self, stream: _Stream, windows: int, *, sentences: int) -> int:
         """Return the number of draws from a stream in the first ``windows`` windows of its phase.
@@ -516,7 +448,7 @@ class Planner:
         return math.floor(stream.begin + windows * sentences * stream.share + offset)
 
     def _planned_phases(self, mixture: Mixture) -> tuple[_PlannedPhase, ...]:
-        """Plan the phases, counting what is drawn of each stream before each of them."""
+        """Plan the phases, counting the draws from each stream before each phase."""
         ends = [phase.from_update - 1 for phase in mixture.phases[1:]]
         drawn: dict[str, float] = {}
         planned = []
@@ -526,7 +458,10 @@ class Planner:
             planned.append(_PlannedPhase(streams, sentences, last_update=end))
             if end is not None:
                 windows = (end - phase.from_update + 1) / self._config.window_steps
-                drawn |= {one.name: one.begin + windows * sentences * one.share for one in streams}
+                drawn |= {
+                    stream.name: stream.begin + windows * sentences * stream.share
+                    for stream in streams
+                }
         return tuple(planned)
 
     def _streams(self, phase: Phase, drawn: Mapping[str, float]) -> Iterator[_Stream]:
@@ -553,16 +488,8 @@ class Planner:
         return max(self._config.micro_batches, round(wanted / mean))
 
 
-def _with_room(draws: Sequence[_Draws]) -> list[_Draws]:
-    """Return the draws, with the same numbering of epochs for the streams of a pair."""
-    room: dict[int, int] = {}
-    for draw in draws:
-        room[draw.pair] = max(room.get(draw.pair, 1), draw.touched)
-    return [replace(draw, room=room[draw.pair]) for draw in draws]
-
-
 def cut(source: Integers, target: Integers, direction: Integers, *, budget: int) -> Integers:
-    """Return where to cut sorted sentences so that no side's padded size exceeds the budget.
+    """Return where to cut sorted sentences to keep each side's padded size within the budget.
 
     Lengths are without tags and end-of-sentence, which are padded too.
     """
@@ -572,7 +499,7 @@ def cut(source: Integers, target: Integers, direction: Integers, *, budget: int)
 
 
 def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
-    """Halve the largest parts, the first of equal ones, until their number is a multiple (of M).
+    """Halve the largest parts, the first of equals, until their number is a multiple (of M).
 
     Part i is from ``bounds[i]`` up to ``bounds[i + 1]``, also in the result.
     """

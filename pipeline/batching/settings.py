@@ -2,29 +2,15 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import model_validator
 
 from pipeline.config.settings import BatchTokens, Settings, whole
 
 TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
-TAG_PRESETS: dict[str, TagScheme] = {
-    "m2m100": "src-tgt",
-    "mrasp2": "src-tgt",
-    "nllb": "src-tgt",
-    "nllb-legacy": "src-suffix-tgt",
-}
-"""Model family → the tag scheme its checkpoints were trained with, for ``batches.tag_scheme``.
-mRASP2's text begins with the source's token, and its decoder is forced to begin with the target's;
-NLLB's tokenizer in transformers has put the source's token first since ``legacy_behaviour`` is
-False."""
-
-
-def _scheme_of_preset(value: object) -> object:
-    return TAG_PRESETS.get(value, value) if isinstance(value, str) else value
 
 
 class BatchesConfig(Settings):
-    """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
+    """The global step: an ordered list of micro-batches that depends on (seed, step) only."""
 
     micro_batches: Annotated[int, whole(1, 10**6)] = 32
     """Micro-batches per update over all ranks; there can be no more ranks than that."""
@@ -35,13 +21,13 @@ class BatchesConfig(Settings):
     """Approximate number of updates that are drawn at once and sorted by length."""
     one_direction: bool = False
     """Keep every micro-batch to one translation direction."""
-    tag_scheme: Annotated[TagScheme, BeforeValidator(_scheme_of_preset)] = "src-tgt"
-    """Position of the language tags (``artifacts/tokenizer.py``); or a model family as another name
-    of its scheme: m2m100, mrasp2, nllb or nllb-legacy."""
+    tag_scheme: TagScheme = "src-tgt"
+    """Position of the language tags (``artifacts/tokenizer.py``): src-tgt for M2M-100, mRASP2 and
+    NLLB, src-suffix-tgt for NLLB with ``legacy_behaviour`` in transformers."""
     tag_is_label: bool = False
     """Learn and count the target language's tag, which decoding forces, as the first label of a
-    sentence, as fairseq does. Losses and perplexities compare with those of the paper (its Figures
-    1 and 5) only with it."""
+    sentence, as fairseq does. Losses and perplexities compare with the paper (its Figures 1 and 5)
+    only with it."""
     evaluation_tokens: BatchTokens = 4096
     """Token budget of a validation micro-batch."""
 

@@ -36,10 +36,7 @@ def check_ranks(recipe: Recipe, *, ranks: int) -> None:
 def passes_per_update(recipe: Recipe, *, ranks: int, per_pass: int = 1) -> int:
     """Return the forward and backward passes of every rank per update, ⌈⌈M / W⌉ / k⌉.
 
-    Args:
-        recipe: it owns M.
-        ranks: their number W.
-        per_pass: micro-batches of a rank that share a pass, k.
+    M is ``batches.micro_batches``, W the number of ranks, and k the micro-batches of a pass.
 
     Raises:
         ConfigError: there are more ranks than micro-batches.
@@ -52,9 +49,7 @@ def passes_per_update(recipe: Recipe, *, ranks: int, per_pass: int = 1) -> int:
 def even_per_pass(turns: int, *, most: int) -> int:
     """Return the micro-batches of a pass that divide an update evenly into the fewest passes.
 
-    Args:
-        turns: micro-batches of a rank per update.
-        most: micro-batches that a pass may have.
+    ``turns`` is a rank's micro-batches per update, ``most`` the largest number in a pass.
     """
     return math.ceil(turns / math.ceil(turns / most))
 

@@ -8,11 +8,11 @@ JSON object with ``text``, ``score`` and the details (``artifacts/corpus.py``).
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis, record_of
+from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
@@ -214,5 +214,5 @@ def _written(hypothesis: Hypothesis) -> str:
 
 def written_record(hypothesis: Hypothesis) -> dict[str, Any]:
     """Return the text, its score and its details as a JSON object."""
-    details = {} if hypothesis.details is None else record_of(hypothesis.details)
+    details = {} if hypothesis.details is None else asdict(hypothesis.details)
     return {"text": hypothesis.text, "score": hypothesis.score, **details}

@@ -15,15 +15,16 @@ from typing import Any
 
 from pipeline.artifacts.corpus import scores_name
 from pipeline.artifacts.manifest import describe_name, fold_name
-from pipeline.artifacts.raw_bytes import (
+from pipeline.artifacts.raw_input import (
     ARROW,
     PARQUET,
+    RawInput,
+    RawPaths,
     iterate_raw_lines,
     named_files,
     plain_name,
     table_rows,
 )
-from pipeline.artifacts.raw_input import RawInput, RawPaths
 from pipeline.config.documents import MAX_JSON_BYTES, parse_json
 from pipeline.decoding.incoming_lines import MAX_LINE_BYTES, without_line_breaks
 from pipeline.errors import DataError, hint

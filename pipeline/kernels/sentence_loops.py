@@ -2,11 +2,10 @@
 
 A window has millions of sentences, and a micro-batch hundreds. numpy would make one pass and one
 temporary array per operator, and Python would take longer than the model. The loops release the
-interpreter's lock, so that a thread can prepare batches ahead of training.
+interpreter's lock: a thread can prepare batches ahead of training.
 
-Legend: N sentences, F fields of a sort key, R rounds, D digits, P pairs, M parts of a window, B
-sentences of a batch, T texts, K counts of n-grams; an axis of 2: the sides of a pair, or source and
-target.
+Legend: N sentences, R rounds, P pairs, B sentences of a batch, T texts, K counts of n-grams; an
+axis of 2: the sides of a pair, or source and target.
 """
 
 from typing import Any
@@ -23,12 +22,6 @@ from pipeline.kernels.compiled_loops import compiled
 Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
 
-PAIR, REVERSE, TARGET, SOURCE, ITEM = range(5)
-"""Fields of a sort key, from the highest bits to the lowest."""
-
-DIGIT_BITS = 11
-"""Bits of a digit of the radix sort: a core's cache holds the 2,048 positions to write to."""
-
 ITEM_BITS = 32
 """Number of lower bits of a tree edge, which hold an item; the upper bits hold a node."""
 MIN_TABLE_BITS = 4
@@ -41,8 +34,8 @@ _FIRST_SHIFT, _SECOND_SHIFT, _LAST_SHIFT = np.uint64(30), np.uint64(27), np.uint
 
 
 @compiled()
-def survey(first_offsets: Integers, second_offsets: Integers, found: Integers) -> None:
-    """Find the longest sentence of a pair in tokens, and the sum over lines of the longer side."""
+def measure(first_offsets: Integers, second_offsets: Integers) -> tuple[int, int]:
+    """Return the tokens of a pair's longest sentence, and of the longer side of all its lines."""
     longest = total = 0
     for line in range(len(first_offsets) - 1):
         first = first_offsets[line + 1] - first_offsets[line]
@@ -50,7 +43,7 @@ def survey(first_offsets: Integers, second_offsets: Integers, found: Integers) -
         longer = max(first, second)
         longest = max(longest, longer)
         total += longer
-    found[0], found[1] = longest, total
+    return longest, total
 
 
 @compiled()
@@ -60,7 +53,7 @@ def shuffle(
     """Compute a keyed permutation of range(size) at each position.
 
     It is a Feistel network on twice ``half`` bits. Its round function is the finalizer of
-    splitmix64, so that every input bit affects every output bit. A value outside the range is
+    splitmix64: every input bit affects every output bit. A value outside the range is
     permuted again until it lies inside (cycle walking).
     """
     width = np.uint64(half)
@@ -83,83 +76,6 @@ def shuffle(
 
 
 @compiled()
-def sort_by_bits(key_N: Integers, other_N: Integers, low: int, high: int) -> None:
-    """Sort stably by bits ``low`` to ``high`` (exclusive), digit by digit.
-
-    ``other_N`` is working memory of the same size.
-    """
-    from_N, to_N = key_N, other_N
-    passes = 0
-    for shift in range(low, high, DIGIT_BITS):
-        mask = (1 << min(DIGIT_BITS, high - shift)) - 1
-        place_D = np.zeros(mask + 2, np.int64)
-        for key in from_N:
-            place_D[((key >> shift) & mask) + 1] += 1
-        place_D = np.cumsum(place_D)
-        for key in from_N:
-            digit = (key >> shift) & mask
-            to_N[place_D[digit]] = key
-            place_D[digit] += 1
-        from_N, to_N = to_N, from_N
-        passes += 1
-    if passes % 2:
-        key_N[:] = from_N
-
-
-@compiled()
-def make_keys(
-    pair: int,
-    epochs: int,
-    first_epoch: int,
-    direction: int,
-    first_offsets: Integers,
-    second_offsets: Integers,
-    shift_F: Integers,
-    key_N: Integers,
-) -> None:
-    """Replace the items of a pair, line · ``epochs`` + epoch, by sort keys.
-
-    ``first_epoch`` is the number of the first epoch with items in the window. ``direction`` is 0 or
-    1 if all items have that direction, and -1 if it alternates from epoch to epoch.
-    """
-    for n in range(len(key_N)):
-        item = key_N[n]
-        line = item // epochs
-        first = first_offsets[line + 1] - first_offsets[line]
-        second = second_offsets[line + 1] - second_offsets[line]
-        in_turn = (line + first_epoch + item - line * epochs) & 1
-        reverse = in_turn if direction < 0 else direction
-        source, target = (second, first) if reverse else (first, second)
-        key_N[n] = (
-            (pair << shift_F[PAIR])
-            | (reverse << shift_F[REVERSE])
-            | (target << shift_F[TARGET])
-            | (source << shift_F[SOURCE])
-            | (item << shift_F[ITEM])
-        )
-
-
-@compiled()
-def read_keys(
-    key_N: Integers,
-    epochs_P: Integers,
-    shift_F: Integers,
-    bits_F: Integers,
-    pair_N: Integers,
-    reverse_N: Integers,
-    line_N: Integers,
-) -> None:
-    """Read pair, direction and line of sentences from their sort keys."""
-    mask_F = (1 << bits_F) - 1
-    for n in range(len(key_N)):
-        key = key_N[n]
-        pair = (key >> shift_F[PAIR]) & mask_F[PAIR]
-        pair_N[n] = pair
-        reverse_N[n] = (key >> shift_F[REVERSE]) & mask_F[REVERSE]
-        line_N[n] = ((key >> shift_F[ITEM]) & mask_F[ITEM]) // epochs_P[pair]
-
-
-@compiled()
 def mark_cuts(
     source_N: Integers,
     target_N: Integers,
@@ -171,7 +87,7 @@ def mark_cuts(
 ) -> None:
     """Mark sorted sentences that begin a part, as the part before would exceed the budget.
 
-    The size of a part is that of its larger side, including padding and the extra tokens of each
+    The larger side of a part decides its size, including padding and the extra tokens of each
     sentence. A part has one direction.
     """
     start = longest = 0
@@ -182,57 +98,6 @@ def mark_cuts(
         is_cut_N[n] = n > start and (is_full or direction_N[n] != direction_N[n - 1])
         if is_cut_N[n]:
             start, longest = n, length
-
-
-@compiled()
-def mark_key_cuts(
-    key_N: Integers,
-    shift_F: Integers,
-    bits_F: Integers,
-    one_direction: bool,
-    source_extra: int,
-    target_extra: int,
-    budget: int,
-    is_cut_N: Flags,
-) -> None:
-    """Mark cuts as :func:`mark_cuts` does, from sorted keys, which take less memory than lengths.
-
-    With ``one_direction``, every part has one direction.
-    """
-    mask_F = (1 << bits_F) - 1
-    start = longest = before = 0
-    for n in range(len(key_N)):
-        key = key_N[n]
-        source = (key >> shift_F[SOURCE]) & mask_F[SOURCE]
-        target = (key >> shift_F[TARGET]) & mask_F[TARGET]
-        pair = (key >> shift_F[PAIR]) & mask_F[PAIR]
-        direction = 2 * pair + ((key >> shift_F[REVERSE]) & mask_F[REVERSE])
-        length = max(source + source_extra, target + target_extra)
-        longest = max(longest, length)
-        is_full = (n - start + 1) * longest > budget
-        is_cut_N[n] = n > start and (is_full or (one_direction and direction != before))
-        if is_cut_N[n]:
-            start, longest = n, length
-        before = direction
-
-
-@compiled()
-def sum_key_parts(
-    key_N: Integers,
-    shift_F: Integers,
-    bits_F: Integers,
-    bound_M: Integers,
-    source_M: Integers,
-    target_M: Integers,
-) -> None:
-    """Sum the lengths of sources and of targets between each bound and the next."""
-    mask_F = (1 << bits_F) - 1
-    for m in range(len(source_M)):
-        source = target = 0
-        for n in range(bound_M[m], bound_M[m + 1]):
-            source += (key_N[n] >> shift_F[SOURCE]) & mask_F[SOURCE]
-            target += (key_N[n] >> shift_F[TARGET]) & mask_F[TARGET]
-        source_M[m], target_M[m] = source, target
 
 
 def _point_at(_: Any, __: Any) -> Any:
@@ -278,49 +143,33 @@ def gather(
     side_B: Integers,
     start_B: Integers,
     length_B: Integers,
-    tokens_P2: Integers,
+    items_P2: Integers,
     width_P2: Integers,
-    token_N: Integers,
+    item_N: Integers,
 ) -> None:
-    """Copy the tokens of sentences, one after the other, from the files of their pairs.
+    """Copy the items of sentences, one after the other, from the files of their pairs.
 
-    ``tokens_P2`` has the addresses of the tokens of both sides of each pair, ``width_P2`` the bytes
-    of one.
+    ``items_P2`` has the addresses of the tokens or flags of both sides of each pair, ``width_P2``
+    the bytes of an item. Address 0 stands for zeros.
     """
     row = 0
     for b in range(len(pair_B)):
         pair, side, start, length = pair_B[b], side_B[b], start_B[b], length_B[b]
-        tokens = _pointer(tokens_P2[pair, side])
-        if width_P2[pair, side] == 2:
-            narrow = carray(tokens, (start + length,), np.uint16)
-            for n in range(length):
-                token_N[row + n] = narrow[start + n]
-        else:
-            wide = carray(tokens, (start + length,), np.uint32)
-            for n in range(length):
-                token_N[row + n] = wide[start + n]
-        row += length
-
-
-@compiled()
-def gather_flags(
-    pair_B: Integers,
-    side_B: Integers,
-    start_B: Integers,
-    length_B: Integers,
-    flags_P2: Integers,
-    flag_N: Integers,
-) -> None:
-    """Copy flags, one byte per token, as :func:`gather` does; address 0 stands for zeros."""
-    row = 0
-    for b in range(len(pair_B)):
-        address, start, length = flags_P2[pair_B[b], side_B[b]], start_B[b], length_B[b]
+        address, width, end = items_P2[pair, side], width_P2[pair, side], start + length
         if address == 0:
-            flag_N[row : row + length] = 0
-        else:
-            flags = carray(_pointer(address), (start + length,), np.uint8)
+            item_N[row : row + length] = 0
+        elif width == 1:
+            flags = carray(_pointer(address), (end,), np.uint8)
             for n in range(length):
-                flag_N[row + n] = flags[start + n]
+                item_N[row + n] = flags[start + n]
+        elif width == 2:
+            narrow = carray(_pointer(address), (end,), np.uint16)
+            for n in range(length):
+                item_N[row + n] = narrow[start + n]
+        else:
+            wide = carray(_pointer(address), (end,), np.uint32)
+            for n in range(length):
+                item_N[row + n] = wide[start + n]
         row += length
 
 

@@ -1,11 +1,11 @@
 """evaluate: score systems side by side and report them.
 
 Inputs: a corpus with its references, one translations artifact per system (or per run of one) and,
-if the corpus has test lines alone, the corpus that the systems were trained on; given checkpoints
+if the corpus has only test lines, the corpus that the systems were trained on; given checkpoints
 split budgets into old and new. Output, an evaluation:
 
-- ``scores.json``: every score with its confidence interval, a function of the translations and
-  references alone;
+- ``scores.json``: every score with its confidence interval, a function of only the translations
+  and references;
 - ``history.json``: loss curves and budgets of the runs behind the systems, as far as they can still
   be found;
 - ``sentences/{run}/{direction}.npz``: per line, the sufficient statistics of every score, such
@@ -114,7 +114,7 @@ def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:
 
 
 def _summary(evaluation: Evaluation) -> Iterator[str]:
-    """Yield what was scored, a line for each finding."""
+    """Yield a line for each kind of score that was computed."""
     ways, _, lines = direction_facts(evaluation)
     yield f"{counted(len(evaluation.systems), 'system')} scored on {lines} in {ways}"
     names = [str(profile.direction) for profile in evaluation.directions]

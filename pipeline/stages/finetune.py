@@ -34,7 +34,6 @@ def run(call: StageCall) -> None:
     with distributed_world(stacks_dir=call.stacks_dir) as world:
         call.open_inputs()
         connect(world)
-        call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)
         refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
         model = load_model(
@@ -43,7 +42,11 @@ def run(call: StageCall) -> None:
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
             device=local_device(world.local_rank),
         )
-        call = replace(call, per_pass=micro_batches_that_fit(call, model.spec))
+        call = replace(
+            call,
+            peak_operations=peak_operations(call.ds_config),
+            per_pass=micro_batches_that_fit(call, model.spec),
+        )
         train(call, model, data, world=world)
 
 

@@ -33,7 +33,6 @@ def run(call: StageCall) -> None:
     with distributed_world(stacks_dir=call.stacks_dir) as world:
         call.open_inputs()
         connect(world)
-        call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)
         spec = model_spec(call, data.tokenizer)
         model = build_model(
@@ -43,7 +42,11 @@ def run(call: StageCall) -> None:
             device=local_device(world.local_rank),
         )
         initialize_weights(model, seed=training.seed)
-        call = replace(call, per_pass=micro_batches_that_fit(call, spec))
+        call = replace(
+            call,
+            peak_operations=peak_operations(call.ds_config),
+            per_pass=micro_batches_that_fit(call, spec),
+        )
         train(call, model, data, world=world)
 
 

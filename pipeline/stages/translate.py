@@ -1,6 +1,6 @@
 """Translate the test sets of a corpus over all ranks: the stage ``translate``.
 
-It reads a checkpoint and a corpus, makes translations of all directions whose two languages the
+It reads a checkpoint and a corpus, makes translations of all directions between languages that the
 model knows, and lists the others. Batches are cut from all sentences of all directions sorted by
 length and dealt out to the ranks, which meet again when all are done. Finished batches are kept in
 ``OUT.run`` and not repeated after an interruption. ``decoding/line_filter.py`` translates standard
@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,9 @@ from pipeline.artifacts.corpus import (
     directions,
     hypotheses_name,
     hypothesis_of,
+    hypothesis_record,
     line_counts,
     read_lines,
-    record_of,
-    without_details,
     write_details,
     write_hypotheses,
 )
@@ -115,16 +115,18 @@ def select_directions(
             f"{corpus.directory} has no test lines. Translate a corpus that has test sets."
         )
     taken = [
-        one for one in every if {one.source, one.target} <= known and tokenizer.writes(one.target)
+        direction
+        for direction in every
+        if {direction.source, direction.target} <= known and tokenizer.writes(direction.target)
     ]
     if not taken:
         raise ConfigError(
             f"The model knows none of the {len(every)} test directions of {corpus.directory} "
             f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
-            + (f", and translates into {listed(into)} alone" if into else "")
+            + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )
-    wanted = [one for one in taken if not targets or one.target in targets]
+    wanted = [direction for direction in taken if not targets or direction.target in targets]
     if not wanted:
         raise ConfigError(
             f"decoding.targets names {listed(targets)}, and none of the test directions that the "
@@ -214,12 +216,12 @@ class DoneLines:
 
     def by_direction(self) -> dict[str, dict[int, Hypothesis]]:
         """Return all translations on disk, after every rank has finished."""
-        found: dict[str, dict[int, Hypothesis]] = {}
+        translated: dict[str, dict[int, Hypothesis]] = {}
         for record in self._read():
             direction, line = record.pop("direction"), record.pop("line")
             what = f"Translation {line} of {direction} in {self.directory}"
-            found.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
-        return found
+            translated.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
+        return translated
 
     def move(self, write: Callable[[], None]) -> None:
         """Let rank 0 write all translations elsewhere, and forget them; all ranks call this.
@@ -242,7 +244,7 @@ class DoneLines:
             self._lock.refuse_if_lost()
 
     def _begin(self, call: StageCall) -> None:
-        """Keep what is there if it was translated with the same settings and inputs."""
+        """Keep earlier translations if they have the same settings and inputs."""
         digests = {name: record.digest for name, record in call.records.items()}
         text = json.dumps([call.config, digests])
         identity = _identity_of(text, sections=call.config)
@@ -273,14 +275,6 @@ class DoneLines:
                         f"{path} has a line that no translation stands in. Remove {self.directory}."
                     )
                 yield record
-
-
-def hypothesis_record(hypothesis: Hypothesis) -> dict[str, Any]:
-    """Return a hypothesis as a JSON object, with its details if it has any."""
-    record = without_details(hypothesis)
-    return record | (
-        {} if hypothesis.details is None else {"details": record_of(hypothesis.details)}
-    )
 
 
 class WorkingTime:
@@ -318,39 +312,50 @@ def _read_seconds(path: Path) -> float:
 def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
     """Write the artifact from the ranks' files, and remove them."""
     counts = line_counts(call.artifacts["corpus"], "test")
-    found = done.by_direction()
+    translated = done.by_direction()
     ordered = {
-        direction: [found[str(direction)][line] for line in range(counts[direction.pair])]
+        direction: [translated[str(direction)][line] for line in range(counts[direction.pair])]
         for direction in selection.taken
     }
+    tally = Tally(selection.taken)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for direction, hypotheses in ordered.items():
             write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
             if call.recipe.decoding.wants_details:
                 details = [hypothesis.details or Details() for hypothesis in hypotheses]
                 write_details(writer.path(details_name(direction)), details)
-        every = [hypothesis for hypotheses in ordered.values() for hypothesis in hypotheses]
-        writer.statistics.update(
-            lines=len(every),
-            empty=sum(not hypothesis.text for hypothesis in every),
-            truncated=sum(hypothesis.truncated for hypothesis in every),
-            split=sum(hypothesis.split > 0 for hypothesis in every),
-            invalid=sum(hypothesis.invalid > 0 for hypothesis in every),
-            invalid_sequences=invalid_sequences(ordered),
-            directions={str(one): len(hypotheses) for one, hypotheses in ordered.items()},
-            skipped_directions=[str(direction) for direction in selection.skipped],
-        )
+            for hypothesis in hypotheses:
+                tally.add(direction, vars(hypothesis))
+        skipped = [str(direction) for direction in selection.skipped]
+        writer.statistics.update(tally.statistics(), skipped_directions=skipped)
         summarize(writer, selection)
     done.remove()
 
 
-def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> dict[str, int]:
-    """Count, by direction, byte sequences that were dropped because they were no UTF-8."""
-    counts = {
-        str(direction): sum(hypothesis.invalid for hypothesis in hypotheses)
-        for direction, hypotheses in translated.items()
-    }
-    return {direction: count for direction, count in counts.items() if count}
+class Tally:
+    """Counts of translations, as the statistics of translations and translated text hold them."""
+
+    def __init__(self, directions: Iterable[Direction]) -> None:
+        self._lines = {str(direction): 0 for direction in directions}
+        self._invalid = Counter[str]()
+        self._counts = dict.fromkeys(("empty", "truncated", "split", "invalid"), 0)
+
+    def add(self, direction: Direction, record: Mapping[str, Any]) -> None:
+        """Count one translation, given as a JSON object."""
+        self._lines[str(direction)] += 1
+        self._invalid[str(direction)] += record["invalid"]
+        self._counts["empty"] += not record["text"]
+        for name in ("truncated", "split", "invalid"):
+            self._counts[name] += record[name] > 0
+
+    def statistics(self) -> dict[str, Any]:
+        """Return lines by direction, lines by property, and byte sequences that were dropped."""
+        return {
+            "lines": sum(self._lines.values()),
+            **self._counts,
+            "invalid_sequences": dict(+self._invalid),
+            "directions": self._lines,
+        }
 
 
 def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:
@@ -391,8 +396,8 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
         )
     if selection.skipped:
         writer.summary.append(
-            f"{counted(len(selection.skipped), 'direction')} left out, since the model does not "
-            "know both of their languages, or decoding.targets not the one into which: "
+            f"{counted(len(selection.skipped), 'direction')} skipped: the model lacks one of "
+            "the languages, or decoding.targets excludes the target language: "
             f"{listed(map(str, selection.skipped))}"
         )
 

@@ -1,8 +1,8 @@
 """Translate files and folders of text over all ranks: the stage ``translate_text``.
 
 The output has every input file as it was read and once per target language, line by line. The
-lines of all files are translated in chunks (``decoding/text_files.py``), so that memory does not
-grow with the text. A chunk is cut into batches that do not depend on the ranks, which take them in
+lines of all files are translated in chunks (``decoding/text_files.py``), and memory does not grow
+with the text. A chunk is cut into batches that do not depend on the ranks, which take them in
 turn. Finished batches, and then finished chunks, are kept in ``OUT.run`` and not repeated after an
 interruption.
 """
@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.artifacts.corpus import Direction, scores_name, translated_name
+from pipeline.artifacts.corpus import Direction, hypothesis_record, scores_name, translated_name
 from pipeline.config.documents import read_json_lines, unfinished_path
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.text_files import Chunk, TextFile, chunks, find_texts
@@ -36,7 +35,7 @@ from pipeline.stage import StageCall
 from pipeline.stages.translate import (
     DoneLines,
     Selection,
-    hypothesis_record,
+    Tally,
     lengths_over_ranks,
     summarize,
     translate_batches,
@@ -84,7 +83,7 @@ def translate_chunk(
     ]
     lengths = lengths_over_ranks(translator, jobs[: len(chunk.texts)], done.world)
     batches = translator.cut(jobs, lengths * len(directions))
-    # A batch is the same in every attempt, so that no score is rounded otherwise.
+    # A batch is the same in every attempt, so no score is rounded otherwise.
     todo = [batch for batch in batches if not done.has(batch)]
     translate_batches(translator, todo, done, stop=stop, bar=bar)
     done.move(partial(write_chunk, done, chunk, directions))
@@ -105,7 +104,11 @@ def find_directions(
             "text.source=en."
         )
     code, tokenizer = translator.code_of(source), translator.tokenizer
-    others = [one for one in tokenizer.languages if one != code and tokenizer.writes(one)]
+    others = [
+        language
+        for language in tokenizer.languages
+        if language != code and tokenizer.writes(language)
+    ]
     wanted = [translator.code_of(target) for target in targets] or others
     if code in wanted:
         raise ConfigError(
@@ -113,13 +116,13 @@ def find_directions(
         )
     if not wanted:
         raise ConfigError(
-            f"The model translates into no language but {code}, that of the text. Name another "
+            f"The model translates only into {code}, the language of the text. Name another "
             "model, or another text."
         )
-    for one in (code, *wanted):
-        translator.language(one)
-    for one in wanted:
-        tokenizer.refuse_to_write(one)
+    for language in (code, *wanted):
+        translator.language(language)
+    for language in wanted:
+        tokenizer.refuse_to_write(language)
     return [Direction(code, target) for target in dict.fromkeys(wanted)]
 
 
@@ -144,14 +147,14 @@ def count_left(texts: Sequence[TextFile], directory: Path, *, copies: int) -> tu
 
 def write_chunk(done: DoneLines, chunk: Chunk, directions: Sequence[Direction]) -> None:
     """Keep the translations of a chunk, one JSON object per direction and line, in this order."""
-    found = done.by_direction()
+    translated = done.by_direction()
     path = chunk_path(done.directory, chunk.number)
     temporary = unfinished_path(path)
     with temporary.open("w", encoding="utf-8", newline="\n") as stream:
         stream.write(json.dumps({"files": chunk.files}, ensure_ascii=False) + "\n")
         for direction in directions:
             for line in range(chunk.first, chunk.first + len(chunk.texts)):
-                record = hypothesis_record(found[str(direction)][line])
+                record = hypothesis_record(translated[str(direction)][line])
                 stream.write(json.dumps(record, ensure_ascii=False) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
@@ -167,26 +170,15 @@ def publish(
     left_out: Sequence[str],
 ) -> None:
     """Write the artifact from the finished chunks, and remove them."""
-    counts = Counter(dict.fromkeys(("lines", "empty", "truncated", "split", "invalid"), 0))
-    lines, invalid = Counter[str](), Counter[str]()
+    tally = Tally(directions)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for chunk in chunks(texts, copies=len(directions)):
             progress.advance()
             _append_texts(writer, chunk, directions[0].source)
             path = chunk_path(done.directory, chunk.number)
             for direction, record in _append_chunk(writer, path, directions):
-                lines[direction] += 1
-                invalid[direction] += record["invalid"]
-                counts["empty"] += not record["text"]
-                counts.update(name for name in ("truncated", "split", "invalid") if record[name])
-        counts["lines"] = lines.total()
-        writer.statistics.update(
-            counts,
-            files=len(texts),
-            files_left_out=len(left_out),
-            directions={str(direction): lines[str(direction)] for direction in directions},
-            invalid_sequences=dict(+invalid),
-        )
+                tally.add(direction, record)
+        writer.statistics.update(tally.statistics(), files=len(texts), files_left_out=len(left_out))
         summarize(writer, Selection(tuple(directions), skipped=()))
         if left_out:
             writer.summary.append(
@@ -208,7 +200,7 @@ def _append_texts(writer: ArtifactWriter, chunk: Chunk, language: str) -> None:
 
 def _append_chunk(
     writer: ArtifactWriter, path: Path, directions: Sequence[Direction]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[Direction, dict[str, Any]]]:
     """Append a chunk to the files of the artifact; yield every direction and record."""
     records = read_json_lines(path)
     files = next(records)["files"]
@@ -221,7 +213,7 @@ def _append_chunk(
                 scores.open("a", encoding="utf-8", newline="\n") as others,
             ):
                 for record in islice(records, number):
-                    yield str(direction), record
+                    yield direction, record
                     texts.write(without_line_breaks(record.pop("text")) + "\n")
                     others.write(json.dumps(record, ensure_ascii=False) + "\n")
 

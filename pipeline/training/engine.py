@@ -34,8 +34,7 @@ from deepspeed.moe.utils import (
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
-from pipeline.batching.labelled import AnyBatch
-from pipeline.batching.passes import Pass
+from pipeline.batching.batch import AnyBatch, Pass
 from pipeline.batching.world_sizes import even_per_pass, passes_per_update
 from pipeline.checkpoints.names import NamedSlice, named_slices
 from pipeline.checkpoints.resharding import Fills, Piece, Ranges, Target

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.batching.labelled import AnyBatch
+from pipeline.batching.batch import AnyBatch
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.routing import added
 from pipeline.model.moe.routing import RoutingRecord, z_loss

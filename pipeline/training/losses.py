@@ -6,7 +6,7 @@ function in a file of its own, a name in ``LossConfig.objective`` and a case of
 :func:`training_loss`.
 """
 
-from pipeline.batching.labelled import AnyBatch
+from pipeline.batching.batch import AnyBatch
 from pipeline.kernels.logits import summed_divergence
 from pipeline.model.transformer import Trained
 from pipeline.training.loss_terms import LossTerms, loss_terms

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Protocol
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
+from pipeline.batching.batch import AnyBatch
 from pipeline.batching.feed import Update
 from pipeline.batching.global_step import MicroBatch
-from pipeline.batching.labelled import AnyBatch
 from pipeline.model.spec import ModelSpec
 
 

@@ -42,7 +42,8 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         ConfigError: the data does not fit the recipe or the model.
     """
     # The manifest records the recipe as given (call.config), not with the resolved updates.
-    call = replace(call, recipe=with_resolved_updates(call.recipe, data))
+    if call.recipe.training.updates_of != "tokens":
+        call = replace(call, recipe=with_resolved_updates(call.recipe, data))
     check_tier(data, call.recipe.training)
     check_languages(data, model.spec)
     notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())

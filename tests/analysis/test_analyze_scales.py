@@ -83,7 +83,7 @@ def test_choices_are_those_of_a_loop_and_leave_the_model_as_it_was(
     for direction, lines in zip(directions, TEXTS_OF_TWO, strict=True):
         scales, by_hand = found[str(direction)], choices_by_hand(translator, direction, lines)
         spec = translator.model.spec.model
-        top_k = spec.front.top_k  # type: ignore[union-attr]
+        top_k = spec.front.top_k  # type: ignore[attr-defined]
         assert by_hand.total() == scales["tokens"] * len(PARTS) * spec.num_heads * top_k
         expected = [by_hand[scale] / by_hand.total() for scale in range(len(scales["share"]))]
         assert scales["share"] == pytest.approx(expected, abs=1e-12)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.corpora import writing
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Kind, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
@@ -151,9 +152,7 @@ def test_hypotheses_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_statistics_that_do_not_say_which_pairs_there_are_are_refused(
     tmp_path: Path, statistics: dict[str, object], reason: str
 ) -> None:
-    with new_artifact(
-        tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "corpus", "corpus", "clean") as writer:
         writer.statistics.update(statistics)
     with pytest.raises(ArtifactError, match=f"{reason}.*Run stage 'clean' again"):
         line_counts(open_artifact(tmp_path / "corpus", kind="corpus"), "train")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.corpora import writing
 from support.folder_listing import names_in
 from support.lock_holders import elsewhere, leave
 
@@ -646,7 +647,7 @@ def test_who_has_lost_the_lock_publishes_nothing_and_leaves_the_others_working_f
     with (
         sole_writer(out_dir),
         pytest.raises(ArtifactError, match="it is being written by process 1 on node7"),
-        new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer,
+        writing(out_dir, "corpus", "x") as writer,
     ):
         writer.path("mine").write_text("mine")
         other = elsewhere()
@@ -705,7 +706,7 @@ def test_who_fails_after_the_loss_removes_its_own_working_folder(
     with (
         sole_writer(out_dir),
         pytest.raises((KeyError, ArtifactError)),
-        new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}),
+        writing(out_dir, "corpus", "x"),
     ):
         leave(lock_path(out_dir), elsewhere(), generation=2)
         raise error
@@ -716,7 +717,7 @@ def test_an_artifact_appears_under_the_lock_of_its_maker(tmp_path: Path) -> None
     out_dir = tmp_path / "corpus"
     with (
         sole_writer(out_dir),
-        new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer,
+        writing(out_dir, "corpus", "x") as writer,
     ):
         writer.path("mine").write_text("mine")
     assert open_artifact(out_dir, kind="corpus").names() == ["mine"]

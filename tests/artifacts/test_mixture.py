@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.corpora import run_stage, writing
 
-from data_prep import mix
 from data_prep.settings import MixtureConfig
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions_of
 from pipeline.artifacts.mixture import (
     Phase,
@@ -23,8 +23,6 @@ from pipeline.artifacts.mixture import (
 from pipeline.batching.settings import BatchesConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.registry import STAGES
-from pipeline.stage import StageCall
 from pipeline.training.settings import OptimizerConfig, TrainingConfig
 
 COUNTS = {"de-en": 800, "en-fr": 200, "en-yi": 4}
@@ -43,9 +41,7 @@ def mixture(
     micro_batches: int = 8,
     **settings: Any,
 ) -> Artifact:
-    with new_artifact(
-        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "shards", "shards", "make_shards") as writer:
         pairs = {pair: {"train": count, "valid": 1} for pair, count in COUNTS.items()}
         writer.statistics["pairs"] = pairs | {"de-fr": {"train": 0, "valid": 0}}
         writer.statistics |= {"tokens": TOKENS, "emptied": ["de-fr"]}
@@ -56,19 +52,8 @@ def mixture(
         optimizer=OptimizerConfig(warmup_updates=5),
         training=TrainingConfig(updates=updates),
     )
-    stage = STAGES["mix"]
-    mix.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={"shards": open_artifact(tmp_path / "shards", kind="shards")},
-            raw={},
-            out_dir=tmp_path / "mixture",
-            records={},
-            config=recipe.sections(stage.sections),
-        )
-    )
-    return open_artifact(tmp_path / "mixture", kind="mixture")
+    shards = open_artifact(tmp_path / "shards", kind="shards")
+    return run_stage("mix", recipe, {"shards": shards}, tmp_path / "mixture")
 
 
 counts_of_pairs = st.dictionaries(
@@ -182,9 +167,7 @@ def test_a_pivot_counts_in_each_of_its_pairs(tmp_path: Path) -> None:
     ],
 )
 def test_a_mixture_of_other_content_is_refused(tmp_path: Path, pairs: object, reason: str) -> None:
-    with new_artifact(
-        tmp_path / "mixture", kind="mixture", stage="mix", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "mixture", "mixture", "mix") as writer:
         writer.write_json("mixture.json", {"pairs": pairs})
     with pytest.raises(ArtifactError, match=reason):
         read_mixture(open_artifact(tmp_path / "mixture", kind="mixture"))
@@ -203,9 +186,7 @@ def test_a_mixture_of_other_content_is_refused(tmp_path: Path, pairs: object, re
     ],
 )
 def test_phases_of_other_content_are_refused(tmp_path: Path, later: object, reason: str) -> None:
-    with new_artifact(
-        tmp_path / "mixture", kind="mixture", stage="mix", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "mixture", "mixture", "mix") as writer:
         pairs = {"de-en": {"probability": 1.0}}
         writer.write_json("mixture.json", {"pairs": pairs, "phases": later})
     with pytest.raises(ArtifactError, match=reason):

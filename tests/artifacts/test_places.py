@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.corpora import writing
 from support.folder_listing import names_in
 from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
@@ -562,7 +563,7 @@ def test_killed_at_any_moment_of_replacing_the_old_or_the_new_is_there_and_nothi
     outcomes = []
     for moment in range(100):
         out_dir = tmp_path / str(moment) / "out"
-        with new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer:
+        with writing(out_dir, "corpus", "x") as writer:
             writer.path("old/old.txt").write_text("old")
         command = [sys.executable, "-c", REPLACING, str(out_dir), str(moment), "corpus"]
         code = subprocess.run(command, check=False, timeout=60).returncode

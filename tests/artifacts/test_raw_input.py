@@ -64,7 +64,7 @@ def test_a_data_set_that_is_not_pinned_to_a_commit_is_refused_in_a_sentence(valu
 
 
 def test_a_data_set_stands_alone_and_a_path_once() -> None:
-    with pytest.raises(ConfigError, match="is one of 2 raw inputs"):
+    with pytest.raises(ConfigError, match="is named with 1 more raw input"):
         raw_input(["folder", f"hub:a/b@{COMMIT}"])
     with pytest.raises(ConfigError, match="folder is named twice"):
         raw_input(["folder", "other", "folder"])

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
-from support.corpora import Texts, make_corpus
+from support.corpora import Texts, make_corpus, run_stage, writing
 
-from data_prep import make_shards, mix, pair_shards
+from data_prep import make_shards, pair_shards
 from data_prep.settings import ShardsConfig
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Split,
     emptied_pairs,
@@ -37,7 +37,6 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.jobs.freshness import why_not_done
 from pipeline.registry import STAGES
-from pipeline.stage import StageCall
 
 
 def made_up_lines(count: int, *, seed: int) -> list[str]:
@@ -61,9 +60,7 @@ def make_tokenizer(directory: Path, codes: tuple[str, ...] = ("de", "en", "ru"))
     description = TokenizerDescription(
         kind="bytes", languages=codes, language_token_scheme="underscores"
     )
-    with new_artifact(
-        directory, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
-    ) as writer:
+    with writing(directory, "tokenizer", "train_tokenizer") as writer:
         write_tokenizer(writer.directory, description=description, model=None)
     return open_artifact(directory, kind="tokenizer")
 
@@ -80,20 +77,8 @@ def shard(
 ) -> Artifact:
     config = ShardsConfig.model_validate({"max_tokens": max_tokens, **settings})
     recipe = Recipe.model_validate({"name": "test", "shards": config, **(sections or {})})
-    stage = STAGES["make_shards"]
-    make_shards.run(
-        StageCall(
-            stage=stage,
-            recipe=recipe,
-            artifacts={"corpus": corpus, "tokenizer": tokenizer},
-            raw={},
-            out_dir=out_dir,
-            records={},
-            config=recipe.sections(stage.sections),
-            processes=processes,
-        )
-    )
-    return open_artifact(out_dir, kind="shards")
+    artifacts = {"corpus": corpus, "tokenizer": tokenizer}
+    return run_stage("make_shards", recipe, artifacts, out_dir, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +225,7 @@ def test_ids_are_stored_in_two_bytes_until_they_need_four() -> None:
 @pytest.mark.parametrize("size", [1000, 100_000])
 def test_the_stored_type_is_found_again(size: int, tmp_path: Path) -> None:
     sentences = [[size - 1, 0], [], [5]]
-    with new_artifact(
-        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
-    ) as artifact_writer:
+    with writing(tmp_path / "shards", "shards", "make_shards") as artifact_writer:
         for code, lines in (("de", sentences), ("en", [[], [], []])):
             writer = ShardWriter(
                 artifact_writer.directory, split="train", pair="de-en", language=code, size=size
@@ -274,9 +257,7 @@ def test_a_truncated_shard_is_refused(inputs: tuple[Artifact, Artifact], tmp_pat
 
 def test_two_files_of_a_side_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     tokens, offsets = shard_names("valid", "de-en", "de")
-    with new_artifact(
-        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
-    ) as writer:
+    with writing(tmp_path / "shards", "shards", "make_shards") as writer:
         writer.path(tokens).write_bytes(b"12345")
         np.save(writer.path(offsets), np.array([0, 2]))
     made = open_artifact(tmp_path / "shards", kind="shards")
@@ -437,11 +418,8 @@ def test_without_a_limit_shards_keep_every_sentence_that_the_model_takes_and_no_
     expected = shard(*inputs, tmp_path / "expected", max_tokens=limit)
     assert found.manifest.files == expected.manifest.files
     assert found.manifest.config == expected.manifest.config
-    stage = STAGES["mix"]
     recipe = Recipe.model_validate({"name": "test", **sections})
-    config = recipe.sections(stage.sections)
-    mix.run(StageCall(stage, recipe, {"shards": found}, {}, tmp_path / "mix", {}, config))
-    mixture = read_mixture(open_artifact(tmp_path / "mix", kind="mixture"))
+    mixture = read_mixture(run_stage("mix", recipe, {"shards": found}, tmp_path / "mix"))
     data = TrainingData(found, mixture, recipe.batches, seed=1)
     data.check(max_positions=positions)
 
@@ -450,10 +428,8 @@ def test_sentences_longer_than_the_model_takes_are_refused_with_the_limit_to_set
     inputs: tuple[Artifact, Artifact], shards: Artifact, tmp_path: Path
 ) -> None:
     """Also where the model is imported, and cannot have more positions."""
-    stage, recipe = STAGES["mix"], Recipe(name="test")
-    config = recipe.sections(stage.sections)
-    mix.run(StageCall(stage, recipe, {"shards": shards}, {}, tmp_path / "mix", {}, config))
-    mixture = read_mixture(open_artifact(tmp_path / "mix", kind="mixture"))
+    recipe = Recipe(name="test")
+    mixture = read_mixture(run_stage("mix", recipe, {"shards": shards}, tmp_path / "mix"))
     longest = max(
         len(line)
         for split in ("train", "valid")
@@ -572,9 +548,7 @@ def subwords(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artifa
     description = TokenizerDescription(
         kind="sentencepiece", languages=("de", "en"), language_token_scheme="underscores"
     )
-    with new_artifact(
-        directory / "tokenizer", kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
-    ) as writer:
+    with writing(directory / "tokenizer", "tokenizer", "train_tokenizer") as writer:
         write_tokenizer(writer.directory, description=description, model=model.getvalue())
     return corpus, open_artifact(directory / "tokenizer", kind="tokenizer")
 

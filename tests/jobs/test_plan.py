@@ -1112,7 +1112,7 @@ def test_status_without_the_raw_data_takes_it_as_unchanged(setup: Setup) -> None
 DRIVER = """
 import sys
 from pipeline import cli
-from pipeline.stages import registry
+from pipeline import registry
 from pipeline.stage import Input, Stage
 
 registry.STAGES.clear()

@@ -302,8 +302,8 @@ def test_a_layer_routed_by_kernels_is_one_routed_by_operators(
     )
     exact = copy.deepcopy(layer).float()  # of half precision, the norm of the error is bounded
     results = []
-    for served, fused in ((layer, True), (exact, False)):
-        x_ND = random(40, 16, seed=1, dtype=dtype).to(served.router.weight.dtype).requires_grad_()
+    for served, stored, fused in ((layer, dtype, True), (exact, torch.float32, False)):
+        x_ND = random(40, 16, seed=1, dtype=dtype).to(stored).requires_grad_()
         slope_ND = random(40, 16, seed=2, dtype=dtype)
         with fused_on_cpu() if fused else nullcontext():
             y_ND, record = served(x_ND, tokens)

@@ -136,7 +136,9 @@ def test_low_rank_matrices_of_arranged_rows_are_a_product_per_row(
         inputs,
     )
     if form == "runs":
-        assert_equal(lambda *given: add_low_rank(*given, slots), expected, inputs)
+        assert_equal(
+            lambda y, x, vertical, flat: add_low_rank(y, x, vertical, flat, slots), expected, inputs
+        )
 
 
 @FORMS

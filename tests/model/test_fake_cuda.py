@@ -11,7 +11,7 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.batching.one_buffer import with_each_tensor
+from pipeline.batching.batch import with_each_tensor
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig

@@ -8,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.batching.batch import Batch, Packing, Shares
-from pipeline.batching.one_buffer import with_each_tensor
-from pipeline.batching.passes import Pass
+from pipeline.batching.batch import Batch, Packing, Pass, Shares, with_each_tensor
 from pipeline.kernels.noise import Noise
 
 

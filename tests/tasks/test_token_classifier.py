@@ -15,7 +15,7 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
-from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
+from pipeline.batching.batch import Labelled, collate_spans, collate_tags
 from pipeline.checkpoints.names import named_slices
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.extensions.language_modules.settings import LowRankConfig

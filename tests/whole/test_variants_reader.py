@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data_prep.readers.raw_text import RawLine, RawText, Section
 from data_prep.readers.raw_text import source_of
-from pipeline.artifacts.raw_bytes import iterate_raw_lines
+from pipeline.artifacts.raw_input import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawInput
 from data_prep.settings import CorpusConfig
 from pipeline.errors import ConfigError

@@ -30,10 +30,14 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.extended_tokenizer import with_languages
 from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.mixture import read_groups
-from pipeline.artifacts.tokenizer import TokenizerFiles, read_tokenizer_files, tokenizer_folder
+from pipeline.artifacts.tokenizer import (
+    TokenizerFiles,
+    read_tokenizer_files,
+    tokenizer_folder,
+    with_languages,
+)
 from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan, Part
 from pipeline.checkpoints.assembly.vocabulary import RowPlan, plan_rows
 from pipeline.checkpoints.checkpoint import ModelSource

@@ -15,9 +15,8 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.artifacts.digests import write_hashed
-from pipeline.artifacts.extended_tokenizer import piece_field
-from pipeline.artifacts.manifest import to_json
+from pipeline.artifacts.manifest import to_json, write_hashed
+from pipeline.artifacts.tokenizer import piece_field
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
     SENTENCEPIECE_FILE,

@@ -26,7 +26,11 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.mixture import Mixture, temperature_probabilities
-from pipeline.batching.batch import SOURCE_EXTRA
+from pipeline.batching.batch import (
+    SOURCE_EXTRA,
+    Labelled,
+    LabelledBatch,
+)
 from pipeline.batching.feed import Update, read_updates
 from pipeline.batching.global_step import (
     GlobalStep,
@@ -35,7 +39,6 @@ from pipeline.batching.global_step import (
     Planner,
     evaluation_batches,
 )
-from pipeline.batching.labelled import Labelled, LabelledBatch
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError

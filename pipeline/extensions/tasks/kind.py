@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipeline.batching.labelled import Labelled, LabelledBatch
+from pipeline.batching.batch import Labelled, LabelledBatch
 from pipeline.config.settings import Route
 from pipeline.extensions.tasks.files import TaskFiles
 from pipeline.extensions.tasks.token_classifier import HeadKind, TaskModel, TaskSpec

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.batching.labelled import Integers, Labelled, collate_tags
+from pipeline.batching.batch import Integers, Labelled, collate_tags
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
 from pipeline.extensions.tasks.files import TaskFiles, read_text

@@ -26,7 +26,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline.batching.labelled import Integers, Labelled, collate_spans
+from pipeline.batching.batch import Integers, Labelled, collate_spans
 from pipeline.checkpoints.foreign.model_folder import Described
 from pipeline.config.documents import parse_json
 from pipeline.config.settings import Route, shown

@@ -21,9 +21,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.batching.batch import Packing
+from pipeline.batching.batch import Labelled, LabelledBatch, Packing, collate_spans, collate_tags
 from pipeline.batching.global_step import evaluation_batches
-from pipeline.batching.labelled import Labelled, LabelledBatch, collate_spans, collate_tags
 from pipeline.checkpoints.checkpoint import load_weights
 from pipeline.config.settings import Route, Settings, describe_validation
 from pipeline.errors import CheckpointError

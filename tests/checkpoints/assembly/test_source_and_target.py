@@ -7,8 +7,7 @@ import torch
 from support.exported_models import own_checkpoint, own_tokenizer, tokenizer_of_two
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
-from pipeline.artifacts.extended_tokenizer import with_languages
-from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles
+from pipeline.artifacts.tokenizer import Tokenizer, TokenizerFiles, with_languages
 from pipeline.checkpoints.assembly.vocabulary import plan_rows
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.weights import TensorFiles

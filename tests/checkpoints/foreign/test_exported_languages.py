@@ -32,8 +32,12 @@ from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.extended_tokenizer import with_languages
-from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles, read_tokenizer_files
+from pipeline.artifacts.tokenizer import (
+    TokenizerDescription,
+    TokenizerFiles,
+    read_tokenizer_files,
+    with_languages,
+)
 from pipeline.checkpoints.checkpoint import ModelSource, own_source
 from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (

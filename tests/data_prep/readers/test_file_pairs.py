@@ -11,8 +11,7 @@ from data_prep.readers.raw_text import RawText
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
-from pipeline.artifacts.raw_bytes import iterate_blocks, iterate_raw_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawPaths, iterate_blocks, iterate_raw_lines
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.readers.raw_text import FilesInStep
-from pipeline.artifacts import raw_bytes
-from pipeline.artifacts.raw_bytes import iterate_raw_lines
+from pipeline.artifacts import raw_input as raw_bytes
+from pipeline.artifacts.raw_input import iterate_raw_lines
 from pipeline.errors import DataError
 from pipeline.terminal import counted
 
@@ -97,7 +97,7 @@ import resource, sys
 from pathlib import Path
 from data_prep import import_corpus
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.raw_bytes import iterate_raw_lines
+from pipeline.artifacts.raw_input import iterate_raw_lines
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.registry import STAGES

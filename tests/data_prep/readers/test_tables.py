@@ -20,7 +20,7 @@ from data_prep.readers import tables
 from data_prep.readers.raw_text import RawFile, Record
 from data_prep.readers.tables import Columns, iterate_rows, open_table
 from data_prep.settings import CorpusConfig
-from pipeline.artifacts import raw_bytes
+from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.config.recipe import Recipe

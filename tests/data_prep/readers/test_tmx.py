@@ -14,7 +14,7 @@ from data_prep.readers import tmx
 from data_prep.readers.raw_text import Record
 from data_prep.readers.tmx import CODES, iterate_units
 from data_prep.settings import CorpusConfig
-from pipeline.artifacts import raw_bytes
+from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import RawInput, RawPaths

@@ -118,9 +118,9 @@ def test_the_loss_holds_the_mean_of_all_gates_to_the_budget() -> None:
     assert len(gates) == SUBLAYERS
     mean = torch.cat(gates).mean()
     expected = batch.num_labels * (mean - 0.3).abs()
-    found = training_loss(model, batch, config)
-    found = found.objective - found.cross_entropy
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    terms = training_loss(model, batch, config)
+    of_gates = terms.objective - terms.cross_entropy
+    torch.testing.assert_close(of_gates, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_side_has_one_table_or_every_sublayer_its_own() -> None:

@@ -16,21 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.corpora import writing
 from support.passes import assert_same, join
 
-from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.mixture import Mixture, temperature_probabilities
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.batching.feed import TrainingData
-from pipeline.batching.global_step import MicroBatch, _Draws, _KeyLayout
+from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.settings import BatchesConfig
-from pipeline.errors import ConfigError
-from pipeline.kernels.sentence_loops import sort_by_bits
 from pipeline.seeds import derive_seed
 
 SIZES = {
@@ -124,9 +121,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for corpus, sizes in SIZES.items():
         generator = np.random.default_rng(11)
-        with new_artifact(
-            directory / corpus, kind="shards", stage="test", config={}, inputs={}
-        ) as writer:
+        with writing(directory / corpus, "shards") as writer:
             write_tokenizer(
                 writer.path("tokenizer/tokenizer.json").parent, description=description, model=None
             )
@@ -295,20 +290,3 @@ def test_a_line_beyond_its_pair_is_refused(corpora: Path) -> None:
     plan = data.planner.window(0)[0]
     with pytest.raises(IndexError, match="a line that its pair does not have"):
         data.train.batch(replace(plan, line_B=plan.line_B + 7))
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2**40), max_size=40), st.integers(0, 12), st.integers(12, 41))
-def test_sorting_by_some_bits_keeps_equal_ones_in_order(
-    values: list[int], low: int, high: int
-) -> None:
-    keys = np.array(values, dtype=np.int64)
-    expected = keys[np.argsort((keys >> low) & ((1 << (high - low)) - 1), kind="stable")]
-    sort_by_bits(keys, np.empty_like(keys), low, high)
-    assert keys.tolist() == expected.tolist()
-
-
-def test_more_than_a_key_can_hold_is_refused() -> None:
-    draws = [_Draws(0, size=2**30, start=0, stop=2**30)]
-    with pytest.raises(ConfigError, match=r"Lower shards\.max_tokens"):
-        _KeyLayout(draws, longest=2**17, one_direction=False)
