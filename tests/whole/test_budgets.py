@@ -22,69 +22,69 @@ from pipeline import errors
 ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
-    "pipeline/evaluation": 5_435,  # 3,900
-    "data_prep": 7_798,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 5_038,  # 3,550: 3,900 without settings.py
-    "pipeline/jobs": 3_899,  # 3,000
-    "pipeline/kernels": 6_600,  # 3,200
-    "pipeline/decoding": 3_844,  # 2,900
-    "pipeline/training": 3_623,  # 2,800
-    "pipeline/checkpoints/foreign": 3_017,  # 2,200
-    "pipeline/model": 3_223,  # 2,700
-    "pipeline/estimates": 1_787,  # 1,700
-    "pipeline/cli": 2_082,  # 1,500
+    "pipeline/evaluation": 4_968,  # 3,900
+    "data_prep": 7_063,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
+    "pipeline/artifacts": 4_957,  # 3,550: 3,900 without settings.py
+    "pipeline/jobs": 3_784,  # 3,000
+    "pipeline/kernels": 5_750,  # 3,200
+    "pipeline/decoding": 3_886,  # 2,900
+    "pipeline/training": 3_641,  # 2,800
+    "pipeline/checkpoints/foreign": 2_392,  # 2,200
+    "pipeline/model": 3_247,  # 2,700
+    "pipeline/estimates": 1_687,  # 1,700
+    "pipeline/cli": 1_866,  # 1,500
     "pipeline/checkpoints": 2_144,  # 1,700
-    "pipeline/checkpoints/assembly": 1_754,  # 1,200
-    "pipeline/extensions/tasks": 1_816,  # 1,100
-    "pipeline/batching": 1_985,  # 1,300
-    "pipeline/distributed": 1_782,  # 1,200
-    "pipeline/extensions/analysis": 1_522,  # 1,000
-    "pipeline/stages": 1_419,  # 1,300
-    "pipeline": 3_472,  # 2,000: config and single modules
-    "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_558,  # 1,450
-    "pipeline/serving": 1_016,  # 950
-    "pipeline data_prep": 65_226,  # 46,000: all of the above
-    "tests": 72_680,  # 49,000: with the next three
-    "tests/bench": 4_337,  # 3,600
-    "tests/support": 5_393,  # 3,000
-    "tests/whole": 7_322,  # 4,500
-    "pages": 6_404,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
+    "pipeline/checkpoints/assembly": 1_405,  # 1,200
+    "pipeline/extensions/tasks": 1_791,  # 1,100
+    "pipeline/batching": 1_846,  # 1,300
+    "pipeline/distributed": 1_675,  # 1,200
+    "pipeline/extensions/analysis": 1_319,  # 1,000
+    "pipeline/stages": 984,  # 1,300
+    "pipeline": 3_897,  # 2,000: config and single modules
+    "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_506,  # 1,450
+    "pipeline/serving": 980,  # 950
+    "pipeline data_prep": 60_788,  # 46,000: all of the above
+    "tests": 70_759,  # 49,000: with the next three
+    "tests/bench": 4_394,  # 3,600
+    "tests/support": 5_457,  # 3,000
+    "tests/whole": 7_318,  # 4,500
+    "pages": 6_421,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 312,  # 210: of pipeline and data_prep
-    "settings": 229,  # 155: rows of docs/reference/settings.md that are no tables themselves
+    "modules": 294,  # 210: of pipeline and data_prep
+    "settings": 190,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 607,  # 350: texts given to the errors of pipeline/errors.py
-    "imports inside functions": 115,  # as few as possible
-    "class names in more than one module": 26,  # as few as possible
+    "error messages": 577,  # 350: texts given to the errors of pipeline/errors.py
+    "imports inside functions": 103,  # as few as possible
+    "class names in more than one module": 11,  # as few as possible
 }
 
 IDIOMS = {
-    r"those of|that of": 1.01,  # 0.1
-    r"alone": 0.54,  # 0.1
-    r"what is|what it|what they": 0.46,  # 0.3
-    r"beside": 0.47,  # 0.1
-    r"whose": 1.11,  # 0.6
-    r"one of|ones|the one": 1.5,  # 0.9
-    r"so that": 1.07,  # 0.5
+    r"those of|that of": 0.57,  # 0.1
+    r"alone": 0.26,  # 0.1
+    r"what is|what it|what they": 0.37,  # 0.3
+    r"beside": 0.27,  # 0.1
+    r"whose": 0.5,  # 0.6
+    r"one of|ones|the one": 0.9,  # 0.9
+    r"so that": 0.55,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
 
-LEAST_EXAMPLES = 0.32  # 1.0
+LEAST_EXAMPLES = 0.44  # 1.0
 """Least occurrences of "for example", "e.g." and "i.e." per 1,000 words of prose."""
 
 LEAST_COMMENTS = {
     "pipeline/model": 1.18,  # 2
-    "pipeline/kernels": 1.48,  # 2
-    "pipeline/training": 1.68,  # 2
+    "pipeline/kernels": 1.67,  # 2
+    "pipeline/training": 1.67,  # 2
     "pipeline/decoding": 0.78,  # 2
-    "pipeline/distributed": 1.78,  # 2
-    "pipeline/batching/global_step.py": 0.24,  # 2
+    "pipeline/distributed": 2.0,  # 2
+    "pipeline/batching/global_step.py": 1.35,  # 2
     "pipeline/artifacts/locks.py": 2.0,  # 2
-    "pipeline data_prep": 1.28,  # 1.3
+    "pipeline data_prep": 1.3,  # 1.3
 }
 """Least comment lines per 100 lines of code."""
 
