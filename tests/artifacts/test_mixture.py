@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.corpora import run_stage, writing
+from support.corpora import writing
+from support.stage_runs import run_stage
 
 from data_prep.settings import MixtureConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
@@ -53,7 +54,7 @@ def mixture(
         training=TrainingConfig(updates=updates),
     )
     shards = open_artifact(tmp_path / "shards", kind="shards")
-    return run_stage("mix", recipe, {"shards": shards}, tmp_path / "mixture")
+    return run_stage("mix", tmp_path / "mixture", {"shards": shards}, recipe)
 
 
 counts_of_pairs = st.dictionaries(

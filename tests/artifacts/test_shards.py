@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
-from support.corpora import Texts, make_corpus, run_stage, writing
+from support.corpora import Texts, make_corpus, writing
+from support.stage_runs import run_stage
 
 from data_prep import make_shards, pair_shards
 from data_prep.settings import ShardsConfig
@@ -78,7 +79,7 @@ def shard(
     config = ShardsConfig.model_validate({"max_tokens": max_tokens, **settings})
     recipe = Recipe.model_validate({"name": "test", "shards": config, **(sections or {})})
     artifacts = {"corpus": corpus, "tokenizer": tokenizer}
-    return run_stage("make_shards", recipe, artifacts, out_dir, processes=processes)
+    return run_stage("make_shards", out_dir, artifacts, recipe, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +420,7 @@ def test_without_a_limit_shards_keep_every_sentence_that_the_model_takes_and_no_
     assert found.manifest.files == expected.manifest.files
     assert found.manifest.config == expected.manifest.config
     recipe = Recipe.model_validate({"name": "test", **sections})
-    mixture = read_mixture(run_stage("mix", recipe, {"shards": found}, tmp_path / "mix"))
+    mixture = read_mixture(run_stage("mix", tmp_path / "mix", {"shards": found}, recipe))
     data = TrainingData(found, mixture, recipe.batches, seed=1)
     data.check(max_positions=positions)
 
@@ -429,7 +430,7 @@ def test_sentences_longer_than_the_model_takes_are_refused_with_the_limit_to_set
 ) -> None:
     """Also where the model is imported, and cannot have more positions."""
     recipe = Recipe(name="test")
-    mixture = read_mixture(run_stage("mix", recipe, {"shards": shards}, tmp_path / "mix"))
+    mixture = read_mixture(run_stage("mix", tmp_path / "mix", {"shards": shards}, recipe))
     longest = max(
         len(line)
         for split in ("train", "valid")

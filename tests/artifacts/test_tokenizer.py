@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
-from support.corpora import Texts, make_corpus, run_stage
+from support.corpora import Texts, make_corpus
+from support.stage_runs import run_stage
 
 from data_prep import train_tokenizer
 from data_prep.settings import TokenizerConfig
@@ -65,7 +66,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 def train(corpus: Artifact, out_dir: Path, config: TokenizerConfig) -> Artifact:
     recipe = Recipe(name="test", tokenizer=config)
-    return run_stage("train_tokenizer", recipe, {"corpus": corpus}, out_dir)
+    return run_stage("train_tokenizer", out_dir, {"corpus": corpus}, recipe)
 
 
 ENGLISH = TokenizerDescription(

@@ -1,10 +1,8 @@
-"""Artifacts that tests write by hand, corpora of a few lines, and stages run on them."""
+"""Artifacts that tests write by hand, and corpora of a few lines."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -14,9 +12,6 @@ from pipeline.artifacts.artifact import (
     open_artifact,
 )
 from pipeline.artifacts.corpus import Split, text_name
-from pipeline.config.recipe import Recipe
-from pipeline.registry import STAGES
-from pipeline.stage import StageCall
 
 Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
 
@@ -40,22 +35,3 @@ def make_corpus(directory: Path, texts: Texts) -> Artifact:
                     pairs.setdefault(pair, {})[split] = len(lines)
         writer.statistics["pairs"] = pairs
     return open_artifact(directory, kind="corpus")
-
-
-def run_stage(
-    name: str, recipe: Recipe, artifacts: Mapping[str, Artifact], out_dir: Path, **options: Any
-) -> Artifact:
-    """Run a stage that reads no raw text, with options of ``StageCall``, and open its output."""
-    stage = STAGES[name]
-    call = StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts=artifacts,
-        raw={},
-        out_dir=out_dir,
-        records={},
-        config=recipe.sections(stage.sections),
-        **options,
-    )
-    import_module(stage.module).run(call)
-    return open_artifact(out_dir, kind=stage.makes)
