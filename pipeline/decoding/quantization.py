@@ -24,7 +24,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import LOOP_COST, can_loop, numbers, over_rows, side_by_side, uses_loops
 from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
-from pipeline.model.moe.dispatch import Dispatch
+from pipeline.model.moe.capacity import Dispatch
 from pipeline.model.moe.experts import Experts, StackedLinear
 from pipeline.model.transformer import Transformer
 

@@ -25,7 +25,7 @@ from pipeline.model.attention import Attention
 from pipeline.model.building import shape_of_model
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.front_end import Passage, Source, SubwordFront
-from pipeline.model.moe.dispatch import expert_capacity
+from pipeline.model.moe.capacity import expert_capacity
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import DenseConfig, MoEConfig, SubwordsConfig

@@ -1,6 +1,6 @@
 """Run a stage as a rank of MPI in a SLURM job.
 
-``slurm_job`` starts ``python -m pipeline.jobs.mpi_rank STAGE --mpi …`` once per rank. Rank 0 runs
+``inside_job`` starts ``python -m pipeline.jobs.mpi_rank STAGE --mpi …`` once per rank. Rank 0 runs
 the stage, and the other ranks compute its tasks (``mpi4py.futures``). Only rank 0 answers requests
 to stop and reports the end of the stage. Another rank reports only that it was told to end: if a
 rank leaves no report, it was killed.

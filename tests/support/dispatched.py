@@ -3,7 +3,7 @@
 import torch
 
 from pipeline.kernels.placement import Limits, RouteNumbers
-from pipeline.model.moe.dispatch import Dispatch, dispatch_routes
+from pipeline.model.moe.capacity import Dispatch, dispatch_routes
 from pipeline.model.moe.routing import Routing
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.batching.batch import Batch
 from pipeline.kernels import activations
-from pipeline.model.moe import dispatch, layer
+from pipeline.model.moe import capacity, layer
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
@@ -204,7 +204,7 @@ def test_experts_launch_as_much_for_many_micro_batches_as_for_two(
 
 def test_capacity_is_that_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
-    original = dispatch.expert_capacity
+    original = capacity.expert_capacity
 
     def noting(num_tokens: int, **options: Any) -> int:
         tokens.append(num_tokens)

@@ -25,7 +25,7 @@ from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.placement import combine, gather
 from pipeline.model.building import shape_of_model
-from pipeline.model.moe.dispatch import Dispatch
+from pipeline.model.moe.capacity import Dispatch
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.spec import ModelSpec

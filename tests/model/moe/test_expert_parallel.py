@@ -21,7 +21,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels.placement import place_by_sorting
 from pipeline.model.building import build_model
-from pipeline.model.moe import dispatch
+from pipeline.model.moe import capacity
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
@@ -141,7 +141,7 @@ def run_layer(world: World, size: int, config: MoEConfig, by_sorting: bool) -> R
     local = NUM_EXPERTS // size
     experts = build_experts(num_experts=local, first_expert=parallel.rank * local)
     layer = build_layer(experts, parallel, config)
-    sorts = mock.patch.object(dispatch, "place_routes", place_by_sorting)
+    sorts = mock.patch.object(capacity, "place_routes", place_by_sorting)
     with sorts if by_sorting else nullcontext():
         return layer_result(layer, world.rank)
 

@@ -1,4 +1,4 @@
-"""Dispatch: select the routes that experts serve, and their combine weights.
+"""Select the routes that experts serve, within their capacity, and their combine weights.
 
 A *route* is one (token, choice) pair. Dropless dispatch keeps every route. Capacity dispatch keeps
 a limited number of routes per expert and micro-batch: first choices before second choices, by

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.kernels import placement
 from pipeline.kernels.placement import combine, gather
-from pipeline.model.moe.dispatch import Dispatch, expert_capacity
+from pipeline.model.moe.capacity import Dispatch, expert_capacity
 from pipeline.model.moe.routing import Routing, choose
 
 Route = tuple[int, int]

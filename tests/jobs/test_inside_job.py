@@ -1,4 +1,4 @@
-"""Tests of pipeline/jobs/slurm_job.py and stage.sbatch, with stand-ins for SLURM's commands.
+"""Tests of pipeline/jobs/inside_job.py and stage.sbatch, with stand-ins for SLURM's commands.
 
 tests/cluster/ runs the same on a real controller.
 """
@@ -16,15 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
-from pipeline.jobs.job_endings import (
-    REPORTS,
-    TOLD_TO_END,
-    Asked,
-    Verdict,
-    read_ends,
-    verdicts,
-)
-from pipeline.jobs.slurm_job import (
+from pipeline.jobs.inside_job import (
     failed_nodes,
     job_fields,
     meeting_port,
@@ -32,6 +24,14 @@ from pipeline.jobs.slurm_job import (
     step_options,
     why_asked,
     without_gpu_binding,
+)
+from pipeline.jobs.job_endings import (
+    REPORTS,
+    TOLD_TO_END,
+    Asked,
+    Verdict,
+    read_ends,
+    verdicts,
 )
 
 SBATCH_PATH = Path(__file__).parents[2] / "slurm" / "stage.sbatch"
@@ -281,7 +281,7 @@ def test_the_ranks_of_a_job_and_their_nodes_are_those_of_its_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hosts = ["n1", "n2", "n7"]
-    monkeypatch.setattr("pipeline.jobs.slurm_job.slurm_hosts", lambda *_, **__: hosts)
+    monkeypatch.setattr("pipeline.jobs.inside_job.slurm_hosts", lambda *_, **__: hosts)
     variables = {
         "SLURM_JOB_NODELIST": "n[1-2,7]",
         "SLURM_JOB_ID": "9",
