@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BartConfig, FSMTConfig, M2M100Config, MBartConfig
+from transformers import BartConfig, FSMTConfig, M2M100Config, MBartConfig, NllbMoeConfig
 
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
@@ -86,7 +86,7 @@ def peer_config(kind: Any, *, size: int, **changes: object) -> Any:
     match kind():
         case FSMTConfig():
             shared |= {"src_vocab_size": size, "tgt_vocab_size": size, "langs": ["en", "de"]}
-        case BartConfig() | MBartConfig() | M2M100Config():
+        case BartConfig() | MBartConfig() | M2M100Config() | NllbMoeConfig():
             shared["vocab_size"] = size
     return kind(**(shared | changes))
 

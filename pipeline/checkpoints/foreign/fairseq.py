@@ -1,4 +1,4 @@
-"""Open fairseq's Transformer as a model of ours: mRASP2, transformer_big and their relatives.
+"""Open fairseq's Transformer as a model of ours, dense or with experts: mRASP2, NLLB and others.
 
 fairseq is not installed here. Names, defaults and meaning come from its public source:
 ``fairseq/models/transformer/transformer_{base,config,legacy}.py``,
@@ -6,17 +6,29 @@ fairseq is not installed here. Names, defaults and meaning come from its public 
 shape is that of ``transformer_big_t2t_12e12d`` in PANXiao1994/mRASP2
 (``mcolt/arches/transformer.py``): pre-norm, learned positions, unscaled embeddings with a norm. As
 here, positions count from the padding's id + 1, and sinusoids are sines, then cosines.
+
+Experts come from fairseq's branches ``moe`` and ``nllb`` (``fairseq/moe_checkpoint_utils.py``,
+``fairseq/modules/transformer_layer.py``,
+``fairseq/modules/moe/{moe_layer,top1gate,top2gate}.py``). ``X-shared.pt`` holds all other tensors;
+``X-rank-K.pt`` holds the experts of rank K: with n experts per rank, its expert i is expert
+K · n + i of the model. A layer has experts if its number from 1 is a multiple of ``moe_freq``. The
+probabilities of two kept experts are renormalized; the probability of a single expert is not.
+
+fairseq's evaluation drops tokens beyond an expert's capacity. A model of ours does so only if a
+recipe says so, because the result depends on the other sentences of a batch.
 """
 
+import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, field_validator
 
-from pipeline.artifacts.manifest import raw_digest
+from pipeline.artifacts.manifest import json_digest, raw_digest
 from pipeline.artifacts.tokenizer import LanguageTokenScheme
 from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.checkpoint import ModelSource
@@ -35,7 +47,7 @@ from pipeline.checkpoints.foreign.tensor_names import (
     with_output,
 )
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
-from pipeline.config.settings import shown
+from pipeline.config.settings import DropRate, shown
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
@@ -51,7 +63,6 @@ UNSUPPORTED = """
     alternate_encoder_ffn_embed_dim alternate_decoder_ffn_embed_dim moe_cmr
 """.split()
 """Settings of a model or task that ours does not have, also of mCOLT (mRASP2)."""
-MOE_SETTINGS = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
 PAD_ID = 1
 """The id of padding in every dictionary of fairseq."""
 _EMBEDDINGS = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -61,6 +72,10 @@ _TAGS_AT_END = "translation_from_pretrained_bart"
 """The task of mBART, where the source ends with its tag."""
 _FINAL_NORM_VERSION = 3
 """A stack of an earlier version has no norm after its last layer, whatever its settings say."""
+_SHARED = "-shared.pt"
+_RANK = re.compile(r"-rank-(0|[1-9]\d{0,4})\.pt", re.ASCII)
+_EXPERT = re.compile(r"(.+\.moe_layer\.experts)\.(0|[1-9]\d{0,4})\.(.+)", re.ASCII)
+"""The name of a tensor of an expert: its layer, the number of the expert, the rest."""
 
 
 class FairseqSettings(Described):
@@ -96,6 +111,16 @@ class FairseqSettings(Described):
     langtoks: dict[str, tuple[str | None, str | None]] = Field(default_factory=dict)
     lang_tok_style: Literal["multilingual", "mbart"] = "multilingual"
     langs: tuple[str, ...] = ()
+    moe_freq: int = 0
+    encoder_moe_freq: int = 0
+    decoder_moe_freq: int = 0
+    moe_expert_count: int = 0
+    moe_expert_ffn_dim: int | None = None
+    moe_top1_expert: bool = False
+    moe_second_expert_policy: str = "sampling"
+    moe_eom: DropRate = 0.0
+    moe_fom: DropRate = 0.0
+    moe_batch_prioritized_routing: bool = False
 
     @field_validator("langs", mode="before")
     @classmethod
@@ -112,6 +137,14 @@ class FairseqSettings(Described):
         """Return how the task spells the language tokens that it appends to the dictionary."""
         return "brackets" if self.lang_tok_style == "mbart" else "underscores"
 
+    @property
+    def kept_share(self) -> float:
+        """Return the factor that fairseq's evaluation multiplies outputs of experts by.
+
+        Training masks outputs of experts (``moe_eom``) and of whole layers (``moe_fom``).
+        """
+        return (1 - self.moe_eom) * (1 - self.moe_fom)
+
 
 def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
     """Read the settings of a checkpoint: ``args`` before fairseq 0.10, ``cfg`` by section since.
@@ -120,13 +153,6 @@ def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
         CheckpointError: There are none, or one is not supported.
     """
     values = _flat_settings(state, origin)
-    for name in MOE_SETTINGS:
-        if not _is_off(values.get(name)):
-            raise CheckpointError(
-                f"{origin} has {name} = {shown(values[name])}: experts of fairseq are not read. "
-                "Name a folder of Hugging Face's NLLB-MoE, which a script of transformers 4.30 "
-                "(convert_nllb_moe_sharded_original_checkpoint_to_pytorch.py) makes of such files."
-            )
     for name in UNSUPPORTED:
         if not _is_off(values.get(name)):
             refuse_other(origin, **{name: (values[name], None)})
@@ -202,8 +228,31 @@ def model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
         "scale_embedding": not settings.no_scale_embedding,
         "embedding_norm": settings.layernorm_embedding,
         "embedding": {"output": "tied" if settings.is_output_tied else "untied"},
+        "moe": _moe_settings(settings, origin),
     }
     return described_model(model, origin)
+
+
+def _moe_settings(settings: FairseqSettings, origin: Path) -> dict[str, object] | None:
+    encoder = max(settings.encoder_moe_freq, settings.moe_freq)
+    decoder = max(settings.decoder_moe_freq, settings.moe_freq)
+    if not encoder and not decoder:
+        return None
+    width = settings.encoder_ffn_embed_dim
+    refuse_other(
+        origin,
+        decoder_moe_freq=(decoder, encoder),
+        moe_expert_ffn_dim=(settings.moe_expert_ffn_dim or width, width),
+    )
+    if not settings.moe_top1_expert:  # other policies draw the second expert, in evaluation too
+        refuse_other(origin, moe_second_expert_policy=(settings.moe_second_expert_policy, "all"))
+    return {
+        "num_experts": settings.moe_expert_count,
+        "top_k": 1 if settings.moe_top1_expert else 2,
+        "every": encoder,
+        "combine_weights": "probability" if settings.moe_top1_expert else "renormalized",
+        "batch_prioritized": settings.moe_batch_prioritized_routing,
+    }
 
 
 def tag_scheme(settings: FairseqSettings, origin: Path) -> TagScheme:
@@ -252,13 +301,77 @@ def check_weights(weights: StateDict, settings: FairseqSettings) -> None:
             refuse_other(weights.origin, **{name: (found, _FINAL_NORM_VERSION)})
 
 
+def rank_files(shared: Path) -> list[Path]:
+    """Return the files of all ranks next to the shared file, in the order of ranks.
+
+    Raises:
+        CheckpointError: One is missing, or all are.
+    """
+    stem = shared.name.removesuffix(_SHARED)
+    names = [path.name for path in shared.parent.iterdir() if path.name.startswith(stem)]
+    matches = filter(None, (_RANK.fullmatch(name.removeprefix(stem)) for name in names))
+    ranks = {int(match[1]) for match in matches}
+    for rank in range(max(ranks, default=0) + 1):
+        if rank not in ranks:
+            raise _missing(shared, rank)
+    return [_rank_file(shared, rank) for rank in sorted(ranks)]
+
+
+def with_experts(weights: StateDict, files: Sequence[Path], num_experts: int) -> StateDict:
+    """Return the shared weights together with the experts in the files of all ranks.
+
+    Raises:
+        CheckpointError: A file is missing, holds other tensors than experts', or another number of
+            experts than the first file.
+    """
+    tensors = dict(weights.tensors)
+    local = 0  # experts per rank, which the first file tells
+    for rank, path in enumerate(files):
+        experts = StateDict.checked(path, read_torch_file(path, keep=["model"]).get("model"))
+        numbers = set()
+        for name, value in experts.tensors.items():
+            match = _EXPERT.fullmatch(name)
+            if match is None:
+                raise CheckpointError(
+                    f"{path} holds {name}, which belongs to no expert. Restore the files of all "
+                    "ranks from one checkpoint."
+                )
+            layer, number, rest = match.groups()
+            numbers.add(int(number))
+            tensors[f"{layer}.{rank * local + int(number)}.{rest}"] = value
+        if rank == 0:
+            local = len(numbers)
+            if len(files) * local < num_experts and num_experts % local == 0:
+                raise _missing(weights.origin, len(files))
+        if numbers != set(range(local)) or len(files) * local != num_experts:
+            raise CheckpointError(
+                f"{path} holds {len(numbers):,} experts of a layer, but {len(files):,} files "
+                f"share {num_experts:,}. Restore the files of all ranks from one checkpoint."
+            )
+    return replace(weights, tensors=tensors)
+
+
+def _rank_file(shared: Path, rank: int) -> Path:
+    return shared.with_name(f"{shared.name.removesuffix(_SHARED)}-rank-{rank}.pt")
+
+
+def _missing(shared: Path, rank: int) -> CheckpointError:
+    return CheckpointError(
+        f"{_rank_file(shared, rank)}, which holds the experts of a rank, is missing. Put the files "
+        f"of all ranks next to {shared.name}."
+    )
+
+
 def open_file(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSource:
-    """Open a checkpoint (``.pt``) by our names of its tensors.
+    """Open ``X.pt``, or ``X-shared.pt`` with its ranks' files, by our names of its tensors.
 
     Raises:
         CheckpointError: The file or the vocabulary cannot be read, or has something that ours does
             not have.
     """
+    if _RANK.search(path.name) is not None:
+        shared = _RANK.sub(_SHARED, path.name)
+        raise CheckpointError(f"{path} holds only the experts of one rank. Name {shared} instead.")
     if vocabulary is None:
         raise CheckpointError(
             f"{path} contains no vocabulary. Import it with its dictionary and its SentencePiece "
@@ -269,6 +382,15 @@ def open_file(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSource:
     weights = StateDict.checked(path, state.get("model"))
     settings = read_settings(state, path)
     model = model_config(settings, path)
+    files = [path]
+    if path.name.endswith(_SHARED):
+        if model.moe is None:
+            raise CheckpointError(
+                f"{path} has moe_freq = 0, but only models with experts have files of ranks. Name "
+                "another checkpoint."
+            )
+        files += rank_files(path)
+        weights = with_experts(weights, files[1:], model.moe.num_experts)
     check_weights(weights, settings)
     tables = (weights.tensors[name] for name in _EMBEDDINGS if name in weights.tensors)
     size = next((len(table) for table in tables if table.dim() == 2), None)
@@ -288,9 +410,11 @@ def open_file(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSource:
         tag_scheme=tag_scheme(settings, path),
     )
     table = with_output(FAIRSEQ_TABLE, FAIRSEQ_OUTPUT, tied=settings.is_output_tied)
+    tensors = ForeignTensors.through(
+        table, weights, spec=spec, expert_output_scale=settings.kept_share
+    )
+    digests = {file.name: raw_digest(file) for file in files}
+    digest = digests[path.name] if len(files) == 1 else json_digest(digests)
     return ModelSource(
-        spec=spec,
-        tokenizer=tokenizer,
-        tensors=ForeignTensors.through(table, weights, spec=spec),
-        record=raw_record(path, raw_digest(path)),
+        spec=spec, tokenizer=tokenizer, tensors=tensors, record=raw_record(path, digest)
     )

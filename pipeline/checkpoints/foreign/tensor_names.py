@@ -189,7 +189,10 @@ decoder.version                        -                         # 3: norms foll
 {stack}.embed_positions.weights        -                         # sinusoids: computed
 {stack}.embed_positions.weight         {stack}.positions.weight  # learned; row 2 is the first
 {stack}.layernorm_embedding.{kind}     {stack}.embedding_norm.{kind}
-""")
+{stack}.layers.{layer}.moe_layer.gate.wg.weight               {stack}.layers.{layer}.feed_forward.router.weight
+{stack}.layers.{layer}.moe_layer.experts.{expert}.fc1.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.up.{kind}
+{stack}.layers.{layer}.moe_layer.experts.{expert}.fc2.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times (1 - moe_eom) · (1 - moe_fom)
+""")  # noqa: E501 (a table)
 FAIRSEQ_OUTPUT = "decoder.output_projection.weight"
 M2M100_TABLE = NameTable.parse("""
 model.shared.weight                    embedding.weight

@@ -185,7 +185,12 @@ def pre_norm(files: Files) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["encoder.layers.0.self_attn.in_proj_weight", "decoder.layers.1.layer_norms.2.bias"]
+    "name",
+    [
+        "encoder.layers.0.self_attn.in_proj_weight",
+        "decoder.layers.1.layer_norms.2.bias",
+        "decoder.embed_out",
+    ],
 )
 def test_names_of_fairseq_before_0_10_are_refused_with_the_way_to_rename_them(
     name: str, pre_norm: Any, files: Files, tmp_path: Path
@@ -265,7 +270,6 @@ def test_tags_stand_where_the_task_put_them(
         {"encoder_langtok": "tgt", "decoder_langtok": True},
         {"task": "translation_from_pretrained_bart"},
         {"encoder_layers": -1},
-        {"moe_freq": 2},
         {"encoder_attention_heads": 3, "decoder_attention_heads": 3},
     ],
 )
