@@ -511,7 +511,7 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
     assert translations.names("hypotheses") == [
         f"hypotheses/{name}.jsonl" for name in ("de-en", "de-fr", "en-de", "fr-de")
     ]
-    assert "2 directions left out" in translations.manifest.summary[-1]
+    assert "2 directions skipped" in translations.manifest.summary[-1]
     assert "de-zu, zu-de" in capsys.readouterr().out
 
 

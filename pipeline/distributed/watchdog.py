@@ -125,7 +125,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class News:
-    """What the store told last."""
+    """The last answer of the store."""
 
     answers: int = 0
     """How often the store has answered."""

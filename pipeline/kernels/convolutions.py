@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.kernels.products import is_on_cpu
+
 
 @dataclass(frozen=True)
 class Gaps:
@@ -92,7 +94,7 @@ def convolve(x_PVC: Tensor, weight_OCK: Tensor, bias_O: Tensor) -> Tensor:
     processors have no other convolution.
     """
     dtype = x_PVC.dtype
-    if x_PVC.device.type == "cpu":
+    if is_on_cpu(x_PVC):
         dtype = torch.promote_types(dtype, torch.float32)
     x_VCP, weight_OCK, bias_O = (x.to(dtype) for x in (x_PVC.permute(1, 2, 0), weight_OCK, bias_O))
     y_VOP = F.conv1d(x_VCP, weight_OCK, bias_O, padding=weight_OCK.shape[-1] // 2)

@@ -136,6 +136,7 @@ class FlatGradients:
             for group in self._groups:
                 if group.added:
                     torch._foreach_zero_(group.added)
+        # Multiplying by 1 would read and write the gradient of all logits once more.
         gradients = torch.autograd.grad(
             objective if factor == 1 else objective * factor, self._parameters, allow_unused=True
         )

@@ -287,7 +287,7 @@ def test_a_function_is_run_only_where_the_recipe_names_its_file_with_the_same_co
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"segmenters": {"zh": "jieba"}}, "names 'jieba' for zh, which is none. Name one of cha"),
+        ({"segmenters": {"zh": "jieba"}}, "names 'jieba' for zh, which is none. Name cha"),
         ({"segmenters": {"zh": "os:system"}}, "which is none"),
         ({"segmenters": {"zh": "words.py"}}, "which is none"),
         ({"segmenters": {"zh": "words.py:a.b"}}, "which is none"),

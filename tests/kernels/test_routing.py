@@ -46,9 +46,7 @@ def test_experts_their_weights_and_the_balance_loss_are_those_of_the_formulas(
     weight_NC = probability_NE.gather(1, expert_NC)
     if combine_weights == "renormalized":
         weight_NC = plain_NE.gather(1, expert_NC).softmax(-1)
-    count_E = torch.bincount(
-        expert_NC[:, 0], minlength=num_experts
-    )  # a loss of 0 if there are none
+    count_E = torch.bincount(expert_NC[:, 0], minlength=num_experts)
     products_E = count_E * probability_NE.sum(0) / max(num_tokens, 1) ** 2
     balance_loss = num_experts * products_E.sum()
     assert torch.equal(ours.expert_NC, expert_NC)

@@ -26,11 +26,11 @@ LINES = {
     "data_prep": 7_063,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
     "pipeline/artifacts": 4_957,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_784,  # 3,000
-    "pipeline/kernels": 5_750,  # 3,200
-    "pipeline/decoding": 3_886,  # 2,900
-    "pipeline/training": 3_641,  # 2,800
-    "pipeline/checkpoints/foreign": 2_392,  # 2,200
-    "pipeline/model": 3_247,  # 2,700
+    "pipeline/kernels": 5_752,  # 3,200
+    "pipeline/decoding": 3_844,  # 2,900
+    "pipeline/training": 3_623,  # 2,800
+    "pipeline/checkpoints/foreign": 2_519,  # 2,200
+    "pipeline/model": 3_223,  # 2,700
     "pipeline/estimates": 1_687,  # 1,700
     "pipeline/cli": 1_866,  # 1,500
     "pipeline/checkpoints": 2_144,  # 1,700
@@ -39,16 +39,16 @@ LINES = {
     "pipeline/batching": 1_846,  # 1,300
     "pipeline/distributed": 1_675,  # 1,200
     "pipeline/extensions/analysis": 1_319,  # 1,000
-    "pipeline/stages": 984,  # 1,300
-    "pipeline": 3_897,  # 2,000: config and single modules
+    "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
+    "pipeline": 3_897,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_506,  # 1,450
     "pipeline/serving": 980,  # 950
-    "pipeline data_prep": 60_788,  # 46,000: all of the above
-    "tests": 70_759,  # 49,000: with the next three
-    "tests/bench": 4_394,  # 3,600
-    "tests/support": 5_457,  # 3,000
+    "pipeline data_prep": 60_918,  # 46,000: all of the above
+    "tests": 70_963,  # 49,000: with the next three
+    "tests/bench": 4_335,  # 3,600
+    "tests/support": 5_408,  # 3,000
     "tests/whole": 7_318,  # 4,500
-    "pages": 6_421,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
+    "pages": 6_414,  # 5,500: README, CONTRIBUTING, CHANGELOG, docs without docs/results
 }
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
@@ -57,7 +57,7 @@ COUNTS = {
     "settings": 190,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 577,  # 350: texts given to the errors of pipeline/errors.py
+    "error messages": 581,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 103,  # as few as possible
     "class names in more than one module": 11,  # as few as possible
 }
@@ -79,7 +79,7 @@ LEAST_EXAMPLES = 0.44  # 1.0
 LEAST_COMMENTS = {
     "pipeline/model": 1.18,  # 2
     "pipeline/kernels": 1.67,  # 2
-    "pipeline/training": 1.67,  # 2
+    "pipeline/training": 1.68,  # 2
     "pipeline/decoding": 0.78,  # 2
     "pipeline/distributed": 2.0,  # 2
     "pipeline/batching/global_step.py": 1.35,  # 2
@@ -89,27 +89,12 @@ LEAST_COMMENTS = {
 """Least comment lines per 100 lines of code."""
 
 GRANTED: tuple[tuple[str, float, str], ...] = (
-    ("pipeline/kernels", 179, "someone who translates on a GPU waits for the steps of a search"),
     ("pipeline/decoding", 42, "someone who translates on a GPU waits for the steps of a search"),
-    (
-        "pipeline/training",
-        12,
-        "someone who trains on a GPU: a factor of the loss read all logits again",
-    ),
+    ("pipeline/training", 12, "someone who trains on a GPU: a loss's factor read all logits again"),
+    ("pipeline/training", 7, "someone whose recorded recipe has a setting that went"),
     ("pipeline/model", 24, "someone who translates on a GPU: a step has one product for three"),
-    (
-        "pipeline/estimates",
-        18,
-        "someone who plans for a GPU: searches and experts were forecast wrongly",
-    ),
-    ("pipeline/batching", 4, "someone who trains on a GPU: a batch was copied to where it was"),
-    ("pipeline/distributed", 16, "someone whose port is taken by another process gets a sentence"),
-    ("pipeline", 48, "someone who asks for zh_TW, and someone who has not installed the clone"),
-    ("tests", 105, "someone who opens a stranger's artifact, and someone who searches widely"),
+    ("tests/support", 25, "someone who adds a stage runs it in tests by one helper, not by a copy"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
-    ("tests/support", 15, "someone who adds a kernel: it is compiled for a GPU without one"),
-    ("pages", 10, "someone with a GPU reads what one measured"),
-    ("data_prep", 69, "someone with an open quote in a CSV lost all rows up to the next one"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 

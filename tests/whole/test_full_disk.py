@@ -66,9 +66,10 @@ class Disk:
             if not isinstance(file, str | Path) or not set(mode) & set("wax+"):
                 return original(file, mode, buffering, encoding, errors, newline, **options)
             self.count(file)
-            raw = _FullFile(str(file), mode.replace("b", "").replace("t", ""))
+            kind = mode.replace("b", "").replace("t", "")
+            raw = _FullFile(str(file), kind, opener=options.get("opener"))  # of a file without name
             raw.disk = self
-            buffered = io.BufferedWriter(raw)
+            buffered = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
             if "b" in mode:
                 return buffered
             return io.TextIOWrapper(buffered, encoding, errors, newline)

@@ -178,7 +178,7 @@ def test_fronts_that_cannot_be_made_are_refused(
         "lost": (FROM_SUBWORDS.format(front=TABLES["msc"]), "front.mixture"),
         "words of pieces": (
             FROM_SUBWORDS.format(front=TABLES["wsf"]).replace('"bytes"', '"subwords"'),
-            "Use one of bytes or characters",
+            "Use a vocabulary of bytes or characters",
         ),
         "no front to keep": (
             EXPERTS.format(router="token") + '[model.front]\nkind = "ncf"\n',
