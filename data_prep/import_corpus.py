@@ -66,7 +66,7 @@ BLOCK_RECORDS, BLOCK_BYTES = 2**13, 2**23
 """Records of a block, and bytes of their texts; a block ends with the record that reaches one."""
 
 CHUNK_LINES = 32
-"""Lines written at a time, each of which may have ``corpus.max_line_bytes``."""
+"""Lines written at a time, each of which may have 1 MiB."""
 
 Spellings = tuple[str, ...]
 """Spellings of one language in a file, by preference."""
