@@ -32,12 +32,15 @@ from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.line_filter import written_record
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import LanguageDetector
+from pipeline.languages import find_code
 from pipeline.serving.bodies import Fields, Refused, read_fields
 from pipeline.serving.systems import System, Systems
 from pipeline.serving.worker import Worker
 
 AUTO = "auto"
 """Source language of a request that asks for detection."""
+UNKNOWN = "en"
+"""Language of a text of which nothing is known, if there is this language."""
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src "
@@ -125,15 +128,16 @@ class Api:
         with self._place():
             texts = fields.texts(most_characters=self._limits.characters)
             source, target = fields.required("source"), fields.required("target")
-            detected = await self._ranked(texts) if source == AUTO else []
-            if source == AUTO and not detected:
-                raise Refused(400, "The language of 'q' cannot be detected. Name the source.")
-            source = detected[0]["language"] if detected else source
-            system, direction = self._systems.choose(fields.system, source, target)
-            if problem := system.translator.phrases_problem(fields.phrases):
-                raise Refused(400, f"'phrases' asks for a translation that {problem}. Change it.")
-            system = system.with_words if fields.details else system
-            pieces = [_Text(text, system, direction) for text in texts]
+            detected = await self._detected(texts) if source == AUTO else []
+            sources = [one["language"] for one in detected] or [source] * len(texts)
+            pieces = []
+            for text, code in zip(texts, sources, strict=True):
+                system, direction = self._systems.choose(fields.system, code, target)
+                if problem := system.translator.phrases_problem(fields.phrases):
+                    sentence = f"'phrases' asks for a translation that {problem}. Change it."
+                    raise Refused(400, sentence)
+                system = system.with_words if fields.details else system
+                pieces.append(_Text(text, system, direction))
             places = count()
             results = [
                 result
@@ -143,7 +147,7 @@ class Api:
             await self._finish(request, results)
             answer: dict[str, list[Any]] = {"translatedText": [one.variant(0) for one in pieces]}
             if detected:
-                answer["detectedLanguage"] = detected[:1] * len(texts)
+                answer["detectedLanguage"] = detected
             if most := fields.alternatives:
                 answer["alternatives"] = [piece.alternatives(most) for piece in pieces]
             if fields.details:
@@ -226,22 +230,34 @@ class Api:
             for result in results:
                 result.cancel()
 
+    async def _detected(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the language of each text; the language of all together if a text tells none."""
+        together = await self._ranked(texts)
+        if len(texts) == 1:
+            return together[:1]
+        ranked = [await self._ranked([text]) for text in texts]
+        return [(own if own[0]["confidence"] else together)[0] for own in ranked]
+
     async def _ranked(self, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the probable languages of all texts together, as LibreTranslate lists them."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._detecting, self._rank, "\n".join(texts))
 
     def _rank(self, text: str) -> list[dict[str, Any]]:
+        codes = [language["code"] for language in self._systems.languages]
         if self._detector is None:
-            codes = [language["code"] for language in self._systems.languages]
             try:
                 self._detector = LanguageDetector(codes, seed=1)
             except ConfigError as error:
                 problem = "None of the languages can be detected. Name the source."
                 raise Refused(400, problem) from error
+        ranked = self._detector.ranked(text)
+        if not ranked:  # digits, for example: clients of LibreTranslate expect English
+            code = find_code(UNKNOWN, codes) or codes[0]
+            return [{"confidence": 0.0, "language": code}]
         return [
             {"confidence": round(100 * probability, 1), "language": code}
-            for code, probability in self._detector.ranked(text)
+            for code, probability in ranked
         ]
 
 

@@ -1,7 +1,10 @@
-"""Read what a client sends: a JSON object or a form, of bounded size, in valid Unicode."""
+"""Read a client's fields: a JSON object, a form or a query, of bounded size, in valid Unicode."""
 
 import json
 from collections.abc import Mapping
+from email import policy
+from email.message import Message
+from email.parser import BytesParser
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
@@ -83,19 +86,17 @@ async def read_fields(request: Request, *, most_characters: int) -> Fields:
     try:
         if kind == "application/json":
             values = json.loads(body.decode())
-        elif kind == "application/x-www-form-urlencoded":
-            pairs = body.decode("ascii")
-            listed = parse_qsl(pairs, keep_blank_values=True, errors="strict")
+        else:
+            # As with LibreTranslate, fields of a form may stand in the query of the address.
+            listed = _pairs(request.url.query) + _form(kind, request, body)
             values = dict(listed)
             if len(values) < len(listed):
                 raise Refused(400, "A field of the form is repeated. Send a list in JSON.")
-        else:
-            raise Refused(415, "The body is neither JSON nor a URL-encoded form. Send either.")
         _refuse_surrogates(values)
     except UnicodeError as error:
-        raise Refused(400, "The body is not valid Unicode in UTF-8. Send UTF-8.") from error
+        raise Refused(400, "The request is not valid Unicode in UTF-8. Send UTF-8.") from error
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "The body is not valid JSON. Send a JSON object.") from error
+        raise Refused(400, "The body is not valid JSON or no valid form. Send JSON.") from error
     if not isinstance(values, dict):
         raise Refused(400, "The body is not a JSON object. Send an object.")
     try:
@@ -104,6 +105,35 @@ async def read_fields(request: Request, *, most_characters: int) -> Fields:
         first = error.errors(include_url=False)[0]
         problem = f"{first['loc'][0]!r} cannot be used ({first['msg']})"
         raise Refused(400, f"{problem}. Send another value.") from error
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    return parse_qsl(text, keep_blank_values=True, errors="strict")
+
+
+def _form(kind: str, request: Request, body: bytes) -> list[tuple[str, str]]:
+    """Return the fields of a form; raise Refused if the body is of another type."""
+    if kind == "application/x-www-form-urlencoded":
+        return _pairs(body.decode("ascii"))
+    if kind == "multipart/form-data":
+        head = f"Content-Type: {request.headers['content-type']}\r\n\r\n".encode("latin-1")
+        form = BytesParser(policy=policy.HTTP).parsebytes(head + body)
+        if not form.is_multipart() or form.defects:
+            raise Refused(400, "The parts of the form cannot be told apart. Send JSON.")
+        return [
+            (str(part.get_param("name", "", "content-disposition")), _text_of(part))
+            for part in form.iter_parts()
+        ]
+    if body:
+        raise Refused(415, "The body is neither JSON nor a form. Send either.")
+    return []
+
+
+def _text_of(part: Message) -> str:
+    content = part.get_payload(decode=True)
+    if not isinstance(content, bytes):
+        raise Refused(400, "A part of the form has parts itself. Send text.")
+    return content.decode()
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:

@@ -378,8 +378,6 @@ def test_what_cannot_be_translated_is_told_in_the_place_of_the_translation(
     tab: Tab, served: Served
 ) -> None:
     visit(tab, served)
-    fill(tab, "12")
-    wait_for_text(tab, "narrow", served.post(q="12", source="auto").refusal())
     choose(tab, "from", "deu")
     choose(tab, "to", "turk")
     fill(tab, "Haus")

@@ -35,7 +35,9 @@ from pipeline.serving.server import SLOW_CONNECTIONS, listen
 pytestmark = pytest.mark.slow
 
 FORM = "application/x-www-form-urlencoded"
+PARTS = "multipart/form-data; boundary=x"
 GERMAN = "Das ist ein Satz, der auf Deutsch geschrieben wurde, und niemand zweifelt daran."
+FRENCH = "Ceci est une phrase écrite en français, et personne ne le met en doute aujourd'hui."
 MANY_LINES = "ja\n" * 3000
 
 
@@ -208,9 +210,43 @@ def test_the_source_language_is_detected_on_request(served: Served) -> None:
     assert 90 < detected["confidence"] <= 100
     assert answer == served.post(q=GERMAN).json()
     assert served.post(q=GERMAN, source="auto", target="de").json()["translatedText"] == GERMAN
-    assert served.post(q="12", source="auto").status == 400
+
+
+def test_a_text_that_tells_no_language_is_english_at_confidence_0(served: Served) -> None:
+    for text in ("12345", "…", " "):
+        answer = served.post(q=text, source="auto", target="de").json()
+        assert answer.pop("detectedLanguage") == {"confidence": 0.0, "language": "en"}
+        assert answer == served.post(q=text, source="en", target="de").json()
+        ranked = served.ask("/detect", json.dumps({"q": text}).encode(), kind=JSON).json()
+        assert ranked == [{"confidence": 0.0, "language": "en"}]
+
+
+def test_every_text_of_a_list_has_its_own_language(served: Served) -> None:
+    texts = [GERMAN, FRENCH, "12"]
+    several = served.post(q=texts, source="auto").json()
+    codes = [one["language"] for one in several["detectedLanguage"]]
+    assert codes[:2] == ["de", "fr"]
+    assert several["translatedText"] == [
+        served.post(q=text, source=code).json()["translatedText"]
+        for text, code in zip(texts, codes, strict=True)
+    ]
     several = served.post(q=["12", GERMAN], source="auto").json()
     assert [one["language"] for one in several["detectedLanguage"]] == ["de", "de"]
+
+
+def test_forms_in_parts_and_queries_are_answered_as_json_is(served: Served) -> None:
+    fields = {"q": "Ein schönes Haus.", "source": "de", "target": "en"}
+    parts = "".join(
+        f'--x\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in fields.items()
+    )
+    expected = served.post(**fields).json()
+    form = served.ask("/translate", f"{parts}--x--\r\n".encode(), kind=PARTS)
+    assert form.json() == expected
+    assert served.ask(f"/translate?{urlencode(fields)}", b"", kind="").json() == expected
+    query = urlencode({"target": fields.pop("target")})
+    both = served.ask(f"/translate?{query}", urlencode(fields).encode(), kind=FORM)
+    assert both.json() == expected
 
 
 def test_detection_tells_the_scripts_of_a_model_apart_and_regions_find_them(tmp_path: Path) -> None:
@@ -282,7 +318,12 @@ def test_the_page_asks_no_other_host(served: Served) -> None:
         (413, b'{"q": "%s", "source": "de", "target": "en"}' % (b"a" * 9001), JSON),
         (413, b" " * 200_000, JSON),
         (415, b"ja", "text/plain"),
-        (415, b"", "multipart/form-data; boundary=x"),
+        (415, b"ja", "application/octet-stream"),
+        (400, b"", PARTS),
+        (400, b"--x\r\n\r\nja\r\n--x--\r\n", PARTS),
+        (400, b"--y\r\n\r\nja\r\n--y--\r\n", PARTS),
+        (400, b"--x\r\n" * 5_000, PARTS),
+        (400, b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\n\xff\r\n--x--', PARTS),
     ],
 )
 def test_what_cannot_be_translated_is_answered_in_one_sentence(

@@ -93,6 +93,9 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/training", 12, "someone who trains on a GPU: a loss's factor read all logits again"),
     ("pipeline/training", 7, "someone whose recorded recipe has a setting that went"),
     ("pipeline/model", 24, "someone who translates on a GPU: a step has one product for three"),
+    ("pipeline/serving", 46, "someone whose client of LibreTranslate sends forms or lists"),
+    ("pipeline data_prep", 46, "someone whose client of LibreTranslate sends forms or lists"),
+    ("tests", 21, "someone whose client of LibreTranslate sends forms or lists"),
     ("tests/support", 25, "someone who adds a stage runs it in tests by one helper, not by a copy"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
 )
