@@ -39,6 +39,7 @@ from data_prep.readers.listed import read_listed
 from data_prep.readers.raw_text import (
     FILES_IGNORED,
     FOLDERS_IGNORED,
+    FOLDERS_REPEATED,
     ONE_SIDED,
     SPLITS,
     FilesInStep,
@@ -228,9 +229,10 @@ class SectionImport:
         is_swapped = self._importing.raw.is_found and are_swapped(sample, section.spellings)
         if is_swapped and self._importing.config.swapped_sides == "refuse":
             (first, second), (one, other) = section.spellings, section.sources
+            names = "names of the two files" if one.name != other.name else "languages of its sides"
             raise DataError(
-                f"{one.place} reads as {second} and {other.place} as {first}. Exchange the names "
-                "of the two files, or set corpus.swapped_sides to 'accept' if they are right."
+                f"{one.place} reads as {second} and {other.place} as {first}. Exchange the "
+                f"{names}, or set corpus.swapped_sides to 'accept' if they are right."
             )
         self._importing.kept[section.pair, section.split] += self._counts.kept
         return ImportedSection(
@@ -469,6 +471,7 @@ def _left_out(totals: Totals) -> str:
         ("pairs_not_selected", "pair", "of other languages"),
         (FOLDERS_IGNORED, "folder", "not named like a pair"),
         (FILES_IGNORED, "file", "of another form"),
+        (FOLDERS_REPEATED, "folder", "with the text of another"),
         (ONE_SIDED, "record", "without text in one of its languages"),
     ):
         if counts[name]:

@@ -1,5 +1,6 @@
 """TOML and JSON from outside: small files that would cost a lot, and broken ones."""
 
+import codecs
 import json
 import time
 import tracemalloc
@@ -104,6 +105,11 @@ def test_a_dotted_key_that_would_take_minutes_is_refused_at_once(path: Path) -> 
 )
 def test_broken_json_is_refused(content: bytes, reason: str, path: Path) -> None:
     assert reason in refused_json(path, content)
+
+
+def test_a_byte_order_mark_before_toml_is_not_part_of_it(path: Path) -> None:
+    path.write_bytes(codecs.BOM_UTF8 + b"a = 1\n")
+    assert read_toml(path) == {"a": 1}
 
 
 def test_text_beyond_ascii_is_read(path: Path) -> None:

@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from data_prep.readers.multiway import is_language
@@ -24,6 +25,7 @@ from data_prep.readers.raw_text import (
     CODE,
     FILES_IGNORED,
     FOLDERS_IGNORED,
+    FOLDERS_REPEATED,
     PACKED,
     SPLIT_NAMES,
     SPLITS,
@@ -106,11 +108,13 @@ class PairFolder:
 def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read every pair of files in trees of pair folders, by pair, then by tree.
 
-    Folders of other pairs are counted and not looked into.
+    Folders of other pairs are counted and not looked into; so is a second folder of one tree with
+    the same text (``zh-de`` next to ``de-zh``).
 
     Raises:
         ConfigError: No tree is given, or a wanted language is in no pair of wanted languages.
-        DataError: No pairs, a side is missing, or two folders of one tree are of one pair.
+        DataError: No pairs, a side is missing, or two folders of one tree have different text of
+            one pair.
     """
     left_out = SkippedText()
     folders = _pair_folders(raw_paths(raw, source="tree"), left_out)
@@ -122,16 +126,31 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     for folder, pair in chosen:
         sections = [entry.section(config) for entry in _folder_files(folder, pair, left_out)]
         key = sections[0].pair, folder.prefix
-        first, _ = found.setdefault(key, (folder, sections))
-        if first is not folder:
+        first, known = found.setdefault(key, (folder, sections))
+        if first is folder:
+            continue
+        if not _hold_same_text(known, sections):
             raise DataError(
-                f"{first.directory} and {folder.directory} are both text of the pair "
+                f"{first.directory} and {folder.directory} hold different text of the pair "
                 f"{key[0]}. Join them or remove one."
             )
+        left_out[FOLDERS_REPEATED] += 1
     # A stable sort: the folders of a pair stay in the order of their trees.
     ordered = sorted(found.items(), key=lambda item: item[0][0])
     sections = [section for _, (_, of_folder) in ordered for section in of_folder]
     return RawText(sections, left_out=left_out)
+
+
+def _hold_same_text(one: Sequence[Section], other: Sequence[Section]) -> bool:
+    lines, others = (
+        {entry.split: entry.lines for entry in side if isinstance(entry.lines, FilesInStep)}
+        for side in (one, other)
+    )
+    return lines.keys() == others.keys() and all(
+        line == other_line
+        for split in lines
+        for line, other_line in zip_longest(lines[split], others[split])
+    )
 
 
 def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFolder]:

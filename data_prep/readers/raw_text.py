@@ -179,6 +179,7 @@ class Section:
 
 
 FILES_IGNORED, FOLDERS_IGNORED, ONE_SIDED = "files_ignored", "folders_ignored", "records_one_sided"
+FOLDERS_REPEATED = "folders_repeated"
 
 
 class SkippedText(Counter[str]):

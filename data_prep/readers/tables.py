@@ -20,13 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
 from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawInput, iterate_raw_lines, table_rows
+from pipeline.artifacts.raw_input import RawInput, iterate_blocks, iterate_raw_lines, table_rows
+from pipeline.config.settings import shown
 from pipeline.errors import DataError
 from pipeline.languages import find_code
 from pipeline.terminal import listed
@@ -174,6 +176,10 @@ def _column_names(
             f"Nothing says which languages {file.path} has. Set corpus.columns, for instance "
             '{ de = "source", en = "target" }, or put the file into a folder named like de-en.'
         )
+    if file.ending.startswith("json") and _begins_with(file.path, b"["):
+        raise DataError(
+            f"{file.path} is one JSON array. Write an object per line, for example by jq -c '.[]'."
+        )
     columns = {language: config.columns.get(language, language) for language in languages}
     rows = _rows(file, columns.values(), max_line_bytes=config.max_line_bytes)
     _require_columns(file, islice(rows, ROWS_WITH_COLUMNS), columns)
@@ -210,6 +216,12 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
     return found
 
 
+def _begins_with(path: Path, mark: bytes) -> bool:
+    """Return whether the text of a file begins with a mark."""
+    block = next(iterate_blocks(path), b"")
+    return block.removeprefix(codecs.BOM_UTF8).lstrip().startswith(mark)
+
+
 def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[str, str]) -> None:
     """Refuse a file if a column is in none of these rows, each of which may lack some text."""
     present: dict[str, None] = {}
@@ -227,6 +239,13 @@ def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[s
             "its form, or correct the line."
         )
     if line:
+        (only, *others) = present
+        separator = next((mark for mark in (";", "\t", "|") if mark in only), None)
+        if file.ending.startswith("csv") and not others and separator is not None:
+            raise DataError(
+                f"{file.path} has the one column {shown(only)!r}: {separator!r} separates its "
+                "columns. Save it with commas."
+            )
         missing = [column for column in columns.values() if column not in present]
         raise DataError(
             f"{file.path} has no column {listed(missing)} (it has {listed(present)}). Set "

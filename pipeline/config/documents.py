@@ -44,7 +44,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         path, limit=MAX_TOML_BYTES, error=ConfigError, fix="name a file that is there"
     )
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")  # some editors begin a file with a byte-order mark
         if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
             raise ConfigError(
                 f"{path} has a line with more than {MAX_TOML_DOTS} dots. Nest tables less deeply."

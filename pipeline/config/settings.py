@@ -164,7 +164,7 @@ def _describe_finding(
         case "value_error" if isinstance(finding["input"], BaseModel | dict):
             return f"{where}: {finding['ctx']['error']}".removeprefix(": ")
         case "value_error":
-            return f"{where} is {shown(finding['input'])}. {finding['ctx']['error']}"
+            return f"{where} is {_given(finding['input'])}. {finding['ctx']['error']}"
         case "list_type" | "tuple_type":
             example = shown(json.dumps([finding["input"]], ensure_ascii=False, default=str))
             return f"{where} is {shown(finding['input'])}. Write a list, {example}"
@@ -173,13 +173,18 @@ def _describe_finding(
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"{where} is {shown(finding['input'])}. Write it as a table, [{where}]"
         case "bool_type" | "bool_parsing":
-            return f"{where} is {shown(finding['input'])}. Write true or false"
+            return f"{where} is {_given(finding['input'])}. Write true or false"
         case "literal_error" | "union_tag_invalid":
             context = finding["ctx"]
             choices = re.findall("'([^']*)'", context.get("expected", context.get("expected_tags")))
             given = str(context.get("tag", finding["input"]))
             return f"{where} is {shown(given)}{hint(given, choices)}"
     return f"{where} is {shown(finding['input'])}: {finding['msg']}"
+
+
+def _given(value: object) -> str:
+    """Return a value as it was given: text in quotes, since a number in quotes is none."""
+    return shown(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value)
 
 
 def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[str, ...]:

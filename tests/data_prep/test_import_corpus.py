@@ -197,7 +197,7 @@ SENTENCES = "a sentence\n" * 500
             dict.fromkeys(
                 ["de-en/train.de", "de-en/train.en", "en-de/test.de", "en-de/test.en"], "a\n"
             ),
-            r"de-en and .*en-de are both text of the pair de-en",
+            r"de-en and .*en-de hold different text of the pair de-en",
         ),
     ],
 )
@@ -207,6 +207,17 @@ def test_trees_that_cannot_be_read_are_told(
     with pytest.raises(DataError, match=said):
         imported(out, write(raw, files), CorpusConfig(max_train_lines=5))
     assert not out.exists()
+
+
+def test_a_reversed_folder_with_the_same_text_is_taken_once(raw: Path, out: Path) -> None:
+    text = {"train.de": "a\n", "train.en": "b\n"}
+    write(raw, {f"{folder}/{name}": text[name] for folder in ("de-en", "en-de") for name in text})
+    corpus = imported(out, raw)
+    assert corpus.statistics["counts"]["folders_repeated"] == 1
+    assert line_counts(corpus, "train") == {"de-en": 1}
+    write(raw, {"en-de/train.de": "c\n"})
+    with pytest.raises(DataError, match="hold different text of the pair de-en"):
+        imported(out.with_name("again"), raw)
 
 
 @pytest.mark.parametrize("packed", [GZIP[:40], GZIP[:-5], b"a\n"])

@@ -275,7 +275,7 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
         ('raw = "$text"', 'raw = "shards"', "raw data comes from outside"),
         ("threads = 2", "threads = 0", "threads is 0. Choose a whole number from 1 to 1,024"),
         ("processes = 3", "processes = 99999", "processes is 99999. Choose a whole number"),
-        ("processes = 3", 'processes = "3"', "processes is 3. Choose a whole number"),
+        ("processes = 3", 'processes = "3"', 'processes is "3". Choose a whole number'),
         ("threads = 2", "thread = 2", r"model\.thread'. Did you mean 'threads'\?"),
         ("[stages.shards]", "[stage.shards]", r"setting 'stage'. Did you mean 'stages'\?"),
         ('corpus = "corpus" }', 'corpus = "corpus", corpse = "x" }', r"Did you mean 'corpus'\?"),

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
     "pipeline/evaluation": 4_968,  # 3,900
-    "data_prep": 7_063,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
+    "data_prep": 7_105,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
     "pipeline/artifacts": 4_957,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_784,  # 3,000
     "pipeline/kernels": 5_752,  # 3,200
@@ -40,11 +40,11 @@ LINES = {
     "pipeline/distributed": 1_675,  # 1,200
     "pipeline/extensions/analysis": 1_319,  # 1,000
     "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
-    "pipeline": 3_897,  # 2,400: config, single modules, stage.py and registry.py
+    "pipeline": 3_902,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_506,  # 1,450
     "pipeline/serving": 980,  # 950
-    "pipeline data_prep": 60_918,  # 46,000: all of the above
-    "tests": 70_963,  # 49,000: with the next three
+    "pipeline data_prep": 60_965,  # 46,000: all of the above
+    "tests": 70_984,  # 49,000: with the next three
     "tests/bench": 4_335,  # 3,600
     "tests/support": 5_408,  # 3,000
     "tests/whole": 7_318,  # 4,500
@@ -57,7 +57,7 @@ COUNTS = {
     "settings": 190,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 581,  # 350: texts given to the errors of pipeline/errors.py
+    "error messages": 583,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 103,  # as few as possible
     "class names in more than one module": 11,  # as few as possible
 }

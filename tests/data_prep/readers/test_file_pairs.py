@@ -91,7 +91,7 @@ def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_pat
         ("en-pt_BR", "train"),
         ("en-pt_BR", "test"),
     ]
-    with pytest.raises(DataError, match=r"are both text of the pair en-pt\. Join them"):
+    with pytest.raises(DataError, match=r"different text of the pair en-pt\. Join them"):
         found(root)
 
 
