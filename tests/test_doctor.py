@@ -182,7 +182,7 @@ def test_a_site_file_is_checked_where_one_is_named(visit: Visit) -> None:
     code, wrong = visit("--site", str(site))
     assert (code, [*wrong]) == (EXIT_USER_ERROR, ["site file"])
     assert str(site) in wrong["site file"]
-    assert "is much. Write a size of memory" in wrong["site file"]
+    assert 'is "much". Write a size of memory' in wrong["site file"]
     site.unlink()
     assert [*visit("--site", str(site))[1]] == ["site file"]
 

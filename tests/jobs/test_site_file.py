@@ -104,8 +104,18 @@ def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
         ("shards", "nodes = 4", {}, "Set job.nodes to one of 1, 2, 3, 6"),
         ("shards", "gpus_per_process = 1", {}, "the site's nodes have none"),
         ("dense", 'memory = "600G"', {"memory": "512G"}, "600G of memory per node"),
-        ("dense", 'memory = "much"', {}, "job.memory is much. Write a size of memory, for example"),
-        ("dense", 'time = "a day"', {}, "job.time is a day. Write a time limit, for example 24:00"),
+        (
+            "dense",
+            'memory = "much"',
+            {},
+            'job.memory is "much". Write a size of memory, for example',
+        ),
+        (
+            "dense",
+            'time = "a day"',
+            {},
+            'job.time is "a day". Write a time limit, for example 24:00',
+        ),
     ],
 )
 def test_what_a_node_cannot_hold_is_refused_in_one_sentence(
@@ -153,9 +163,9 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ("[node]\ncpus = 8\ngpu = 2", "Did you mean 'gpus'?"),
         (
             "[node]\ncpus = 8\nmemory = 'x'",
-            "node.memory is x. Write a size of memory",
+            'node.memory is "x". Write a size of memory',
         ),
-        ("time = 'x'\n[node]\ncpus = 8", "time is x. Write a time limit, for example 24:00:00."),
+        ("time = 'x'\n[node]\ncpus = 8", 'time is "x". Write a time limit, for example 24:00:00.'),
     ],
 )
 def test_a_wrong_site_file_is_named_with_its_mistake(tmp_path: Path, text: str, told: str) -> None:
