@@ -1,4 +1,4 @@
-"""Loops over tokens, routes and rows on CPU, compiled by numba: routing, searches, 8-bit products.
+"""Loops over rows on CPU, compiled by numba: searches, 8-bit products, and places of dropout.
 
 In PyTorch, these are many operators on few numbers, and calling an operator takes longer than its
 work, even more so after matrix products have evicted everything from the cache. Other devices run
@@ -7,9 +7,8 @@ the same steps as operators, next to the call of each loop.
 numba has no bfloat16: loops receive such states as 16-bit integers
 (:func:`~pipeline.kernels.cpu.numbers`) and compute in float32.
 
-Legend: N tokens, M micro-batches of the pass, E experts, C choices per token (top-k), R rows of
-experts, D model width; of a search R rows, H heads, K head width, P entries, T entries of a row,
-V vocabulary, C candidates.
+Legend: N tokens, I inputs, O outputs, X places of a token; of a search R rows, H heads, K head
+width, P entries, T entries of a row, V vocabulary, C candidates, B blocks of logits.
 """
 
 from collections.abc import Callable

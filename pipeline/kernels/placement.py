@@ -252,9 +252,9 @@ def place_routes(
     if expert_NC.device.type != "cpu":
         return place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
     if expert_NC.numel() and not 0 <= expert_NC.min() <= expert_NC.max() < numbers.num_experts:
-        raise IndexError(f"One of the experts of a router does not exist: {numbers.num_experts = }")
+        raise IndexError(f"A route has an expert that does not exist, of {numbers.num_experts}.")
     placement = place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=False)
-    return on_host(placement, expert_NC, spare_rows=spare_rows)
+    return _without_dropped(placement, expert_NC, spare_rows=spare_rows)
 
 
 def place_by_sorting(
@@ -362,7 +362,7 @@ def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
     )
 
 
-def on_host(placement: Placement, expert_NC: Tensor, *, spare_rows: bool) -> Placement:
+def _without_dropped(placement: Placement, expert_NC: Tensor, *, spare_rows: bool) -> Placement:
     """Return a placement on CPU without rows for dropped routes, and with spare rows if asked."""
     kept_E, kept = placement.rows_E, placement.rows_E.tolist()
     has_spare_rows = spare_rows and any(kept)

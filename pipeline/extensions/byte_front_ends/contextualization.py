@@ -5,6 +5,7 @@ D model width, H heads, K head width.
 """
 
 import math
+from abc import ABC, abstractmethod
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from pipeline.model.attention import Attention, Projected
 from pipeline.model.front_end import Passage, Source
 
 
-class Contextualization(nn.Module):
+class Contextualization(nn.Module, ABC):
     """Front end that contextualizes the projections of one encoder layer, counted from 0."""
 
     def __init__(self, layer: int) -> None:
@@ -29,9 +30,9 @@ class Contextualization(nn.Module):
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self.contextualize, source))
         return passage.through(x_ND)
 
+    @abstractmethod
     def contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
         """Return the queries, keys and values of the layer."""
-        raise NotImplementedError
 
 
 class LocalConvolution(nn.Module):
