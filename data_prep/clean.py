@@ -61,7 +61,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
-from pipeline.languages import letters_of, usual_script
+from pipeline.languages import find_code, letters_of, usual_script
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
@@ -82,6 +82,7 @@ def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus, config = call.artifacts["corpus"], call.recipe.clean
     pivot = call.recipe.corpus.pivot
+    pivot = find_code(pivot, languages(corpus)) or pivot
     line_identifier(config)  # fail here rather than in a worker
     held_out = held_out_sets(corpus, call.many("tests"))
     with call.new_artifact() as writer:

@@ -181,6 +181,7 @@ def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
     for pair, count in natural_lines(shards).items():
         for code in pair.split("-"):
             sizes[code] += count
+    pivot = find_code(pivot, sizes) or pivot
     if pivot in sizes:
         sizes[pivot] = max((size for code, size in sizes.items() if code != pivot), default=0)
     return sizes

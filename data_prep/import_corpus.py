@@ -184,8 +184,8 @@ class SectionImport:
         for stream in self._streams:
             stream.close()
 
-    def add(self, lines: Iterable[CheckedLine]) -> None:
-        """Append the lines that are text, and quarantine those that are not.
+    def add(self, lines: Iterable[CheckedLine], *, rest: Iterable[object] | None = None) -> None:
+        """Append the lines that are text, and quarantine the others; ``rest`` as in good_lines.
 
         Raises:
             DataError: The lines cannot be read.
@@ -197,6 +197,7 @@ class SectionImport:
             quarantine_path=self._quarantine_path,
             limit=self._limit,
             to_the_end=self.section.to_the_end,
+            rest=rest,
         )
         while chunk := list(islice(good, CHUNK_LINES)):
             first, second = zip(*chunk, strict=True)
@@ -293,7 +294,10 @@ def import_group(importing: Importing, numbers: Sequence[int]) -> dict[int, Impo
         if isinstance(lines, LinesOfPair):
             return import_records(importing, lines.file, numbers)
         with SectionImport(importing, number) as importer:
-            importer.add(checked_lines(lines, max_line_bytes=importing.config.max_line_bytes))
+            raw = iter(lines)
+            importer.add(
+                checked_lines(raw, max_line_bytes=importing.config.max_line_bytes), rest=raw
+            )
         found[number] = importer.end()
     return found
 

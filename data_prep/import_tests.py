@@ -107,7 +107,7 @@ class OutsideTests:
     other_versions: tuple[str, ...]
     """Names of files that are not read because another one of the same language is."""
     not_wanted: int
-    """Files of languages that were not asked for."""
+    """Files of languages that were not asked for, or without another language of a pair."""
     ignored: int
     """Files whose names belong to no layout."""
 
@@ -252,12 +252,16 @@ def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> Outside
             f"{root} has no pair of the languages that were asked for "
             f"({listed(config.languages) or 'all'}). Add the other language of a pair."
         )
+    # A split may have no file but the pivot's, which is of no use then.
+    unpaired = {path for one in aligned if not one.pairs for path in one.paths.values()}
     return OutsideTests(
         layout=layout,
-        aligned=tuple(aligned),
-        spellings={codes[file.spelling]: file.spelling for file in read},
+        aligned=tuple(files for files in aligned if files.pairs),
+        spellings={
+            codes[file.spelling]: file.spelling for file in read if file.path not in unpaired
+        },
         other_versions=tuple(sorted(file.path.name for file in selected if file not in read)),
-        not_wanted=len(found) - len(selected),
+        not_wanted=len(found) - len(selected) + len(unpaired),
         ignored=len(paths) - len(found),
     )
 

@@ -152,6 +152,7 @@ def good_lines(
     quarantine_path: Path,
     limit: int | None = None,
     to_the_end: bool = True,
+    rest: Iterable[object] | None = None,
 ) -> Iterator[Sequence[str]]:
     """Yield the lines that are text on all sides.
 
@@ -163,18 +164,19 @@ def good_lines(
             reason. It is made with the first.
         limit: Most lines to keep, with those counted before; None for all.
         to_the_end: Whether to read and count the lines beyond the limit.
+        rest: Lines beyond the limit, unchecked, which saves the time of a check; None: ``lines``.
 
     Raises:
         DataError: The lines cannot be read.
     """
     wanted = math.inf if limit is None else limit
+    lines = iter(lines)
     for number, texts in lines:
         if counts.kept >= wanted:
-            if not to_the_end:
-                return
-            counts.over_limit += 1
-            continue
-        if Repair in map(type, texts):
+            if to_the_end:
+                counts.over_limit += 1 + sum(1 for _ in (lines if rest is None else rest))
+            return
+        if Repair in map(type, texts):  # nearly all lines are plain: the others take longer
             bad = _count_defects(texts, sources, counts)
             if bad:
                 with quarantine_path.open("a", encoding="utf-8", newline="\n") as stream:

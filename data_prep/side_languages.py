@@ -50,15 +50,16 @@ class EvenSample:
     def offer(self, first: Sequence[str], second: Sequence[str]) -> None:
         """Consider the next pairs of lines for the sample, looking only at those to be taken."""
         begin, end = self._seen, self._seen + len(first)
-        while self._seen < end:
+        place = begin
+        while (place := -(-place // self.stride) * self.stride) < end:
             if len(self.lines) == SAMPLE_LINES:
                 self.lines = self.lines[::2]
                 self.stride *= 2
-            elif self._seen % self.stride == 0:
-                one, other = first[self._seen - begin], second[self._seen - begin]
-                self.lines.append((one[:SAMPLE_CHARACTERS], other[:SAMPLE_CHARACTERS]))
-                self._seen += 1
-            self._seen = min(end, -(-self._seen // self.stride) * self.stride)
+                continue
+            one, other = first[place - begin], second[place - begin]
+            self.lines.append((one[:SAMPLE_CHARACTERS], other[:SAMPLE_CHARACTERS]))
+            place += 1
+        self._seen = end
 
     def side(self, index: int) -> list[str]:
         """Return the sampled lines of one side."""

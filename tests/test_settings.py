@@ -349,8 +349,20 @@ def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:
     [
         ({"clean": {"drop_copies": True, "pivot": "en"}}, None),
         ({"upcycling": {"kept_experts": []}, "tokenizer": {"seed": 1}}, None),
-        ({"clean": {"drop_copies": False}}, "'drop_copies' is gone, and False had another result"),
-        ({"loss": {"gate_weight": 2.0}}, "'gate_weight' is gone, and 2.0 had another result"),
+        ({"clean": {"drop_copies": "true"}, "groups": {"pivot": "en"}}, None),
+        (
+            {"corpus": {"pivot": "de"}, "tests": {"pivot": "en"}},
+            "tests.pivot is en, and corpus",
+        ),
+        ({"clean": {"pivot": "fr"}}, "clean.pivot is fr, and corpus.pivot, .* is en. Set corpus"),
+        ({"clean": {"joined_pairs": ["de-en"]}}, "names 'de-en', which has the pivot"),
+        ({"decoding": {"utility": "comet"}}, "'utility' is no setting any more"),
+        (
+            {"decoding": {"utility": "chrf", "choose": "mbr", "n_best": 4, "comet": "m"}},
+            "'utility'",
+        ),
+        ({"clean": {"drop_copies": False}}, "drop_copies = false is gone, and had another result"),
+        ({"loss": {"gate_weight": 2.0}}, "gate_weight = 2.0 is gone, and had another result"),
     ],
 )
 def test_a_setting_that_is_gone_is_read_at_its_default_only(
@@ -361,3 +373,9 @@ def test_a_setting_that_is_gone_is_read_at_its_default_only(
         return
     with pytest.raises(ValidationError, match=message):
         Recipe.model_validate({"name": "old", **tree})
+
+
+def test_a_pivot_of_a_stage_may_repeat_that_of_the_corpus() -> None:
+    tree = {"name": "old", "corpus": {"pivot": "de"}}
+    repeated = {name: {"pivot": "de"} for name in ("tests", "clean", "groups")}
+    assert Recipe.model_validate({**tree, **repeated}) == Recipe.model_validate(tree)

@@ -181,6 +181,10 @@ def _folders_below(root: Path) -> Iterator[Path]:
 
 def _folder_files(folder: PairFolder, pair: NamedPair, left_out: SkippedText) -> list[FilePair]:
     """Return both files of each split."""
+    if len(set(pair.codes)) < 2:
+        raise DataError(
+            f"{folder.directory} pairs a language with itself. Rename or remove the folder."
+        )
     found: dict[tuple[Split, str], RawFile] = {}
     others: list[str] = []
     for path in sorted(filter(Path.is_file, folder.directory.iterdir())):

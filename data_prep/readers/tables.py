@@ -28,7 +28,6 @@ from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput, iterate_blocks, iterate_raw_lines, table_rows
-from pipeline.config.settings import shown
 from pipeline.errors import DataError
 from pipeline.languages import find_code
 from pipeline.terminal import listed
@@ -120,7 +119,7 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
 def _numbered_lines(file: RawFile, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank with their numbers, from 1."""
     for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), 1):
-        if line.strip(b" \r"):  # a tab is a row of two empty cells
+        if line and not line.isspace():
             yield number, line
 
 
@@ -180,6 +179,8 @@ def _column_names(
         raise DataError(
             f"{file.path} is one JSON array. Write an object per line, for example by jq -c '.[]'."
         )
+    if file.ending.startswith("csv"):
+        _refuse_other_separator(file, max_line_bytes=config.max_line_bytes)
     columns = {language: config.columns.get(language, language) for language in languages}
     rows = _rows(file, columns.values(), max_line_bytes=config.max_line_bytes)
     _require_columns(file, islice(rows, ROWS_WITH_COLUMNS), columns)
@@ -216,6 +217,14 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
     return found
 
 
+def _refuse_other_separator(file: RawFile, *, max_line_bytes: int) -> None:
+    """Refuse a CSV file with a header that has no comma but another usual separator."""
+    _, header = next(_numbered_lines(file, max_line_bytes=max_line_bytes), (1, b""))
+    marks = [mark for mark in (";", "\t", "|") if mark.encode() in header]
+    if marks and b"," not in header:
+        raise DataError(f"{file.path} has {marks[0]!r} between its columns. Save it with commas.")
+
+
 def _begins_with(path: Path, mark: bytes) -> bool:
     """Return whether the text of a file begins with a mark."""
     block = next(iterate_blocks(path), b"")
@@ -239,13 +248,6 @@ def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[s
             "its form, or correct the line."
         )
     if line:
-        (only, *others) = present
-        separator = next((mark for mark in (";", "\t", "|") if mark in only), None)
-        if file.ending.startswith("csv") and not others and separator is not None:
-            raise DataError(
-                f"{file.path} has the one column {shown(only)!r}: {separator!r} separates its "
-                "columns. Save it with commas."
-            )
         missing = [column for column in columns.values() if column not in present]
         raise DataError(
             f"{file.path} has no column {listed(missing)} (it has {listed(present)}). Set "

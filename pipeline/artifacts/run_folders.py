@@ -51,12 +51,15 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "sharding": ("sharding.json",),
 }
 """Kind of work → entries that only its run folder has."""
+EARLIER_CONTENTS = ("assembly.json",)
+"""Entries of run folders that earlier versions made of assemblies: of no kind of work today."""
 
 
 STATE_NAME = re.compile(r"update-(\d+)")
 
 STACK_FILES = ("stacks/rank-*.txt", "stacks/nccl-rank-*")
-"""Files that a watchdog writes into a run folder, which it makes if there is none yet."""
+"""Files that a watchdog writes into a run folder, which it makes if there is none yet; the second
+ones are of earlier versions."""
 
 _MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
 
@@ -70,6 +73,7 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
     if not os.path.lexists(directory):
         return
     others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
+    others += EARLIER_CONTENTS
     other = next((name for name in others if (directory / name).exists()), None)
     if directory.is_symlink() or not _is_marked(directory):
         problem = "was not made by a stage"

@@ -19,6 +19,7 @@ from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.config.overrides import leaf_settings
 from pipeline.config.recorded import setting_changes
+from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track
@@ -30,8 +31,14 @@ def open_any(directory: Path) -> Artifact:
     Raises:
         ArtifactError: It is missing, unfinished, or of another format version.
     """
-    manifest = read_manifest(directory) if directory.is_dir() else None
-    return open_artifact(directory, kind="checkpoint" if manifest is None else manifest.kind)
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory} does not exist. Name the folder of an artifact.")
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise ArtifactError(
+            f"{directory} has no manifest, and is no finished artifact. Name one, or run its stage."
+        )
+    return open_artifact(directory, kind=manifest.kind)
 
 
 # ---------------------------------------------------------------- inspect

@@ -1,7 +1,7 @@
 """Implement the command line ``mmnmt``.
 
 Every stage is a command; further commands are for plans, recipes and checkpoints. A stage's options
-follow from its entry in ``stages/registry.py``: a recipe, one directory per input, an output
+follow from its entry in ``pipeline/registry.py``: a recipe, one directory per input, an output
 directory. This package imports neither torch nor a stage until a stage is to run: help, errors in
 options and "already done" appear at once.
 """

@@ -70,6 +70,36 @@ class CoreRecipe(Settings):
     logging: LoggingConfig = LoggingConfig()
     saving: SavingConfig = SavingConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_pivots(cls, values: Any) -> Any:
+        """Leave out the pivots that stages had of their own, if they are that of the corpus."""
+        corpus = values.get("corpus") if isinstance(values, Mapping) else None
+        default = CorpusConfig.model_fields["pivot"].default
+        pivot = corpus.get("pivot", default) if isinstance(corpus, Mapping) else default
+        values = dict(values) if isinstance(values, Mapping) else values
+        for name in ("tests", "clean", "groups"):
+            section = values.get(name) if isinstance(values, Mapping) else None
+            if isinstance(section, Mapping) and "pivot" in section:
+                if section["pivot"] != pivot:
+                    raise ValueError(
+                        f"{name}.pivot is {shown(section['pivot'])}, and corpus.pivot, which is "
+                        f"the pivot of every stage, is {shown(pivot)}. Set corpus.pivot, and leave "
+                        "the other out"
+                    )
+                values[name] = {key: of for key, of in section.items() if key != "pivot"}
+        return values
+
+    @model_validator(mode="after")
+    def _check_joined_pairs(self) -> Self:
+        for pair in self.clean.joined_pairs:
+            if self.corpus.pivot in pair.split("-"):
+                raise ValueError(
+                    f"clean.joined_pairs names {pair!r}, which has the pivot, corpus.pivot = "
+                    f"{self.corpus.pivot!r}. Name pairs of two other languages"
+                )
+        return self
+
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
         warmup, updates = self.optimizer.warmup_updates, self.training.updates

@@ -40,12 +40,17 @@ class Settings(BaseModel):
     def _leave_out_removed(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or cls.removed.keys().isdisjoint(values):
             return values
-        for name, same in cls.removed.items():
-            if name in values and values[name] not in same:
-                raise ValueError(
-                    f"setting {name!r} is gone, and {shown(values[name])} had another result than "
-                    "today's. Leave it out"
-                )
+        others = [
+            f"{name} = {_given(values[name])}"
+            for name, same in cls.removed.items()
+            if name in values
+            and values[name] not in same
+            and str(values[name]) not in map(_given, same)  # "true" in quotes is true
+        ]
+        if others:
+            raise ValueError(
+                f"{', '.join(others)} is gone, and had another result than today's. Leave it out"
+            )
         return {name: value for name, value in values.items() if name not in cls.removed}
 
 
@@ -184,7 +189,8 @@ def _describe_finding(
 
 def _given(value: object) -> str:
     """Return a value as it was given: text in quotes, since a number in quotes is none."""
-    return shown(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value)
+    is_plain = isinstance(value, str | bool)  # as TOML spells both
+    return shown(json.dumps(value, ensure_ascii=False) if is_plain else value)
 
 
 def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Settings of decoding: the sections ``[decoding]`` and ``[text]`` of a recipe."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -14,6 +15,20 @@ class DecodingConfig(Settings):
         "shortlist": ("",),
         "utility": ("chrf", "comet"),
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_removed_utility(cls, values: Any) -> Any:
+        """Refuse the setting that named the measure of "mbr" where ``comet`` names another one."""
+        if isinstance(values, Mapping) and "utility" in values:
+            is_comet, has_model = values["utility"] == "comet", bool(values.get("comet"))
+            if is_comet != has_model and (is_comet or values.get("choose") == "mbr"):
+                raise ValueError(
+                    "'utility' is no setting any more: choose = \"mbr\" compares by the model that "
+                    "comet names, else by chrF++. Set or leave out comet, and leave out utility"
+                )
+        return values
+
     search: Literal["beam", "sampling"] = "beam"
     """Search algorithm."""
     beam_size: Annotated[int, whole(1, 1000)] = 5

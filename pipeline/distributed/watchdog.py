@@ -158,7 +158,7 @@ class Peers:
         server: "TCPStore | None" = None,
         watch: Watch | None = None,
     ) -> None:
-        self._rank, self._size, self._watch = rank, size, watch
+        self._rank, self._size = rank, size
         # A client locks itself, so all threads share it; rank 0 uses the server's own.
         self._store = server or _connect(address, port)
         self._store.set(f"node/{rank}", socket.gethostname())

@@ -118,7 +118,10 @@ def _model(
 
 
 def micro_batch(tokens: int) -> Batch:
-    """Return a batch that fills the budget with sentences of two lengths, with ids 0."""
+    """Return a batch that fills the budget with sentences of two lengths, with ids 0.
+
+    Every second one is a token shorter: there is padding, as in training.
+    """
     length = min(SENTENCE_LENGTH, tokens)
     lengths = [length - index % 2 for index in range(max(tokens // length, 1))]
     examples = [

@@ -301,7 +301,7 @@ def baseline_section(evaluation: Evaluation) -> ReportSection:
         name = f"{column.title}: difference to {verdicts.baseline}"
         rows = (row(name, *(mean.difference(name) for mean in drawn)) for name in wins)
         differences += _table_of_means(name, drawn, rows)
-        if not column.is_main:
+        if not column.is_main or column.larger_is_better is None:  # nothing to win
             continue
         name = f"{column.title}: win ratio, %"
         rows = (

@@ -7,7 +7,6 @@ up or its time is over.
 """
 
 import asyncio
-import hmac
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -197,11 +196,7 @@ class Api:
 
     async def _read(self, request: Request) -> Fields:
         """Read the body of a request that may use the server."""
-        fields = await read_fields(request, most_characters=self._limits.characters)
-        given = fields.api_key.encode()
-        if self._key is not None and not hmac.compare_digest(given, self._key.encode()):
-            raise Refused(403, "'api_key' is missing or wrong. Send the key of this server.")
-        return fields
+        return await read_fields(request, most_characters=self._limits.characters, key=self._key)
 
     @contextmanager
     def _place(self) -> Iterator[None]:

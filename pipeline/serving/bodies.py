@@ -1,10 +1,9 @@
 """Read a client's fields: a JSON object, a form or a query, of bounded size, in valid Unicode."""
 
+import hmac
 import json
+import re
 from collections.abc import Mapping
-from email import policy
-from email.message import Message
-from email.parser import BytesParser
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
@@ -24,8 +23,28 @@ OTHER_BYTES = 4096
 """Bytes of a body in addition to its text."""
 MAX_FIELD = 200
 """Most characters of a field that is not text to translate."""
+MAX_HEAD = 1024
+"""Most bytes of the head of a form's part."""
+_BOUNDARY = re.compile(r'boundary="?([ -!#-~]{1,70})', re.IGNORECASE | re.ASCII)
+_NAME = re.compile(
+    rb'^content-disposition:[^\r\n]*[; ]name="([^"\r\n]*)"', re.IGNORECASE | re.MULTILINE
+)
 MAX_TEXTS = 20
 """Most texts of a field other than ``q`` that lists texts."""
+
+
+WANTED = {
+    "q": "a text, or a list of texts in JSON",
+    "source": f"the code of a language, at most {MAX_FIELD} characters",
+    "target": f"the code of a language, at most {MAX_FIELD} characters",
+    "format": "'text', which is the only one",
+    "alternatives": "a whole number from 0",
+    "details": "true or false",
+    "phrases": f"a text or up to {MAX_TEXTS} texts of 1 to {MAX_FIELD} characters",
+    "api_key": f"a text of at most {MAX_FIELD} characters",
+    "system": f"the name of a system, at most {MAX_FIELD} characters",
+}
+"""Field → what it may be."""
 
 
 class Refused(Exception):
@@ -55,6 +74,13 @@ class Fields(BaseModel):
     api_key: Short = ""
     system: Short | None = None
 
+    @field_validator("alternatives", mode="before")
+    @classmethod
+    def _refuse_other_numbers(cls, value: Any) -> Any:
+        if isinstance(value, bool | float) or (isinstance(value, str) and not value.isdecimal()):
+            raise ValueError("it is no whole number")
+        return value
+
     @field_validator("phrases", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
@@ -75,11 +101,12 @@ class Fields(BaseModel):
         return texts
 
 
-async def read_fields(request: Request, *, most_characters: int) -> Fields:
-    """Read the fields of a request's body.
+async def read_fields(request: Request, *, most_characters: int, key: str | None) -> Fields:
+    """Read the fields of a request; with a ``key``, the request must have it.
 
     Raises:
-        Refused: the body is too large, of another type or damaged, or a field cannot be used.
+        Refused: the body is too large, of another type or damaged, the key is missing or wrong, or
+            a field cannot be used.
     """
     body = await _read_body(request, most_characters * BYTES_PER_CHARACTER + OTHER_BYTES)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -99,12 +126,16 @@ async def read_fields(request: Request, *, most_characters: int) -> Fields:
         raise Refused(400, "The body is not valid JSON or no valid form. Send JSON.") from error
     if not isinstance(values, dict):
         raise Refused(400, "The body is not a JSON object. Send an object.")
+    given = str(values.get("api_key", "")).encode()
+    if key is not None and not hmac.compare_digest(given, key.encode()):
+        raise Refused(403, "'api_key' is missing or wrong. Send the key of this server.")
     try:
         return Fields.model_validate({name: of for name, of in values.items() if of is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        problem = f"{first['loc'][0]!r} cannot be used ({first['msg']})"
-        raise Refused(400, f"{problem}. Send another value.") from error
+        name = str(first["loc"][0])
+        problem = f"{name!r} is missing" if first["type"] == "missing" else f"{name!r} is of no use"
+        raise Refused(400, f"{problem}. Send {WANTED[name]}.") from error
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
@@ -116,24 +147,31 @@ def _form(kind: str, request: Request, body: bytes) -> list[tuple[str, str]]:
     if kind == "application/x-www-form-urlencoded":
         return _pairs(body.decode("ascii"))
     if kind == "multipart/form-data":
-        head = f"Content-Type: {request.headers['content-type']}\r\n\r\n".encode("latin-1")
-        form = BytesParser(policy=policy.HTTP).parsebytes(head + body)
-        if not form.is_multipart() or form.defects:
-            raise Refused(400, "The parts of the form cannot be told apart. Send JSON.")
-        return [
-            (str(part.get_param("name", "", "content-disposition")), _text_of(part))
-            for part in form.iter_parts()
-        ]
+        boundary = _BOUNDARY.search(request.headers["content-type"])
+        if boundary is None:
+            raise Refused(400, "The form names no boundary of its parts. Send JSON.")
+        return _parts(body, boundary[1].encode("ascii"))
     if body:
         raise Refused(415, "The body is neither JSON nor a form. Send either.")
     return []
 
 
-def _text_of(part: Message) -> str:
-    content = part.get_payload(decode=True)
-    if not isinstance(content, bytes):
-        raise Refused(400, "A part of the form has parts itself. Send text.")
-    return content.decode()
+def _parts(body: bytes, boundary: bytes) -> list[tuple[str, str]]:
+    """Return the fields of a form in parts (RFC 7578).
+
+    It is read here since the parser of ``email`` takes time that grows with the square of a head,
+    during which the server answers nobody.
+    """
+    _, *parts, end = (b"\r\n" + body).split(b"\r\n--" + boundary)
+    heads = [part[:MAX_HEAD].partition(b"\r\n\r\n")[0] for part in parts]
+    names = [_NAME.search(head) for head in heads]
+    if not parts or not end.startswith(b"--") or None in names:
+        raise Refused(400, "The parts of the form cannot be told apart. Send JSON.")
+    return [
+        (name[1].decode(), part[len(head) + 4 :].decode())
+        for name, head, part in zip(names, heads, parts, strict=True)
+        if name is not None
+    ]
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:

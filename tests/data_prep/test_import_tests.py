@@ -93,6 +93,19 @@ def test_the_folder_of_one_split_is_enough_and_may_be_compressed(raw: Path, out:
     assert read_lines(corpus, "test", "de-en", "en") == ["one"]
 
 
+def test_a_split_with_the_pivot_only_is_not_read(raw: Path, out: Path) -> None:
+    """Though its file may be damaged, or be the only one with lines."""
+    damaged = {"dev/eng_Latn.dev": "x\0\n" * 30}
+    write(raw, {f"devtest/{code}.devtest": "a\n" for code in ("eng_Latn", "deu_Latn")} | damaged)
+    made = imported(out, raw)
+    assert made.statistics["pairs"] == {"de-en": {"train": 0, "valid": 0, "test": 1}}
+    assert made.manifest.summary[0].startswith("FLORES-200: 1 test line and 0 valid lines of 2")
+    assert made.manifest.summary[-1] == "files not read: of other languages 1"
+    write(raw, {f"devtest/{code}.devtest": "" for code in ("eng_Latn", "deu_Latn")})
+    with pytest.raises(DataError, match="has no lines"):
+        imported(out.with_name("again"), raw)
+
+
 def test_ntrex_becomes_test_lines_and_its_source_is_the_english_side(raw: Path, out: Path) -> None:
     found = ["deu", "eng-US", "eng-GB", "fra", "fra-CA", "zho-CN", "aze-Latn"]
     corpus = imported(out, ntrex(raw, found))

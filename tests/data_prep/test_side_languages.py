@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data_prep.side_languages import (
@@ -47,6 +47,18 @@ def test_a_sample_is_spread_evenly_over_all_lines(count: int) -> None:
     assert len(taken) <= SAMPLE_LINES
     assert len(taken) >= min(count, SAMPLE_LINES // 2)
     assert [int(line) for line in sample.side(1)] == [-number for number in taken]
+
+
+@given(st.lists(st.integers(0, 700), max_size=12))
+@example([127, 1])
+def test_a_sample_does_not_depend_on_how_lines_are_offered(counts: list[int]) -> None:
+    alone, together = EvenSample(), EvenSample()
+    for count in counts:
+        lines = [str(number) for number in range(count)]
+        together.offer(lines, lines[::-1])
+        for line, other in zip(lines, lines[::-1], strict=True):
+            alone.offer([line], [other])
+    assert together == alone
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,10 @@ def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> No
         "baseline": ("0", "1", "1", "1"),
     }
     assert tables["BLEU: win ratio, %"]["experts"][0] == "100.0"
+    # as in evaluations of earlier versions: a score of which neither more nor less is better
+    neither = [replace(one, larger_is_better=None) for one in whole.columns if one.name == "bleu"]
+    of_neither = {one.title for one in baseline_section(replace(whole, columns=(*neither,))).tables}
+    assert of_neither == {"BLEU: difference to dense"}
     (table,) = languages.tables
     assert table.rows[0].texts == ("baseline", "Zero-shot", "fr", "en", "50.0")
     assert {row.texts[1:] for row in table.rows if row.texts[0] == "dense"} == {

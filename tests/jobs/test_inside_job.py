@@ -26,6 +26,7 @@ from pipeline.jobs.inside_job import (
     without_gpu_binding,
 )
 from pipeline.jobs.job_endings import (
+    MAX_FRUITLESS,
     REPORTS,
     TOLD_TO_END,
     Asked,
@@ -105,7 +106,7 @@ class Bench:
 STEP = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.jobs.job_endings import REPORTS, RankEnd, write_end
+from pipeline.jobs.job_endings import MAX_FRUITLESS, REPORTS, RankEnd, write_end
 
 def end(rank, kind, cause="", update=None):
     node = ["n1", "n1", "n2", "n2"][rank]
@@ -238,6 +239,61 @@ def test_a_job_that_is_killed_while_it_waits_has_left_a_verdict(bench: Bench) ->
     assert (found.verdict, found.progress) == ("again", True)
     assert found.cause == "time limit: ended before all ranks had saved"
     assert bench.requeued() == 1
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_fails_the_job_whatever_code_srun_returns(bench: Bench) -> None:
+    step = "end(3, 'failed', 'There is no recipe.'); end(0, 'lost', 'gloo'); sys.exit(75)"
+    assert bench.run(step) == 1
+    assert bench.requeued() == 0
+    said = bench.ended.stderr.splitlines()
+    assert said.count("mmnmt pretrain: rank 3 on n2: There is no recipe.") == 1
+    assert said[-1].endswith("failed: rank 3 on n2: There is no recipe.")
+    assert not any("gloo" in line for line in said)
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_is_not_requeued(bench: Bench) -> None:
+    bench.state = STATE.format("COMPLETING", "None")
+    step = "ask(signal.SIGTERM); ask(signal.SIGTERM); end(0, 'again', 'saved', 4); sys.exit(143)"
+    assert bench.run(step) == EXIT_RUN_AGAIN
+    assert bench.requeued() == 0
+    assert (bench.verdict().verdict, bench.verdict().cause) == ("again", "canceled: saved")
+
+
+@pytest.mark.slow
+def test_crashes_without_progress_are_given_up_and_progress_begins_a_new_count(
+    bench: Bench,
+) -> None:
+    crash = "end(2, 'crashed', 'MemoryError'); sys.exit(1)"
+    for restart in range(MAX_FRUITLESS):
+        assert bench.run(crash, restarts=restart) == EXIT_RUN_AGAIN
+    assert bench.run("save(4); " + crash, restarts=MAX_FRUITLESS) == EXIT_RUN_AGAIN
+    for restart in range(MAX_FRUITLESS + 1, 2 * MAX_FRUITLESS + 1):
+        assert bench.run(crash, restarts=restart) == EXIT_RUN_AGAIN
+    assert bench.run(crash, restarts=2 * MAX_FRUITLESS + 1) == 1
+    assert (
+        "rank 2 on n2: MemoryError (4 starts in a row saved nothing new)" in bench.verdict().cause
+    )
+    assert bench.requeued() == 2 * MAX_FRUITLESS + 1
+
+
+@pytest.mark.slow
+def test_a_start_that_left_no_verdict_is_judged_by_the_next(bench: Bench) -> None:
+    kill = "end(1, 'crashed', 'lost power'); os.kill(os.getppid(), signal.SIGKILL)"
+    assert bench.run(kill) == -9
+    assert verdicts(bench.out_dir) == []
+    assert bench.run("[end(rank, 'again', 'saved') for rank in range(4)]", restarts=1) == 75
+    first, second = verdicts(bench.out_dir)
+    assert (first.attempt, first.cause) == ("54321.0", "rank 1 on n1: lost power")
+    assert (second.attempt, second.fruitless) == ("54321.1", 2)
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_one_process_gets_one_task_on_the_first_node(bench: Bench) -> None:
+    bench.arguments[0] = "mix"
+    bench.run("")
+    assert "--nodes=1 --ntasks=1" in bench.calls("srun")[0]
 
 
 @pytest.mark.parametrize(

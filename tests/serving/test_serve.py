@@ -323,6 +323,16 @@ def test_the_page_asks_no_other_host(served: Served) -> None:
         (400, b"--x\r\n\r\nja\r\n--x--\r\n", PARTS),
         (400, b"--y\r\n\r\nja\r\n--y--\r\n", PARTS),
         (400, b"--x\r\n" * 5_000, PARTS),
+        (400, b"--x\r\nContent-Disposition: form-data; name*\r\n\r\nja\r\n--x--", PARTS),
+        (
+            400,
+            b"--x\r\nContent-Disposition: form-data%s\r\n\r\nja\r\n--x--" % (b";" * 60_000),
+            PARTS,
+        ),
+        (400, b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\nja\r\n', PARTS),
+        (400, b"ja", "multipart/form-data"),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "alternatives": true}', JSON),
+        (400, b'{"q": "ja", "source": "de", "target": "en", "alternatives": "1_0"}', JSON),
         (400, b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\n\xff\r\n--x--', PARTS),
     ],
 )

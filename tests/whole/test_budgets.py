@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LINES = {
     "pipeline/evaluation": 4_968,  # 3,900
-    "data_prep": 7_105,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
-    "pipeline/artifacts": 4_957,  # 3,550: 3,900 without settings.py
+    "data_prep": 7_124,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
+    "pipeline/artifacts": 4_961,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_784,  # 3,000
     "pipeline/kernels": 5_752,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
     "pipeline/training": 3_623,  # 2,800
-    "pipeline/checkpoints/foreign": 2_519,  # 2,200
+    "pipeline/checkpoints/foreign": 2_538,  # 2,200
     "pipeline/model": 3_223,  # 2,700
-    "pipeline/estimates": 1_687,  # 1,700
+    "pipeline/estimates": 1_690,  # 1,700
     "pipeline/cli": 1_866,  # 1,500
     "pipeline/checkpoints": 2_144,  # 1,700
     "pipeline/checkpoints/assembly": 1_405,  # 1,200
@@ -40,11 +40,11 @@ LINES = {
     "pipeline/distributed": 1_675,  # 1,200
     "pipeline/extensions/analysis": 1_319,  # 1,000
     "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
-    "pipeline": 3_902,  # 2,400: config, single modules, stage.py and registry.py
-    "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_506,  # 1,450
+    "pipeline": 3_938,  # 2,400: config, single modules, stage.py and registry.py
+    "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_507,  # 1,450
     "pipeline/serving": 980,  # 950
-    "pipeline data_prep": 60_965,  # 46,000: all of the above
-    "tests": 70_984,  # 49,000: with the next three
+    "pipeline data_prep": 61_100,  # 46,000: all of the above
+    "tests": 71_108,  # 49,000: with the next three
     "tests/bench": 4_335,  # 3,600
     "tests/support": 5_408,  # 3,000
     "tests/whole": 7_318,  # 4,500
@@ -57,15 +57,15 @@ COUNTS = {
     "settings": 190,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 583,  # 350: texts given to the errors of pipeline/errors.py
+    "error messages": 592,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 103,  # as few as possible
     "class names in more than one module": 11,  # as few as possible
 }
 
 IDIOMS = {
-    r"those of|that of": 0.57,  # 0.1
+    r"those of|that of": 0.58,  # 0.1
     r"alone": 0.26,  # 0.1
-    r"what is|what it|what they": 0.37,  # 0.3
+    r"what is|what it|what they": 0.38,  # 0.3
     r"beside": 0.27,  # 0.1
     r"whose": 0.5,  # 0.6
     r"one of|ones|the one": 0.9,  # 0.9
@@ -93,7 +93,9 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/training", 12, "someone who trains on a GPU: a loss's factor read all logits again"),
     ("pipeline/training", 7, "someone whose recorded recipe has a setting that went"),
     ("pipeline/model", 24, "someone who translates on a GPU: a step has one product for three"),
-    ("pipeline/serving", 46, "someone whose client of LibreTranslate sends forms or lists"),
+    ("pipeline/decoding", 15, "someone whose recipe names a measure that the model contradicts"),
+    ("pipeline/checkpoints", 7, "someone who inspects a folder that is no artifact"),
+    ("pipeline/serving", 79, "someone whose client of LibreTranslate sends forms or lists"),
     ("pipeline data_prep", 46, "someone whose client of LibreTranslate sends forms or lists"),
     ("tests", 21, "someone whose client of LibreTranslate sends forms or lists"),
     ("tests/support", 25, "someone who adds a stage runs it in tests by one helper, not by a copy"),

@@ -7,7 +7,6 @@ hashing and writing release the interpreter, and another process would first loa
 :func:`make_declared` opens and plans everything that a declaration names and makes the checkpoint.
 """
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -90,7 +89,7 @@ def _write_weights(
         directory / f"{part_prefix(0)}{number:03d}.safetensors": assignments
         for number, assignments in enumerate(_divided(plan))
     }
-    threads = max((os.cpu_count() or 1) // processes, 1)
+    threads = max(torch.get_num_threads() // processes, 1)
     pool = ThreadPoolExecutor(processes, initializer=torch.set_num_threads, initargs=(threads,))
     try:
         futures = {

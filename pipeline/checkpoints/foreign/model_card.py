@@ -7,6 +7,7 @@ artifacts that it was made from, if they can still be found. ``model_card.md.j2`
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -57,7 +58,7 @@ class Card:
             autoescape=False,
             keep_trailing_newline=True,
         )
-        environment.filters["json"] = json.dumps
+        environment.filters["json"] = partial(json.dumps, ensure_ascii=False)
         return environment.get_template("model_card.md.j2").render(
             vars(self),
             parameters=num_parameters(self.spec),

@@ -115,7 +115,8 @@ def described(kind: type[AnyDescribed], values: Mapping[str, object], origin: Pa
         where = ".".join(map(str, first["loc"]))
         found = "no such setting" if first["type"] == "missing" else shown(first["input"])
         raise CheckpointError(
-            f"{origin} has {where} = {found} ({first['msg']}), which is not supported. {RESTORE}"
+            f"{origin} has {where} = {found} ({first['msg']}), which is not supported. Name "
+            "another checkpoint, or restore this one if it was changed."
         ) from error
 
 

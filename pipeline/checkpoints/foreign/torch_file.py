@@ -7,6 +7,7 @@ constructed. Archives are mapped, not read: entries that are not used, such as t
 state, take no memory.
 """
 
+import pickle
 import re
 import zipfile
 from argparse import Namespace
@@ -26,6 +27,9 @@ _SAVE_ANEW = (
     "If you trust it, read it with the software that wrote it and save only its settings and "
     "weights: torch.save({'args': argparse.Namespace(...), 'model': model.state_dict()}, FILE)"
 )
+_ARCHIVE = b"PK\x03\x04"
+_OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The pickled number at the beginning of files of PyTorch before 1.6."""
 _FORBIDDEN = re.compile(r"GLOBAL (\S+) (?:was not|whose module)")
 """Finds the forbidden name in the message of torch 2.11."""
 
@@ -56,11 +60,10 @@ def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[st
     """
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [Namespace]
     allowed += [(_Unneeded, name) for name in _UNNEEDED]
+    is_archive = _is_archive(path)
     try:
         with torch.serialization.safe_globals(allowed):
-            state = torch.load(path, map_location="cpu", mmap=_is_archive(path), weights_only=True)
-    except CheckpointError:
-        raise
+            state = torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
     except Exception as error:  # a broken pickle can raise anything
         forbidden = _FORBIDDEN.search(str(error))
         if forbidden is not None:
@@ -68,9 +71,11 @@ def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[st
                 f"{path} asks for {shown(forbidden[1])} as it is read, which could run any code. "
                 f"{_SAVE_ANEW}."
             ) from error
+        # torch's own message may advise to load the file without its protection.
+        problem = "" if isinstance(error, pickle.UnpicklingError) else f" ({one_line(error)})"
         raise CheckpointError(
-            f"{path} cannot be read as a file of torch.save ({one_line(error)}). Name a checkpoint "
-            "(.pt), or restore it from where it was published."
+            f"{path} cannot be read as a file of torch.save{problem}. Name a checkpoint (.pt), or "
+            "restore it from where it was published."
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -81,15 +86,27 @@ def read_torch_file(path: Path, *, keep: Sequence[str] | None = None) -> dict[st
 
 
 def _is_archive(path: Path) -> bool:
-    """Return whether the file is an archive (PyTorch 1.6 and later); it is mapped.
+    """Return whether the file is an archive (PyTorch 1.6 and later), which is mapped, or older.
 
     Mapped values of a compressed entry would be wrong: torch.save never compresses, and such a file
-    is refused.
+    is refused. So are files of other forms, which torch may read, but with advice to trust them.
     """
-    if not zipfile.is_zipfile(path):
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(len(_OLDER))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): name a checkpoint (.pt)."
+        ) from error
+    if start == _OLDER:
         return False
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
+    if not start.startswith(_ARCHIVE):
+        raise CheckpointError(f"{path} is no file of torch.save. Name a checkpoint (.pt).")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({one_line(error)}). {RESTORE}") from error
     compressed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
     if compressed:
         raise CheckpointError(

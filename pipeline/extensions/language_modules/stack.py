@@ -23,7 +23,7 @@ from pipeline.model.stacked import StackedModules
 from pipeline.model.tokens import Tokens
 
 SentenceSide = Literal["source", "target"]
-"""SentenceSide of a sentence: its language selects a module."""
+"""Side of a sentence: its language selects a module."""
 
 
 class LanguageStack(StackedModules):

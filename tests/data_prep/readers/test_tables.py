@@ -18,7 +18,7 @@ from support.raw_trees import run_import, write
 from data_prep import import_corpus
 from data_prep.readers import tables
 from data_prep.readers.raw_text import RawFile, Record
-from data_prep.readers.tables import Columns, iterate_rows, open_table
+from data_prep.readers.tables import open_table
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
@@ -468,11 +468,18 @@ def test_blank_lines_between_rows_are_no_damage(
     assert quarantined(corpus) == []
 
 
-def test_a_row_of_empty_cells_is_counted_and_no_blank_line(tmp_path: Path) -> None:
-    path = write(tmp_path, {"train.tsv": "de\ten\n\neins\tone\n\t\n"}) / "train.tsv"
-    columns = Columns({0: "de", 1: "en"}, width=2, has_header=True)
-    rows = iterate_rows(RawFile(path, "train.tsv"), columns, max_line_bytes=100)
-    assert [(row.line, row.texts) for row in rows] == [(3, {"de": b"eins", "en": b"one"}), (4, {})]
+@pytest.mark.parametrize("name", ["a.tsv", "a.jsonl", "de-en.tsv"])
+def test_lines_of_white_space_are_no_rows(name: str, tmp_path: Path) -> None:
+    row = "eins\tone\n" if name.endswith("tsv") else json_lines({"de": "eins", "en": "one"})
+    header = "de\ten\tfr\n" if name == "a.tsv" else ""
+    row = row.replace("\n", "\tun\n") if name == "a.tsv" else row
+    text = f"\t\t\n \n{header}{row}\t\n\n"
+    raw = write(tmp_path / "raw", {f"de-en/{name}" if name == "a.jsonl" else name: text})
+    config = CorpusConfig(source="columns" if name.endswith("jsonl") else "tsv")
+    recipe = Recipe(name="test", corpus=config)
+    corpus = run_import("import_corpus", tmp_path / "corpus", raw, recipe)
+    assert corpus.statistics["counts"].get("quarantined", 0) == 0
+    assert corpus.statistics["pairs"]["de-en"]["train"] == 1
 
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)
@@ -504,8 +511,10 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
         ("de-en/a.jsonl", "eins\n", "line 1, is not a row of a .jsonl file"),
         ("de-en/a.json", '[{"de": "a", "en": "b"}]', "is one JSON array. Write an object per line"),
         ("de-en/a.json", '[\n{"de": "a", "en": "b"}\n]\n', "is one JSON array"),
-        ("de-en/a.csv", "de;en\nEins;one\n", "one column 'de;en': ';' separates its columns"),
-        ("de-en/a.csv", "de\ten\nEins\tone\n", r"'\\t' separates its columns"),
+        ("de-en/a.csv", "de;en\nEins;one\n", "has ';' between its columns. Save it with commas"),
+        ("de-en/a.csv", "de;en\nHallo, Welt;Hello, world\n", "has ';' between its columns"),
+        ("de-en/a.csv", '"de";"en"\n"Hallo, Welt";"Hello, world"\n', "has ';' between"),
+        ("de-en/a.csv", "de\ten\nEins\tone\n", r"has '\\t' between its columns"),
         ("a.jsonl", json_lines({"de": "x", "en": "y"}), "Nothing says which languages"),
         ("a.de-en.en-fr.jsonl", "", "is named as text of de-en and en-fr"),
     ],
