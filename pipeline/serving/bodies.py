@@ -25,7 +25,7 @@ MAX_FIELD = 200
 """Most characters of a field that is not text to translate."""
 MAX_HEAD = 1024
 """Most bytes of the head of a form's part."""
-_BOUNDARY = re.compile(r'boundary="?([ -!#-~]{1,70})', re.IGNORECASE | re.ASCII)
+_BOUNDARY = re.compile(r'(?ai)boundary=("?)([!-~]{1,70}?)\1(?:;|\s|$)')
 _NAME = re.compile(
     rb'^content-disposition:[^\r\n]*[; ]name="([^"\r\n]*)"', re.IGNORECASE | re.MULTILINE
 )
@@ -150,7 +150,7 @@ def _form(kind: str, request: Request, body: bytes) -> list[tuple[str, str]]:
         boundary = _BOUNDARY.search(request.headers["content-type"])
         if boundary is None:
             raise Refused(400, "The form names no boundary of its parts. Send JSON.")
-        return _parts(body, boundary[1].encode("ascii"))
+        return _parts(body, boundary[2].encode("ascii"))
     if body:
         raise Refused(415, "The body is neither JSON nor a form. Send either.")
     return []

@@ -241,8 +241,9 @@ def test_forms_in_parts_and_queries_are_answered_as_json_is(served: Served) -> N
         for name, value in fields.items()
     )
     expected = served.post(**fields).json()
-    form = served.ask("/translate", f"{parts}--x--\r\n".encode(), kind=PARTS)
-    assert form.json() == expected
+    for kind in (PARTS, 'multipart/form-data; boundary="x"; charset=utf-8', f"{PARTS};a=b"):
+        form = served.ask("/translate", f"{parts}--x--\r\n".encode(), kind=kind)
+        assert form.json() == expected
     assert served.ask(f"/translate?{urlencode(fields)}", b"", kind="").json() == expected
     query = urlencode({"target": fields.pop("target")})
     both = served.ask(f"/translate?{query}", urlencode(fields).encode(), kind=FORM)

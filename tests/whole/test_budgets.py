@@ -44,7 +44,7 @@ LINES = {
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_507,  # 1,450
     "pipeline/serving": 980,  # 950
     "pipeline data_prep": 61_100,  # 46,000: all of the above
-    "tests": 71_110,  # 49,000: with the next three
+    "tests": 71_111,  # 49,000: with the next three
     "tests/bench": 4_335,  # 3,600
     "tests/support": 5_408,  # 3,000
     "tests/whole": 7_318,  # 4,500
