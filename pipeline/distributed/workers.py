@@ -10,12 +10,15 @@ A terminal sends Ctrl-C to the whole process group. The parent prints one senten
 raised KeyboardInterrupt would print its traceback as well.
 """
 
+import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from functools import cached_property, partial
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, parent_process, resource_tracker
+from threading import Thread
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -53,6 +56,21 @@ def _receive(pickled: bytes) -> None:
     _received[:] = [_Shared(pickled)]
 
 
+def _die_with_parent() -> None:
+    """Kill this worker when the stage is gone, as after kill -9.
+
+    A worker waits for calls on a pipe of which it holds both ends, so it never reads its end.
+    """
+    if (stage := parent_process()) is not None:
+        stage.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _start_worker(pickled: bytes) -> None:
+    Thread(target=_die_with_parent, daemon=True).start()
+    _receive(pickled)
+
+
 def _call(function: Callable[[C, S], T], task: S) -> T:
     return function(_received[0].value, task)
 
@@ -79,20 +97,15 @@ class Pool(Executor):
 class WorkerPool(Pool, ProcessPoolExecutor):
     """A pool of spawned processes, which inherit no handlers, locks or threads.
 
-    They never see Ctrl-C. If the block ends because the stage was asked to stop, or because nobody
-    wants the results any more, the workers are killed; after any other error, running calls finish
-    and no new one starts.
+    They never see Ctrl-C, and die with the stage. If the block ends because the stage was asked to
+    stop, or because nobody wants the results any more, the workers are killed; after any other
+    error, running calls finish and no new one starts.
     """
 
-    def __init__(
-        self,
-        processes: int,
-        *,
-        initializer: Callable[..., object] | None = None,
-        initargs: tuple[Any, ...] = (),
-    ) -> None:
+    def __init__(self, processes: int, shared: bytes) -> None:
+        context = get_context("spawn")
         super().__init__(
-            processes, mp_context=get_context("spawn"), initializer=initializer, initargs=initargs
+            processes, mp_context=context, initializer=_start_worker, initargs=(shared,)
         )
         resource_tracker.ensure_running()  # when it starts, it lets SIGINT in
 
@@ -165,7 +178,7 @@ def open_pool(processes: int, *, mpi: bool = False, shared: object = None) -> Po
         ConfigError: the process was not started with other ranks, or MPI cannot be used.
     """
     if not mpi:
-        return WorkerPool(processes, initializer=_receive, initargs=(pickle.dumps(shared),))
+        return WorkerPool(processes, pickle.dumps(shared))
     if _STARTERS.isdisjoint(sys.orig_argv):
         raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
     from mpi4py import MPI  # loaded by mpi4py.futures already

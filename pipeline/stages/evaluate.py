@@ -56,7 +56,7 @@ def run(call: StageCall) -> None:
         for extension in INSTALLED
         for section in extension.report_sections(call.many("analyses"))
     ]
-    with TemporaryDirectory(prefix="mmnmt-evaluate-") as work, call.new_artifact() as writer:
+    with call.new_artifact() as writer, TemporaryDirectory(dir=writer.directory) as work:
         if call.recipe.evaluation.nearest_neighbor:
             call = _with_nearest_neighbor(call, Path(work) / NEAREST_NEIGHBOR)
         systems = call.many("systems")

@@ -1,5 +1,10 @@
 """Pools of workers: what their tasks share is sent once, and failures are those of tasks."""
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -47,3 +52,51 @@ def test_what_a_worker_cannot_read_is_the_error_of_the_task() -> None:
         open_pool(1, shared=Unreadable()) as pool,
     ):
         list(pool.in_order(with_shared(word), range(2)))
+
+
+def process_id(seconds: float) -> int:
+    """Return the process of the worker that waits."""
+    time.sleep(seconds)
+    return os.getpid()
+
+
+STAGE = """
+import sys, time
+from distributed.test_workers import process_id
+from pipeline.distributed.workers import open_pool
+if __name__ == "__main__":
+    with open_pool(2) as pool:
+        print(*pool.in_order(process_id, [0.2, 0.2]), flush=True)
+        busy = [pool.submit(process_id, float(seconds)) for seconds in sys.argv[1:]]
+        time.sleep(60)
+"""
+
+
+def is_alive(process: int) -> bool:
+    """Return whether a process runs; the dead ones that nobody waits for count as gone."""
+    try:
+        return "(zombie)" not in Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("seconds", [[], ["60", "60"]], ids=["idle", "busy"])
+def test_workers_and_their_tracker_end_with_a_stage_that_is_killed(
+    tmp_path: Path, seconds: list[str]
+) -> None:
+    script = tmp_path / "stage.py"
+    script.write_text(STAGE, encoding="utf-8")
+    with subprocess.Popen(
+        [sys.executable, str(script), *seconds], stdout=subprocess.PIPE, text=True
+    ) as stage:
+        assert stage.stdout is not None
+        assert stage.stdout.readline()  # the workers have begun
+        children = Path(f"/proc/{stage.pid}/task/{stage.pid}/children")
+        left = [int(child) for child in children.read_text(encoding="utf-8").split()]
+        assert len(left) == 3  # two workers and the tracker of semaphores
+        stage.kill()
+    deadline = time.monotonic() + 20
+    while alive := [process for process in left if is_alive(process)]:
+        assert time.monotonic() < deadline, f"processes {alive} outlived the stage"
+        time.sleep(0.05)
