@@ -52,7 +52,7 @@ class Progress:
         interval_seconds: float = INTERVAL_SECONDS,
         stream: TextIO | None = None,
     ) -> None:
-        stream = stream or sys.stderr
+        self._stream = stream = stream or sys.stderr
         self._bar = self._log = None
         if enabled and stream.isatty():
             self._bar = tqdm(
@@ -79,6 +79,13 @@ class Progress:
             if note:
                 self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
+
+    def say(self, sentence: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.write(sentence, file=self._stream)
+        else:
+            print(sentence, file=self._stream, flush=True)
 
 
 class _Log:

@@ -43,9 +43,9 @@ class Position:
     validations_since_best: Whole = 0
     """Consecutive validations without a lower perplexity."""
     seconds: Seconds = 0.0
-    interval: Annotated[tuple[Sum, ...], Field(min_length=4, max_length=5)] = (0.0,) * 5
+    interval: Annotated[tuple[Sum, ...], Field(min_length=4)] = (0.0,) * 5
     """Sums over all ranks since the last line of metrics (``training/metrics.py``). Earlier
-    versions have four, without source tokens."""
+    versions have four, without source tokens, or five, without the routes to experts."""
     overflows: Whole = 0
     """Attempted updates that overflowed fp16 and were repeated at a smaller loss scale."""
     loss_scale: LossScale | None = None

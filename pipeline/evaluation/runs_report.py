@@ -15,7 +15,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded
 from pipeline.artifacts.manifest import MANIFEST_NAME, read_manifest
 from pipeline.errors import ArtifactError, ConfigError, UserError
 from pipeline.evaluation.averages import RUN_MARK, group_runs
-from pipeline.evaluation.curves import curves_section, losses_section
+from pipeline.evaluation.curves import curves_section, losses_section, read_metrics
 from pipeline.evaluation.history import (
     TRAINING_STAGES,
     History,
@@ -174,6 +174,7 @@ def runs_report(
         curves_section(history.curves, places),
         budgets_section(history),
         _loads_section(compared.runs, compared.left_out),
+        section_of_notes("Alarms of training", _alarms(compared.runs)),
         *analyses,
         section_of_notes("Notes", _notes(compared, history)),
     )
@@ -228,6 +229,15 @@ def _loads_section(runs: Mapping[str, Artifact], left_out: list[str]) -> ReportS
         "capacity of an expert; entropy is the entropy of the router's probabilities, in nats.",
         tables=(Table("", headings(*titles, words=["layer"]), tuple(rows)),) if rows else (),
     )
+
+
+def _alarms(runs: Mapping[str, Artifact]) -> Iterator[str]:
+    """Yield what training said of losses, dropped routes and dead experts, with its update."""
+    for name, run in runs.items():
+        checkpoint = checkpoint_of(run)
+        for line in read_metrics(checkpoint) if checkpoint is not None else ():
+            if line.get("kind") == "alarm":
+                yield f"{name}, update {line['update']}: {line.get('text')}"
 
 
 def _notes(compared: ComparedRuns, history: History) -> Iterator[str]:

@@ -71,6 +71,16 @@ from pipeline.training.optim import (
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
+def _summed(terms: LossTerms, *, labels: int) -> Tensor:
+    """Return what is summed over passes: cross entropy, weighted balance loss, routes (float64).
+
+    The routes to the experts of each layer come before capacity, and then after it.
+    """
+    losses = (terms.cross_entropy.double(), terms.balance.double() * labels)
+    chosen = [record.routed_E for record in terms.routing]
+    return torch.cat([torch.stack(losses), *chosen, *(record.kept_E for record in terms.routing)])
+
+
 def merge_ds_config(
     ds_config: Mapping[str, Any], recipe: Recipe, *, world_size: int
 ) -> dict[str, Any]:
@@ -187,6 +197,8 @@ class StepResult:
     was_made: bool
     own_seconds: float = 0.0
     """Time of this rank's own work (:mod:`pipeline.distributed.busy_time`)."""
+    routes_R: Tensor | None = None
+    """Routes of every layer and expert: all that were chosen, then those within the capacity."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +299,7 @@ class Engine:
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self.model.train()
-        sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums_S: Tensor | None = None
         labels = source_tokens = 0
         for one in passes:
             batch, counts = one.batch.to(self.device), one.counts
@@ -295,22 +307,24 @@ class Engine:
                 objective, terms = self._forward(batch, progress)
             self._backward(objective, scale=1 / total_labels if counts else 0.0)
             advance()
+            summed_S = _summed(terms, labels=batch.num_labels)
+            sums_S = torch.zeros_like(summed_S) if sums_S is None else sums_S
             if not counts:
                 continue
-            sums_2[0] += terms.cross_entropy
-            sums_2[1] += terms.balance.double() * batch.num_labels
+            sums_S += summed_S
             labels += batch.num_labels
             source_tokens += batch.num_source_tokens
+        assert sums_S is not None, "an update has a pass, if only a stand-in"
         if self._flat is not None:
-            sums_2, norm = self._flat.step(sums_2, scale=1 / total_labels)
+            sums_S, norm = self._flat.step(sums_S, scale=1 / total_labels)
             was_made = math.isfinite(norm)
         else:
-            sums_2, norm = sums_2.cpu(), float(self._engine.get_global_grad_norm())
+            sums_S, norm = sums_S.cpu(), float(self._engine.get_global_grad_norm())
             was_made = not self._zero.overflow
-        cross_entropy, balance = sums_2
+        (cross_entropy, balance), routes_R = sums_S[:2], sums_S[2:]
         own_seconds = BUSY_TIME.take()
         return StepResult(
-            cross_entropy, balance, labels, source_tokens, norm, was_made, own_seconds
+            cross_entropy, balance, labels, source_tokens, norm, was_made, own_seconds, routes_R
         )
 
     def lower_per_pass(self) -> None:

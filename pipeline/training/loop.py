@@ -119,7 +119,8 @@ class TrainingRun:
             self._validate_if_due()
             first = self.position.update + 1
             while not self._is_done():
-                self._update(updates)
+                for alarm in self._update(updates):
+                    bar.say(f"{self.call.out_dir.name}, update {self.position.update}: {alarm}")
                 if self.position.update == first:
                     _freeze_objects()
                 bar.advance(note=self.metrics.note)
@@ -209,7 +210,8 @@ class TrainingRun:
         name, done = self.call.out_dir.name, self.position.update
         return ProgressBar(name, total=total, initial=done, enabled=is_shown)
 
-    def _update(self, updates: Generator[Update]) -> None:
+    def _update(self, updates: Generator[Update]) -> list[str]:
+        """Make an update; return the alarms that begin or end with it, on rank 0."""
         update, clock = self.position.update + 1, time.monotonic()
         with self.profiling.update(update):
             feed = next(updates)
@@ -224,7 +226,8 @@ class TrainingRun:
             loss_scale=self.engine.loss_scale,
         )
         progress.advance(update)
-        self.metrics.write_update_if_due(self.position, gradient_norm=made.result.gradient_norm)
+        norm = made.result.gradient_norm
+        return self.metrics.write_update_if_due(self.position, gradient_norm=norm)
 
     def _validate_if_due(self) -> None:
         if self.validation.is_due(self.position):

@@ -20,10 +20,12 @@ from pipeline.distributed.busy_time import BUSY_TIME
 from pipeline.distributed.collectives import gather_objects, gather_rows
 from pipeline.distributed.world import World
 from pipeline.machine import peak_resident_bytes
+from pipeline.model.moe.routing_statistics import moe_layer_names
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, PerToken, count_multiplied
 from pipeline.model.transformer import Trained, Transformer
 from pipeline.stage import StageCall
 from pipeline.terminal import JsonLines
+from pipeline.training.alarms import Alarms
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate
 from pipeline.training.settings import passes_of
@@ -62,6 +64,45 @@ class ModelOperations:
         return operations / (seconds * ranks * self.peak)
 
 
+@dataclass(frozen=True)
+class LayersOfExperts:
+    """The MoE layers of a model, whose routes are counted.
+
+    Attributes:
+        names: names of the layers, such as ``decoder.layers.1``.
+        num_experts: experts of each layer.
+    """
+
+    names: tuple[str, ...] = ()
+    num_experts: int = 0
+
+    @classmethod
+    def of(cls, model: Trained) -> Self:
+        """Return the layers of a translation model; none for taggers and readers."""
+        moe = model.spec.model.moe
+        if moe is None or not isinstance(model, Transformer):
+            return cls()
+        return cls(moe_layer_names(model.spec), moe.num_experts)
+
+    @property
+    def num_sums(self) -> int:
+        """Return how many numbers of routes an update has: chosen and kept of every expert."""
+        return 2 * len(self.names) * self.num_experts
+
+    def describe(self, routes: Sequence[float]) -> dict[str, object]:
+        """Return for each layer its share of dropped routes, and the experts without any route."""
+        chosen_LE, kept_LE = torch.tensor(routes, dtype=torch.float64).view(
+            2, len(self.names), self.num_experts
+        )
+        return {
+            name: {
+                "dropped": round(1 - float(kept_E.sum() / chosen_E.sum().clamp_min(1)), 4),
+                "idle": (chosen_E == 0).nonzero().flatten().tolist(),
+            }
+            for name, chosen_E, kept_E in zip(self.names, chosen_LE, kept_LE, strict=True)
+        }
+
+
 class MetricsLog:
     """Writes a line of metrics every ``logging.every`` updates and after every validation.
 
@@ -82,6 +123,7 @@ class MetricsLog:
         world: World,
         write_events: Callable[[Sequence[tuple[str, float, int]]], None],
         operations: ModelOperations | None = None,
+        experts: LayersOfExperts = LayersOfExperts(),
     ) -> None:
         """Open no file yet.
 
@@ -91,10 +133,12 @@ class MetricsLog:
             world: this rank's place.
             write_events: passes (name, value, update) to the monitors.
             operations: what the utilization of devices is computed from; None: unknown.
+            experts: the MoE layers of which lines count the routes.
         """
         self._file, self._recipe, self._world = JsonLines(path), recipe, world
         self._write_events, self._operations = write_events, operations
-        self._interval = Interval()
+        self._interval, self._alarms = Interval(experts=experts), Alarms()
+        self._experts = experts
         self._nodes: list[str] = []
 
     @classmethod
@@ -106,6 +150,7 @@ class MetricsLog:
             world=engine.world,
             write_events=engine.write_events,
             operations=ModelOperations.of(engine.model, call.recipe, peak=call.peak_operations),
+            experts=LayersOfExperts.of(engine.model),
         )
 
     def resume(self, position: Position) -> None:
@@ -116,8 +161,11 @@ class MetricsLog:
         self._nodes = gather_objects(socket.gethostname())
         BUSY_TIME.take()  # what an earlier run of this process left
         if self._world.rank == 0:
-            self._interval = Interval(position.interval)
+            self._interval = Interval(position.interval, experts=self._experts)
             self._file.truncate_after(position.update)
+            for line in self._file.read() if self._file.path.is_file() else ():
+                if line.get("kind") == "train":
+                    self._alarms.add(line)
 
     @property
     def note(self) -> str:
@@ -137,11 +185,15 @@ class MetricsLog:
         if self._world.rank == 0 and self._file.path.is_file():
             sync(self._file.path)
 
-    def write_update_if_due(self, position: Position, *, gradient_norm: float) -> None:
-        """Write the line of a training interval where one ends; all ranks call this."""
+    def write_update_if_due(self, position: Position, *, gradient_norm: float) -> list[str]:
+        """Write the line of a training interval where one ends; all ranks call this.
+
+        Returns:
+            On rank 0 the alarms that begin or end with this line, a sentence each.
+        """
         update, total = position.update, self._recipe.training.updates
         if update % self._recipe.logging.every != 0 and update != total:
-            return
+            return []
         record = self._interval.finish(
             peak_bytes=peak_bytes(), nodes=self._nodes, operations=self._operations
         )
@@ -151,6 +203,10 @@ class MetricsLog:
             record["loss_scale"] = position.loss_scale.scale
             record["overflows"] = position.overflows
         self._write("train", record, position)
+        alarms = self._alarms.add(record) if self._world.rank == 0 else []
+        for sentence in alarms:
+            self._write("alarm", {"text": sentence}, position)
+        return alarms
 
     def write_validation(self, record: Mapping[str, object], position: Position) -> None:
         """Write the line of a validation."""
@@ -185,15 +241,19 @@ def peak_bytes() -> float:
 class Interval:
     """Sums over the updates since the last training line.
 
-    The five numbers are: cross entropy, balance loss times labels, labels, seconds of the slowest
-    rank, source tokens. States of earlier versions lack the last one; it then stays unknown until
-    the next line. Beside them stand the time of this rank's own work and its tokens, which states
-    do not carry.
+    The first five numbers are: cross entropy, balance loss times labels, labels, seconds of the
+    slowest rank, source tokens. The routes to experts follow. States of earlier versions lack the
+    routes, which then count from 0, or source tokens, too, which stay unknown until the next line.
+    The time of this rank's own work and its tokens are kept apart: states do not carry them.
     """
 
-    def __init__(self, sums: Sequence[float] = (0.0,) * 5) -> None:
-        self.note = ""
-        self._sums = torch.tensor([*sums, *[math.nan] * (5 - len(sums))], dtype=torch.float64)
+    def __init__(
+        self, sums: Sequence[float] = (0.0,) * 5, *, experts: LayersOfExperts = LayersOfExperts()
+    ) -> None:
+        self.note, self._experts = "", experts
+        known = [*sums, *[math.nan] * (5 - len(sums))]
+        routes = known[5:] or [0.0] * experts.num_sums
+        self._sums = torch.tensor(known[:5] + routes, dtype=torch.float64)
         self._own = torch.zeros(2, dtype=torch.float64)
 
     def add(self, result: StepResult, *, seconds: float) -> None:
@@ -203,13 +263,15 @@ class Interval:
             *(seconds, float(result.source_tokens)),
         ]
         own = [result.own_seconds, result.labels + result.source_tokens]
-        self._sums += torch.tensor(sums, dtype=torch.float64)
+        self._sums[:5] += torch.tensor(sums, dtype=torch.float64)
+        if self._experts.names and result.routes_R is not None:
+            self._sums[5:] += result.routes_R
         self._own += torch.tensor(own, dtype=torch.float64)
 
     def over_ranks(self) -> list[float]:
         """Return the known sums over all ranks; all ranks call this."""
         values = _over_ranks(gather_rows(self._sums))
-        return values[:-1] if math.isnan(values[-1]) else values
+        return values[:4] if math.isnan(values[4]) else values
 
     def finish(
         self,
@@ -228,11 +290,11 @@ class Interval:
         peak = torch.tensor([peak_bytes], dtype=torch.float64)
         # one collective for everything that a line says of the ranks
         sums, own, peaks = gather_rows(torch.cat([self._sums, self._own, peak])).split(
-            [5, 2, 1], dim=1
+            [len(self._sums), 2, 1], dim=1
         )
         self._sums.zero_()
         self._own.zero_()
-        cross_entropy, balance, labels, seconds, source_tokens = _over_ranks(sums)
+        cross_entropy, balance, labels, seconds, source_tokens, *routes = _over_ranks(sums)
         seconds = max(seconds, 1e-9)
         record: dict[str, object] = {
             "loss": cross_entropy / labels,
@@ -249,6 +311,8 @@ class Interval:
                 )
         if not peaks.isnan().any():
             record["peak_memory_gib"] = peaks.max().item() / 2**30
+        if routes:
+            record["routing"] = self._experts.describe(routes)
         slow = slowest(own, nodes)
         self.note = f"loss {cross_entropy / labels:.3f}, {labels / seconds:,.0f} tokens/s"
         if "slowest_rank" in slow:

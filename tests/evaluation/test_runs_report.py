@@ -243,6 +243,19 @@ def test_the_load_of_experts_is_that_of_routing_json(tmp_path: Path) -> None:
     assert expected[0][3:5] == ["1", "1"]
 
 
+def test_alarms_of_training_stand_on_the_page_with_their_updates(tmp_path: Path) -> None:
+    alarms = {20: "routes are dropped", 30: HOSTILE}
+    lines = [
+        {"kind": "alarm", "update": update, "seconds": 1.0, "text": text}
+        for update, text in alarms.items()
+    ]
+    files = {"metrics.jsonl": "".join(f"{json.dumps(line)}\n" for line in lines)}
+    run = artifact(tmp_path / "moe", "checkpoint", "pretrain", files=files)
+    found = section(report(tmp_path, f"moe={run.directory}"), "Alarms of training")
+    said = ["".join(one.itertext()) for one in found.iter("li")]
+    assert said == ["moe, update 20: routes are dropped", f"moe, update 30: {HOSTILE}"]
+
+
 def test_damaged_routing_statistics_cost_the_experts_alone(tmp_path: Path) -> None:
     run = artifact(
         tmp_path / "moe", "checkpoint", "pretrain", files={"routing.json": '{"layers": 3}'}

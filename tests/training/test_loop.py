@@ -114,6 +114,30 @@ def test_the_curves_count_the_tokens_of_every_update(
     assert 0 < sum(spent) < records[-1]["seconds"]
 
 
+def test_routes_beyond_a_small_capacity_are_counted_on_all_ranks_and_said(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    """The limit of each micro-batch, ceil(0.25 · 2 · tokens / 4), is met by few routes in four."""
+    moe = make_recipe().model.moe
+    assert moe is not None
+    small = moe.model_copy(update={"dispatch": "capacity", "capacity_factor": 0.25})
+    recipe = changed(make_recipe(dropout=0.0, attention_dropout=0.0), "model", moe=small)
+    out_dir = tmp_path / "model"
+    assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
+    lines = read_metrics(out_dir / "metrics.jsonl")
+    of_updates = [one for one in lines if one["kind"] == "train"]
+    for record in of_updates:
+        assert set(record["routing"]) == {"encoder.layers.0", "decoder.layers.0"}
+        assert all(0.5 < layer["dropped"] < 0.8 for layer in record["routing"].values())
+    alarms = [(one["update"], one["text"]) for one in lines if one["kind"] == "alarm"]
+    dropping = [(update, text) for update, text in alarms if "dropped" in text]
+    assert [update for update, _ in dropping] == [1]
+    assert "encoder.layers.0" in dropping[0][1]
+    assert "decoder.layers.0" in dropping[0][1]
+    dropless = [one for one in read_metrics(straight / "metrics.jsonl") if one["kind"] == "train"]
+    assert {layer["dropped"] for one in dropless for layer in one["routing"].values()} == {0.0}
+
+
 def largest_resident() -> int:
     """The largest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status").read_text()

@@ -1,6 +1,7 @@
 """The metrics of a run without a model: intervals, lines, monitors and resuming."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_model, tiny_spec
 from support.tiny_training import changed, make_recipe
+from torch import Tensor
 
 from pipeline.checkpoints.training_state import LossScale, Position
 from pipeline.distributed.world import LOOPBACK, World
@@ -16,7 +18,13 @@ from pipeline.model.parameters import PerToken
 from pipeline.model.spec import ModelSpec
 from pipeline.training import metrics as metrics_module
 from pipeline.training.engine import StepResult
-from pipeline.training.metrics import MetricsLog, ModelOperations, slowest
+from pipeline.training.metrics import (
+    Interval,
+    LayersOfExperts,
+    MetricsLog,
+    ModelOperations,
+    slowest,
+)
 from pipeline.training.optim import learning_rate
 
 EVERY_SECOND = changed(make_recipe(updates=5), "logging", every=2)
@@ -34,21 +42,34 @@ def metrics(
     *,
     rank: int = 0,
     operations: ModelOperations | None = None,
+    experts: LayersOfExperts | None = None,
 ) -> MetricsLog:
     """Return the metrics of one rank; no process group is open, so that sums stay its own."""
     world = World(rank, 2, rank, 2, LOOPBACK, 0)
-    monitored: list[Event] = [] if events is None else events
     return MetricsLog(
-        path, EVERY_SECOND, world=world, write_events=monitored.extend, operations=operations
+        path,
+        EVERY_SECOND,
+        world=world,
+        write_events=([] if events is None else events).extend,
+        operations=operations,
+        experts=experts or LayersOfExperts(),
     )
 
 
-def make_updates(log: MetricsLog, *updates: int, position: Position | None = None) -> Position:
+def make_updates(
+    log: MetricsLog,
+    *updates: int,
+    position: Position | None = None,
+    routes: Callable[[int], Tensor] | None = None,
+) -> Position:
     """Log updates of ten labels each, whose loss per label is the update's number."""
     position = position or Position()
     for update in updates:
         loss = torch.tensor(10.0 * update)
-        log.add(StepResult(loss, torch.tensor(20.0), 10, 7, 1.5, was_made=True), seconds=0.5)
+        result = StepResult(loss, torch.tensor(20.0), 10, 7, 1.5, was_made=True)
+        if routes is not None:
+            result = replace(result, routes_R=routes(update))
+        log.add(result, seconds=0.5)
         position = replace(position, update=update, seconds=float(update))
         log.write_update_if_due(position, gradient_norm=1.5)
     return position
@@ -206,6 +227,48 @@ def test_a_resumed_run_writes_the_lines_of_an_uninterrupted_one(
     second.resume(Position.from_json(json.loads(json.dumps(saved.to_json()))))
     make_updates(second, *updates[stopped_after:], position=saved)
     assert lines_of(path) == lines_of(tmp_path / "straight.jsonl")
+
+
+def routes_of(update: int) -> Tensor:
+    """Two layers of two experts; the second keeps half, and none of expert 0 in updates 3 to 8."""
+    chosen_LE = torch.tensor([[update, 4], [0 if 3 <= update <= 8 else 2, 6]])
+    return torch.stack([chosen_LE, chosen_LE // torch.tensor([[1], [2]])]).flatten()
+
+
+@pytest.mark.parametrize("stopped_after", [2, 5, 8, 9])
+def test_routes_and_alarms_of_a_resumed_run_are_those_of_an_uninterrupted_one(
+    tmp_path: Path, stopped_after: int
+) -> None:
+    experts = LayersOfExperts(("encoder.layers.1", "decoder.layers.1"), 2)
+    straight, path = tmp_path / "straight.jsonl", tmp_path / "metrics.jsonl"
+    make_updates(metrics(straight, experts=experts), *range(1, 11), routes=routes_of)
+    first = metrics(path, experts=experts)
+    saved = make_updates(first, *range(1, stopped_after + 1), routes=routes_of)
+    saved = replace(saved, interval=first.interval_sums())
+    second = metrics(path, experts=experts)
+    second.resume(Position.from_json(json.loads(json.dumps(saved.to_json()))))
+    make_updates(second, *range(stopped_after + 1, 11), position=saved, routes=routes_of)
+    assert lines_of(path) == lines_of(straight)
+    lines = lines_of(straight)
+    assert [one["routing"]["decoder.layers.1"] for one in lines if one["kind"] == "train"] == [
+        *({"dropped": 0.5, "idle": idle} for idle in ([], [0], [0], [0], [0], [])),
+    ]
+    assert [(one["update"], one["text"][:9]) for one in lines if one["kind"] == "alarm"] == [
+        *((2, "more than"), (6, "no token "), (10, "tokens ch")),
+    ]
+
+
+def test_a_state_of_an_earlier_version_counts_routes_from_its_update_on() -> None:
+    experts = LayersOfExperts(("encoder.layers.1", "decoder.layers.1"), 2)
+    interval = Interval((6.0, 1.0, 3.0, 0.5, 9.0), experts=experts)
+    result = StepResult(torch.tensor(2.0), torch.tensor(0.0), 1, 7, 1.0, was_made=True)
+    interval.add(replace(result, routes_R=routes_of(3)), seconds=0.5)
+    record = interval.finish()
+    assert record["source_tokens"] == 16
+    assert record["routing"] == {
+        "encoder.layers.1": {"dropped": 0.0, "idle": []},
+        "decoder.layers.1": {"dropped": 0.5, "idle": [0]},
+    }
 
 
 def test_only_rank_0_takes_up_the_sums_of_a_state(tmp_path: Path) -> None:
