@@ -33,6 +33,7 @@ from pipeline.artifacts.manifest import (
     describe_names,
     digest_of_part,
     file_records,
+    how_to_restore,
     json_digest,
     part_of,
     raw_digest,
@@ -203,10 +204,7 @@ class Artifact:
 
     @property
     def _fix(self) -> str:
-        return (
-            f"Restore it from a copy, or move the folder {self.directory} away and run its stage "
-            "again"
-        )
+        return how_to_restore(self.directory)
 
     def _compare(self, names: Collection[str]) -> None:
         """Hash files; raise ArtifactError for the first that differs."""

@@ -36,6 +36,9 @@ MARKER_NAME = ".made-by-mmnmt"
 LONGEST_PART = 255
 """Most bytes of one part of a path on the file systems of Linux."""
 
+_STATE = re.compile(r"update-\d+")
+"""Name of the folder of a training state."""
+
 Kind = Literal[
     "corpus",
     "tokenizer",
@@ -137,6 +140,24 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def how_to_restore(directory: Path) -> str:
+    """Return advice about a damaged artifact; of a training state, it names the one before."""
+    move = f"Restore it from a copy, or move the folder {directory} away"
+    if not _STATE.fullmatch(directory.name):
+        return f"{move} and run its stage again"
+    folders = (one.parent.name for one in directory.parent.glob(f"*/{MANIFEST_NAME}"))
+    updates = [_update(name) for name in folders if _STATE.fullmatch(name)]
+    earlier = [update for update in updates if update < _update(directory.name)]
+    then = (
+        f"resumes after update {max(earlier):,}" if earlier else "begins anew: no state is earlier"
+    )
+    return f"{move}: its stage then {then}"
+
+
+def _update(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
 def read_manifest(directory: Path) -> Manifest | None:
     """Return the manifest of a finished artifact; None if there is none.
 
@@ -155,8 +176,8 @@ def read_manifest(directory: Path) -> Manifest | None:
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} is not a manifest of this version ({error.error_count()} problems). Restore "
-            f"it from a copy, or move the folder {directory} away and run its stage again."
+            f"{path} is not a manifest of this version ({error.error_count()} problems). "
+            f"{how_to_restore(directory)}."
         ) from error
     except OSError as error:  # of a folder that may not be entered
         raise ArtifactError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, FileRecord, check_together
+from pipeline.artifacts.manifest import how_to_restore
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.config.settings import shown
 from pipeline.distributed.collectives import gather_objects
@@ -147,7 +148,7 @@ def incomplete(state: Artifact, target: Target, *, filled: int) -> CheckpointErr
     """Return the error of a state that has only ``filled`` of the values of a target."""
     return CheckpointError(
         f"{state.directory} is incomplete: it has {filled} of {len(target.values)} values of "
-        f"{target.what} of {target.tensor}. Resume from an earlier state."
+        f"{target.what} of {target.tensor}. {how_to_restore(state.directory)}."
     )
 
 
@@ -157,8 +158,8 @@ def split_key(key: str, state: Artifact) -> tuple[str, str, int]:
     tensor, _, start = place.rpartition(":")
     if not (what and tensor and start.isascii() and start.isdecimal() and len(start) < MAX_DIGITS):
         raise CheckpointError(
-            f"{state.directory} has a piece {shown(key)!r}, which is no name of a piece. Resume "
-            "from an earlier state."
+            f"{state.directory} has a piece {shown(key)!r}, which is no name of a piece. "
+            f"{how_to_restore(state.directory)}."
         )
     return what, tensor, int(start)
 

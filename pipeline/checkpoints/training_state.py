@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.manifest import how_to_restore
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 
@@ -70,6 +71,6 @@ def read_position(state: Artifact) -> Position:
         first = error.errors(include_url=False)[0]
         where = ".".join(shown(str(part)) for part in first["loc"]) or "the file"
         raise CheckpointError(
-            f"{path} describes no progress of a run ({where}: {first['msg']}). Resume from an "
-            "earlier state."
+            f"{path} describes no progress of a run ({where}: {first['msg']}). "
+            f"{how_to_restore(state.directory)}."
         ) from error
