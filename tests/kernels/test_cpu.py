@@ -1,6 +1,8 @@
 """The kernels and the threads that a process takes on its CPU."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -202,3 +204,36 @@ def test_pieces_run_without_autograd_and_in_the_callers_mode(is_inference: bool)
     assert len(seen) == 3
     assert {mode for _, mode in seen} == {is_inference}
     assert not any(grad for grad, _ in seen)
+
+
+MANY_SHAPES = """
+import sys
+from dataclasses import replace
+import torch
+from pipeline.kernels import cpu
+from pipeline.kernels.products import product
+cpu.use_cpu_kernels(replace(cpu.by_processor(), float32_products="onednn"))
+dtype = getattr(torch, sys.argv[1])
+weights = [torch.randn(shape, dtype=dtype) for shape in ((64, 64), (256, 64), (64, 256))]
+with torch.no_grad():
+    for rows in range(16, 616):
+        for weight in weights:
+            product(torch.ones(rows, weight.shape[1], dtype=dtype), weight, None)
+        if rows in (215, 615):
+            pages = int(open("/proc/self/statm").read().split()[1])
+            print(pages * 4096 // 2**20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a build without oneDNN")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_does_not_grow_with_every_new_number_of_rows(dtype: str) -> None:
+    """After 200 numbers of rows, 400 others take no more memory: few shapes are kept."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_SHAPES, dtype], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    warm, end = map(int, done.stdout.split())
+    assert end - warm < 40
