@@ -61,7 +61,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.distributed.workers import open_pool, with_shared
 from pipeline.errors import DataError
-from pipeline.languages import find_code, letters_of, usual_script
+from pipeline.languages import find_code, letters_of, written_script
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
@@ -90,8 +90,8 @@ def run(call: StageCall) -> None:
         corpus.check([*corpus.names("train/"), *corpus.names("provenance/")])
         pairs = list(line_counts(corpus, "train"))
         joined = joined_pairs(corpus, config, pivot=pivot)
-        letters = letters_of_languages(corpus)
-        cleaning = Cleaning(corpus, writer, config, pivot, letters, held_out)
+        scripts = scripts_of_languages(corpus)
+        cleaning = Cleaning(corpus, writer, config, pivot, scripts, held_out)
         found = clean_all(cleaning, pairs, joined, processes=call.processes, mpi=call.mpi)
         results = list(track(found, label="clean", total=len(pairs) + len(joined)))
         refuse_nothing(corpus, results)
@@ -190,8 +190,8 @@ class Cleaning:
     config: CleanConfig
     pivot: str
     """Language over which pairs are joined."""
-    letters: Mapping[str, frozenset[str]]
-    """Language → scripts of its letters."""
+    scripts: Mapping[str, str | None]
+    """Language → its script; None if that is unknown."""
     held_out: HeldOutSets
 
     def clean(self, pair: str) -> PairResult:
@@ -270,14 +270,16 @@ class Cleaning:
                 digests.add(["\n".join(as_seen(*lines)) for lines in block])
             duplicates = digests.duplicates()
         first, second = map(language_of, pair.split("-"))
+        scripts = self.scripts[first], self.scripts[second]
+        letters = [letters_of(script) if script else frozenset[str]() for script in scripts]
         identifier, language_rule = line_identifier(config), None
         if identifier is not None:
             language_rule = LanguageRule(
-                identifier, (first, second), min_characters=LANGUAGE_MIN_CHARACTERS
+                identifier, (first, second), scripts, min_characters=LANGUAGE_MIN_CHARACTERS
             )
         return PairRules(
             config,
-            letters=(self.letters[first], self.letters[second]),
+            letters=(letters[0], letters[1]),
             held_out=(held_out_lines(self.held_out, first), held_out_lines(self.held_out, second)),
             median_ratio=ratios.median(),
             duplicates=duplicates,
@@ -339,11 +341,10 @@ def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
             shutil.copyfile(corpus.file(name), writer.path(name))
 
 
-def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
-    """Return language → scripts of its letters, as found at import, else from CLDR."""
+def scripts_of_languages(corpus: Artifact) -> dict[str, str | None]:
+    """Return language → script, as found at import, else from its code or CLDR."""
     found = found_scripts(corpus)
-    scripts = {code: found.get(code) or usual_script(code) for code in languages(corpus)}
-    return {code: letters_of(script) if script else frozenset() for code, script in scripts.items()}
+    return {code: found.get(code) or written_script(code) for code in languages(corpus)}
 
 
 def clean_all(

@@ -133,11 +133,12 @@ class CleanConfig(Settings):
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
     identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
-    """Language identifier. Lines with a side in another language than its own are dropped. Sides in
-    languages that the identifier does not know, and sides of fewer than 40 characters, are never
-    judged."""
+    """Whether to drop lines with a side in another language than its own: fastText's lid.176
+    (``langdetect``) or the model ``language_model`` (``fasttext``) finds another, and langdetect or
+    the script of the side confirms it. Sides in languages that the model does not know, and sides
+    of fewer than 40 characters, are never judged."""
     language_model: str = ""
-    """Local model file of identifier ``fasttext``: lid.176.bin or GlotLID's model.bin."""
+    """Local fastText model for ``fasttext``: lid.176.bin or GlotLID's model.bin."""
     drop_held_out_overlap: bool = True
     """Drop training lines one side of which is a validation or test line of any pair, after folding
     letters and digits. Leaks are counted in any case."""

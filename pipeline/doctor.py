@@ -298,13 +298,12 @@ def _missing_files(stage: str, recipe: Recipe) -> Iterator[str]:
     option = recipe.evaluation.bleu_tokenizer
     if stage == "evaluate" and option in ("flores101", "flores200"):
         yield from _missing_bleu_model(option)
-    if stage == "clean" and recipe.clean.identify_languages == "fasttext":
-        if not Path(recipe.clean.language_model).is_file():
-            yield (
-                f"clean.language_model {recipe.clean.language_model!r} is no file. Fetch "
-                "lid.176.bin or GlotLID's model.bin, and name it."
-            )
-        yield from _missing_modules("clean.identify_languages", fasttext="fasttext")
+    is_asked = stage == "clean" and recipe.clean.identify_languages == "fasttext"
+    if is_asked and not Path(recipe.clean.language_model).is_file():
+        yield (
+            f"clean.language_model {recipe.clean.language_model!r} is no file. Fetch "
+            "lid.176.bin or GlotLID's model.bin, and name it."
+        )
     if stage in ("train_tokenizer", "make_shards"):
         for code, name in recipe.tokenizer.segmenters.items():
             if name == "mecab":

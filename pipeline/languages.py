@@ -336,6 +336,7 @@ def usual_script(code: str) -> str | None:
     return _likely_script(_CLDR_CODES.get(found, found))
 
 
+@lru_cache(maxsize=4096)
 def written_script(code: str) -> str | None:
     """Return the script a spelling names, its region's, or the usual one; None if unknown."""
     return _script_of_tag(parse_tag(code))
@@ -454,6 +455,9 @@ _LETTERS_OF = {
 }
 """Scripts of ISO 15924 that use the letters of other scripts."""
 
+_DECISIVE_LETTERS = {"Jpan": frozenset({"Hira", "Kana"}), "Kore": frozenset({"Hang"})}
+"""Scripts of ISO 15924 → letters without which a text is in none of their languages."""
+
 _UNICODE_NAMES = {
     "BENGALI": "Beng",
     "CANADIAN SYLLABICS": "Cans",
@@ -485,6 +489,18 @@ _LONGEST_NAME = 3
 def letters_of(script: str) -> frozenset[str]:
     """Return the scripts that a script takes letters from: kana and Han for ``Jpan``."""
     return _LETTERS_OF.get(script, frozenset({script}))
+
+
+def can_be_written(letters: Collection[str], script: str | None) -> bool:
+    """Return whether a text can be in a language of a script: one without Hangul is not Korean.
+
+    Args:
+        letters: scripts of the text's letters.
+        script: script of the language; None, if it is unknown, fits every text.
+    """
+    if script is None:
+        return True
+    return not (_DECISIVE_LETTERS.get(script) or letters_of(script)).isdisjoint(letters)
 
 
 def count_scripts(text: str) -> Counter[str]:

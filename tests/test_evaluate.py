@@ -24,6 +24,7 @@ from pipeline.artifacts.corpus import (
     Hypothesis,
     directions,
     hypotheses_name,
+    pair_name,
     read_lines,
     text_name,
     write_hypotheses,
@@ -236,6 +237,49 @@ def test_copied_sources_are_in_the_wrong_language_as_the_statistics_of_their_lin
                 assert 100 * arrays[name].mean() == found["scores"][name]
 
 
+KNOWN_TO_BOTH = {"de": "Der Rat hat gestern beschlossen, die Schule neu zu bauen."}
+UNKNOWN_TO_LANGDETECT = {
+    "yi": "דער ראַט פֿון דער קהילה האָט נעכטן באַשלאָסן צו בויען די שול.",
+    "gl": "O concello decidiu onte reconstruír a escola que caeu co terremoto.",
+}
+UNKNOWN_TO_BOTH = {"rw": "Inama njyanama yafashe icyemezo cyo kongera kubaka ishuri."}
+
+
+def test_each_identifier_scores_the_languages_it_knows_and_names_the_others(tmp_path: Path) -> None:
+    lines = KNOWN_TO_BOTH | UNKNOWN_TO_LANGDETECT | UNKNOWN_TO_BOTH
+    english = "The council decided yesterday to build the school anew."
+
+    def fill(writer: ArtifactWriter) -> None:
+        pairs = {pair_name("en", code): {"train": 0, "test": 1} for code in lines}
+        writer.statistics["pairs"] = pairs
+        for code, text in lines.items():
+            pair = pair_name("en", code)
+            for side, line in ((code, text), ("en", english)):
+                path = writer.path(text_name("test", pair, side))
+                path.write_text(f"{line}\n", encoding="utf-8")
+
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean", fill)
+    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
+    found = system_scores(made, "perfect")["directions"]
+    for code in lines:
+        expected = {"language", "language_restricted"} if code in KNOWN_TO_BOTH else set()
+        if code not in UNKNOWN_TO_BOTH:
+            expected.add("language_lid176")
+        measured = found[f"en-{code}"]["scores"]
+        assert {name for name in measured if "language" in name} == expected
+        assert all(measured[name] == 100.0 for name in expected)
+    assert made.read_json("scores.json")["undetectable"] == {
+        "langdetect": ["gl", "rw", "yi"],
+        "lid.176": ["rw"],
+    }
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert "- langdetect does not know these target languages, which its accuracy leaves" in text
+    unknown = "No identifier knows these target languages, which have no language accuracy: rw."
+    assert unknown in text
+    assert "### lid.176, %" in text
+
+
 @pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_many_lines)
@@ -255,7 +299,10 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     assert names == ["second", "first"]
 
 
-@pytest.mark.parametrize("names", [["bleu", "chrf"], ["language", "bleu"], ["language_restricted"]])
+@pytest.mark.parametrize(
+    "names",
+    [["bleu", "chrf"], ["language", "bleu"], ["language_restricted"], ["language_lid176", "bleu"]],
+)
 def test_the_recipe_chooses_the_scores(tmp_path: Path, corpus: Artifact, names: list[str]) -> None:
     systems = {"copied": translations(tmp_path / "a", corpus, copied)}
     settings = EvaluationConfig.model_validate({"scores": names})
@@ -266,7 +313,10 @@ def test_the_recipe_chooses_the_scores(tmp_path: Path, corpus: Artifact, names: 
         assert arrays.files == names
     text = made.file("report.md").read_text(encoding="utf-8")
     page = made.file("report.html").read_text(encoding="utf-8")
-    for name, title in (("bleu", "BLEU"), ("chrf", "chrF++"), ("language", "langdetect as it is")):
+    for name, title in (
+        *(("bleu", "BLEU"), ("chrf", "chrF++"), ("language", "langdetect as it is")),
+        ("language_lid176", "lid.176"),
+    ):
         assert (f"\n### {title}" in text) == (f"<h3>{title}" in page) == (name in names)
 
 

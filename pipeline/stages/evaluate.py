@@ -10,7 +10,7 @@ split budgets into old and new. Output, an evaluation:
   be found;
 - ``sentences/{run}/{direction}.npz``: per line, the sufficient statistics of every score, such
   as sacreBLEU's (``bleu``, ``chrf``) and whether the language was right (``language``,
-  ``language_restricted``);
+  ``language_restricted``, ``language_lid176``);
 - ``report.md`` and ``report.html``, which also say when and by which version they were made.
 """
 

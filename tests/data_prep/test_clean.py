@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langdetect import DetectorFactory, detect
 from support.plain_rules import plain_clean
 from support.stage_runs import run_stage
 
@@ -519,3 +520,38 @@ def test_wrong_languages_are_dropped_where_asked_for_and_counted(tmp_path: Path)
     }
     assert result.statistics["dropped_sides"]["de-en"]["wrong_language"] == {"de": 1, "en": 0}
     assert result.statistics["language_not_known"] == {"chr-en": {"chr": 2}, "de-en": {}}
+
+
+GOOD_AND_CONFUSED = {
+    "zh_Hant": (
+        (
+            "委員會昨天決定重新修建那座在地震中倒塌的學校,並且邀請了附近的居民參加討論與投票表決。",
+            "ko",
+        ),
+        (
+            "研究人員在實驗室裡觀察了數百種植物的生長,發現陽光與水分的變化會影響葉片的顏色和厚度。",
+            "ko",
+        ),
+    ),
+    "sv": (
+        ("ALLA RESENÄRER MÅSTE LÄMNA TÅGET VID NÄSTA STATION OCH TA BUSSEN.", "en"),
+        ("DET ÄR FÖRBJUDET ATT ÖPPNA DÖRRARNA INNAN TÅGET HAR STANNAT.", "en"),
+    ),
+}
+"""Language → good lines, and the language that langdetect takes each for."""
+
+
+@pytest.mark.parametrize("code", GOOD_AND_CONFUSED)
+def test_good_lines_that_langdetect_confuses_are_kept(
+    tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DetectorFactory, "seed", 1)
+    texts = [text for text, _ in GOOD_AND_CONFUSED[code]]
+    assert [detect(text) for text in texts] == [found for _, found in GOOD_AND_CONFUSED[code]]
+    english = [f"The {name} decided yesterday to build it anew." for name in ("board", "council")]
+    other = "Le conseil de la commune a décidé hier de reconstruire toute l'école."
+    lines = [*zip(english, texts, strict=True), ("The mayor and all others decided it.", other)]
+    corpus = corpus_of(tmp_path / "corpus", {f"en-{code}": {"train": lines}})
+    result = cleaned(corpus, identify_languages="langdetect")
+    assert train_lines(result, f"en-{code}") == lines[:2]
+    assert result.statistics["dropped"][f"en-{code}"]["wrong_language"] == 1

@@ -35,7 +35,7 @@ from pipeline.evaluation.report import (
     output_languages_section,
     sets_section,
 )
-from pipeline.evaluation.scores import Column, Evaluation, Scores, SystemScores
+from pipeline.evaluation.scores import Column, Confusion, Evaluation, Scores, SystemScores
 from pipeline.evaluation.scoring import baseline_of
 from pipeline.evaluation.tables import Table, render_html, render_markdown
 
@@ -369,6 +369,15 @@ def test_counts_of_a_familys_directions_into_a_language_are_summed() -> None:
     assert sum(map(len, families.values())) == len(
         {(one.family, one.direction.target) for one in PROFILES}
     )
+
+
+@pytest.mark.parametrize(("target", "code"), [("fr_CA", "fr"), ("pt_BR", "pt")])
+def test_a_region_is_no_other_language_and_the_identifier_is_named(target: str, code: str) -> None:
+    lines: Confusion = {"language": {"dense": {"zero_shot": {target: {code: 9, "de": 1}}}}}
+    section = output_languages_section(replace(evaluation(), confusion=lines))
+    (table,) = section.tables
+    assert [line.texts for line in table.rows] == [("dense", "Zero-shot", target, "de", "10.0")]
+    assert "(langdetect as it is)" in section.lead
 
 
 # Runs of a system

