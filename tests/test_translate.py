@@ -288,6 +288,7 @@ def test_the_statistics_count_lines_empty_and_cut_ones(bench: Bench) -> None:
         "truncated": 0,
         "split": 1,
         "invalid": sum(one.invalid > 0 for one in every),
+        "unknown": 0,
         "invalid_sequences": {
             name: sum(one.invalid for one in lines)
             for name, lines in found.items()
