@@ -73,7 +73,8 @@ def rule_of(form: Form) -> bytes:
         normal = _normal(character, form)
         if normal != character:
             rule[character] = normal
-        first, *marks = unicodedata.normalize("NFD", character)
+        decomposed = unicodedata.normalize("NFD", character)
+        first, marks = decomposed[0], tuple(decomposed[1:])
         # Marks above and below a letter may come in any order, and the first composed with it.
         has_orders = len(marks) > 1 and unicodedata.combining(marks[0])
         for order in permutations(marks) if has_orders else [marks]:

@@ -149,7 +149,7 @@ class SentencePieceVocabulary:
             raise ArtifactError(
                 f"{name} is not a SentencePiece model. Restore it from a copy."
             ) from error
-        self._kind = {"has_specials": has_specials, "is_text": is_text}
+        self._made_by = partial(type(self), has_specials=has_specials, is_text=is_text)
         self.size = self._processor.get_piece_size()
         self.pad_id = self._processor.pad_id()
         self.bos_id = self._processor.bos_id()
@@ -160,8 +160,8 @@ class SentencePieceVocabulary:
         if has_specials:
             self._check_specials()
 
-    def __reduce__(self) -> tuple[Callable[..., Self], tuple[bytes]]:
-        return partial(type(self), **self._kind), (self._model,)
+    def __reduce__(self) -> tuple[Callable[..., "SentencePieceVocabulary"], tuple[bytes]]:
+        return self._made_by, (self._model,)
 
     def encode_batch(
         self, lines: Sequence[str], drawn: SampledSegmentation | None = None
