@@ -14,7 +14,7 @@ from typing import Literal
 
 from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor, set_min_log_level
 
-Form = Literal["nfkc", "nfc"]
+Form = Literal["plain", "nfc"]
 
 _INVISIBLE = (
     "\u00ad"  # soft hyphen
@@ -26,8 +26,8 @@ _HIDDEN = re.compile(f"[{_INVISIBLE}]")
 _BLANK = re.compile(rf"[\s{_INVISIBLE}]*")
 _DROPPED = re.compile("[\u00ad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 """Invisible characters that no script needs; zero-width joiners and selectors change letters."""
-_KEPT = "\uff5e"
-"""Japanese tilde, which SentencePiece's rule ``nmt_nfkc`` keeps too."""
+_FORMS = re.compile("[\ufb00-\ufefe\uff00-\uffef\U0001d400-\U0001d7ff]")
+"""Ligatures, Arabic presentation forms, full and half width, letters in other fonts."""
 _CHARACTERS = tuple(chr(point) for point in range(1, 0x30000) if not 0xD800 <= point < 0xE000)
 """All that have another normal form than themselves."""
 _NARROW_KANA = [chr(kana) + mark for kana in range(0xFF66, 0xFF9E) for mark in "\uff9e\uff9f"]
@@ -65,8 +65,10 @@ def with_any_rule(model: bytes) -> bytes:
 def rule_of(form: Form) -> bytes:
     """Return the rule of a form as SentencePiece's ``NormalizerSpec``.
 
-    Both forms compose letters and write white space as spaces. ``nfkc`` also replaces compatibility
-    forms, as SentencePiece's ``nmt_nfkc`` does, and drops controls and invisible characters.
+    Both forms compose letters and write white space as spaces. ``plain`` also writes letters and
+    digits of other forms as plain ones (``３``, ``ﬁ``) and drops controls and invisible characters.
+    SentencePiece's ``nmt_nfkc`` would replace more, at the cost of translations: Chinese commas,
+    Japanese brackets, ``m²`` and ``№``, and the joiner that Persian needs.
     """
     rule: dict[str, str] = {}
     for character in (*_CHARACTERS, *_NARROW_KANA):
@@ -91,10 +93,12 @@ def rule_of(form: Form) -> bytes:
 def _normal(text: str, form: Form) -> str:
     if text.isspace():
         return " "
-    if form == "nfc" or text == _KEPT:
-        return unicodedata.normalize("NFC", text)
-    is_dropped = unicodedata.category(text[0]) == "Cc" or _DROPPED.match(text)
-    return "" if is_dropped else unicodedata.normalize("NFKC", text)
+    if form == "plain":
+        if unicodedata.category(text[0]) == "Cc" or _DROPPED.match(text):
+            return ""
+        if _FORMS.match(text) and (plain := unicodedata.normalize("NFKC", text)).isalnum():
+            return plain
+    return unicodedata.normalize("NFC", text)
 
 
 def message_field(key: bytes, content: bytes) -> bytes:

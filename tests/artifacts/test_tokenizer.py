@@ -291,7 +291,7 @@ def test_a_language_of_which_nothing_was_sampled_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "characters", "byte_bpe", "bytes"])
-@pytest.mark.parametrize("normalization", ["nfc", "nfkc"])
+@pytest.mark.parametrize("normalization", ["nfc", "plain"])
 def test_training_text_and_text_to_translate_are_normalized_alike_except_by_bytes(
     kind: str, normalization: str, tmp_path: Path
 ) -> None:
@@ -305,7 +305,7 @@ def test_training_text_and_text_to_translate_are_normalized_alike_except_by_byte
     settings = {"kind": kind, "normalization": normalization, "vocabulary_size": size}
     config = TokenizerConfig.model_validate(settings)
     tokenizer = load_tokenizer(train(made, tmp_path / "out", config).directory)
-    for typed, is_plain in ((decomposed[0], True), (wide[0], normalization == "nfkc")):
+    for typed, is_plain in ((decomposed[0], True), (wide[0], normalization == "plain")):
         read = tokenizer.decode(tokenizer.encode(typed))
         kept = kind in ("byte_bpe", "bytes") or not is_plain
         assert read == (typed if kept else composed[0])
