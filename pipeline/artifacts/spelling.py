@@ -46,7 +46,8 @@ def visible(line: str) -> str:
 
 def is_blank(line: str) -> bool:
     """Return whether a line has nothing but white space and invisible characters."""
-    return _BLANK.fullmatch(line) is not None
+    # Most lines begin with a letter: importing asks millions of them.
+    return not line[:1].isalnum() and _BLANK.fullmatch(line) is not None
 
 
 def with_rule(model: bytes, rule: bytes) -> bytes:
