@@ -204,7 +204,7 @@ class TokenizerConfig(Settings):
     normalization: Literal["plain", "nfc"] = "plain"
     """Spelling of text before it becomes pieces, in training and translation alike. ``nfc``:
     letters composed, white space as spaces; ``plain``: also letters and digits of full width or
-    another form as plain ones, and invisible characters dropped. No effect on kinds ``byte_bpe``
+    in ligatures in their plain form, and invisible characters dropped. No effect on ``byte_bpe``
     and ``bytes``; a base keeps its own."""
     byte_fallback: bool = False
     """Use 256 pieces for bytes, which spell characters that the vocabulary lacks (kinds

@@ -58,6 +58,7 @@ def with_rule(model: bytes, rule: bytes) -> bytes:
 
 def with_any_rule(model: bytes) -> bytes:
     """Return a SentencePiece model as it is if it has a rule, else with the rule of NFC."""
+    # The processor does not tell its rule, and to parse a large model here would take longer.
     normalized = SentencePieceProcessor(model_proto=model).normalize(_PROBE)
     return with_rule(model, rule_of("nfc")) if _PROBE in normalized else model
 
@@ -67,7 +68,7 @@ def rule_of(form: Form) -> bytes:
     """Return the rule of a form as SentencePiece's ``NormalizerSpec``.
 
     Both forms compose letters and write white space as spaces. ``plain`` also writes letters and
-    digits of other forms as plain ones (``３``, ``ﬁ``) and drops controls and invisible characters.
+    digits in their plain form (``３``, ``ﬁ``), and drops controls and invisible characters.
     SentencePiece's ``nmt_nfkc`` would replace more, at the cost of translations: Chinese commas,
     Japanese brackets, ``m²`` and ``№``, and the joiner that Persian needs.
     """
@@ -97,6 +98,7 @@ def _normal(text: str, form: Form) -> str:
     if form == "plain":
         if unicodedata.category(text[0]) == "Cc" or _DROPPED.match(text):
             return ""
+        # Punctuation of another width is another sign to readers of Chinese and Japanese.
         if _FORMS.match(text) and (plain := unicodedata.normalize("NFKC", text)).isalnum():
             return plain
     return unicodedata.normalize("NFC", text)

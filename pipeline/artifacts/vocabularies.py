@@ -143,6 +143,7 @@ class SentencePieceVocabulary:
         if not model:  # SentencePiece accepts an empty model, and then fails in every call
             raise ArtifactError(f"{name} is empty. Restore it from a copy.")
         try:
+            # The characters of a model over bytes stand for bytes: a rule would change them.
             self._model = with_any_rule(model) if is_text else model
             self._processor = SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:

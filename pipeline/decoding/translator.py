@@ -425,6 +425,7 @@ class Translator:
             truncated=any(one.part.truncated for one in found),
             split=0 if len(found) == 1 else len(found),
             invalid=sum(self.tokenizer.decode_counted(one.best.tokens).dropped for one in found),
+            # A run of unknown characters is one token, so this is no number of characters.
             unknown=sum(one.part.tokens.count(self.tokenizer.unk_id) for one in found),
             details=self._details(job, found) if asks else None,
         )

@@ -30,7 +30,7 @@ COMPATIBLE = {
 
 
 def model(rule: str, **options: Any) -> bytes:
-    """Train SentencePiece with one of its own rules."""
+    """Train SentencePiece with a rule that it brings."""
     stream = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),

@@ -153,6 +153,7 @@ def test_a_text_keeps_its_lines_and_a_list_its_texts(
         "Ein Satz, der viel länger ist, als das Modell erlaubt. Ja!",
     ]
     expected = offline(lines)
+    assert expected[1:3] == ["", ""]
     answer = served.post(q=["\r\n".join(lines), lines[0]]).json()
     assert answer == {"translatedText": ["\n".join(expected), expected[0]]}
 
