@@ -52,8 +52,9 @@ def is_blank(line: str) -> bool:
 
 def with_rule(model: bytes, rule: bytes) -> bytes:
     """Return a SentencePiece model that normalizes by a rule instead of its own."""
-    # A field that occurs again in a protocol buffer is merged with the first.
-    return model + message_field(b"\x1a", rule)
+    # Of a field that occurs twice, some readers merge both and others take the last: it has all.
+    others: bytes = SentencePieceNormalizer(model_proto=model).serialized_normalizer_spec()
+    return model + message_field(b"\x1a", others + rule)
 
 
 def with_any_rule(model: bytes) -> bytes:
@@ -89,7 +90,7 @@ def rule_of(form: Form) -> bytes:
                     rule[spelled] = normal
     set_min_log_level(2)  # it would log the size of the rule
     spec: bytes = SentencePieceNormalizer(norm_map=[*rule.items()]).serialized_normalizer_spec()
-    return spec
+    return message_field(b"\x0a", form.encode()) + spec  # with its name
 
 
 def _normal(text: str, form: Form) -> str:

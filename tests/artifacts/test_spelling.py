@@ -101,6 +101,8 @@ def test_a_model_with_a_rule_keeps_it_and_another_gets_one_that_changes_no_clean
     plain = model("identity")
     given = with_any_rule(plain)
     assert with_any_rule(given) == given
+    fields = SentencePieceNormalizer(model_proto=given).serialized_normalizer_spec()
+    assert with_any_rule(plain).endswith(fields[-1000:])
     before, after = (SentencePieceProcessor(model_proto=one) for one in (plain, given))
     assert before.encode(LINES) == after.encode(LINES)
     assert before.encode("18. Ma\u0308rz") != after.encode("18. Ma\u0308rz")
