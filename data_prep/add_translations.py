@@ -40,6 +40,7 @@ from pipeline.artifacts.corpus import (
     translated_directions,
     translated_lines,
 )
+from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 from pipeline.evaluation.chrf import line_chrf
 from pipeline.stage import StageCall
@@ -228,7 +229,7 @@ def why_not(
     text: str, hypothesis: Hypothesis, round_trip: float | None, *, config: SyntheticConfig
 ) -> str:
     """Return why a translation is left out; empty if it is kept."""
-    if not text.strip() or not hypothesis.text.strip():
+    if is_blank(text) or is_blank(hypothesis.text):
         return "empty"
     if hypothesis.truncated:
         return "truncated"

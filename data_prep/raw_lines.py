@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from data_prep.readers.raw_text import LineSource, RawLine
+from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 from pipeline.terminal import listed
 
@@ -113,7 +114,7 @@ def checked(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Checked:
     except UnicodeDecodeError:
         return _repair(raw, is_first=is_first, max_line_bytes=max_line_bytes)
     # str.splitlines splits at each of _SEPARATORS.
-    if text.splitlines() != [text] or "\0" in text or text[0] == "\ufeff" or text.isspace():
+    if text.splitlines() != [text] or "\0" in text or text[0] == "\ufeff" or is_blank(text):
         return _repair(raw, is_first=is_first, max_line_bytes=max_line_bytes)
     return text if len(raw) <= max_line_bytes else Repair(reason="too_long")
 
@@ -140,7 +141,7 @@ def _repair(raw: bytes, *, is_first: bool, max_line_bytes: int) -> Repair:
         return found
     found.had_separators = _SEPARATORS.search(text) is not None
     found.text = _SEPARATORS.sub(" ", text)
-    found.is_blank = not found.text or found.text.isspace()
+    found.is_blank = is_blank(found.text)
     return found
 
 

@@ -202,6 +202,11 @@ class TokenizerConfig(Settings):
     """Number of pieces of ``target_languages``, including specials."""
     model_type: Literal["unigram", "bpe"] = "unigram"
     """Algorithm of kind ``sentencepiece``; with a base, the algorithm of the base."""
+    normalization: Literal["plain", "nfc"] = "plain"
+    """Spelling of text before it becomes pieces, in training and translation alike. ``nfc``:
+    letters composed, white space as spaces; ``plain``: also letters and digits of full width or
+    in ligatures in their plain form, and invisible characters dropped. No effect on ``byte_bpe``
+    and ``bytes``; a base keeps its own."""
     byte_fallback: bool = False
     """Use 256 pieces for bytes, which spell characters that the vocabulary lacks (kinds
     ``sentencepiece`` and ``characters``)."""

@@ -1,8 +1,9 @@
 """Stage train_tokenizer: train a vocabulary on a sample balanced by temperature.
 
 Reads a corpus. Makes a tokenizer with a token for every language. SentencePiece sees training lines
-only, drawn without replacement: small languages weigh more than their share; text is not
-normalized. Languages in ``tokenizer.target_languages`` get a model of their own.
+only, drawn without replacement: small languages weigh more than their share. Its models hold the
+rule by which they normalize text (``artifacts/spelling.py``), and the sample is normalized by it.
+Languages in ``tokenizer.target_languages`` get a model of their own.
 
 With ``base``, the stage extends a vocabulary: it trains one on the languages that the base lacks,
 and adds its pieces and the tokens of these languages. All ids of the base stay.
@@ -25,7 +26,11 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import (
+    SentencePieceNormalizer,
+    SentencePieceProcessor,
+    SentencePieceTrainer,
+)
 
 from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
@@ -38,6 +43,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
 from pipeline.artifacts.segmenters import segmenter_records
+from pipeline.artifacts.spelling import rule_of, with_any_rule, with_rule
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     Tokenizer,
@@ -97,7 +103,7 @@ class Sample:
     characters: set[str] = field(default_factory=set)
     """Characters of the lines yielded so far."""
     normalize: Callable[[str], str] = str
-    """Normalization of the vocabulary that is extended: its pieces are of normalized text."""
+    """Normalization of the vocabulary: its pieces are of normalized text."""
 
     def __iter__(self) -> Iterator[str]:
         totals = lines_per_language(self.corpus)
@@ -127,11 +133,17 @@ def run(call: StageCall) -> None:
     )
     with call.new_artifact() as writer:
         samples = [draw_sample(corpus, config=config, among=side.languages) for side in sides]
+        is_text = config.kind not in ("byte_bpe", "bytes")
+        rule = rule_of(config.normalization) if is_text else b""
+        for sample in samples if is_text else ():
+            sample.normalize = _normalization(SentencePieceNormalizer(normalizer_spec=rule))
         with peak_memory() as taken:
             models = [
                 train_sentencepiece(sample, side=side, config=config)
                 for side, sample in zip(sides, samples, strict=True)
             ]
+        if is_text:
+            models = [with_rule(model, rule) for model in models]
         model, target_model = [*models, None, None][:2]
         files = TokenizerFiles(description, model, target_model)
         write_vocabulary(writer, files, samples, config=config, taken=taken)
@@ -155,14 +167,14 @@ def extend(call: StageCall) -> None:
     added = [code for code in languages(corpus) if code not in files.description.languages]
     refuse_other_base(files, base, corpus=corpus, config=call.recipe.tokenizer, added=added)
     assert files.model is not None
-    processor = SentencePieceProcessor(model_proto=files.model)
+    processor = SentencePieceProcessor(model_proto=with_any_rule(files.model))
     config = call.recipe.tokenizer.model_copy(
         update={"byte_fallback": False, **_kind_of_pieces(processor)}
     )
     side = Side(frozenset(added), "vocabulary_size", config.vocabulary_size)
     with call.new_artifact() as writer:
         sample = draw_sample(corpus, config=config, among=side.languages)
-        sample.normalize = lambda line: processor.normalize(line).replace(SPACE, " ")
+        sample.normalize = _normalization(processor)
         with peak_memory() as taken:
             trained = train_sentencepiece(sample, side=side, config=config)
         grown = with_pieces_of(with_languages(files, added), trained)
@@ -173,6 +185,12 @@ def extend(call: StageCall) -> None:
             f"({listed(added)}) to {base.directory}"
         )
         writer.summary += sample_summary(writer.statistics, corpus, among=added)
+
+
+def _normalization(
+    normalizer: SentencePieceNormalizer | SentencePieceProcessor,
+) -> Callable[[str], str]:
+    return lambda line: normalizer.normalize(line).replace(SPACE, " ")
 
 
 def write_vocabulary(

@@ -679,7 +679,7 @@ def test_defects_of_translations_are_counted_by_direction_and_warned_of(
 ) -> None:
     def flawed(direction: Direction, _: list[str], references: list[str]) -> list[Hypothesis]:
         if str(direction) == "de-en":
-            return [Hypothesis("", truncated=True), Hypothesis(" "), Hypothesis("x")]
+            return [Hypothesis("", truncated=True), Hypothesis(" \u200b"), Hypothesis("x")]
         return [Hypothesis(text, invalid=2 * (direction.target == "de")) for text in references]
 
     systems = {"flawed": translations(tmp_path / "a", corpus, flawed)}

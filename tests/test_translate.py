@@ -50,7 +50,13 @@ from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.stages.translate import WorkingTime, lengths_over_ranks
+from pipeline.stages.translate import (
+    Selection,
+    Tally,
+    WorkingTime,
+    lengths_over_ranks,
+    summarize,
+)
 
 LANGUAGES = ("de", "en", "fr")
 MAX_POSITIONS = 40
@@ -288,6 +294,7 @@ def test_the_statistics_count_lines_empty_and_cut_ones(bench: Bench) -> None:
         "truncated": 0,
         "split": 1,
         "invalid": sum(one.invalid > 0 for one in every),
+        "unknown": 0,
         "invalid_sequences": {
             name: sum(one.invalid for one in lines)
             for name, lines in found.items()
@@ -340,6 +347,20 @@ def test_broken_bytes_are_dropped_and_counted_in_every_part_of_a_line(
     written = iter(broken)
     (whole,) = translator.translate([replace(jobs[0], text="Ein sehr langer Satz. " * 5)])
     assert (whole.split, whole.invalid) == (5, sum(sequences))
+
+
+def test_lines_with_unknown_characters_are_counted_and_told(tmp_path: Path) -> None:
+    tally = Tally([Direction("de", "en")])
+    for unknown in (0, 2, 0, 1):
+        tally.add(Direction("de", "en"), vars(Hypothesis("x", unknown=unknown)))
+    with new_artifact(
+        tmp_path / "out", kind="translations", stage="translate", config={}, inputs={}
+    ) as writer:
+        writer.statistics.update(tally.statistics())
+        summarize(writer, Selection((Direction("de", "en"),), skipped=()))
+    assert writer.summary[1:] == [
+        "2 lines with characters that the model's vocabulary does not have"
+    ]
 
 
 def test_translations_of_before_lines_were_split_are_still_read(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput, iterate_blocks, iterate_raw_lines, table_rows
+from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 from pipeline.languages import find_code
 from pipeline.terminal import listed
@@ -119,12 +120,12 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
 def _numbered_lines(file: RawFile, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank with their numbers, from 1."""
     for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), 1):
-        if line and not line.isspace():
+        if not is_blank(line.decode(errors="replace")):
             yield number, line
 
 
 def _is_text(cell: bytes) -> bool:
-    return bool(cell) and cell != MISSING and not cell.isspace()
+    return cell != MISSING and not is_blank(cell.decode(errors="replace"))
 
 
 def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes: int) -> Columns:
@@ -210,7 +211,7 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
     for language, column in columns.items():
         text = within.get(column)
         if isinstance(text, str):
-            if text and not text.isspace():
+            if not is_blank(text):
                 found[language] = text.encode("utf-8", "surrogatepass")
         elif text is not None:
             return None
@@ -299,7 +300,7 @@ def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
     header: list[str] | None = None
     number, damaged_until = 1, 0
     while (cells := _next_cells(reader)) is not None:
-        if record[0].isspace():
+        if is_blank(record[0]):
             number += 1
             record.clear()
             continue

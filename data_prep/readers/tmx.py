@@ -31,6 +31,7 @@ from data_prep.readers.raw_text import ONE_SIDED, RawFile, RawText, Record, find
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput, iterate_blocks
+from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))
@@ -216,7 +217,7 @@ class UnitParser:
 
     def _keep(self, text: bytes) -> None:
         """Keep a segment of the unit, the first of several in one language."""
-        if text and self._language is not None:
+        if self._language is not None and not is_blank(text.decode()):
             self._texts.setdefault(self._language, text)
 
     def _language_of(self, attributes: dict[str, str]) -> str | None:

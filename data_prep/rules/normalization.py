@@ -5,13 +5,8 @@ import re
 import unicodedata
 from functools import cache
 
-_INVISIBLE = (
-    "\u00ad"  # soft hyphen
-    "\u034f\u061c\u180b-\u180f"  # joiners, marks and selectors of single scripts
-    "\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff"  # zero width, directions, byte order mark
-    "\ufe00-\ufe0f\U000e0000-\U000e0fff"  # variation selectors, tags
-)
-_HIDDEN = re.compile(f"[{_INVISIBLE}]")
+from pipeline.artifacts.spelling import visible
+
 _POINT_RANGES = (
     "\u0591-\u05c7"  # Hebrew
     "\u0610-\u061a\u064b-\u065f\u0670\u06d6-\u06ed\u08d3-\u08ff"  # Arabic
@@ -31,16 +26,6 @@ _HEAD = 20
 
 _MARKS = ("Mn", "Mc")
 """Unicode categories of marks that take no space, and that take some."""
-
-
-def visible(line: str) -> str:
-    """Return a line without invisible characters: zero width, direction marks, selectors.
-
-    Persian and Indic text needs some of them, so the result is only for comparison.
-    """
-    if line.isascii() or _HIDDEN.search(line) is None:
-        return line
-    return _HIDDEN.sub("", line)
 
 
 def fold(line: str) -> str:

@@ -16,8 +16,8 @@ import numpy as np
 from data_prep.rules.duplicates import Duplicates
 from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.line_language import LanguageRule
-from data_prep.rules.normalization import visible
 from data_prep.settings import CleanConfig
+from pipeline.artifacts.spelling import visible
 from pipeline.languages import has_letter_of
 
 Rule = Literal[

@@ -157,6 +157,8 @@ class Hypothesis:
     whole."""
     invalid: int = 0
     """Byte sequences that are not valid UTF-8 and were dropped from the text."""
+    unknown: int = 0
+    """Tokens of the source for characters that the vocabulary does not have, one per run."""
     details: Details | None = None
     """Alternatives, words and alignment, which are stored in a file of their own."""
 

@@ -20,6 +20,7 @@ from sentencepiece import SentencePieceProcessor
 
 from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.artifact import Artifact, to_json
+from pipeline.artifacts.spelling import message_field
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
@@ -558,17 +559,8 @@ def with_pieces_of(files: TokenizerFiles, trained: bytes) -> TokenizerFiles:
 def piece_field(piece: str, *, score: float = 0.0, control: bool = False) -> bytes:
     """Return a piece as field 1 of a SentencePiece model (``sentencepiece_model.proto``)."""
     text = piece.encode()
-    body = _sized(text) + b"\x15" + struct.pack("<f", score) + _CONTROL_TYPE * control
-    return _sized(body)
-
-
-def _sized(content: bytes) -> bytes:
-    """Return field 1 of a protocol buffer with this content."""
-    length, size = len(content), bytearray()
-    while length >= 0x80:
-        size.append(length & 0x7F | 0x80)
-        length >>= 7
-    return b"\x0a" + bytes([*size, length]) + content
+    body = message_field(b"\x0a", text) + b"\x15" + struct.pack("<f", score)
+    return message_field(b"\x0a", body + _CONTROL_TYPE * control)
 
 
 def _numbering(files: TokenizerFiles) -> Numbering:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sentencepiece import SentencePieceProcessor
 
+from pipeline.artifacts.spelling import with_any_rule
 from pipeline.errors import ArtifactError
 
 DESCRIPTION_NAME = "tokenizer.json"
@@ -124,23 +125,32 @@ class SentencePieceVocabulary:
     """SentencePiece model with the special ids that it defines.
 
     With ``has_specials``, it must define four distinct specials, as a vocabulary without its own
-    numbering does. ``name`` is the file name for messages.
+    numbering does. ``name`` is the file name for messages. A model of text that has no rule of
+    normalization gets one (``spelling.py``).
 
     Raises:
         ArtifactError: The bytes are not a model, or a special is missing.
     """
 
-    def __init__(self, model: bytes, *, has_specials: bool = True, name: str = MODEL_NAME) -> None:
+    def __init__(
+        self,
+        model: bytes,
+        *,
+        has_specials: bool = True,
+        is_text: bool = True,
+        name: str = MODEL_NAME,
+    ) -> None:
         if not model:  # SentencePiece accepts an empty model, and then fails in every call
             raise ArtifactError(f"{name} is empty. Restore it from a copy.")
         try:
-            self._processor = SentencePieceProcessor(model_proto=model)
+            # The characters of a model over bytes stand for bytes: a rule would change them.
+            self._model = with_any_rule(model) if is_text else model
+            self._processor = SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
             raise ArtifactError(
                 f"{name} is not a SentencePiece model. Restore it from a copy."
             ) from error
-        self._model = model
-        self._has_specials = has_specials
+        self._made_by = partial(type(self), has_specials=has_specials, is_text=is_text)
         self.size = self._processor.get_piece_size()
         self.pad_id = self._processor.pad_id()
         self.bos_id = self._processor.bos_id()
@@ -151,8 +161,8 @@ class SentencePieceVocabulary:
         if has_specials:
             self._check_specials()
 
-    def __reduce__(self) -> tuple[Callable[..., Self], tuple[bytes]]:
-        return partial(type(self), has_specials=self._has_specials), (self._model,)
+    def __reduce__(self) -> tuple[Callable[..., "SentencePieceVocabulary"], tuple[bytes]]:
+        return self._made_by, (self._model,)
 
     def encode_batch(
         self, lines: Sequence[str], drawn: SampledSegmentation | None = None
@@ -249,7 +259,7 @@ class ByteLevelVocabulary:
     """
 
     def __init__(self, model: bytes, *, name: str = MODEL_NAME) -> None:
-        self._pieces = SentencePieceVocabulary(model, name=name)
+        self._pieces = SentencePieceVocabulary(model, is_text=False, name=name)
         self.size = self._pieces.size
         self.pad_id, self.bos_id, self.eos_id, self.unk_id = _specials(self._pieces)
         spelled = filter(None, map(self._pieces.piece, range(self.size)))

@@ -27,6 +27,10 @@ some micro-batches. Manifests leave out [logging] and [saving] altogether.
 NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "auto")}
 """Settings → the default of earlier versions and of today: results of the first stay up to date."""
 
+NEWER = ("tokenizer.normalization",)
+"""Settings of which no value is what versions did that had none: results of these stay up to date,
+such as a vocabulary that a model was trained with."""
+
 THRESHOLDS = "training.resource_thresholds"
 STATES_SAVED = "training.checkpoint_every"
 
@@ -66,6 +70,7 @@ def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
         for name in sorted({*before, *after})
         if before.get(name, "unset") != after.get(name, "unset")
         and (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name)
+        and (name in before or name not in NEWER)
     ]
 
 
@@ -99,7 +104,8 @@ def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
     """Return the recorded sections of a recipe, completed by settings that are newer than them.
 
-    A missing setting gets its default, because a new setting does by default what was done before.
+    A missing setting gets its default, because a new setting does by default what was done before;
+    those of ``NEWER`` stay missing.
     A section is unchanged if it cannot be read any more, for example because it has a removed
     setting with an effect other than today's. Names that are not sections of a recipe are skipped;
     for a setting (``training.seed``) the whole section is completed.
@@ -109,5 +115,7 @@ def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[
     for name in {entry.partition(".")[0] for entry in sections} & kinds.keys():
         with suppress(ValidationError):
             section = kinds[name].model_validate(noted.get(name, {}))
-            completed[name] = section.model_dump(mode="json")
+            missing = [one for one in NEWER if one.partition(".")[2] not in noted.get(name, {})]
+            full = {name: section.model_dump(mode="json")}
+            completed |= without_settings(full, missing)
     return completed

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.spelling import is_blank
 from pipeline.decoding.hypotheses import Source
 from pipeline.errors import ConfigError
 
@@ -274,7 +275,7 @@ def read_phrases(path: Path) -> Iterator[tuple[str, ...]]:
 def _phrases_of(file: Iterator[str], path: Path) -> Iterator[tuple[str, ...]]:
     try:
         for line in file:
-            yield tuple(phrase for phrase in map(str.strip, line.split("\t")) if phrase)
+            yield tuple(phrase.strip() for phrase in line.split("\t") if not is_blank(phrase))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read as UTF-8 ({error}). Write one line of phrases, separated by "

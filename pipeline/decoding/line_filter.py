@@ -41,6 +41,8 @@ class FilterCounts:
     invalid: int = 0
     """Lines whose translations had bytes that are not UTF-8."""
     invalid_sequences: int = 0
+    unknown: int = 0
+    """Lines with characters that the vocabulary does not have."""
 
     def add(self, line: IncomingLine, hypothesis: Hypothesis) -> None:
         """Count a line and its translation."""
@@ -51,6 +53,7 @@ class FilterCounts:
         self.truncated += hypothesis.truncated
         self.invalid += hypothesis.invalid > 0
         self.invalid_sequences += hypothesis.invalid
+        self.unknown += hypothesis.unknown > 0
 
     def sentences(self, *, max_tokens: int) -> Iterator[str]:
         """Yield one sentence for each kind of remark, after the last line."""
@@ -64,6 +67,11 @@ class FilterCounts:
                 f"{self.split:,} of {self.lines:,} lines were longer than the model's "
                 f"{max_tokens:,} tokens. They were split into {self.parts:,} parts, at sentence "
                 "ends if possible, translated, and joined again."
+            )
+        if self.unknown:
+            yield (
+                f"{self.unknown:,} of {self.lines:,} lines have characters that the model's "
+                "vocabulary does not have. The model cannot tell these apart."
             )
         if self.truncated:
             yield (

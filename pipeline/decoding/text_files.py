@@ -25,6 +25,7 @@ from pipeline.artifacts.raw_input import (
     plain_name,
     table_rows,
 )
+from pipeline.artifacts.spelling import is_blank
 from pipeline.config.documents import MAX_JSON_BYTES, parse_json
 from pipeline.decoding.incoming_lines import MAX_LINE_BYTES, without_line_breaks
 from pipeline.errors import DataError, hint
@@ -94,7 +95,7 @@ class TextFile:
 
     def _text_of(self, raw: bytes, *, what: str) -> str:
         """Return the text of a line with a record; a blank line is an empty text."""
-        if not raw.strip():
+        if is_blank(raw.decode(errors="replace")):
             return ""
         record = parse_json(raw, what=what, error=DataError, fix="correct that line")
         if not isinstance(record, dict):

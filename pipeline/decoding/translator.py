@@ -15,6 +15,7 @@ import torch
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis, Word
 from pipeline.artifacts.segmenters import Segmenters
+from pipeline.artifacts.spelling import is_blank
 from pipeline.artifacts.tokenizer import Tags, Tokenizer, tags
 from pipeline.checkpoints.checkpoint import (
     load_model,
@@ -299,7 +300,7 @@ class Translator:
         return self._encode(text, next(iter(self.tokenizer.target_languages), None))
 
     def _encode(self, text: str, language: str | None) -> list[int]:
-        return self.tokenizer.encode(text, language=language) if text.strip() else []
+        return self.tokenizer.encode(text, language=language) if not is_blank(text) else []
 
     def _begins(self, text: str, language: str, *, tokens: int) -> tuple[bool, ...]:
         """Return whether each of the first tokens begins a word of the segmenter."""
@@ -424,6 +425,8 @@ class Translator:
             truncated=any(one.part.truncated for one in found),
             split=0 if len(found) == 1 else len(found),
             invalid=sum(self.tokenizer.decode_counted(one.best.tokens).dropped for one in found),
+            # A run of unknown characters is one token, so this is no number of characters.
+            unknown=sum(one.part.tokens.count(self.tokenizer.unk_id) for one in found),
             details=self._details(job, found) if asks else None,
         )
 

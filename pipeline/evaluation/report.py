@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pipeline import installed_version
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_hypotheses, read_lines
+from pipeline.artifacts.spelling import is_blank
 from pipeline.evaluation.averages import RULE, group_runs
 from pipeline.evaluation.charts import Bar, bar_chart
 from pipeline.evaluation.curves import curves_section
@@ -492,7 +493,7 @@ def choose_samples(
             generator = random.Random(derive_seed("evaluate samples", seed, str(way)))
             title = " → ".join(language(code).name for code in codes)
             rows += [
-                row(f"{title}, line {line + 1:,}", name, texts[line].strip() or "(empty)")
+                row(f"{title}, line {line + 1:,}", name, _read(texts[line]))
                 for line in sorted(generator.sample(short, min(LINES, len(short))))
                 for name, texts in versions.items()
             ]
@@ -501,6 +502,10 @@ def choose_samples(
             title = title_of_family(family, pivot=pivot)
             tables.append(Table(title, headings(*titles, words=titles), tuple(rows)))
     return tables
+
+
+def _read(text: str) -> str:
+    return "(empty)" if is_blank(text) else text.strip()
 
 
 def _samples_section(samples: Sequence[Table]) -> ReportSection:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import Direction, languages
+from pipeline.artifacts.spelling import is_blank
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation import averages, statistics, word_accuracy
@@ -103,7 +104,7 @@ def score_direction(task: ScoringTask) -> tuple[DirectionScores, Mapping[str, Ro
     scores = DirectionScores(
         scores=values,
         lines=len(lines.hypotheses),
-        empty=sum(not text.strip() for text in lines.hypotheses),
+        empty=sum(map(is_blank, lines.hypotheses)),
         truncated=lines.truncated,
         invalid=sum(count > 0 for count in lines.invalid),
         invalid_sequences=sum(lines.invalid),

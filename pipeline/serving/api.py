@@ -27,6 +27,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.artifacts.spelling import is_blank
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.line_filter import written_record
 from pipeline.errors import ConfigError
@@ -285,13 +286,13 @@ class _Text:
                 place=next(places),
             )
             for number, line in enumerate(self._lines)
-            if line.strip()
+            if not is_blank(line)
         }
         return list(self._results.values())
 
     def variant(self, rank: int) -> str:
         """Return the translation, or the text of the hypotheses of another rank."""
-        lines = [line if line.strip() else "" for line in self._lines]
+        lines = ["" if is_blank(line) else line for line in self._lines]
         for number, result in self._results.items():
             lines[number] = without_line_breaks(_of_rank(result.result(), rank))
         return "\n".join(lines)

@@ -338,15 +338,15 @@ class Tally:
     def __init__(self, directions: Iterable[Direction]) -> None:
         self._lines = {str(direction): 0 for direction in directions}
         self._invalid = Counter[str]()
-        self._counts = dict.fromkeys(("empty", "truncated", "split", "invalid"), 0)
+        self._counts = dict.fromkeys(("empty", "truncated", "split", "invalid", "unknown"), 0)
 
     def add(self, direction: Direction, record: Mapping[str, Any]) -> None:
         """Count one translation, given as a JSON object."""
         self._lines[str(direction)] += 1
         self._invalid[str(direction)] += record["invalid"]
         self._counts["empty"] += not record["text"]
-        for name in ("truncated", "split", "invalid"):
-            self._counts[name] += record[name] > 0
+        for name in ("truncated", "split", "invalid", "unknown"):
+            self._counts[name] += record.get(name, 0) > 0
 
     def statistics(self) -> dict[str, Any]:
         """Return lines by direction, lines by property, and byte sequences that were dropped."""
@@ -385,6 +385,11 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
         writer.summary.append(
             f"{counted(counts['truncated'], 'line')} truncated: a single character has more tokens "
             "than the model takes"
+        )
+    if counts["unknown"]:
+        writer.summary.append(
+            f"{counted(counts['unknown'], 'line')} with characters that the model's vocabulary "
+            "does not have"
         )
     if counts["invalid"]:
         invalid = counts["invalid_sequences"]

@@ -293,6 +293,21 @@ def test_a_result_by_an_earlier_default_is_up_to_date_and_one_by_another_value_i
     assert len(setting_changes(today, {"decoding": {"precision": "float32"}})) == 1
 
 
+@pytest.mark.parametrize("wanted", ["nfc", "plain"])
+def test_a_vocabulary_of_before_there_was_a_choice_is_up_to_date_and_one_by_another_is_not(
+    wanted: str,
+) -> None:
+    today = Recipe(name="defaults").sections(("tokenizer",))
+    today["tokenizer"]["normalization"] = wanted
+    old = {"tokenizer": {**today["tokenizer"]}}
+    old["tokenizer"].pop("normalization")
+    assert setting_changes(with_defaults(old, sections=("tokenizer",)), today) == []
+    other = {"nfc": "plain", "plain": "nfc"}[wanted]
+    made = {"tokenizer": {**today["tokenizer"], "normalization": other}}
+    found = setting_changes(with_defaults(made, sections=("tokenizer",)), today)
+    assert found == [f"tokenizer.normalization: {other} → {wanted}"]
+
+
 # ---------------------------------------------------------------- files hashed as they are written
 
 

@@ -290,17 +290,26 @@ def test_a_language_of_which_nothing_was_sampled_is_named(tmp_path: Path) -> Non
     assert made.manifest.summary[-1] == "no text was sampled of: ru"
 
 
-def test_text_is_not_normalised(tmp_path: Path) -> None:
-    composed = [f"{line} é" for line in sentences("en", 100)]
-    decomposed = [unicodedata.normalize("NFD", line) for line in composed]
-    wide = [f"{line} ＡＢ" for line in sentences("en", 100)]
+@pytest.mark.parametrize("kind", ["sentencepiece", "characters", "byte_bpe", "bytes"])
+@pytest.mark.parametrize("normalization", ["nfc", "plain"])
+def test_training_text_and_text_to_translate_are_normalized_alike_except_by_bytes(
+    kind: str, normalization: str, tmp_path: Path
+) -> None:
+    composed = [f"{line} é AB" for line in sentences("en", 100)]
+    decomposed = [unicodedata.normalize("NFD", line).replace(" ", "\t") for line in composed]
+    wide = [line.replace("AB", "ＡＢ\u00ad") for line in composed]
     made = make_corpus(
         tmp_path / "corpus", {"train": {"de-en": {"de": decomposed + wide, "en": composed * 2}}}
     )
-    config = TokenizerConfig(vocabulary_size=60)
+    size = 400 if kind == "byte_bpe" else 60
+    settings = {"kind": kind, "normalization": normalization, "vocabulary_size": size}
+    config = TokenizerConfig.model_validate(settings)
     tokenizer = load_tokenizer(train(made, tmp_path / "out", config).directory)
-    for line in (composed[0], decomposed[0], wide[0]):
-        assert tokenizer.decode(tokenizer.encode(line)) == line
+    for typed, is_plain in ((decomposed[0], True), (wide[0], normalization == "plain")):
+        read = tokenizer.decode(tokenizer.encode(typed))
+        kept = kind in ("byte_bpe", "bytes") or not is_plain
+        assert read == (typed if kept else composed[0])
+        assert tokenizer.unk_id not in tokenizer.encode(typed)
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])

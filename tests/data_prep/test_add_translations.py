@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 from sacrebleu.metrics.chrf import CHRF
 from support.corpora import Texts, make_corpus
+from support.plain_rules import plain_visible
 from support.stage_runs import run_stage
 
 from data_prep.clean import BLOCK_LINES
@@ -135,8 +136,8 @@ def test_lines_and_translations_are_paired_as_a_loop_over_them_does(
     generator = random.Random(3)
 
     def drawn(target: str) -> Line:
-        line = generator.choice(["", "  ", "one\ttwo", *(f"line {n}" for n in range(20))])
-        words = ["", " ", *(f"{target} {n}" for n in range(20))]
+        line = generator.choice(["", " \u200b", "one\ttwo", *(f"line {n}" for n in range(20))])
+        words = ["", "\u00ad", *(f"{target} {n}" for n in range(20))]
         return line, translation(
             generator.choice(words),
             score=-generator.randrange(30) / 10,
@@ -172,7 +173,8 @@ def test_lines_and_translations_are_paired_as_a_loop_over_them_does(
                 for line, about in given[system][target][name]:
                     is_whole = not about["truncated"] and not about["invalid"]
                     is_good = min_score is None or about["score"] >= min_score
-                    if line.strip() and about["text"].strip() and is_whole and is_good:
+                    has_text = all(plain_visible(one).strip() for one in (line, about["text"]))
+                    if has_text and is_whole and is_good:
                         expected.append((line, about["text"]))
                         origin = {"system": system, "direction": f"en-{target}"}
                         origins.append({**origin, "score": about["score"]})

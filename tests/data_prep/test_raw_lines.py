@@ -64,7 +64,7 @@ def test_files_of_long_lines_are_refused(tmp_path: Path) -> None:
 
 
 @given(
-    st.lists(st.text(alphabet="ab \r\v\x85\u2028\0é"), min_size=1, max_size=6),
+    st.lists(st.text(alphabet="ab \r\v\x85\u2028\0é\u200b\u00ad"), min_size=1, max_size=6),
     st.booleans(),
     st.integers(1, 40),
 )

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from sentencepiece import SentencePieceProcessor
+from support.exported_models import own_sentencepiece
 from support.stored_checkpoints import make_checkpoint
 from support.tiny_models import tiny_model, tiny_spec
 
@@ -209,6 +211,36 @@ def test_of_many_lines_that_cannot_be_read_the_first_are_named_and_all_counted(
     assert "500 of 500 lines could not be read" in said[-1]
 
 
+@pytest.mark.parametrize(
+    ("typed", "plain"), [("3\thours\u00a0ago", "3 hours ago"), ("Ma\u0308rz", "März")]
+)
+def test_text_is_read_as_people_type_it_and_unknown_characters_are_told_in_one_line(
+    typed: str,
+    plain: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The vocabulary has no rule of its own, as those of earlier versions."""
+    vocabulary = own_sentencepiece(["3 hours ago", "18. März 2020"] * 20)
+    size = SentencePieceProcessor(model_proto=vocabulary).get_piece_size() + len(LANGUAGES)
+    spec = tiny_spec(vocabulary=size, max_positions=MAX_POSITIONS)
+    model = tiny_model(spec.model_copy(update={"pad_id": 0}))
+    made = make_checkpoint(tmp_path / "checkpoint", model, sentencepiece=vocabulary)
+    (tmp_path / "recipe.toml").write_text("[decoding]\nmax_extra_length = 6\n", encoding="utf-8")
+    lines = [plain, typed, *(f"{plain} ж" for _ in range(40)), "\ufeff\u00ad\u200b"]
+    checkpoint = open_artifact(made, kind="checkpoint")
+    data = "\n".join(lines).encode()
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=["--n-best", "2"])
+    assert (code, len(found)) == (0, 43)
+    assert found[1] == found[0] != found[2]
+    assert json.loads(found[-1])["n_best"] == []
+    assert capsys.readouterr().err == (
+        "mmnmt translate: 40 of 43 lines have characters that the model's vocabulary does not "
+        "have. The model cannot tell these apart.\n"
+    )
+
+
 @pytest.mark.parametrize("at_once", [1, 256])
 def test_details_make_every_line_an_object_whose_text_is_the_translation(
     checkpoint: Artifact,
@@ -283,7 +315,7 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wanted = tmp_path / "phrases"
-    wanted.write_text("\ufeffab ba\tx\n\n" + "x" * 40 + "\n", encoding="utf-8")
+    wanted.write_text("\ufeffab ba\tx\n\u2060\t\u200e\n" + "x" * 40 + "\n", encoding="utf-8")
     data = b"Ja\nNein\nSo\nDoch\n\n"
     more = ["--must-file", str(wanted)]
     code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=more)

@@ -146,8 +146,14 @@ def test_translations_of_other_models_are_those_of_the_command(
 def test_a_text_keeps_its_lines_and_a_list_its_texts(
     served: Served, offline: Callable[[Sequence[str]], list[str]]
 ) -> None:
-    lines = ["Ein Haus.", "", "  ", "Ein Satz, der viel länger ist, als das Modell erlaubt. Ja!"]
+    lines = [
+        "Ein Haus.",
+        "",
+        " \u200e\ufeff",
+        "Ein Satz, der viel länger ist, als das Modell erlaubt. Ja!",
+    ]
     expected = offline(lines)
+    assert expected[1:3] == ["", ""]
     answer = served.post(q=["\r\n".join(lines), lines[0]]).json()
     assert answer == {"translatedText": ["\n".join(expected), expected[0]]}
 

@@ -49,18 +49,19 @@ def make_checkpoint(
     routing: RoutingStatistics | None = None,
     token_scheme: str = "underscores",
     statistics: Mapping[str, Any] | None = None,
+    sentencepiece: bytes | None = None,
 ) -> Path:
     """A checkpoint of a model, its tensors changed on the way; two weight files."""
     description = TokenizerDescription.model_validate(
         {
-            "kind": "bytes",
+            "kind": "bytes" if sentencepiece is None else "sentencepiece",
             "languages": sorted(model.spec.languages),
             "language_token_scheme": token_scheme,
         }
     )
     tokenizer_dir = directory.parent / f"tokenizer of {directory.name}"
     tokenizer_dir.mkdir()
-    write_tokenizer(tokenizer_dir, description=description, model=None)
+    write_tokenizer(tokenizer_dir, description=description, model=sentencepiece)
     tensors = list(change(weights_of(model)).items())
     with new_artifact(
         directory, kind="checkpoint", stage="pretrain", config={}, inputs={}

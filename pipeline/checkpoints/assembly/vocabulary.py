@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.spelling import is_blank
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.artifacts.vocabularies import SPACE
 
@@ -155,7 +156,7 @@ def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
     """Return the ids of a piece's text under the old tokenizer, without unknown pieces."""
     text = _text(meaning.name)
     targets = old.target_languages if meaning.kind == "target piece" else ()
-    ids = old.encode(text, language=next(iter(targets), "")) if text.strip() else []
+    ids = old.encode(text, language=next(iter(targets), "")) if not is_blank(text) else []
     if not meaning.name.startswith(SPACE) and ids and old.piece(ids[0]) == SPACE:
         ids = ids[1:]  # SentencePiece begins every text with a space
     return tuple(index for index in ids if index != old.unk_id)

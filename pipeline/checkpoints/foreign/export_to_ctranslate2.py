@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import SPECIALS
@@ -48,7 +49,7 @@ def write_model(directory: Path, source: ModelSource, entries: Entries) -> None:
     spec.optimize()
     spec.save(str(directory))
     assert source.tokenizer.model is not None
-    (directory / MODEL_NAME).write_bytes(source.tokenizer.model)
+    (directory / MODEL_NAME).write_bytes(with_any_rule(source.tokenizer.model))
 
 
 def vocabulary(entries: Entries, *, size: int) -> list[str]:

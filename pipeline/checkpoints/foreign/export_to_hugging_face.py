@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.manifest import to_json, write_hashed
+from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import piece_field
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
@@ -57,7 +58,8 @@ def write_model(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> 
     _write_configs(directory, config, layout)
     _write_tensors(writer, foreign_tensors(source, layout))
     assert source.tokenizer.model is not None
-    write_vocabulary(directory, source.tokenizer.model, layout, max_length=spec.model.max_positions)
+    model = with_any_rule(source.tokenizer.model)
+    write_vocabulary(directory, model, layout, max_length=spec.model.max_positions)
 
 
 def model_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:

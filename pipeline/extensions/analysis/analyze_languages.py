@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, read_lines
+from pipeline.artifacts.spelling import is_blank
 from pipeline.batching.batch import Batch, Packing
 from pipeline.decoding.hypotheses import Source, not_numbers, source_begins
 from pipeline.decoding.settings import DecodingConfig
@@ -251,7 +252,7 @@ def _translations(
         found = translations_of(corpus, direction.pair, pivot)
         if code == pivot:
             found = {line: line for line in found}
-        if found := {line: text for line, text in found.items() if text.strip()}:
+        if found := {line: text for line, text in found.items() if not is_blank(text)}:
             yield code, found
 
 

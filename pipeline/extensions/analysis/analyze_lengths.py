@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, pair_name, read_lines
+from pipeline.artifacts.spelling import is_blank
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.errors import ArtifactError
 from pipeline.extensions.analysis.report import write_analysis
@@ -150,7 +151,7 @@ def translations_of(corpus: Artifact, pair: str, pivot: str) -> dict[str, str]:
     found: dict[str, str] = {}
     sides = (read_lines(corpus, "test", pair, code) for code in (pivot, _other(pair, pivot)))
     for line, translation in zip(*sides, strict=True):
-        if line.strip():
+        if not is_blank(line):
             found.setdefault(line.strip(), translation)
     return found
 

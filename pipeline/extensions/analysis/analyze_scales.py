@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, pair_name, read_lines
+from pipeline.artifacts.spelling import is_blank
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, ConfigError
@@ -116,7 +117,8 @@ def count_scales(
     try:
         for direction in track(directions, label="scales"):
             texts = read_lines(corpus, "test", direction.pair, direction.source)
-            jobs = [Job(direction, line, text) for line, text in enumerate(texts) if text.strip()]
+            lines = [line for line, text in enumerate(texts) if not is_blank(text)]
+            jobs = [Job(direction, line, texts[line]) for line in lines]
             tokens = 0
             for batch in translator.cut(jobs):
                 sources = translator.sources(batch)

@@ -100,6 +100,17 @@ def test_probabilities_of_tokens_are_ours(exported: tuple[ModelSource, Peer]) ->
         assert found == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("change", [(" ", "\t"), (" ", "\u202f"), ("ä", "a\u0308")])
+def test_text_as_people_type_it_has_the_pieces_that_it_has_here(
+    exported: tuple[ModelSource, Peer], change: tuple[str, str]
+) -> None:
+    source, peer = exported
+    ours = source.tokenizer.build()
+    for line in LINES:
+        typed = peer.pieces.encode(line.replace(*change))
+        assert typed == peer.pieces.encode(line) == ours.encode(line.replace(*change))
+
+
 def test_greedy_translations_are_ours(exported: tuple[ModelSource, Peer]) -> None:
     source, peer = exported
     direction = Direction("en", "de")

@@ -95,7 +95,9 @@ def test_nothing_is_missing_when_it_is_loaded(exported: Exported) -> None:
 def test_ids_of_text_are_ours_in_another_order(exported: Exported) -> None:
     ours = exported.source.tokenizer.build()
     prompt = ours.language_token_id("en")
-    for line in [*LINES, "щ unknown щ漢字 letters", "  many   spaces ", "", "a\u0300 é"]:
+    typed = ["a\u0300 é", f"{LINES[0]}\u00a0", LINES[1].replace(" ", "\t")]
+    assert ours.encode(typed[2]) == ours.encode(LINES[1])
+    for line in [*LINES, "щ unknown щ漢字 letters", "  many   spaces ", "", *typed]:
         theirs = exported.tokenizer(line)["input_ids"]
         assert [exported.rows[index] for index in theirs] == [
             prompt,

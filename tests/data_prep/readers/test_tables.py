@@ -461,7 +461,7 @@ def test_a_first_row_without_text_does_not_refuse_the_file(
 def test_blank_lines_between_rows_are_no_damage(
     tmp_path: Path, source: str, name: str, rows: list[str]
 ) -> None:
-    content = "\n" + "\n\n \r\n".join(rows) + "\n" * 30
+    content = "\n" + "\n\n \u2060\r\n\u200b\ufeff\n".join(rows) + "\n" * 30
     raw = write(tmp_path / "raw", {f"de-en/{name}": content})
     corpus = import_columns(tmp_path / "corpus", raw, source=source)
     assert sides(corpus) == [("eins", "one"), ("zwei", "two")]
@@ -473,7 +473,7 @@ def test_lines_of_white_space_are_no_rows(name: str, tmp_path: Path) -> None:
     row = "eins\tone\n" if name.endswith("tsv") else json_lines({"de": "eins", "en": "one"})
     header = "de\ten\tfr\n" if name == "a.tsv" else ""
     row = row.replace("\n", "\tun\n") if name == "a.tsv" else row
-    text = f"\t\t\n \n{header}{row}\t\n\n"
+    text = f"\t\t\n \n\u200e\t\u00ad\n{header}{row}\t\n\u3000\n"
     raw = write(tmp_path / "raw", {f"de-en/{name}" if name == "a.jsonl" else name: text})
     config = CorpusConfig(source="columns" if name.endswith("jsonl") else "tsv")
     recipe = Recipe(name="test", corpus=config)

@@ -110,7 +110,7 @@ def test_blank_segments_are_missing_and_the_first_text_of_a_language_is_read(
     tmp_path: Path,
 ) -> None:
     text = memory(
-        unit(en=" ", de="eins"),
+        unit(en=" \u200b", de="eins"),
         f"<tu>{tuv('de', 'zwei')}{tuv('en', 'two')}{tuv('en', 'too')}</tu>",
         "<tu><tuv><seg>no language</seg></tuv></tu>",
         unit(pt_BR="três (Brasil)", pt="três", de="drei"),
