@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sacrebleu
+from support.example_evaluation import place_flores_model
 from support.recorded_runs import training_run
 
 from pipeline.artifacts.artifact import (
@@ -210,6 +211,29 @@ def test_references_score_100_and_every_score_is_sacrebleus(
     tests = made.read_json("scores.json")["significance"]["directions"]
     assert [*tests.values()] == [{}] * 6, "three lines have no intervals"
     assert "**" not in made.file("report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("names", [["bleu", "spbleu", "chrf", "plain_chrf"], ["spbleu"]])
+def test_spbleu_and_chrf_without_words_stand_beside_the_others(
+    tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    lines = [text for pair in TEST_LINES.values() for side in pair.values() for text in side]
+    place_flores_model(tmp_path, lines, "flores200", monkeypatch)
+    systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
+    settings = EvaluationConfig.model_validate({"scores": names})
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    for name, found in system_scores(made, "shuffled")["directions"].items():
+        source, target = name.split("-")
+        references = TEST_LINES[Direction(source, target).pair][target]
+        texts = [" ".join(reversed(line.split())) for line in references]
+        expected = {
+            "bleu": sacrebleu.corpus_bleu(texts, [references]).score,
+            "spbleu": sacrebleu.corpus_bleu(texts, [references], tokenize="flores200").score,
+            "chrf": sacrebleu.corpus_chrf(texts, [references], word_order=2).score,
+            "plain_chrf": sacrebleu.corpus_chrf(texts, [references]).score,
+        }
+        assert found["scores"] == {one: expected[one] for one in names}
+        assert found["quality"]["bleu"] == expected["bleu"]
 
 
 def test_copied_sources_are_in_the_wrong_language_as_the_statistics_of_their_lines_say(

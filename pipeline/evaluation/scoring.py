@@ -14,9 +14,9 @@ from pipeline.artifacts.corpus import Direction, languages
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation import averages, statistics, word_accuracy
-from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.bleu import Bleu, SpBleu
 from pipeline.evaluation.checks import caveats, undecided
-from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.chrf import Chrf, PlainChrf
 from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
@@ -160,8 +160,12 @@ class _Scoring:
         match name:
             case "bleu":
                 return Bleu.into(self.targets, option=settings.bleu_tokenizer)
+            case "spbleu":
+                return SpBleu.into(self.targets, option="flores200")
             case "chrf":
                 return Chrf()
+            case "plain_chrf":
+                return PlainChrf()
             case "comet":
                 return ask_comet(
                     self.call.raw["comet"].only_path(),
@@ -232,7 +236,7 @@ class _Scoring:
         return word_accuracy.join_words(results, tasks, profiles=self.profiles, groups=groups)
 
     def _score_runs(self) -> list[SystemScores]:
-        bleu = next((score for score in self.scores if isinstance(score, Bleu)), None)
+        bleu = next((score for score in self.scores if type(score) is Bleu), None)
         bleu = bleu or Bleu.into(self.targets, option="per-language")
         tasks = [
             ScoringTask(name, self.corpus, translations, profile.direction, self.scores, bleu)
