@@ -1,6 +1,7 @@
 """The evaluate stage, from translations artifacts to scores and reports."""
 
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -277,6 +278,33 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     }
     names = [one["name"] for one in alone.read_json("scores.json")["systems"]]
     assert names == ["second", "first"]
+
+
+@pytest.mark.parametrize(
+    "names", [["ours", "theirs"], ["ours@1", "ours@2", "theirs@1", "theirs@2"]]
+)
+def test_scores_follow_from_the_test_lines_and_translations_of_a_study_alone(
+    tmp_path: Path, names: list[str]
+) -> None:
+    """What a study keeps is elsewhere, without the training text and without the models."""
+
+    def fill(writer: ArtifactWriter) -> None:
+        write_many_lines(writer)
+        for pair in TEST_LINES:
+            for code in pair.split("-"):
+                writer.path(text_name("train", pair, code)).write_text(code, encoding="utf-8")
+
+    corpus = artifact(tmp_path / "study" / "corpus", "corpus", "clean", fill)
+    answers = [shuffled, copied] * 2
+    for name, answer in zip(names, answers, strict=False):
+        translations(tmp_path / "study" / name, corpus, answer)
+    shutil.copytree(tmp_path / "study", tmp_path / "kept", ignore=lambda *_: ["train"])
+    found = []
+    for folder in (tmp_path / "study", tmp_path / "kept"):
+        systems = {name: open_artifact(folder / name, kind="translations") for name in names}
+        call = stage_call(folder / "out", open_artifact(folder / "corpus", kind="corpus"), systems)
+        found.append(evaluated(call).file("scores.json").read_bytes())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("names", [["bleu", "chrf"], ["language", "bleu"], ["language_restricted"]])

@@ -116,6 +116,7 @@ def test_the_settings_of_a_row_are_those_of_section_5_1(system: str) -> None:
     model, optimizer, moe = recipe.model, recipe.optimizer, recipe.model.moe
     assert (model.encoder_layers, model.decoder_layers, model.width) == (12, 12, 1024)
     assert (model.num_heads, recipe.tokenizer.vocabulary_size) == (8, 64_000)
+    assert recipe.tokenizer.model_type == "bpe"  # process_data.sh
     assert recipe.mixture.sampling_temperature == 5
     assert (optimizer.learning_rate, optimizer.betas) == (2e-4, (0.9, 0.98))
     assert (optimizer.warmup_updates, optimizer.final_learning_rate) == (4000, 1e-5)
