@@ -191,12 +191,10 @@ class Translator:
             if pivot and pivot not in (job.direction.source, job.direction.target)
         }
         halfway = dict(zip(into, self._translate_directly([*into.values()]), strict=True))
-        onward = [
-            replace(job, direction=Direction(pivot, job.direction.target), text=halfway[index].text)
-            if index in halfway
-            else job
-            for index, job in enumerate(jobs)
-        ]
+        onward = [*jobs]
+        for index, first in halfway.items():
+            direction = Direction(pivot, jobs[index].direction.target)
+            onward[index] = replace(jobs[index], direction=direction, text=first.text)
         found = self._translate_directly(onward)
         for index, first in halfway.items():
             last = found[index]
