@@ -185,6 +185,7 @@ class Translator:
                 prefix or the phrases of a line.
         """
         pivot = self._pivot
+        # Both searches in one call: a stage keeps finished lines, and never half of one.
         into = {
             index: Job(Direction(job.direction.source, pivot), job.line, job.text)
             for index, job in enumerate(jobs)
@@ -644,7 +645,7 @@ class Stream:
     def _is_one_search(self, jobs: Sequence[Job], searched: Sequence[_Searched]) -> bool:
         """Return whether chosen lines are found by one search, within the token budget."""
         config = self._translator.config
-        if config.pivot:
+        if config.pivot:  # its second search can only begin after the first
             return False
         if self._joins(jobs):
             tokens = sum(len(one.source.tokens) for one in searched)

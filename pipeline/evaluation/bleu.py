@@ -119,12 +119,8 @@ class Bleu(Score):
             for code, tokenizer in self.tokenizers.items()
             if self.option == "per-language" and tokenizer != _usual_tokenizers(code)[0]
         ]
-        unspaced = [
-            code
-            for code, tokenizer in self.tokenizers.items()
-            if tokenizer == "13a" and not parts_words_by_spaces(code)
-        ]
-        if unspaced:
+        by_spaces = [code for code, tokenizer in self.tokenizers.items() if tokenizer == "13a"]
+        if unspaced := [code for code in by_spaces if not parts_words_by_spaces(code)]:
             warnings.append(
                 f"BLEU into {listed(unspaced)} takes all text between two spaces for one word "
                 "(tokenizer 13a), and is low for any translation. Read chrF++, or add spbleu to "

@@ -77,14 +77,11 @@ class Chrf(Score):
     word_orders: ClassVar[int] = WORD_ORDERS
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """Return (lines, 24): n-grams of hypothesis, reference and both; characters, then words.
-
-        Without words, (lines, 18).
-        """
+        """Return (lines, 24): n-grams of hypothesis, reference and both; characters, then words."""
         chrf = self._peer()
         chrf.num_refs = 1
-        rows = _shared_ngrams(lines.hypotheses, lines.references)
-        rows = rows[:, : 3 * (CHARACTER_ORDERS + self.word_orders)]
+        counts = _shared_ngrams(lines.hypotheses, lines.references)
+        rows = counts[:, : 3 * (CHARACTER_ORDERS + self.word_orders)]
         return LineStatistics(rows, str(chrf.get_signature()))
 
     def of_corpus(self, rows: Rows) -> float:
@@ -109,7 +106,7 @@ class Chrf(Score):
 
 @dataclass(frozen=True)
 class PlainChrf(Chrf):
-    """chrF in 0–100, with n-grams of up to 6 characters."""
+    """chrF in 0–100, with n-grams of up to 6 characters; 18 statistics per line."""
 
     column = Column("plain_chrf", "chrF", out_of_100=True)
     word_orders: ClassVar[int] = 0
