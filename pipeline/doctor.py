@@ -295,7 +295,8 @@ def _files_to_fetch(examined: Examined) -> Iterator[Finding]:
 
 
 def _missing_files(stage: str, recipe: Recipe) -> Iterator[str]:
-    option = recipe.evaluation.bleu_tokenizer
+    scoring = recipe.evaluation
+    option = "flores200" if "spbleu" in scoring.computed_scores else scoring.bleu_tokenizer
     if stage == "evaluate" and option in ("flores101", "flores200"):
         yield from _missing_bleu_model(option)
     is_asked = stage == "clean" and recipe.clean.identify_languages == "fasttext"

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.config.ds_config import ds_config_path
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_USER_ERROR
 
 RECIPE = """
@@ -206,6 +207,21 @@ def test_a_file_that_the_recipe_names_is_missed_beforehand(visit: Visit) -> None
     assert code == EXIT_USER_ERROR
     assert {*wrong} == {"tokenizer", "shards"}
     assert "no.py" in wrong["tokenizer"]
+
+
+@pytest.mark.parametrize("setting", ['bleu_tokenizer = "flores200"', 'scores = ["spbleu", "chrf"]'])
+def test_a_tokenizer_that_sacrebleu_would_fetch_is_missed_beforehand(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sacrebleu import utils
+
+    from pipeline.doctor import _missing_files
+
+    monkeypatch.setattr(utils, "SACREBLEU_DIR", str(tmp_path))
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"[evaluation]\n{setting}\n", encoding="utf-8")
+    (problem,) = _missing_files("evaluate", load_recipe(str(path)))
+    assert "tokenizer flores200 is not at" in problem
 
 
 def test_sacrebleus_tokenizer_is_looked_for_where_sacrebleu_looks(

@@ -1,6 +1,7 @@
 """The evaluate stage, from translations artifacts to scores and reports."""
 
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sacrebleu
+from support.example_evaluation import place_flores_model
 from support.recorded_runs import training_run
 
 from pipeline.artifacts.artifact import (
@@ -213,6 +215,29 @@ def test_references_score_100_and_every_score_is_sacrebleus(
     assert "**" not in made.file("report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("names", [["bleu", "spbleu", "chrf", "plain_chrf"], ["spbleu"]])
+def test_spbleu_and_chrf_without_words_stand_beside_the_others(
+    tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    lines = [text for pair in TEST_LINES.values() for side in pair.values() for text in side]
+    place_flores_model(tmp_path, lines, "flores200", monkeypatch)
+    systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
+    settings = EvaluationConfig.model_validate({"scores": names})
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    for name, found in system_scores(made, "shuffled")["directions"].items():
+        source, target = name.split("-")
+        references = TEST_LINES[Direction(source, target).pair][target]
+        texts = [" ".join(reversed(line.split())) for line in references]
+        expected = {
+            "bleu": sacrebleu.corpus_bleu(texts, [references]).score,
+            "spbleu": sacrebleu.corpus_bleu(texts, [references], tokenize="flores200").score,
+            "chrf": sacrebleu.corpus_chrf(texts, [references], word_order=2).score,
+            "plain_chrf": sacrebleu.corpus_chrf(texts, [references]).score,
+        }
+        assert found["scores"] == {one: expected[one] for one in names}
+        assert found["quality"]["bleu"] == expected["bleu"]
+
+
 def test_copied_sources_are_in_the_wrong_language_as_the_statistics_of_their_lines_say(
     tmp_path: Path, corpus: Artifact
 ) -> None:
@@ -297,6 +322,33 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     }
     names = [one["name"] for one in alone.read_json("scores.json")["systems"]]
     assert names == ["second", "first"]
+
+
+@pytest.mark.parametrize(
+    "names", [["ours", "theirs"], ["ours@1", "ours@2", "theirs@1", "theirs@2"]]
+)
+def test_scores_follow_from_the_test_lines_and_translations_of_a_study_alone(
+    tmp_path: Path, names: list[str]
+) -> None:
+    """What a study keeps is elsewhere, without the training text and without the models."""
+
+    def fill(writer: ArtifactWriter) -> None:
+        write_many_lines(writer)
+        for pair in TEST_LINES:
+            for code in pair.split("-"):
+                writer.path(text_name("train", pair, code)).write_text(code, encoding="utf-8")
+
+    corpus = artifact(tmp_path / "study" / "corpus", "corpus", "clean", fill)
+    answers = [shuffled, copied] * 2
+    for name, answer in zip(names, answers, strict=False):
+        translations(tmp_path / "study" / name, corpus, answer)
+    shutil.copytree(tmp_path / "study", tmp_path / "kept", ignore=lambda *_: ["train"])
+    found = []
+    for folder in (tmp_path / "study", tmp_path / "kept"):
+        systems = {name: open_artifact(folder / name, kind="translations") for name in names}
+        call = stage_call(folder / "out", open_artifact(folder / "corpus", kind="corpus"), systems)
+        found.append(evaluated(call).file("scores.json").read_bytes())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

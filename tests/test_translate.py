@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -480,6 +481,7 @@ def test_minimum_bayes_risk_chooses_from_the_list_and_two_ranks_what_one_does(
         ("top_p = 1.5", "top_p"),
         ('banned = ["  "]', "the banned phrase '  ': it is empty"),
         ("alignments = true\nalignment_layer = 2", "the model has 2 decoder layers"),
+        ('pivot = "zu"', "does not know the language 'zu'"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_in_one_sentence(
@@ -560,6 +562,34 @@ def test_every_pair_of_the_model_s_languages_is_translated_seen_in_training_or_n
     found = other.found("out")
     assert [len(found[name]) for name in ("de-fr", "fr-de")] == [2, 2]
     assert all(one.score < 0 for lines in found.values() for one in lines)
+
+
+@pytest.mark.parametrize(("pivot", "code"), [("en", "en"), ("deu_Latn", "de")])
+def test_lines_of_two_other_languages_go_through_the_pivot_and_all_others_do_not(
+    bench: Bench, tmp_path: Path, pivot: str, code: str
+) -> None:
+    other = Bench(
+        bench.directory,
+        bench.checkpoint,
+        corpus_of(tmp_path / "tests", ["de-en", "de-fr", "en-fr"]),
+    )
+    assert other.run("direct") == 0
+    assert other.run("through", decoding=DECODING + f'pivot = "{pivot}"\n') == 0
+    direct, through = other.found("direct"), other.found("through")
+    one, two = sorted({*LANGUAGES} - {code})
+    translator = Translator(bench.checkpoint, DecodingConfig(**tomllib.loads(DECODING)))
+    for source, target in ((one, two), (two, one)):
+        onward = Direction(code, target)
+        halfway = direct[f"{source}-{code}"]
+        jobs = [Job(onward, line, step.text) for line, step in enumerate(halfway)]
+        name = f"{source}-{target}"
+        expected = translator.translate(jobs)
+        assert [line.text for line in through[name]] == [line.text for line in expected]
+        assert [line.invalid for line in through[name]] == [
+            first.invalid + last.invalid for first, last in zip(halfway, expected, strict=True)
+        ]
+        assert through.pop(name) != direct.pop(name)
+    assert_same(through, direct)
 
 
 def test_a_corpus_of_which_the_model_knows_no_direction_is_refused_in_one_sentence(

@@ -77,6 +77,10 @@ class DecodingConfig(Settings):
     only."""
     targets: tuple[str, ...] = ()
     """Languages that lines are translated into; empty: all."""
+    pivot: str = ""
+    """Language through which lines between two other languages are translated, for example ``en``:
+    two searches per line, the second of which gives scores, lists and alignments. Empty: directly.
+    """
     word_scores: bool = False
     """Compute the log-probability of every word, in one pass over the finished translation."""
     router_language: str = ""

@@ -7,7 +7,7 @@ and joined again (``sentences.py``); its hypothesis records the number of parts.
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
@@ -129,6 +129,10 @@ class Translator:
         parts_words = spec.model.front.parts_words
         self._segmenters = Segmenters(self.tokenizer, segmenters or {}) if parts_words else None
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
+        self._pivot = self.code_of(config.pivot) if config.pivot else ""
+        if self._pivot:
+            self.language(self._pivot)
+            self.tokenizer.refuse_to_write(self._pivot)
         self._banned = tuple(self._phrase(phrase, "banned") for phrase in config.banned)
         self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
         self._alignment_layer = self._layer_of_alignments()
@@ -155,7 +159,7 @@ class Translator:
             ConfigError: a segmenter is not available.
         """
         if self._segmenters is not None:
-            self._segmenters.load(languages)
+            self._segmenters.load({*languages, *filter(None, [self._pivot])})
 
     def lengths(self, jobs: Sequence[Job]) -> list[int]:
         """Return the number of tokens of every text."""
@@ -173,7 +177,7 @@ class Translator:
         return [[jobs[index] for index in batch] for batch in self._batches(lengths)]
 
     def translate(self, jobs: Sequence[Job]) -> list[Hypothesis]:
-        """Translate lines; return their hypotheses in order.
+        """Translate lines, through the pivot if there is one; return their hypotheses in order.
 
         An empty line gives an empty hypothesis; a line that is too long is split.
 
@@ -181,6 +185,30 @@ class Translator:
             ConfigError: the model was not trained on a language, or no translation can have the
                 prefix or the phrases of a line.
         """
+        pivot = self._pivot
+        # Both searches in one call: a stage keeps finished lines, and never half of one.
+        into = {
+            index: Job(Direction(job.direction.source, pivot), job.line, job.text)
+            for index, job in enumerate(jobs)
+            if pivot and pivot not in (job.direction.source, job.direction.target)
+        }
+        halfway = dict(zip(into, self._translate_directly([*into.values()]), strict=True))
+        onward = [*jobs]
+        for index, first in halfway.items():
+            direction = Direction(pivot, jobs[index].direction.target)
+            onward[index] = replace(jobs[index], direction=direction, text=first.text)
+        found = self._translate_directly(onward)
+        for index, first in halfway.items():
+            last = found[index]
+            found[index] = replace(
+                last,
+                truncated=first.truncated or last.truncated,
+                split=max(first.split, last.split),
+                invalid=first.invalid + last.invalid,
+            )
+        return found
+
+    def _translate_directly(self, jobs: Sequence[Job]) -> list[Hypothesis]:
         parts = [part for index, job in enumerate(jobs) for part in self._parts(index, job)]
         found: list[list[_Found]] = [[] for _ in jobs]
         for one in self._translate_parts(parts):
@@ -527,7 +555,7 @@ class Stream:
     Translations are those of :meth:`Translator.translate`. Lines join between two steps of a beam
     search on CPU. On other devices, and with forced or banned tokens, lines are searched for in
     batches of similar length, one after the other, and a step may be up to 8 tokens. :meth:`add`
-    translates at once what is sampled or does not fit into one search.
+    translates at once what is sampled, goes through a pivot or does not fit into one search.
     """
 
     def __init__(self, translator: Translator) -> None:
@@ -535,7 +563,7 @@ class Stream:
         self._translator = translator
         self._is_joined = (
             config.search == "beam"
-            and not (config.banned or config.required)
+            and not (config.banned or config.required or config.pivot)
             and can_loop(translator.model.positions_TD)
         )
         self._search: Search | GridSearch | None = None
@@ -620,6 +648,8 @@ class Stream:
     def _is_one_search(self, jobs: Sequence[Job], searched: Sequence[_Searched]) -> bool:
         """Return whether chosen lines are found by one search, within the token budget."""
         config = self._translator.config
+        if config.pivot:  # its second search can only begin after the first
+            return False
         if self._joins(jobs):
             tokens = sum(len(one.source.tokens) for one in searched)
             return len(jobs) > 1 or not self._is_too_much(tokens)

@@ -23,6 +23,8 @@ from pipeline.evaluation.scores import (
     Score,
     TranslatedLines,
 )
+from pipeline.languages import parts_words_by_spaces
+from pipeline.terminal import listed
 
 BleuTokenizerOption = Literal["per-language", "13a", "flores101", "flores200"]
 
@@ -49,7 +51,7 @@ def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
     raise ConfigError(
         f"sacreBLEU's tokenizer {wanted[-1]!r} cannot be loaded ({failure}). Run once where it can "
         "be downloaded, point SACREBLEU to a directory that holds it, or set "
-        "evaluation.bleu_tokenizer to 'per-language'."
+        "evaluation.bleu_tokenizer to 'per-language' and leave spbleu out of evaluation.scores."
     ) from failure
 
 
@@ -110,12 +112,25 @@ class Bleu(Score):
         return np.where(scored, np.exp(brevity + logarithms), 0.0)
 
     def caveats(self) -> list[str]:
-        """Return a warning for each fallback tokenizer."""
-        if self.option != "per-language":
-            return []
-        return [
+        """Return a warning for each fallback tokenizer, and for languages without spaces."""
+        warnings = [
             f"BLEU into {code}: tokenizer {tokenizer} replaces {_usual_tokenizers(code)[0]}, "
             "which cannot be loaded here."
             for code, tokenizer in self.tokenizers.items()
-            if tokenizer != _usual_tokenizers(code)[0]
+            if self.option == "per-language" and tokenizer != _usual_tokenizers(code)[0]
         ]
+        by_spaces = [code for code, tokenizer in self.tokenizers.items() if tokenizer == "13a"]
+        if unspaced := [code for code in by_spaces if not parts_words_by_spaces(code)]:
+            warnings.append(
+                f"BLEU into {listed(unspaced)} takes all text between two spaces for one word "
+                "(tokenizer 13a), and is low for any translation. Read chrF++, or add spbleu to "
+                "evaluation.scores."
+            )
+        return warnings
+
+
+@dataclass(frozen=True)
+class SpBleu(Bleu):
+    """BLEU of FLORES-200's pieces in all languages, in 0–100."""
+
+    column = Column("spbleu", "spBLEU", out_of_100=True)

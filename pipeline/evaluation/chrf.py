@@ -1,4 +1,4 @@
-"""chrF++ from sufficient statistics per line or of all pairs of texts, and shared n-grams for BLEU.
+"""chrF++ and chrF from statistics per line or of all pairs of texts, and shared n-grams for BLEU.
 
 The statistics are sacreBLEU's, counted as integers for many lines at once; sacreBLEU computes the
 score of a corpus from their sum.
@@ -9,7 +9,7 @@ Legend: T texts, N n-grams of one order, K pairs of an n-gram and a text that ha
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from string import punctuation
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -74,21 +74,23 @@ class Chrf(Score):
     """chrF++ in 0–100, with n-grams of up to 6 characters and up to 2 words."""
 
     column = Column("chrf", "chrF++", out_of_100=True)
+    word_orders: ClassVar[int] = WORD_ORDERS
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """Return (lines, 24): n-grams of hypothesis, reference and both; characters, then words."""
-        chrf = _chrf()
+        chrf = self._peer()
         chrf.num_refs = 1
-        rows = _shared_ngrams(lines.hypotheses, lines.references)
+        counts = _shared_ngrams(lines.hypotheses, lines.references)
+        rows = counts[:, : 3 * (CHARACTER_ORDERS + self.word_orders)]
         return LineStatistics(rows, str(chrf.get_signature()))
 
     def of_corpus(self, rows: Rows) -> float:
         """Return sacreBLEU's score, to the last digit."""
         totals = rows.sum(axis=0, dtype=np.int64).tolist()
-        return float(_chrf()._compute_score_from_stats(totals).score)
+        return float(self._peer()._compute_score_from_stats(totals).score)
 
     def of_sums(self, sums: Floats, *, lines: LineCount) -> Floats:  # noqa: ARG002 (one signature)
-        """Return chrF++ over the orders that have n-grams, (draws, 24) → (draws,)."""
+        """Return the score over the orders that have n-grams, (draws, statistics) → (draws,)."""
         hypothesis, reference, matches = sums[:, 0::3], sums[:, 1::3], sums[:, 2::3]
         known = (hypothesis > 0) & (reference > 0)
         orders = np.maximum(known.sum(axis=1), 1)
@@ -97,6 +99,17 @@ class Chrf(Score):
             for side in (hypothesis, reference)
         )
         return _f_score(precision, recall)
+
+    def _peer(self) -> Any:
+        return CHRF(char_order=CHARACTER_ORDERS, word_order=self.word_orders)
+
+
+@dataclass(frozen=True)
+class PlainChrf(Chrf):
+    """chrF in 0–100, with n-grams of up to 6 characters; 18 statistics per line."""
+
+    column = Column("plain_chrf", "chrF", out_of_100=True)
+    word_orders: ClassVar[int] = 0
 
 
 def line_chrf(hypotheses: Sequence[str], references: Sequence[str]) -> Floats:
@@ -170,7 +183,3 @@ def words(text: str) -> list[str]:
         cut = (len(word) - 1 if word[-1] in _MARKS else int(word[0] in _MARKS)) % len(word)
         found += [word[:cut], word[cut:]] if cut else [word]
     return found
-
-
-def _chrf() -> Any:
-    return CHRF(char_order=CHARACTER_ORDERS, word_order=WORD_ORDERS)

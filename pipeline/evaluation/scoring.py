@@ -15,9 +15,9 @@ from pipeline.artifacts.spelling import is_blank
 from pipeline.distributed.workers import Pool, open_pool
 from pipeline.errors import ConfigError
 from pipeline.evaluation import averages, statistics, word_accuracy
-from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.bleu import Bleu, SpBleu
 from pipeline.evaluation.checks import caveats, undecided
-from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.chrf import Chrf, PlainChrf
 from pipeline.evaluation.comet import ask_comet
 from pipeline.evaluation.directions import DirectionProfile, pivot_of
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
@@ -161,8 +161,12 @@ class _Scoring:
         match name:
             case "bleu":
                 return Bleu.into(self.targets, option=settings.bleu_tokenizer)
+            case "spbleu":
+                return SpBleu.into(self.targets, option="flores200")
             case "chrf":
                 return Chrf()
+            case "plain_chrf":
+                return PlainChrf()
             case "comet":
                 return ask_comet(
                     self.call.raw["comet"].only_path(),
@@ -236,7 +240,7 @@ class _Scoring:
         return word_accuracy.join_words(results, tasks, profiles=self.profiles, groups=groups)
 
     def _score_runs(self) -> list[SystemScores]:
-        bleu = next((score for score in self.scores if isinstance(score, Bleu)), None)
+        bleu = next((score for score in self.scores if type(score) is Bleu), None)
         bleu = bleu or Bleu.into(self.targets, option="per-language")
         tasks = [
             ScoringTask(name, self.corpus, translations, profile.direction, self.scores, bleu)

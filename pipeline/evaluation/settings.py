@@ -8,7 +8,9 @@ from pipeline.config.settings import Settings, whole
 
 ScoreName = Literal[
     "bleu",
+    "spbleu",
     "chrf",
+    "plain_chrf",
     "comet",
     "language",
     "language_restricted",

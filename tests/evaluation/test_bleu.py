@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import sacrebleu.tokenizers.tokenizer_spm as sacrebleu_models
-import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
 from support.bible_lines import bible_lines
+from support.example_evaluation import place_flores_model
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
@@ -130,21 +130,24 @@ def test_a_missing_korean_tokenizer_is_replaced_by_characters(
     ]
 
 
+@pytest.mark.parametrize("codes", [["de", "th"], ["km_Khmr", "my", "zh"]])
+def test_a_score_that_cannot_part_words_is_warned_of(codes: list[str]) -> None:
+    (warning,) = Bleu.into(codes, option="per-language").caveats()
+    assert (
+        f"BLEU into {', '.join(code for code in codes if code not in ('de', 'zh'))} takes"
+        in warning
+    )
+    assert "spbleu" in warning
+    assert not Bleu.into(["de", "en", "zh", "ja"], option="per-language").caveats()
+
+
 @pytest.mark.parametrize("option", ["flores101", "flores200"])
 def test_a_flores_tokenizer_that_is_at_hand_is_used_and_not_fetched(
     option: BleuTokenizerOption, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A model of our own in its place: what counts is which file is read."""
-    name = Path(sacrebleu_models.SPM_MODELS[option]["url"]).name
     texts = [line for lines in TEXTS["13a"] for line in lines if line]
-    stored = tmp_path / "models" / name
-    stored.parent.mkdir()
-    with stored.open("wb") as stream:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=stream, vocab_size=32, minloglevel=2
-        )
-    monkeypatch.setattr(sacrebleu_models, "SACREBLEU_DIR", str(tmp_path))
-    monkeypatch.setattr(sacrebleu_models, "download_file", None)
+    place_flores_model(tmp_path, texts, option, monkeypatch)
     assert bleu_tokenizer("zh", option=option) == option
     found = line_statistics(texts, texts[::-1], tokenizer=option)
     assert found.rows.tolist() == peers_statistics(texts, texts[::-1], tokenizer=option)

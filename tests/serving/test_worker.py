@@ -71,6 +71,23 @@ def test_lines_that_are_translated_on_grids_are_translated_as_by_lists(
     )
 
 
+def test_lines_that_are_served_through_a_pivot_are_those_of_the_translator(tmp_path: Path) -> None:
+    spec = byte_spec(max_positions=40, languages=3)
+    make_checkpoint(tmp_path / "checkpoint", tiny_model(spec))
+    checkpoint = open_artifact(tmp_path / "checkpoint", kind="checkpoint")
+    pivot, *others = spec.languages
+    decoding = DECODING.model_copy(update={"pivot": pivot})
+    served = System.load("one", checkpoint, decoding=decoding)
+    texts = ["Haus", "", "Haus und Hof"]
+    jobs = [Job(Direction(*others), line, text) for line, text in enumerate(texts)]
+    expected = served.translator.translate(jobs)
+    assert expected != Translator(checkpoint, DECODING).translate(jobs)
+    stream = Stream(served.translator)
+    for job in jobs:
+        stream.add([job])
+    assert [hypothesis.text for _, hypothesis in stream.step()] == [one.text for one in expected]
+
+
 def test_a_line_that_fails_leaves_the_others_of_its_batch(system: System) -> None:
     sizes: list[int] = []
     worker = Worker(lambda _, lines: sizes.append(lines))

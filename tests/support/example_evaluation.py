@@ -4,7 +4,12 @@
 trained on; ``baseline`` is not trained.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import sacrebleu.tokenizers.tokenizer_spm as sacrebleu_models
+import sentencepiece
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.averages import assess, by_group, quality, system_scores
@@ -163,3 +168,21 @@ def sample(system_name: str) -> Table:
     rows = (row("German → French, line 7", *one) for one in [*texts.items(), ("baseline", "x")])
     titles = ("Line", "Version", "Text")
     return Table("Zero-shot", headings(*titles, words=titles), tuple(rows))
+
+
+def place_flores_model(
+    folder: Path, texts: Sequence[str], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put a model of pieces of some texts where sacreBLEU keeps the one that it fetches."""
+    stored = folder / "models" / Path(sacrebleu_models.SPM_MODELS[option]["url"]).name
+    stored.parent.mkdir()
+    with stored.open("wb") as stream:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=stream,
+            vocab_size=60,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    monkeypatch.setattr(sacrebleu_models, "SACREBLEU_DIR", str(folder))
+    monkeypatch.setattr(sacrebleu_models, "download_file", None)

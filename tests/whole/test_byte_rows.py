@@ -114,7 +114,8 @@ def test_every_system_of_lobef_has_the_settings_of_its_paper_and_scripts() -> No
                 assert (optimizer.warmup_updates, optimizer.betas) == (4000, (0.9, 0.98))
                 assert (optimizer.epsilon, optimizer.weight_decay) == (1e-6, 1e-4)
                 assert (recipe.loss.label_smoothing, training.dropout) == (0.1, 0.1)
-                assert training.updates_of == "bytes", "equal epochs for all vocabularies"
+                is_few = training.updates == 5000  # steps, not epochs (§4.4)
+                assert training.updates_of == ("tokens" if is_few else "bytes"), title
                 assert (training.patience, training.average_last) == (0, 0)
                 assert recipe.batches.tokens == 7000
                 assert recipe.model.max_positions == 2048
@@ -124,6 +125,19 @@ def test_every_system_of_lobef_has_the_settings_of_its_paper_and_scripts() -> No
         "lobef_domains": {50_000},
         "lobef_transfer": {50_000, 5000},
     }
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "bytes_lobef_pair+subwords_32k+english_8k",
+        "bytes_lobef+subwords_64k+english_8k",
+        "bytes_lobef_pair+byte_bpe_4k",
+    ],
+)
+def test_a_few_lines_are_trained_on_for_5000_steps_of_every_vocabulary(recipe: str) -> None:
+    training = load_recipe(f"{recipe}+few_shot").training
+    assert (training.updates, training.updates_of) == (5000, "tokens")
 
 
 def load_plan_updates(name: str) -> set[int]:

@@ -43,6 +43,15 @@ ASSEMBLED = {
 }
 """System → the one its decoder is from; encoder and embeddings are from row 1."""
 
+FIGURES = {
+    "states_dense": "(1) Dense",
+    "states_moe": "(3) MoE",
+    "states_mmnmt": "(7) Enc(1)-Dec(rand)",
+    "experts_moe": "(4) MoE, 158 h",
+    "experts_mmnmt": "(12) Enc(1)-Dec(5)",
+}
+"""Stage of Figure 4 (encoder states of FLORES' lines) or 6 (experts) → its system."""
+
 SYSTEMS_OF_TABLE_3 = {
     "Dense": "dense_pc32",
     "MoE": "moe_pc32",
@@ -107,6 +116,7 @@ def test_the_settings_of_a_row_are_those_of_section_5_1(system: str) -> None:
     model, optimizer, moe = recipe.model, recipe.optimizer, recipe.model.moe
     assert (model.encoder_layers, model.decoder_layers, model.width) == (12, 12, 1024)
     assert (model.num_heads, recipe.tokenizer.vocabulary_size) == (8, 64_000)
+    assert recipe.tokenizer.model_type == "bpe"  # process_data.sh
     assert recipe.mixture.sampling_temperature == 5
     assert (optimizer.learning_rate, optimizer.betas) == (2e-4, (0.9, 0.98))
     assert (optimizer.warmup_updates, optimizer.final_learning_rate) == (4000, 1e-5)
@@ -243,9 +253,16 @@ def test_all_rows_of_table_2_are_made_from_the_94_pairs(tmp_path: Path) -> None:
         f"zero-shot/de-ru/opus.de-ru-test.{code}": f"{code} 3000\n" for code in ("de", "ru")
     }
     write(tmp_path / "raw", zero_shot)
-    placed = placed_small(
-        "opus100", tmp_path, thresholds=(2, 4), given={"corpus": tmp_path / "raw"}
-    )
+    named = {"eng_Latn": "en", "zho_Hans": "zh", "tel_Telu": "te", "tam_Taml": "ta"}
+    named |= {"afr_Latn": "af", "amh_Ethi": "am", "deu_Latn": "de", "fra_Latn": "fr"}
+    named |= {"rus_Cyrl": "ru", "fin_Latn": "fi"}
+    parallel = {
+        f"{split}/{name}.{split}": "".join(f"{code} {line}\n" for line in range(2))
+        for name, code in named.items()
+        for split in ("dev", "devtest")
+    }
+    given = {"corpus": tmp_path / "raw", "flores": write(tmp_path / "flores", parallel)}
+    placed = placed_small("opus100", tmp_path, thresholds=(2, 4), given=given)
     assert run_plan(placed, launcher=as_child) == 0
     run = tmp_path / "run"
     scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
@@ -266,6 +283,26 @@ def test_all_rows_of_table_2_are_made_from_the_94_pairs(tmp_path: Path) -> None:
     assert [(one["source"], one["target"]) for one in zero_shot_ways] == [
         *(("de", "ru"), ("ru", "de"))
     ]
+    table_4 = open_artifact(run / "evaluation_zero_shot", kind="evaluation")
+    averages = table_4.read_json("scores.json")["set_averages"]
+    columns = {one["name"]: one["directions"] for one in averages if one["family"] == "zero_shot"}
+    assert columns == {"De": 1, "Ru": 1}
+    systems = [one["name"] for one in table_4.read_json("scores.json")["systems"]]
+    assert systems == ["(4) MoE, 158 h", "(12) Enc(1)-Dec(5)", "(1) Dense, through English"]
+    for stage, system in FIGURES.items():
+        analysis = open_artifact(run / stage, kind="analysis")
+        model = analysis.manifest.inputs["checkpoint"].path
+        assert Path(model).name == trained_by(found, system)
+        document = analysis.read_json("languages.json")
+        if stage.startswith("states"):
+            assert {*document["encoded"]} == {*named.values()} - {"fi"}
+            assert document["parallel_lines"] == 2
+        else:
+            families = {one["family"] for one in document["directions"].values()}
+            assert {"zero_shot", "into_pivot"} <= families
+            assert "experts-zero_shot.svg" in analysis.names()
+    report = table_4.file("report.md").read_text(encoding="utf-8")
+    assert all(f"{system}, Figure" in report for system in FIGURES.values())
 
 
 PC32 = [code for code in load_recipe("dense_pc32").corpus.languages if code != "en"]
