@@ -43,7 +43,7 @@ from pipeline.batching.settings import TagScheme
 from pipeline.config.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
-from pipeline.terminal import listed
+from pipeline.terminal import counted, listed
 
 __all__ = [
     "DESCRIPTION_NAME",
@@ -503,8 +503,8 @@ def _read_description(directory: Path) -> TokenizerDescription:
         return TokenizerDescription.model_validate_json(_read(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} does not describe a tokenizer ({error.error_count()} problems). Restore it "
-            "from a copy or train the tokenizer again."
+            f"{path} does not describe a tokenizer ({counted(error.error_count(), 'problem')}). "
+            "Restore it from a copy or train the tokenizer again."
         ) from error
 
 

@@ -55,6 +55,7 @@ class FilterCounts:
 
     def sentences(self, *, max_tokens: int) -> Iterator[str]:
         """Yield one sentence for each kind of remark, after the last line."""
+        lines = counted(self.lines, "line")
         if self.unreadable > NAMED_PROBLEMS:
             yield (
                 f"{self.unreadable:,} of {self.lines:,} lines could not be read. Each was "
@@ -62,18 +63,18 @@ class FilterCounts:
             )
         if self.split:
             yield (
-                f"{self.split:,} of {self.lines:,} lines were longer than the model's "
-                f"{max_tokens:,} tokens. They were split into {self.parts:,} parts, at sentence "
-                "ends if possible, translated, and joined again."
+                f"{self.split:,} of {lines} exceeded the model's {max_tokens:,} tokens: split "
+                f"into {self.parts:,} parts, at sentence ends if possible, translated, and joined "
+                "again."
             )
         if self.truncated:
             yield (
-                f"{self.truncated:,} of {self.lines:,} lines were truncated: they have a single "
-                f"character of more than the model's {max_tokens:,} tokens."
+                f"{self.truncated:,} of {lines} lost text: a single character has more than "
+                f"the model's {max_tokens:,} tokens."
             )
         if self.invalid:
             yield (
-                f"The translations of {self.invalid:,} of {self.lines:,} lines had "
+                f"The translations of {self.invalid:,} of {lines} had "
                 f"{counted(self.invalid_sequences, 'sequence')} of bytes that are not UTF-8, which "
                 "were dropped."
             )

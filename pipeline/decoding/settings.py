@@ -34,9 +34,9 @@ class DecodingConfig(Settings):
     beam_size: Annotated[int, whole(1, 1000)] = 5
     """Hypotheses per sentence in beam search."""
     n_best: Annotated[int, whole(1, 1000)] = 1
-    """Hypotheses kept per sentence: the best of beam search with different texts, at most beam_size,
-    or as many independent samples, the first of which is the translation. With choose = "mbr" or
-    "rerank", hypotheses to choose the translation from."""
+    """Hypotheses kept per sentence: the best texts of beam search, at most beam_size, or as many
+    independent samples, the first of which is the translation. With choose = "mbr" or "rerank",
+    hypotheses to choose the translation from."""
     choose: Literal["score", "mbr", "rerank"] = "score"
     """Choice of the translation among n_best hypotheses: the first; by minimum Bayes risk the one
     that agrees most with the others (``decoding/minimum_bayes_risk.py``), by chrF++ or ``comet``;

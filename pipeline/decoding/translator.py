@@ -40,6 +40,7 @@ from pipeline.languages import code_of_name, find_code, nearest_codes
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
 from pipeline.model.transformer import Transformer
+from pipeline.terminal import counted
 
 TAG_TOKENS = 2
 """Positions that a source needs beside its text: language tag and end-of-sentence."""
@@ -301,8 +302,9 @@ class Translator:
         asked = self.config.alignment_layer
         if asked is not None and asked >= layers:
             raise ConfigError(
-                f"decoding.alignment_layer is {asked}, and the model has {layers} decoder layers, "
-                f"counted from 0. Choose one up to {layers - 1}."
+                f"decoding.alignment_layer is {asked}, and the model has "
+                f"{counted(layers, 'decoder layer')}, counted from 0. Choose one up to "
+                f"{layers - 1}."
             )
         return layers - 1 if asked is None else asked
 

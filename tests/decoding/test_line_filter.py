@@ -73,7 +73,7 @@ def arguments(checkpoint: Artifact, *, source: str = "de", target: str = "en") -
 
 
 INVALID = re.compile(
-    r"mmnmt translate: The translations of ([\d,]+) of [\d,]+ lines had ([\d,]+) sequences? of "
+    r"mmnmt translate: The translations of ([\d,]+) of [\d,]+ lines? had ([\d,]+) sequences? of "
     r"bytes that are not UTF-8, which were dropped\.\n"
 )
 """Remark at the end: a model without training writes any bytes."""
@@ -174,7 +174,7 @@ def test_long_lines_are_split_and_joined_and_that_is_said_once(
     assert found[1] == " ".join(part for part in parts if part)
     assert found[3] == " ".join(part for part in parts * 2 if part)
     assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
-        "mmnmt translate: 2 of 4 lines were longer than the model's 38 tokens. They were split into"
+        "mmnmt translate: 2 of 4 lines exceeded the model's 38 tokens: split into"
         " 6 parts, at sentence ends if possible, translated, and joined again."
     ]
 
