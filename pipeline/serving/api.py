@@ -164,8 +164,10 @@ class Api:
         return JSONResponse(self._systems.languages)
 
     async def _settings(self, _: Request) -> Response:
-        codes = self._systems.languages
-        source, target = codes[0], codes[-1]
+        known = {language["code"]: language for language in self._systems.languages}
+        targets = [code for code in known if any(code in of["targets"] for of in known.values())]
+        target = known[find_code(UNKNOWN, targets) or targets[0]]
+        source = next((language for language in known.values() if language is not target), target)
         return JSONResponse(
             {
                 "apiKeys": self._key is not None,

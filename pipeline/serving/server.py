@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from signal import SIGTERM
+from typing import Any
 
 import h11
 import uvicorn
@@ -23,6 +24,25 @@ IDLE_SECONDS = 5
 SLOW_CONNECTIONS = 128
 """Connections that may wait for their clients, without connections whose request has a place."""
 
+_LENGTHS = {b"content-length", b"transfer-encoding"}
+_MALFORMED = (
+    "This is not HTTP/1.1, has both Content-Length and Transfer-Encoding, or the head is too long. "
+    "Send another request."
+)
+
+
+class _Connection(h11.Connection):
+    """HTTP that refuses requests of two lengths, whose end a proxy may see elsewhere.
+
+    RFC 9112, §6.1 and §11.2; h11 itself takes the chunks and ignores Content-Length.
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= _LENGTHS:
+            raise h11.RemoteProtocolError("the request has two lengths")
+        return event
+
 
 class _Protocol(H11Protocol):
     """HTTP with connections that cannot wait for their clients at the cost of others.
@@ -34,6 +54,10 @@ class _Protocol(H11Protocol):
 
     since: float
     """When the connection began, or answered its last request."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _Connection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,7 +81,7 @@ class _Protocol(H11Protocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, _: str) -> None:
-        self._refuse(400, "This is not HTTP/1.1, or the head is too long. Send another request.")
+        self._refuse(400, _MALFORMED)
         self._close()
 
     def _make_room(self) -> None:

@@ -270,6 +270,8 @@ def test_the_first_system_with_the_direction_translates_unless_one_is_named(
 ) -> None:
     settings = served.ask("/frontend/settings").json()
     assert settings["systems"] == ["narrow", "wide"]
+    assert settings["language"]["target"] == {"code": "en", "name": "English"}
+    assert settings["language"]["source"] == {"code": "de", "name": "German"}
     codes = {one["code"] for one in served.ask("/languages").json()}
     assert len(codes) == 6
     first, named = (served.post(q="ja", **more).json() for more in ({}, {"system": "narrow"}))
@@ -370,13 +372,18 @@ def test_a_body_in_chunks_is_read_up_to_its_limit(served: Served) -> None:
         b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
         b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /detect HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nja\r\n",
+        b"POST /detect HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\ntransfer-encoding: chunked\r\n"
+        b"content-length: 0\r\n\r\n0\r\n\r\n",
     ],
-    ids=["words", "header", "path", "chunk"],
+    ids=["words", "header", "path", "chunk", "two lengths", "two lengths, the other first"],
 )
 def test_malformed_http_is_answered_in_one_sentence(served: Served, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as client:
         client.sendall(sent)
         answer = answer_to(client)
+        assert not client.recv(1)  # nothing of what follows is taken for a request
     assert answer.status == 400
     assert answer.refusal()
 
