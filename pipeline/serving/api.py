@@ -10,7 +10,7 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -117,7 +117,8 @@ class Api:
         except ClientDisconnect:
             response = _error(499, "The client has hung up.")
         except Exception:
-            traceback.print_exc()  # a bug, only for the server's log
+            with suppress(OSError):  # the log may be on a full disk
+                traceback.print_exc()  # a bug, only for the server's log
             response = _error(500, "The server has failed. Its log says why.")
         self._metrics.count_answer(path, response.status_code, perf_counter() - start)
         return response

@@ -23,6 +23,11 @@ IDLE_SECONDS = 5
 """Longest time from a connection's begin, or its last answer, to the head of the next request."""
 SLOW_CONNECTIONS = 128
 """Connections that may wait for their clients, without connections whose request has a place."""
+ACCEPTED_AT_ONCE = 32
+"""Connections that are accepted before others are closed; asyncio would accept thousands, and write
+a traceback for each of them beyond the limit of open files."""
+WAITING_CONNECTIONS = 2048
+"""Connections that wait in the kernel to be accepted."""
 
 _LENGTHS = {b"content-length", b"transfer-encoding"}
 _MALFORMED = (
@@ -129,6 +134,15 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
 
+class _Server(uvicorn.Server):
+    """Server that accepts few connections at once, of the many that may wait."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING_CONNECTIONS)  # asyncio has one number for both
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on a port, or on any free one for port 0.
 
@@ -163,7 +177,7 @@ def serve(
         say: receives the address.
     """
     api = Api(Systems(systems), limits=limits, key=key)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             api.app,
             http=_Protocol,
@@ -174,6 +188,7 @@ def serve(
             server_header=False,
             proxy_headers=False,
             limit_concurrency=limits.requests + SLOW_CONNECTIONS,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=min(IDLE_SECONDS, limits.seconds),
             timeout_graceful_shutdown=limits.seconds,
         )
@@ -183,7 +198,8 @@ def serve(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    say(f"http://{address}:{port} serves {listed(system.name for system in systems)}.")
+    with suppress(OSError):  # a log on a full disk keeps no request from its answer
+        say(f"http://{address}:{port} serves {listed(system.name for system in systems)}.")
     try:
         # uvicorn raises the signal again when it has ended.
         with handled_by(lambda _: None, signals=(SIGTERM,)):
