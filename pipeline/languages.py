@@ -118,7 +118,7 @@ _SUBTAGS = re.compile(
 _REGION = re.compile(r"_(?:[A-Z]{2}|[0-9]{3})$")
 _CLDR_CODES = {"sh": "sr_Latn"}
 _NAMED_APART = {"fat": "fat", "prs": "fa_AF", "tw": "tw", "twi": "tw"}
-"""First subtag → CLDR's code, where models have it beside the code that stands for both."""
+"""First subtag → CLDR's code, where models know it as well as the code that stands for both."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pipeline.batching.settings import TagScheme
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ConfigError
 from pipeline.model.settings import ModelConfig
-from pipeline.terminal import counted
 
 Id = Annotated[int, whole(0, 2**31 - 1)]
 Side = Literal["encoder", "decoder"]
@@ -178,8 +177,8 @@ def groups_of_languages(
     expected = model.moe.num_groups
     if expected is not None and expected != len(found):
         raise ConfigError(
-            f"The recipe expects {counted(expected, 'language group')} (model.moe.num_groups) and "
-            f"the groups artifact has {len(found)}. Change one of them."
+            f"The recipe expects {expected} language groups (model.moe.num_groups) and the groups "
+            f"artifact has {len(found)}. Change one of them."
         )
     return tuple(groups[code] for code in languages)
 

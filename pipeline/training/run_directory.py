@@ -66,7 +66,6 @@ from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
 from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects, on_rank_zero
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError, UserError, describe_os_error
-from pipeline.terminal import counted
 from pipeline.training.optim import learning_rate
 from pipeline.training.settings import OptimizerConfig
 
@@ -167,7 +166,7 @@ class RunDirectory:
         if change is not None:
             print(
                 f"{self.directory}: goes on after update {change['after']:,} to "
-                f"{counted(change['to'], 'update')} instead of {change['from']:,}; "
+                f"{change['to']:,} updates instead of {change['from']:,}; "
                 f"{_describe_rates(self._config, change)}",
                 file=sys.stderr,
             )
