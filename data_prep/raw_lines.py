@@ -13,7 +13,7 @@ from typing import Self, TypeAlias
 from data_prep.readers.raw_text import LineSource, RawLine
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
-from pipeline.terminal import listed
+from pipeline.terminal import counted, listed
 
 QUARANTINE_NAME = "quarantine.jsonl"
 QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
@@ -231,6 +231,7 @@ def refuse_damaged(sources: Sequence[LineSource], counts: LineCounts) -> None:
     }
     suggested_fix = fixes.get(", ".join(reasons), "Convert the files to UTF-8 or fetch them again")
     raise DataError(
-        f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most 1 MiB ({', '.join(reasons)}). {suggested_fix}."
+        f"{listed(damaged)}: {bad} of {counted(lines, 'line')} "
+        f"{'is' if bad == 1 else 'are'} not UTF-8 text of at most 1 MiB ({', '.join(reasons)}). "
+        f"{suggested_fix}."
     )

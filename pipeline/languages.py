@@ -117,6 +117,8 @@ _SUBTAGS = re.compile(
 )
 _REGION = re.compile(r"_(?:[A-Z]{2}|[0-9]{3})$")
 _CLDR_CODES = {"sh": "sr_Latn"}
+_NAMED_APART = {"fat": "fat", "prs": "fa_AF", "tw": "tw", "twi": "tw"}
+"""First subtag → CLDR's code, where models know it as well as the code that stands for both."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ def language(code: str) -> Language:
     found = _code_with_region(tag) if tag.region else found
     return Language(
         code=found,
-        name=_english_name(found),
+        name=_english_name(_NAMED_APART.get(_letters(code), found)),
         family=family(found),
         script=_script_of_tag(tag) or UNKNOWN_SCRIPT,
     )
@@ -302,6 +304,8 @@ def own_name(code: str) -> str:
         return code
     except (UnknownLocaleError, ValueError):
         return found.name
+    if _letters(code) in _NAMED_APART:
+        return str(locale.languages.get(_NAMED_APART[_letters(code)], found.name))
     return locale.get_display_name(locale) or found.name
 
 

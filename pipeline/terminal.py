@@ -239,9 +239,9 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def with_article(noun: str) -> str:
-    """Return ``a corpus``, ``an evaluation``, by the first letter."""
-    return f"{'an' if noun[:1] in tuple('aeiou') else 'a'} {noun}"
+def an_artifact(kind: str) -> str:
+    """Return ``a corpus artifact``, ``an evaluation artifact``; ``a translations`` were wrong."""
+    return f"{'an' if kind[:1] in tuple('aeiou') else 'a'} {kind} artifact"
 
 
 def tallied(counts: Mapping[str, int]) -> str:

@@ -146,6 +146,8 @@ def test_any_well_formed_code_is_a_language_of_unknown_family(
         ("zh_Hant", "中文 (繁體)"),
         ("deu_Latn", "Deutsch"),
         ("chr", "ᏣᎳᎩ"),
+        ("prs", "دری"),
+        ("twi_Latn", "Twi"),
         ("cop", "Coptic"),
         ("qfr", "qfr"),
         ("a language", "a language"),
@@ -352,6 +354,10 @@ def test_nearest_codes_come_nearest_first_and_only_from_the_candidates() -> None
         ("he", "Hebrew", "Hebr"),
         ("ur", "Urdu", "Arab"),
         ("ja", "Japanese", "Jpan"),
+        ("fa", "Persian", "Arab"),
+        ("prs_Arab", "Dari", "Arab"),
+        ("ak", "Akan", "Latn"),
+        ("twi", "Twi", "Latn"),
     ],
 )
 def test_names_and_scripts_are_the_usual_ones(code: str, name: str, script: str) -> None:

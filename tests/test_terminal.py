@@ -10,6 +10,7 @@ from pipeline.errors import ArtifactError
 from pipeline.terminal import (
     JsonLines,
     Progress,
+    an_artifact,
     clock_text,
     counted,
     listed,
@@ -17,7 +18,6 @@ from pipeline.terminal import (
     tallied,
     text_table,
     track,
-    with_article,
 )
 
 
@@ -166,10 +166,10 @@ def test_nouns_follow_their_numbers_and_articles_their_nouns() -> None:
     assert {number: counted(number, "line") for number in numbers} == numbers
     assert counted(1, "matrix", "matrices") == "1 matrix"
     assert counted(2, "matrix", "matrices") == "2 matrices"
-    for noun in ("corpus", "shards", "checkpoint"):
-        assert with_article(noun) == f"a {noun}"
-    for noun in ("evaluation", "export", "analysis"):
-        assert with_article(noun) == f"an {noun}"
+    for kind in ("corpus", "shards", "translations"):
+        assert an_artifact(kind) == f"a {kind} artifact"
+    for kind in ("evaluation", "analysis"):
+        assert an_artifact(kind) == f"an {kind} artifact"
 
 
 def test_short_lists_are_written_out_and_of_long_ones_the_rest_is_counted() -> None:

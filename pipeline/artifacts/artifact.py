@@ -58,7 +58,7 @@ from pipeline.config.documents import read_json
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank, world_size
 from pipeline.errors import ArtifactError, to_write
-from pipeline.terminal import with_article
+from pipeline.terminal import an_artifact
 
 __all__ = [
     "FORMAT_VERSION",
@@ -336,8 +336,8 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         )
     if manifest.kind != kind:
         raise ArtifactError(
-            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted. Name "
-            f"the folder of {with_article(kind)}."
+            f"{path} is {an_artifact(manifest.kind)} where {an_artifact(kind)} is wanted. Name "
+            f"the folder of {an_artifact(kind)}."
         )
     if manifest.format_version != FORMAT_VERSION[kind]:
         raise ArtifactError(

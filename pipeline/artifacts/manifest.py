@@ -27,6 +27,7 @@ from pydantic import (
 from pipeline.config.documents import read_bytes
 from pipeline.distributed import progress
 from pipeline.errors import ArtifactError
+from pipeline.terminal import counted
 
 MANIFEST_NAME = "manifest.json"
 
@@ -176,8 +177,8 @@ def read_manifest(directory: Path) -> Manifest | None:
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} is not a manifest of this version ({error.error_count()} problems). "
-            f"{how_to_restore(directory)}."
+            f"{path} is not a manifest of this version "
+            f"({counted(error.error_count(), 'problem')}). {how_to_restore(directory)}."
         ) from error
     except OSError as error:  # of a folder that may not be entered
         raise ArtifactError(

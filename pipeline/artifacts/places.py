@@ -39,7 +39,7 @@ from pipeline.artifacts.manifest import (
 )
 from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.terminal import with_article
+from pipeline.terminal import an_artifact
 
 # ---------------------------------------------------------------- names
 
@@ -181,8 +181,8 @@ def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
         return  # not a finished artifact: why_not_ours describes it
     if manifest is not None and manifest.kind != kind:
         raise ArtifactError(
-            f"{out_dir} holds {with_article(manifest.kind)} made by {manifest.stage}, which "
-            f"{with_article(kind)} never replaces. Name another --out, or move it away."
+            f"{out_dir} holds {an_artifact(manifest.kind)} made by {manifest.stage}, which "
+            f"{an_artifact(kind)} never replaces. Name another --out, or move it away."
         )
 
 

@@ -9,6 +9,7 @@ or ``__de__`` in a sentence is text.
 """
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from pipeline.batching.settings import TagScheme
 from pipeline.config.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
-from pipeline.terminal import listed
+from pipeline.terminal import counted, listed
 
 __all__ = [
     "DESCRIPTION_NAME",
@@ -74,6 +75,8 @@ MAX_MODEL_BYTES = 2**28
 """Largest SentencePiece model; a model of a million pieces has about 25 MB."""
 
 WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
+
+_BYTES = re.compile("(<0x[0-9A-F]{2}>)+")
 
 LanguageTokenScheme = Literal["underscores", "angle", "brackets", "lang_tok", "plain"]
 
@@ -236,6 +239,13 @@ class Tokenizer:
         if index in self._specials or index in self._languages_by_id:
             return None
         return self._vocabulary.piece(index)
+
+    def utf8(self, index: int) -> bytes:
+        """Return what an id adds to a text, which may be a part of a character."""
+        piece = self.piece(index) or ""
+        if _BYTES.fullmatch(piece):
+            return bytes.fromhex(piece.replace("<0x", "").replace(">", ""))
+        return piece.replace(SPACE, " ").encode()
 
     def white_space_ids(self) -> tuple[int, ...]:
         """Return the ids of white space, and the ids that are not text.
@@ -494,8 +504,8 @@ def _read_description(directory: Path) -> TokenizerDescription:
         return TokenizerDescription.model_validate_json(_read(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} does not describe a tokenizer ({error.error_count()} problems). Restore it "
-            "from a copy or train the tokenizer again."
+            f"{path} does not describe a tokenizer ({counted(error.error_count(), 'problem')}). "
+            "Restore it from a copy or train the tokenizer again."
         ) from error
 
 

@@ -32,6 +32,7 @@ from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.sentence_loops import mark_cuts, measure, shuffle
 from pipeline.seeds import derive_seed
+from pipeline.terminal import counted
 
 Integers = npt.NDArray[np.signedinteger[Any]]
 
@@ -509,7 +510,7 @@ def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
         size, start = -parts[0][0], parts[0][1]
         if size < 2:
             raise ConfigError(
-                f"A window of {len(parts)} sentences cannot fill updates of {multiple} "
+                f"A window of {counted(len(parts), 'sentence')} cannot fill updates of {multiple} "
                 "micro-batches. Raise batches.window_steps or lower batches.micro_batches."
             )
         heapq.heapreplace(parts, (-(size // 2), start))

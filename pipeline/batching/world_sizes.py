@@ -8,6 +8,7 @@ import math
 
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
+from pipeline.terminal import counted
 
 
 def check_ranks(recipe: Recipe, *, ranks: int) -> None:
@@ -20,8 +21,9 @@ def check_ranks(recipe: Recipe, *, ranks: int) -> None:
     micro_batches = recipe.batches.micro_batches
     if ranks > micro_batches:
         raise ConfigError(
-            f"{ranks} ranks are more than the {micro_batches} micro-batches of an update "
-            f"(batches.micro_batches). Use at most {micro_batches} ranks."
+            f"{ranks} ranks are more than the "
+            f"{counted(micro_batches, 'micro-batch', 'micro-batches')} of an update "
+            f"(batches.micro_batches). Use at most {counted(micro_batches, 'rank')}."
         )
     moe, size = recipe.model.moe, expert_parallel_size(recipe, ranks=ranks)
     if moe is not None and moe.num_experts % size:

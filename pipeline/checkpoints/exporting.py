@@ -25,6 +25,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.languages import find_code
 from pipeline.model.settings import DenseConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.terminal import counted
 
 Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -143,9 +144,9 @@ def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> Non
     """Raise CheckpointError if NllbTokenizer would assign ids to pieces that have none."""
     if entries.unknown_pieces and not layout.of_hundred:
         raise CheckpointError(
-            f"The vocabulary of {origin} has {entries.unknown_pieces:,} pieces without an id, but "
-            "NllbTokenizer, which languages and tokens other than M2M-100's need, assigns ids to "
-            "all pieces. Export it --to ctranslate2."
+            f"The vocabulary of {origin} has {counted(entries.unknown_pieces, 'piece')} without "
+            "an id, but NllbTokenizer, which languages and tokens other than M2M-100's need, "
+            "assigns ids to all pieces. Export it --to ctranslate2."
         )
 
 

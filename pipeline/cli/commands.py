@@ -167,11 +167,11 @@ translate: translate lines of standard input to standard output
 recipe's
     --from CODE!  source language, as en
     --to CODE!  target language, as de
-    --n-best N  print the N best hypotheses, or N samples, with scores; each line is a JSON object
+    --n-best N  print the N best hypotheses of different text, or N samples, with scores; each \
+line is a JSON object
     --word-scores  print the log-probability of every word; each line is a JSON object
     --alignments  print the source word that each word aligns with; each line is a JSON object
-    --banned PHRASE...  phrase that no translation may contain, as the vocabulary spells it \
-(repeatable)
+    --banned PHRASE...  phrase that no translation may contain, within a word either (repeatable)
     --must PHRASE...  phrase that every translation must contain, as the vocabulary spells it \
 (repeatable)
     --must-file FILE  file whose line n has the phrases that translation n must contain, \

@@ -176,7 +176,7 @@ def _estimate_recipe(options: argparse.Namespace) -> int:
     rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in _memory_rows(memory)]
     print(text_table(["part", "bytes per rank", "GiB"], rows))
     for name, step in steps.items():
-        print(f"\n{name}: {len(step.counted.host_waits)} waits of the host")
+        print(f"\n{name}: {counted(len(step.counted.host_waits), 'wait')} of the host")
         print(text_table(["kind", "launches", "GB", "ms"], [*_step_rows(step)]))
         print(
             f"{1000 * step.seconds:.1f} ms: the GPU takes {1000 * step.kernel_seconds:.1f}, "
@@ -251,7 +251,7 @@ def _estimate_plan(options: argparse.Namespace) -> int:
         return 0
     head = ["GPUs", "EP", "GiB", "ms/update", "hours", "GPU h"]
     for name, stage in stages.items():
-        print(f"{name}: {stage['updates']:,} updates")
+        print(f"{name}: {counted(stage['updates'], 'update')}")
         found = stage["choices"]
         if found:
             print(text_table([*head, *found[0]["time"]], [*_rows(stage)]))

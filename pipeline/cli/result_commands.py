@@ -145,6 +145,7 @@ def filter_lines(options: argparse.Namespace) -> int:
         lines=IncomingLines(sys.stdin.fileno()),
         has_prefixes=options.prefixes,
         phrases=None if options.must_file is None else read_phrases(options.must_file),
+        lists_hypotheses=options.n_best is not None,
         segmenters=None if recipe is None else recipe.tokenizer.segmenters,
         write=_write_line,
         say=lambda text: say_once(f"mmnmt translate: {text}"),

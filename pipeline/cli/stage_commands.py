@@ -53,7 +53,7 @@ from pipeline.jobs.plan import splits_to_compare
 from pipeline.machine import prepare_process
 from pipeline.registry import STAGES
 from pipeline.stage import Stage, StageCall, stage_config
-from pipeline.terminal import counted, with_article
+from pipeline.terminal import an_artifact, counted
 
 
 def commands_of_stages() -> dict[str, dict[str, Stage]]:
@@ -269,8 +269,7 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     """Return the parser of one stage's options."""
     parser = CommandParser(
         prog=f"mmnmt {stage.command or stage.name}",
-        description=f"{stage.help[0].upper()}{stage.help[1:]}. "
-        f"Makes {with_article(stage.makes)} artifact.",
+        description=f"{stage.help[0].upper()}{stage.help[1:]}. Makes {an_artifact(stage.makes)}.",
     )
     given = {name: {**settings} for name, settings in STAGE_OPTIONS.items()}
     given["--recipe"]["required"] = stage.needs_recipe

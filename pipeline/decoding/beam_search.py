@@ -167,9 +167,10 @@ class BeamStep:
         self.rule, self.penalty = stopping_rule(config), config.length_penalty
         self.beams, self.n_best, self.prompt_length = config.beam_size, config.n_best, prompt_length
         self.reads = model.device.type == "cpu"
-        specials = frozenset((self.pad_id, eos_id))
-        self.restrictions = Restrictions.of(sources, specials=specials)
-        self.constraints = Constraints.of(sources, specials=specials, eos_id=eos_id)
+        self.restrictions = Restrictions.of(
+            (source.prefix for source in sources), (source.banned for source in sources)
+        )
+        self.constraints = Constraints.of((source.required for source in sources), eos_id=eos_id)
 
     @property
     def is_free(self) -> bool:

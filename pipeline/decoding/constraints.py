@@ -1,4 +1,4 @@
-"""Forced prefixes, banned sequences and required phrases of translations.
+"""Forced prefixes, banned texts and required phrases of translations.
 
 Required phrases use dynamic beam allocation (Post and Vilar 2018, §3). A hypothesis belongs to the
 bank of as many tokens as it has of its phrases: the tokens of complete phrases and of the phrase
@@ -13,8 +13,10 @@ Legend: B unfinished sentences, J rows of each, R = B · J rows, V vocabulary, C
 so far.
 """
 
-from collections.abc import Iterator, Sequence
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 
@@ -22,50 +24,102 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.spelling import is_blank
-from pipeline.decoding.hypotheses import Source
 from pipeline.errors import ConfigError
 
 Phrase = tuple[int, ...]
 
 
+class BannedTexts:
+    """Phrases that no translation may contain, in whatever pieces it is written.
+
+    A token is forbidden if the text with it would contain a phrase. Text counts as the tokenizer
+    decodes it: bytes that are not UTF-8 are dropped.
+
+    Args:
+        phrases: the phrases, none of them empty.
+        pieces: UTF-8 of every id that a translation may consist of; empty for ids without text.
+    """
+
+    def __init__(self, phrases: Sequence[str], pieces: Sequence[bytes]) -> None:
+        self.phrases, self._pieces = tuple(phrases), pieces
+        self._beginning: dict[str, frozenset[int]] = {}
+        """End of a phrase → ids of which the text begins with it."""
+
+    def found_in(self, text: str) -> bool:
+        """Return whether a text contains a phrase."""
+        return any(phrase in text for phrase in self.phrases)
+
+    def forbid(self, log_p_JV: Tensor, pasts: Sequence[Sequence[int]]) -> None:
+        """Set the choices that would complete a phrase to -inf, in place; each row has its past."""
+        log_p_JV[:, self._within.to(log_p_JV.device)] = -torch.inf
+        for log_p_V, past in zip(log_p_JV, pasts, strict=True):
+            if found := self._completing(past):
+                log_p_V[[*found]] = -torch.inf
+
+    def _completing(self, tokens: Sequence[int]) -> set[int]:
+        """Return the ids that end a phrase that the text so far begins."""
+        text, begun = _decoded(b"".join(map(self._pieces.__getitem__, tokens)))
+        found: set[int] = set()
+        for phrase in self.phrases:
+            for length in range(1, len(phrase)):
+                if text.endswith(phrase[:length]):
+                    found |= self._beginning_with(phrase[length:])
+        if begun:  # a character, which a piece may end
+            text = text[-max(map(len, self.phrases)) :]
+            found -= self._fragments.keys()
+            found |= {
+                index
+                for index, piece in self._fragments.items()
+                if self.found_in(text + _decoded(begun + piece)[0])
+            }
+        return found
+
+    def _beginning_with(self, text: str) -> frozenset[int]:
+        if text not in self._beginning:
+            named = enumerate(self._texts)
+            self._beginning[text] = frozenset(index for index, of in named if of.startswith(text))
+        return self._beginning[text]
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return [_decoded(piece)[0] for piece in self._pieces]
+
+    @cached_property
+    def _within(self) -> Tensor:
+        """The ids of which the text contains a phrase."""
+        found = [index for index, text in enumerate(self._texts) if self.found_in(text)]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+    @cached_property
+    def _fragments(self) -> dict[int, bytes]:
+        """The ids and bytes of pieces that are not whole characters."""
+        pairs = enumerate(zip(self._pieces, self._texts, strict=True))
+        return {index: piece for index, (piece, text) in pairs if text.encode() != piece}
+
+
+def _decoded(content: bytes) -> tuple[str, bytes]:
+    """Return the text of bytes, and the bytes of a character that is not complete at the end."""
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    text = decoder.decode(content)
+    return text, decoder.getstate()[0]
+
+
 @dataclass(frozen=True)
 class Restrictions:
-    """Forced prefixes and banned sequences of the sentences of a batch.
-
-    A sequence of k tokens is kept out by forbidding its last token behind the k - 1 before it.
-    """
+    """Forced prefixes and banned texts of the sentences of a batch."""
 
     prefixes: tuple[Phrase, ...]
     """Prefix of each sentence; empty if it has none."""
-    banned: dict[Phrase, frozenset[int]]
-    """Sequence → indices of the sentences that must not contain it."""
+    banned: tuple[BannedTexts | None, ...]
+    """Banned texts of each sentence."""
 
     @classmethod
-    def of(cls, sources: Sequence[Source], *, specials: frozenset[int]) -> "Restrictions | None":
-        """Collect the restrictions of a batch; None if no sentence has any.
-
-        Raises:
-            ConfigError: a prefix or banned sequence is empty or contains a special (padding,
-                end-of-sentence), or a prefix contains a banned sequence.
-        """
-        if not any(source.prefix or source.banned for source in sources):
-            return None
-        banned: dict[Phrase, set[int]] = {}
-        for index, source in enumerate(sources):
-            for sequence in source.banned:
-                _check_tokens(sequence, specials=specials)
-                if has_sequence(source.prefix, sequence):
-                    raise ConfigError(
-                        f"The forced prefix {list(source.prefix)} has the banned tokens "
-                        f"{list(sequence)} in it. Change one of them."
-                    )
-                banned.setdefault(sequence, set()).add(index)
-            if source.prefix:
-                _check_tokens(source.prefix, specials=specials)
-        return cls(
-            tuple(source.prefix for source in sources),
-            {sequence: frozenset(indices) for sequence, indices in banned.items()},
-        )
+    def of(
+        cls, prefixes: Iterable[Phrase], banned: Iterable[BannedTexts | None]
+    ) -> "Restrictions | None":
+        """Return the restrictions of a batch; None if no sentence has any."""
+        found = cls(tuple(prefixes), tuple(banned))
+        return found if any(found.prefixes) or any(found.banned) else None
 
     def apply(
         self, log_p_RV: Tensor, tokens_BJT: Tensor, *, active: Sequence[int], length: int
@@ -76,11 +130,10 @@ class Restrictions:
         every row b.
         """
         log_p_BJV = log_p_RV.view(len(active), -1, log_p_RV.shape[1])
-        for sequence, indices in self.banned.items():
-            rows = [row for row, index in enumerate(active) if index in indices]
-            if rows and length >= len(sequence):
-                _forbid(log_p_BJV, tokens_BJT, sequence, rows=rows)
+        pasts = tokens_BJT.tolist() if any(self.banned) else []
         for row, index in enumerate(active):
+            if banned := self.banned[index]:
+                banned.forbid(log_p_BJV[row], pasts[row])
             if length <= len(self.prefixes[index]):
                 token = self.prefixes[index][length - 1]
                 forced_J = log_p_BJV[row, :, token].clone()
@@ -136,27 +189,10 @@ class Constraints:
         self.phrases, self.eos_id = phrases, eos_id
 
     @classmethod
-    def of(
-        cls, sources: Sequence[Source], *, specials: frozenset[int], eos_id: int
-    ) -> "Constraints | None":
-        """Collect the required phrases of a batch; None if no sentence has any.
-
-        Raises:
-            ConfigError: a phrase is empty or contains a special (padding, end-of-sentence) or a
-                banned sequence.
-        """
-        if not any(source.required for source in sources):
-            return None
-        for source in sources:
-            for phrase in source.required:
-                _check_tokens(phrase, specials=specials)
-                if any(has_sequence(phrase, banned) for banned in source.banned):
-                    raise ConfigError(
-                        f"The required phrase {list(phrase)} has a banned one in it. Change one of "
-                        "them."
-                    )
-        distinct = [tuple(dict.fromkeys(source.required)) for source in sources]
-        return cls(distinct, eos_id=eos_id)
+    def of(cls, phrases: Iterable[tuple[Phrase, ...]], *, eos_id: int) -> "Constraints | None":
+        """Collect the required phrases of a batch; None if no sentence has any."""
+        distinct = [tuple(dict.fromkeys(of_sentence)) for of_sentence in phrases]
+        return cls(distinct, eos_id=eos_id) if any(distinct) else None
 
     def bar_ends(self, logits_RV: Tensor, tokens_BJT: Tensor, *, active: Sequence[int]) -> None:
         """Forbid end-of-sentence to every hypothesis that lacks a phrase, in place."""
@@ -283,28 +319,7 @@ def _phrases_of(file: Iterator[str], path: Path) -> Iterator[tuple[str, ...]]:
         ) from error
 
 
-def _forbid(
-    log_p_BJV: Tensor, tokens_BJT: Tensor, sequence: Phrase, *, rows: Sequence[int]
-) -> None:
-    """Forbid the sequence's last token to every beam of the rows that ends with the others."""
-    *before, last = sequence
-    rows_B = torch.tensor(rows, device=log_p_BJV.device)
-    end_BJT = tokens_BJT[rows_B, :, tokens_BJT.shape[2] - len(before) :]
-    stands_BJ = (end_BJT == torch.tensor(before, device=end_BJT.device)).all(2)
-    column_BJ = log_p_BJV[rows_B, :, last]
-    log_p_BJV[rows_B, :, last] = column_BJ.masked_fill(stands_BJ, -torch.inf)
-
-
 def _begun(tokens: Phrase, phrase: Phrase) -> int:
     """Return how many first tokens of an incomplete phrase the hypothesis ends with."""
     longest = min(len(phrase) - 1, len(tokens))
     return next(n for n in range(longest, -1, -1) if tokens[len(tokens) - n :] == phrase[:n])
-
-
-def _check_tokens(sequence: Phrase, *, specials: frozenset[int]) -> None:
-    """Raise ConfigError for a sequence that no hypothesis can contain."""
-    if not sequence or specials.intersection(sequence):
-        raise ConfigError(
-            f"No hypothesis can have the tokens {list(sequence)}: the sequence is empty or has "
-            "padding or end-of-sentence in it. Give a prefix, banned sequence or phrase without."
-        )

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pipeline.decoding.constraints import BannedTexts
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.terminal import counted
@@ -32,8 +33,8 @@ class Source:
     """Index into the tokenizer's languages."""
     prefix: tuple[int, ...] = ()
     """Tokens that every hypothesis begins with; they count in the result and in its score."""
-    banned: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that no hypothesis may contain."""
+    banned: BannedTexts | None = None
+    """Texts that no hypothesis may contain."""
     required: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that every hypothesis must contain."""
     begins: tuple[bool, ...] = ()

@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis
 from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
@@ -57,6 +58,7 @@ class FilterCounts:
 
     def sentences(self, *, max_tokens: int) -> Iterator[str]:
         """Yield one sentence for each kind of remark, after the last line."""
+        lines = counted(self.lines, "line")
         if self.unreadable > NAMED_PROBLEMS:
             yield (
                 f"{self.unreadable:,} of {self.lines:,} lines could not be read. Each was "
@@ -64,9 +66,9 @@ class FilterCounts:
             )
         if self.split:
             yield (
-                f"{self.split:,} of {self.lines:,} lines were longer than the model's "
-                f"{max_tokens:,} tokens. They were split into {self.parts:,} parts, at sentence "
-                "ends if possible, translated, and joined again."
+                f"{self.split:,} of {lines} exceeded the model's {max_tokens:,} tokens: split "
+                f"into {self.parts:,} parts, at sentence ends if possible, translated, and joined "
+                "again."
             )
         if self.unknown:
             yield (
@@ -75,12 +77,12 @@ class FilterCounts:
             )
         if self.truncated:
             yield (
-                f"{self.truncated:,} of {self.lines:,} lines were truncated: they have a single "
-                f"character of more than the model's {max_tokens:,} tokens."
+                f"{self.truncated:,} of {lines} lost text: a single character has more than "
+                f"the model's {max_tokens:,} tokens."
             )
         if self.invalid:
             yield (
-                f"The translations of {self.invalid:,} of {self.lines:,} lines had "
+                f"The translations of {self.invalid:,} of {lines} had "
                 f"{counted(self.invalid_sequences, 'sequence')} of bytes that are not UTF-8, which "
                 "were dropped."
             )
@@ -97,6 +99,7 @@ def filter_lines(
     say: Callable[[str], None],
     has_prefixes: bool = False,
     phrases: Iterator[tuple[str, ...]] | None = None,
+    lists_hypotheses: bool = False,
     segmenters: Mapping[str, str] | None = None,
 ) -> FilterCounts:
     """Translate the lines in order, as they arrive.
@@ -110,14 +113,16 @@ def filter_lines(
         write: receives each translation, without any character that could be taken for a line end.
         say: receives remarks: one for each unreadable line, and the summary at the end.
         has_prefixes: whether the text behind a line's first tab is a prefix of its translation.
-        phrases: required phrases of every line in order; lines behind the last have none.
+        phrases: required phrases of every line in order.
+        lists_hypotheses: whether to write a list of hypotheses even if it has one only.
         segmenters: segmenters named by the recipe.
 
     Returns:
         Counts of the lines.
 
     Raises:
-        ConfigError: the model does not know a language, or both are the same.
+        ConfigError: the model does not know a language, both are the same, or there are more or
+            fewer lines of phrases than lines.
         DataError: the input cannot be read any further.
     """
     translator = Translator(checkpoint, decoding, segmenters=segmenters)
@@ -126,19 +131,24 @@ def filter_lines(
     counts = FilterCounts()
     try:
         while batch := lines.take(BATCH_LINES):
-            batch, prefixes = _take_prefixes(translator, batch) if has_prefixes else (batch, None)
-            batch, required = _take_phrases(translator, batch, prefixes, phrases or iter(()))
+            wanted = [()] * len(batch) if phrases is None else [*islice(phrases, len(batch))]
+            taken = [
+                _job_of(translator, direction, line, of_line, has_prefix=has_prefixes)
+                for line, of_line in zip(batch, wanted, strict=False)
+            ]
             # An int8 translation does not depend on its batch, so it has the same kernels always.
             is_few = counts.lines + len(batch) <= FEW_LINES and decoding.precision != "int8"
             with sparing_loops() if is_few else nullcontext():
-                translations = translate_lines(
-                    translator, direction, batch, prefixes=prefixes, required=required
-                )
-            for line, hypothesis in zip(batch, translations, strict=True):
+                translations = translate_jobs(translator, [job for _, job in taken])
+            for (line, _), hypothesis in zip(taken, translations, strict=True):
                 counts.add(line, hypothesis)
                 if line.problem and counts.unreadable <= NAMED_PROBLEMS:
                     say(f"Line {line.number} {line.problem}. It is translated as an empty line.")
-                write(without_line_breaks(_written(hypothesis)))
+                write(without_line_breaks(_written(hypothesis, lists_hypotheses)))
+            if len(wanted) < len(batch):
+                raise _other_length("fewer", counts.lines)
+        if phrases is not None and next(phrases, None) is not None:
+            raise _other_length("more", counts.lines)
     finally:
         for sentence in counts.sentences(max_tokens=translator.max_tokens):
             say(sentence)
@@ -160,64 +170,52 @@ def find_direction(translator: Translator, *, source: str, target: str) -> Direc
     return direction
 
 
-def translate_lines(
-    translator: Translator,
-    direction: Direction,
-    lines: Sequence[IncomingLine],
-    *,
-    prefixes: Sequence[str] | None = None,
-    required: Sequence[tuple[str, ...]] | None = None,
-) -> list[Hypothesis]:
+def translate_jobs(translator: Translator, jobs: Sequence[Job]) -> list[Hypothesis]:
     """Translate lines in batches of similar length; return the translations in order."""
-    begun = prefixes or [""] * len(lines)
-    wanted = required or [()] * len(lines)
-    jobs = [
-        Job(direction, index, without_line_breaks(line.text), prefix=prefix, required=phrases)
-        for index, (line, prefix, phrases) in enumerate(zip(lines, begun, wanted, strict=True))
-    ]
     found: dict[int, Hypothesis] = {}
     for batch in translator.cut(jobs):
         hypotheses = translator.translate(batch)
         found.update(zip((job.line for job in batch), hypotheses, strict=True))
-    return [found[index] for index in range(len(jobs))]
+    return [found[job.line] for job in jobs]
 
 
-def _take_prefixes(
-    translator: Translator, lines: Sequence[IncomingLine]
-) -> tuple[list[IncomingLine], list[str]]:
-    """Split lines at their first tabs into texts and prefixes; report impossible prefixes."""
-    texts, prefixes = [], []
-    for line in lines:
-        text, _, prefix = line.text.partition("\t")
-        if problem := translator.prefix_problem(prefix):
-            text, prefix, line = "", "", replace(line, problem=problem)
-        texts.append(replace(line, text=text))
-        prefixes.append(prefix)
-    return texts, prefixes
-
-
-def _take_phrases(
+def _job_of(
     translator: Translator,
-    lines: Sequence[IncomingLine],
-    prefixes: Sequence[str] | None,
-    phrases: Iterator[tuple[str, ...]],
-) -> tuple[list[IncomingLine], list[tuple[str, ...]]]:
-    """Return the lines and their required phrases; report phrases that no translation can have."""
-    taken, required = [], []
-    for line, prefix in zip(lines, prefixes or [""] * len(lines), strict=True):
-        wanted = next(phrases, ())
-        if not line.problem and (problem := translator.phrases_problem(wanted, prefix=prefix)):
-            wanted, line = (), replace(line, text="", problem=problem)
-        taken.append(line)
-        required.append(wanted)
-    return taken, required
+    direction: Direction,
+    line: IncomingLine,
+    phrases: tuple[str, ...],
+    *,
+    has_prefix: bool,
+) -> tuple[IncomingLine, Job]:
+    """Return a line, with a problem if no translation can be as required, and its job."""
+    text, _, prefix = line.text.partition("\t") if has_prefix else (line.text, "", "")
+    problem = line.problem or translator.prefix_problem(prefix)
+    problem = problem or translator.phrases_problem(phrases, prefix=prefix)
+    if phrases and not text.strip():
+        problem = problem or "is empty, and its translation must have phrases"
+    if problem:
+        text, prefix, phrases = "", "", ()
+    job = Job(direction, line.number - 1, without_line_breaks(text), prefix, phrases)
+    return replace(line, problem=problem), job
 
 
-def _written(hypothesis: Hypothesis) -> str:
-    """Return the text, or as JSON everything that the recipe asks for."""
-    if hypothesis.details is None:
+def _other_length(compared: Literal["fewer", "more"], lines: int) -> ConfigError:
+    beyond = "" if compared == "more" else f", which goes on after line {lines:,}"
+    return ConfigError(
+        f"The file of required phrases has {compared} lines than the input{beyond}. Write one line "
+        "for every line to translate, and leave it empty if nothing is required."
+    )
+
+
+def _written(hypothesis: Hypothesis, lists_hypotheses: bool) -> str:
+    """Return the text, or as JSON everything that is asked for."""
+    details = hypothesis.details
+    if lists_hypotheses and not (details and details.n_best):
+        only = (Alternative(hypothesis.text, hypothesis.score),) if hypothesis.score else ()
+        details = replace(details or Details(), n_best=only)
+    if details is None:
         return hypothesis.text
-    return json.dumps(written_record(hypothesis), ensure_ascii=False)
+    return json.dumps(written_record(replace(hypothesis, details=details)), ensure_ascii=False)
 
 
 def written_record(hypothesis: Hypothesis) -> dict[str, Any]:

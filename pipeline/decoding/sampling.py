@@ -59,8 +59,9 @@ class Sampler:
         self.model, self.config, self.eos_id = model, config, eos_id
         self.rule = stopping_rule(config)
         self.samples = config.n_best
-        specials = frozenset((model.spec.pad_id, eos_id))
-        self.restrictions = Restrictions.of(sources, specials=specials)
+        self.restrictions = Restrictions.of(
+            (source.prefix for source in sources), (source.banned for source in sources)
+        )
         self.states = DecoderStates(model, sources, route=config.route)
         positions = model.spec.model.max_positions - self.states.prompt_length
         self.limits = [length_limit(source, config, positions=positions) for source in sources]

@@ -34,7 +34,7 @@ class DecodingConfig(Settings):
     beam_size: Annotated[int, whole(1, 1000)] = 5
     """Hypotheses per sentence in beam search."""
     n_best: Annotated[int, whole(1, 1000)] = 1
-    """Hypotheses kept per sentence: the best of beam search, at most beam_size, or as many
+    """Hypotheses kept per sentence: the best texts of beam search, at most beam_size, or as many
     independent samples, the first of which is the translation. With choose = "mbr" or "rerank",
     hypotheses to choose the translation from."""
     choose: Literal["score", "mbr", "rerank"] = "score"
@@ -71,7 +71,7 @@ class DecodingConfig(Settings):
     """Seed of sampling. A sentence's samples depend on the seed and the sentence alone: equal lines
     have equal samples, whatever else is in the batch."""
     banned: tuple[str, ...] = ()
-    """Phrases that no translation may contain, as the vocabulary spells them."""
+    """Phrases that no translation may contain, within words either."""
     required: tuple[str, ...] = ()
     """Phrases that every translation must contain, as the vocabulary spells them; beam search
     only."""

@@ -26,7 +26,7 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.comet_choice import Candidates, CometChoice
-from pipeline.decoding.constraints import has_sequence
+from pipeline.decoding.constraints import BannedTexts
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.grid_search import Grids, GridSearch, begin_search
 from pipeline.decoding.hypotheses import Source, Translation
@@ -41,6 +41,7 @@ from pipeline.languages import code_of_name, find_code, nearest_codes
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
 from pipeline.model.transformer import Transformer
+from pipeline.terminal import counted
 
 TAG_TOKENS = 2
 """Positions that a source needs beside its text: language tag and end-of-sentence."""
@@ -133,8 +134,13 @@ class Translator:
         if self._pivot:
             self.language(self._pivot)
             self.tokenizer.refuse_to_write(self._pivot)
-        self._banned = tuple(self._phrase(phrase, "banned") for phrase in config.banned)
+        self._banned = self._banned_texts()
         self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
+        for phrase, tokens in zip(config.required, self._required, strict=True):
+            if self._is_banned(tokens):
+                raise ConfigError(
+                    f"The required phrase {phrase!r} has a banned one in it. Change one of them."
+                )
         self._alignment_layer = self._layer_of_alignments()
         self._comet = (
             CometChoice(config.comet, against_others=config.choose == "mbr")
@@ -179,7 +185,7 @@ class Translator:
     def translate(self, jobs: Sequence[Job]) -> list[Hypothesis]:
         """Translate lines, through the pivot if there is one; return their hypotheses in order.
 
-        An empty line gives an empty hypothesis; a line that is too long is split.
+        An empty line gives its prefix, with a score of 0; a line that is too long is split.
 
         Raises:
             ConfigError: the model was not trained on a language, or no translation can have the
@@ -228,7 +234,7 @@ class Translator:
             return "has a prefix with characters that the vocabulary does not have"
         if len(tokens) > room:
             return f"has a prefix of {len(tokens):,} tokens, of which the model takes {room:,}"
-        if any(has_sequence(tokens, sequence) for sequence in self._banned):
+        if self._is_banned(tokens):
             return "has a prefix with a banned phrase in it"
         return ""
 
@@ -238,7 +244,7 @@ class Translator:
         tokens = [token for phrase in wanted for token in phrase]
         if not all(wanted) or self.tokenizer.unk_id in tokens:
             return "has a phrase with characters that the vocabulary does not have"
-        if any(has_sequence(one, banned) for one in wanted for banned in self._banned):
+        if any(map(self._is_banned, wanted)):
             return "has a phrase with a banned one in it"
         count = sum(map(len, wanted | {*self._required})) + len(self._target_tokens(prefix))
         if phrases and count > self.max_tokens - 1:
@@ -301,12 +307,22 @@ class Translator:
 
     def _phrase(self, phrase: str, kind: Literal["banned", "required"]) -> tuple[int, ...]:
         tokens = tuple(self._target_tokens(phrase))
-        if not tokens or self.tokenizer.unk_id in tokens:
+        if self.tokenizer.unk_id in tokens or not self.tokenizer.decode(tokens):
             raise ConfigError(
                 f"No translation can have the {kind} phrase {phrase!r}: it is empty or has "
                 "characters that the model's vocabulary does not have. Leave it out."
             )
         return tokens
+
+    def _banned_texts(self) -> BannedTexts | None:
+        """Return the banned phrases as the vocabulary spells them; None without any."""
+        tokenizer = self.tokenizer
+        texts = [tokenizer.decode(self._phrase(phrase, "banned")) for phrase in self.config.banned]
+        ids = range(tokenizer.output_size or tokenizer.size)
+        return BannedTexts(texts, [*map(tokenizer.utf8, ids)]) if texts else None
+
+    def _is_banned(self, tokens: Sequence[int]) -> bool:
+        return self._banned is not None and self._banned.found_in(self.tokenizer.decode(tokens))
 
     def _layer_of_alignments(self) -> int | None:
         if not self.config.alignments:
@@ -315,8 +331,9 @@ class Translator:
         asked = self.config.alignment_layer
         if asked is not None and asked >= layers:
             raise ConfigError(
-                f"decoding.alignment_layer is {asked}, and the model has {layers} decoder layers, "
-                f"counted from 0. Choose one up to {layers - 1}."
+                f"decoding.alignment_layer is {asked}, and the model has "
+                f"{counted(layers, 'decoder layer')}, counted from 0. Choose one up to "
+                f"{layers - 1}."
             )
         return layers - 1 if asked is None else asked
 
@@ -395,7 +412,23 @@ class Translator:
     def begin_search(self, sources: Sequence[Source]) -> Search | GridSearch:
         """Return a beam search for these sources, of which no step is made."""
         eos_id, grids = self.tokenizer.eos_id, self._grids
-        return begin_search(self.model, sources, self.config, eos_id=eos_id, grids=grids)
+        return begin_search(self.model, sources, self._search_settings, eos_id=eos_id, grids=grids)
+
+    @property
+    def _search_settings(self) -> DecodingConfig:
+        """The settings of a search that keeps enough hypotheses to leave out repeated texts."""
+        kept = self.config.beam_size if self.config.n_best > 1 else 1
+        return self.config.model_copy(update={"n_best": kept})
+
+    def _distinct(self, hypotheses: list[Translation]) -> list[Translation]:
+        """Return the n best hypotheses of a beam search, of each text the best."""
+        if self.config.search != "beam" or self.config.n_best == 1:  # samples may be equal
+            return hypotheses
+        texts = [" ".join(text.split()) for text in self._texts(hypotheses)]
+        best: dict[str, Translation] = {}
+        for text, hypothesis in zip(texts, hypotheses, strict=True):
+            best.setdefault(text, hypothesis)
+        return [*best.values()][: self.config.n_best]
 
     def _chosen(
         self,
@@ -404,6 +437,7 @@ class Translator:
         hypotheses: Sequence[list[Translation]],
     ) -> list[_Found]:
         """Choose among the hypotheses of parts, and run the forced pass over the chosen ones."""
+        hypotheses = [*map(self._distinct, hypotheses)]
         if self._comet is not None:
             candidates = [
                 Candidates(part.text, of, self._texts(of))
@@ -444,8 +478,9 @@ class Translator:
 
     def _joined(self, job: Job, found: Sequence[_Found]) -> Hypothesis:
         asks = self.config.wants_details
-        if not found:
-            return Hypothesis("", details=Details() if asks else None)
+        if not found:  # the translation of an empty line is its prefix
+            prefix = self.tokenizer.decode(self._target_tokens(job.prefix))
+            return Hypothesis(prefix, details=Details() if asks else None)
         best = self._alternative(job, found, 0)
         return Hypothesis(
             best.text,

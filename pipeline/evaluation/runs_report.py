@@ -36,7 +36,7 @@ from pipeline.evaluation.tables import (
     section_of_notes,
 )
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
-from pipeline.terminal import counted, with_article
+from pipeline.terminal import an_artifact, counted
 
 DEAD, OVERLOADED = 0.1, 2.0
 """Load of an expert, relative to an even one, below which it is dead and above it overloaded."""
@@ -69,7 +69,7 @@ class ComparedRuns:
             self.analyses[title] = open_artifact(path, kind="analysis")
         else:
             raise ArtifactError(
-                f"{path} is {with_article(manifest.kind)}, which report does not show. Name a "
+                f"{path} is {an_artifact(manifest.kind)}, which report does not show. Name a "
                 "checkpoint, translations, an evaluation, an analysis or the folder of a plan."
             )
 

@@ -34,7 +34,7 @@ from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.stage import Stage, StageCall
-from pipeline.terminal import JsonLines, counted, with_article
+from pipeline.terminal import JsonLines, an_artifact, counted
 
 _SHOWN_CHANGES = 3
 
@@ -71,7 +71,7 @@ def changes_since(
 ) -> list[str]:
     """Return all deciding differences between an artifact and what the stage would make now."""
     if (manifest.stage, manifest.kind) != (stage.name, stage.makes):
-        return [f"it holds {with_article(manifest.kind)} artifact made by {manifest.stage}"]
+        return [f"it holds {an_artifact(manifest.kind)} made by {manifest.stage}"]
     noted = with_defaults(manifest.config, sections=stage.sections)
     changes = setting_changes(stage.deciding(noted), stage.deciding(config))
     for name in sorted({*manifest.inputs, *digests}):

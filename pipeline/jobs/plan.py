@@ -80,7 +80,7 @@ from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.jobs.plan_expansion import expand
 from pipeline.registry import STAGES
 from pipeline.stage import Input, Stage, problem_of_name, stage_config
-from pipeline.terminal import with_article
+from pipeline.terminal import an_artifact
 
 MAX_NODES = 10**5
 MAX_CPUS = 4096
@@ -291,8 +291,8 @@ def _problem_of_source(plan: Plan, source: str, *, wanted: Input) -> str:
     if made_by is None or made_by.makes == wanted.kind:
         return ""
     return (
-        f"{source!r} makes {with_article(made_by.makes)} artifact where "
-        f"{with_article(wanted.kind)} artifact is wanted. Name another stage."
+        f"{source!r} makes {an_artifact(made_by.makes)} where "
+        f"{an_artifact(wanted.kind)} is wanted. Name another stage."
     )
 
 

@@ -15,6 +15,7 @@ from pipeline.config.documents import read_toml
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import MAX_CPUS, MemorySize, Task, TimeLimit, num_bytes
+from pipeline.terminal import counted
 
 MAX_GPUS_PER_NODE = 64
 MAX_RESTARTS = 10**6
@@ -154,8 +155,8 @@ def allocate(task: Task, site: Site) -> Allocation:
     if tasks % nodes or tasks // nodes > most:
         sizes = [n for n in range(1, tasks + 1) if tasks % n == 0 and tasks // n <= most]
         raise ConfigError(
-            f"{where} spreads {tasks} processes over {nodes} nodes, of which each holds at most "
-            f"{most}, and all the same number. Set job.nodes to one of "
+            f"{where} spreads {tasks} processes over {counted(nodes, 'node')}, of which each holds "
+            f"at most {most}, and all the same number. Set job.nodes to one of "
             f"{', '.join(map(str, sizes))}, or leave it out."
         )
     wanted, there = num_bytes(job.memory), num_bytes(node.memory)

@@ -10,7 +10,7 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -118,7 +118,8 @@ class Api:
         except ClientDisconnect:
             response = _error(499, "The client has hung up.")
         except Exception:
-            traceback.print_exc()  # a bug, only for the server's log
+            with suppress(OSError):  # the log may be on a full disk
+                traceback.print_exc()  # a bug, only for the server's log
             response = _error(500, "The server has failed. Its log says why.")
         self._metrics.count_answer(path, response.status_code, perf_counter() - start)
         return response
@@ -165,8 +166,10 @@ class Api:
         return JSONResponse(self._systems.languages)
 
     async def _settings(self, _: Request) -> Response:
-        codes = self._systems.languages
-        source, target = codes[0], codes[-1]
+        known = {language["code"]: language for language in self._systems.languages}
+        targets = [code for code in known if any(code in of["targets"] for of in known.values())]
+        target = known[find_code(UNKNOWN, targets) or targets[0]]
+        source = next((language for language in known.values() if language is not target), target)
         return JSONResponse(
             {
                 "apiKeys": self._key is not None,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from signal import SIGTERM
+from typing import Any
 
 import h11
 import uvicorn
@@ -22,6 +23,30 @@ IDLE_SECONDS = 5
 """Longest time from a connection's begin, or its last answer, to the head of the next request."""
 SLOW_CONNECTIONS = 128
 """Connections that may wait for their clients, without connections whose request has a place."""
+ACCEPTED_AT_ONCE = 32
+"""Connections that are accepted before others are closed; asyncio would accept thousands, and write
+a traceback for each of them beyond the limit of open files."""
+WAITING_CONNECTIONS = 2048
+"""Connections that wait in the kernel to be accepted."""
+
+_LENGTHS = {b"content-length", b"transfer-encoding"}
+_MALFORMED = (
+    "This is not HTTP/1.1, has both Content-Length and Transfer-Encoding, or the head is too long. "
+    "Send another request."
+)
+
+
+class _Connection(h11.Connection):
+    """HTTP that refuses requests of two lengths, whose end a proxy may see elsewhere.
+
+    RFC 9112, §6.1 and §11.2; h11 itself takes the chunks and ignores Content-Length.
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= _LENGTHS:
+            raise h11.RemoteProtocolError("the request has two lengths")
+        return event
 
 
 class _Protocol(H11Protocol):
@@ -34,6 +59,10 @@ class _Protocol(H11Protocol):
 
     since: float
     """When the connection began, or answered its last request."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _Connection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,7 +86,7 @@ class _Protocol(H11Protocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, _: str) -> None:
-        self._refuse(400, "This is not HTTP/1.1, or the head is too long. Send another request.")
+        self._refuse(400, _MALFORMED)
         self._close()
 
     def _make_room(self) -> None:
@@ -105,6 +134,15 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
 
+class _Server(uvicorn.Server):
+    """Server that accepts few connections at once, of the many that may wait."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(WAITING_CONNECTIONS)  # asyncio has one number for both
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on a port, or on any free one for port 0.
 
@@ -139,7 +177,7 @@ def serve(
         say: receives the address.
     """
     api = Api(Systems(systems), limits=limits, key=key)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             api.app,
             http=_Protocol,
@@ -150,6 +188,7 @@ def serve(
             server_header=False,
             proxy_headers=False,
             limit_concurrency=limits.requests + SLOW_CONNECTIONS,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=min(IDLE_SECONDS, limits.seconds),
             timeout_graceful_shutdown=limits.seconds,
         )
@@ -159,7 +198,8 @@ def serve(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    say(f"http://{address}:{port} serves {listed(system.name for system in systems)}.")
+    with suppress(OSError):  # a log on a full disk keeps no request from its answer
+        say(f"http://{address}:{port} serves {listed(system.name for system in systems)}.")
     try:
         # uvicorn raises the signal again when it has ended.
         with handled_by(lambda _: None, signals=(SIGTERM,)):

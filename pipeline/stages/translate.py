@@ -121,8 +121,8 @@ def select_directions(
     ]
     if not taken:
         raise ConfigError(
-            f"The model knows none of the {len(every)} test directions of {corpus.directory} "
-            f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
+            f"The model knows none of {counted(len(every), 'test direction')} of "
+            f"{corpus.directory} ({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
             + (f", and translates only into {listed(into)}" if into else "")
             + ". Name a corpus with two of those."
         )

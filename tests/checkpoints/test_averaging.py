@@ -166,7 +166,7 @@ def test_no_command_replaces_an_artifact_of_another_kind(
     for flags in ([], ["--overwrite"]):
         assert cli.main([*command, "--out", str(out), *flags]) == EXIT_USER_ERROR
         said = capsys.readouterr().err
-        assert f"{out} holds a corpus made by clean, which a" in said
+        assert f"{out} holds a corpus artifact made by clean, which a" in said
         assert "--overwrite" not in said
     assert (out / "text").read_text() == "text"
 

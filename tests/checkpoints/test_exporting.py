@@ -234,7 +234,7 @@ def test_pieces_that_the_model_does_not_know_are_refused_where_they_would_get_id
     pieces = (1, 0, 2, 3, *range(4, count - 1), None)
     files = tokenizer_with(pieces, count + 3)
     source = own_checkpoint(tmp_path / "checkpoint", languages=BEYOND, tokenizer=files)
-    with pytest.raises(CheckpointError, match=r"has 1 pieces without an id"):
+    with pytest.raises(CheckpointError, match=r"has 1 piece without an id"):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="ctranslate2"))
 
@@ -284,7 +284,7 @@ def test_the_command_exports_and_verifies(
     assert "as hf-m2m100" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", str(out)]) == 0
     assert cli.main(["export", str(out), "--to", "hf-m2m100", "--out", str(out / "x")]) == 2
-    assert "is an export where a checkpoint is wanted" in capsys.readouterr().err
+    assert "is an export artifact where a checkpoint" in capsys.readouterr().err
 
 
 def test_a_trained_model_is_exported_for_a_group_of_its_languages(

@@ -416,8 +416,8 @@ def test_an_artifact_is_never_replaced_by_one_of_another_kind(
     assert bench.read(*flags, out="model") == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert said == (
-        f"mmnmt read: {bench.at('model')} holds a checkpoint made by train, which a corpus never "
-        "replaces. Name another --out, or move it away.\n"
+        f"mmnmt read: {bench.at('model')} holds a checkpoint artifact made by train, which a "
+        "corpus artifact never replaces. Name another --out, or move it away.\n"
     )
     assert open_artifact(Path(bench.at("model")), kind="checkpoint").digest == before
     assert len(bench.calls) == 2

@@ -13,6 +13,7 @@ from support.m2m100_peer import m2m100_peer, padded
 from support.searched_models import (
     TOKEN_MOE,
     Kind,
+    banned_texts,
     full_score,
     model_of,
     next_log_p,
@@ -307,6 +308,8 @@ def test_restricted_hypotheses_are_all_that_keep_to_it_in_order_with_unchanged_s
 
     scores = score_of_every_hypothesis(model, EXAMPLE_OF_SIX, penalty=1.0)
     expected = sorted(filter(keeps, scores), key=lambda one: -scores[one])
+    if "banned" in restriction:
+        restriction = restriction | {"banned": banned_texts(*restriction["banned"], vocabulary=6)}
     found = wide_search(model, EXAMPLE_OF_SIX, **restriction)
     assert [one.tokens for one in found] == expected
     assert [one.score for one in found] == [rounded(scores[one]) for one in expected]
@@ -320,7 +323,7 @@ def test_what_restricts_one_sentence_leaves_the_others_of_its_batch_alone(stoppi
     plain = [source_of(one) for one in examples]
     changed = list(plain)
     changed[1] = replace(plain[1], prefix=(9, 9, 8))
-    changed[4] = replace(plain[4], banned=((5,), (6, 7)), prefix=(10,))
+    changed[4] = replace(plain[4], banned=banned_texts((5,), (6, 7)), prefix=(10,))
     found = beam_search_n_best(model, changed, config, eos_id=EOS_ID)
     free = beam_search_n_best(model, plain, config, eos_id=EOS_ID)
     for index, source in enumerate(changed):

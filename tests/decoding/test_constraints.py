@@ -1,16 +1,18 @@
 """Tests of pipeline/decoding/constraints.py."""
 
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.searched_models import full_score, model_of, rounded, source_of
-from support.tiny_models import EOS_ID, PAD_ID, random_examples
+import torch
+from support.searched_models import banned_texts, full_score, model_of, rounded, source_of
+from support.tiny_models import EOS_ID, random_examples
 
 from pipeline.batching.batch import Example
 from pipeline.decoding.beam_search import beam_search_n_best
-from pipeline.decoding.constraints import progress_of
+from pipeline.decoding.constraints import BannedTexts, progress_of
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 
@@ -60,6 +62,8 @@ def test_a_beam_as_wide_as_the_space_finds_all_that_have_the_phrases_in_order(
             "length_penalty": 0.0,
         }
     )
+    if "banned" in asked:
+        asked = asked | {"banned": banned_texts(*asked["banned"], vocabulary=6)}
     source = replace(source_of(EXAMPLE), **asked)
     (found,) = beam_search_n_best(model, [source], config, eos_id=EOS_ID)
     ended = [one for one in found if len(one.tokens) <= longest]
@@ -108,34 +112,42 @@ def test_progress_counts_phrases_that_stand_there_and_the_one_begun() -> None:
     assert progress_of((3, 9), phrases).tokens == 0  # begun and given up
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"prefix": (7, EOS_ID)}, "padding or end-of-sentence"),
-        ({"banned": ((PAD_ID,),)}, "padding or end-of-sentence"),
-        ({"banned": ((),)}, "is empty"),
-        ({"prefix": (7, 8, 9), "banned": ((8, 9),)}, "has the banned tokens"),
-        ({"required": ((7, EOS_ID),)}, "padding or end-of-sentence"),
-        ({"required": ((PAD_ID,),)}, "padding or end-of-sentence"),
-        ({"required": ((),)}, "is empty"),
-        ({"required": ((7, 8, 9),), "banned": ((8, 9),)}, "has a banned one"),
-        ({"required": ((7,) * 200,)}, "have 200 tokens"),
-        ({"required": ((8, 9),), "prefix": (7,), "banned": ((8,), (7, 9))}, "banned"),
-    ],
-)
-def test_constraints_that_no_hypothesis_can_keep_are_refused(
-    asked: dict[str, Any], said: str
+PARTS = [b"", b"a", b"b", b"ab", b" b", b"%", b"9%", b"\xc3", b"\xa9", b"\xa9b", b"a\xc3", b"\xff"]
+
+
+@pytest.mark.parametrize("phrase", ["%", "ab", "a b", "\u00e9", "b\u00e9b", "9%b"])
+@pytest.mark.parametrize("seed", range(3))
+def test_exactly_the_pieces_that_complete_a_banned_text_are_forbidden(
+    phrase: str, seed: int
 ) -> None:
+    """Text decides, in whatever pieces and parts of characters it is written."""
+    drawn, banned = random.Random(seed), BannedTexts([phrase, "aaa"], PARTS)
+    for _ in range(50):
+        past: list[int] = []
+        for _ in range(8):
+            texts = [
+                b"".join(PARTS[one] for one in (*past, more)).decode(errors="ignore")
+                for more in range(len(PARTS))
+            ]
+            log_p_JV = torch.zeros(1, len(PARTS))
+            banned.forbid(log_p_JV, [past])
+            completes = [phrase in text or "aaa" in text for text in texts]
+            assert (log_p_JV[0] == -torch.inf).tolist() == completes
+            past.append(drawn.choice([more for more, is_out in enumerate(completes) if not is_out]))
+
+
+def test_phrases_that_exceed_the_model_are_refused() -> None:
     model = model_of("dense")
     (example,) = random_examples(model.spec, sentences=1, seed=1)
-    source = replace(source_of(example), **asked)
-    with pytest.raises(ConfigError, match=said):
+    source = replace(source_of(example), required=((7,) * 200,))
+    with pytest.raises(ConfigError, match="have 200 tokens"):
         beam_search_n_best(model, [source], DecodingConfig(), eos_id=EOS_ID)
 
 
 def test_phrases_that_what_is_banned_keeps_apart_are_refused_in_one_sentence() -> None:
     model = model_of("dense", vocabulary=6)
-    around = tuple((one, 3) for one in PIECES)  # nothing stands before it but the beginning
+    # Nothing stands before it but the beginning.
+    around = banned_texts(*((one, 3) for one in PIECES), vocabulary=6)
     source = replace(source_of(EXAMPLE), prefix=(4,), required=((3,),), banned=around)
     with pytest.raises(ConfigError, match="No translation was found that has all the phrases"):
         beam_search_n_best(model, [source], DecodingConfig(), eos_id=EOS_ID)

@@ -15,7 +15,8 @@ from typing import IO
 
 import pytest
 from sentencepiece import SentencePieceProcessor
-from support.exported_models import own_sentencepiece
+from support.exported_models import own_checkpoint, own_sentencepiece
+from support.foreign_models import LINES
 from support.stored_checkpoints import make_checkpoint
 from support.tiny_models import tiny_model, tiny_spec
 
@@ -73,7 +74,7 @@ def arguments(checkpoint: Artifact, *, source: str = "de", target: str = "en") -
 
 
 INVALID = re.compile(
-    r"mmnmt translate: The translations of ([\d,]+) of [\d,]+ lines had ([\d,]+) sequences? of "
+    r"mmnmt translate: The translations of ([\d,]+) of [\d,]+ lines? had ([\d,]+) sequences? of "
     r"bytes that are not UTF-8, which were dropped\.\n"
 )
 """Remark at the end: a model without training writes any bytes."""
@@ -174,7 +175,7 @@ def test_long_lines_are_split_and_joined_and_that_is_said_once(
     assert found[1] == " ".join(part for part in parts if part)
     assert found[3] == " ".join(part for part in parts * 2 if part)
     assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
-        "mmnmt translate: 2 of 4 lines were longer than the model's 38 tokens. They were split into"
+        "mmnmt translate: 2 of 4 lines exceeded the model's 38 tokens: split into"
         " 6 parts, at sentence ends if possible, translated, and joined again."
     ]
 
@@ -315,20 +316,102 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wanted = tmp_path / "phrases"
-    wanted.write_text("\ufeffab ba\tx\n\u2060\t\u200e\n" + "x" * 40 + "\n", encoding="utf-8")
-    data = b"Ja\nNein\nSo\nDoch\n\n"
+    wanted.write_text(
+        "\ufeffab ba\tx\n\u2060\t\u200e\n" + "x" * 40 + "\n\n\nab\n", encoding="utf-8"
+    )
+    data = b"Ja\nNein\nSo\nDoch\n\n \n"
     more = ["--must-file", str(wanted)]
     code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=more)
     assert code == EXIT_USER_ERROR
     assert "ab ba" in found[0]
     assert "x" in found[0]
-    assert found[1:] == [translated("Nein"), "", translated("Doch"), ""]
+    assert found[1:] == [translated("Nein"), "", translated("Doch"), "", ""]
     assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
         "mmnmt translate: Line 3 must have 40 tokens in its translation, of which the model takes "
-        f"37. {AS_EMPTY}"
+        f"37. {AS_EMPTY}",
+        f"mmnmt translate: Line 6 is empty, and its translation must have phrases. {AS_EMPTY}",
     ]
     code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=["--must", "ab", *more])
     assert all("ab" in line for line in (found[0], found[1], found[3]))
+
+
+@pytest.mark.parametrize(
+    ("phrases", "translated_lines", "said"),
+    [
+        ("ab\n", 1, "has fewer lines than the input, which goes on after line 1"),
+        ("", 0, "has fewer lines than the input, which goes on after line 0"),
+        ("ab\n\n\nx\n", 3, "has more lines than the input"),
+        ("\n\n\n\n", 3, "has more lines than the input"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, 256])
+def test_a_file_of_phrases_with_another_number_of_lines_is_refused(
+    checkpoint: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    phrases: str,
+    translated_lines: int,
+    said: str,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
+    (tmp_path / "phrases").write_text(phrases, encoding="utf-8")
+    more = ["--must-file", str(tmp_path / "phrases")]
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\nNein\nSo\n", more=more)
+    assert (code, len(found)) == (EXIT_USER_ERROR, translated_lines)
+    error = apart_from_invalid(capsys.readouterr().err)
+    assert f"The file of required phrases {said}" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("banned", ["e", "\u00fc"])
+def test_a_banned_phrase_is_in_no_translation_in_whatever_pieces(
+    tmp_path: Path, banned: str
+) -> None:
+    """The vocabulary has it by itself, behind a space and within longer pieces."""
+    own_checkpoint(tmp_path / "checkpoint")
+    checkpoint = open_artifact(tmp_path / "checkpoint", kind="checkpoint")
+    translator = Translator(checkpoint, DecodingConfig(n_best=5, max_length_ratio=1))
+    jobs = [Job(Direction("en", "de"), number, line) for number, line in enumerate(LINES[:6])]
+
+    def texts(translator: Translator) -> list[str]:
+        found = [one.details for one in translator.translate(jobs)]
+        return [one.text for details in found if details for one in details.n_best]
+
+    assert any(banned in text for text in texts(translator))
+    settings = translator.config.model_copy(update={"banned": (banned,)})
+    assert not any(banned in text for text in texts(Translator(checkpoint, settings)))
+
+
+@pytest.mark.parametrize("most", [1, 3, 4])
+def test_a_list_of_hypotheses_has_each_text_once_even_if_it_has_one_only(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int
+) -> None:
+    lines = ["Ein kurzer Satz.", "Ja", "Nein", "Der zweite Satz ist l\u00e4nger."]
+    more = ["--set=decoding.beam_size=8", f"--n-best={most}"]
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, "\n".join(lines).encode(), more=more)
+    assert code == 0
+    settings = DECODING.model_copy(update={"beam_size": 8, "n_best": 8})
+    translator = Translator(checkpoint, settings)
+    jobs = [Job(Direction("de", "en"), number, line) for number, line in enumerate(lines)]
+    repeated = 0
+    for line, source in zip(found, translator.sources(jobs), strict=True):
+        (every,) = translator.search([source])
+        texts = [translator.tokenizer.decode(one.tokens) for one in every]
+        distinct = dict.fromkeys(" ".join(text.split()) for text in texts)
+        listed = [" ".join(one["text"].split()) for one in json.loads(line)["n_best"]]
+        assert listed == [*distinct][:most]
+        repeated += len(texts) - len(distinct)
+    assert repeated > 0
+
+
+@pytest.mark.parametrize("data", ["\tYes, ", "  \tYes, "])
+def test_the_translation_of_an_empty_line_is_its_prefix(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: str
+) -> None:
+    found = pipe(checkpoint, monkeypatch, tmp_path, data.encode(), more=["--prefixes"])
+    assert found == (0, ["Yes, "])
 
 
 @pytest.mark.parametrize(
@@ -338,6 +421,8 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
         (["--must-file", "nowhere"], "nowhere cannot be read"),
         (["--n-best", "3"], "n_best 3 exceeds beam_size 2"),
         (["--banned", " "], "the banned phrase ' ': it is empty"),
+        (["--banned", "%", "--must", "95%"], "The required phrase '95%' has a banned one in it"),
+        (["--must", "abc", "--banned", "b"], "The required phrase 'abc' has a banned one in it"),
     ],
 )
 def test_what_a_filter_cannot_be_asked_for_is_refused_in_one_sentence(

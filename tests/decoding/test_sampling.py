@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.searched_models import (
     Kind,
+    banned_texts,
     full_score,
     model_of,
     next_log_p,
@@ -195,9 +196,8 @@ def test_a_sample_s_score_is_the_model_s_own_whatever_the_temperature(temperatur
 def test_a_sample_begins_with_its_prefix_and_has_no_banned_sequence() -> None:
     model = model_of("dense", seed=3)
     examples = random_examples(model.spec, sentences=4, seed=3)
-    sources = [
-        replace(source_of(one), prefix=(5, 6), banned=((7,), (8, 9), (6, 10))) for one in examples
-    ]
+    banned = banned_texts((7,), (8, 9), (6, 10))
+    sources = [replace(source_of(one), prefix=(5, 6), banned=banned) for one in examples]
     found = sample(model, sources, sampling(n_best=30, sampling_temperature=2.0), eos_id=EOS_ID)
     for of_source in found:
         for one in of_source:

@@ -55,9 +55,18 @@ def tab(chromium: Tab) -> Iterator[Tab]:
 
 
 def visit(
-    tab: Tab, served: Served, *, width: int = 1280, theme: str = "light", script: str = ""
+    tab: Tab,
+    served: Served,
+    *,
+    width: int = 1280,
+    theme: str = "light",
+    script: str = "",
+    forgets: bool = True,
 ) -> None:
     """Open the page on a screen of a width; a script runs before those of the page."""
+    if forgets:
+        storage = {"origin": served.address, "storageTypes": "local_storage"}
+        tab.tell("Storage.clearDataForOrigin", **storage)
     tab.tell("Page.addScriptToEvaluateOnNewDocument", source=script)
     screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width == WIDTH}
     tab.tell("Emulation.setDeviceMetricsOverride", **screen)
@@ -195,6 +204,28 @@ def test_a_language_is_found_by_a_part_of_one_of_its_names(tab: Tab, served: Ser
     assert tab.run(f"{by_id('to')}.value") == "English (en)"
 
 
+@pytest.mark.parametrize(
+    ("accepted", "first"),
+    [
+        ("tr-TR,en", "Türkçe (tr)"),
+        ("ja,de-CH,fr", "Deutsch (de)"),
+        ("ja", "English (en)"),
+    ],
+)
+def test_the_page_begins_in_the_reader_s_language_and_then_with_the_last_choice(
+    tab: Tab, served: Served, accepted: str, first: str
+) -> None:
+    agent = tab.run("navigator.userAgent")
+    tab.tell("Network.setUserAgentOverride", userAgent=agent, acceptLanguage=accepted)
+    values = f"[{by_id('from')}.value, {by_id('to')}.value]"
+    visit(tab, served)
+    assert tab.run(values) == ["Auto-detect", first]
+    choose(tab, "from", "deu")
+    choose(tab, "to", "ara")
+    visit(tab, served, forgets=False)
+    assert tab.run(values) == ["Deutsch (de)", "العربية (ar)"]
+
+
 def test_a_language_whose_name_begins_with_what_is_typed_comes_first(
     tab: Tab, served: Served
 ) -> None:
@@ -213,12 +244,12 @@ def test_the_page_is_used_without_a_mouse(tab: Tab, served: Served) -> None:
     tab.press("Enter")
     for _ in range(2):
         tab.press("Tab")
-    tab.press("ArrowDown")  # opens the list at Turkish, the last language
-    tab.press("ArrowDown")
-    active = "document.getElementById(document.activeElement.getAttribute('aria-activedescendant'))"
-    assert tab.run(f"[{active}.id, {active}.ariaSelected]") == ["to-ar", "true"]
-    for _ in range(2):
+    tab.press("ArrowDown")  # opens the list at English
+    for _ in range(3):
         tab.press("ArrowUp")
+    active = "document.getElementById(document.activeElement.getAttribute('aria-activedescendant'))"
+    assert tab.run(f"[{active}.id, {active}.ariaSelected]") == ["to-tr", "true"]
+    tab.press("ArrowUp")
     assert tab.run(f"{active}.id") == "to-fr"
     tab.press("Tab")
     assert tab.run(f"[{by_id('from')}.value, {by_id('to')}.value]") == [

@@ -1,9 +1,13 @@
 """Tests of ``mmnmt serve`` from the outside: clients, load, hostility, its end, its page."""
 
+import http.client
 import json
 import random
 import re
+import resource
+import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +27,7 @@ from support.served import (
     Served,
     answer_to,
     body_of,
+    free_port,
     make_model,
     serving,
 )
@@ -276,6 +281,8 @@ def test_the_first_system_with_the_direction_translates_unless_one_is_named(
 ) -> None:
     settings = served.ask("/frontend/settings").json()
     assert settings["systems"] == ["narrow", "wide"]
+    assert settings["language"]["target"] == {"code": "en", "name": "English"}
+    assert settings["language"]["source"] == {"code": "de", "name": "German"}
     codes = {one["code"] for one in served.ask("/languages").json()}
     assert len(codes) == 6
     first, named = (served.post(q="ja", **more).json() for more in ({}, {"system": "narrow"}))
@@ -376,13 +383,18 @@ def test_a_body_in_chunks_is_read_up_to_its_limit(served: Served) -> None:
         b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
         b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /detect HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nja\r\n",
+        b"POST /detect HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\ntransfer-encoding: chunked\r\n"
+        b"content-length: 0\r\n\r\n0\r\n\r\n",
     ],
-    ids=["words", "header", "path", "chunk"],
+    ids=["words", "header", "path", "chunk", "two lengths", "two lengths, the other first"],
 )
 def test_malformed_http_is_answered_in_one_sentence(served: Served, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as client:
         client.sendall(sent)
         answer = answer_to(client)
+        assert not client.recv(1)  # nothing of what follows is taken for a request
     assert answer.status == 400
     assert answer.refusal()
 
@@ -514,6 +526,45 @@ def test_sigterm_ends_the_server_after_the_open_requests_and_refuses_others(
         assert translated.count("\n") == MANY_LINES.count("\n")
         process.join(SECONDS)
         assert process.exitcode == 0
+
+
+def test_connections_that_are_left_a_full_disk_and_a_kill_leave_each_request_at_most_one_answer(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    """The log says nothing of connections beyond the limit of open files, of which there are few.
+
+    More than asyncio accepts at once by itself wait while the server is stopped.
+    """
+    port, rounds, connections = free_port(), 3, 280
+    command = [sys.executable, "-m", "pipeline", "serve", checkpoint, *SET, "--port", str(port)]
+    with Path("/dev/full").open("w") as full, (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=full, stderr=log)
+    served, left = Served(port), []
+    try:
+        while True:
+            try:
+                assert served.ask("/health").status == 200
+                break
+            except ConnectionRefusedError:
+                assert process.poll() is None
+                threading.Event().wait(0.05)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (400, 400))
+        for _ in range(rounds):
+            process.send_signal(signal.SIGSTOP)
+            left += [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
+            process.send_signal(signal.SIGCONT)
+            assert served.post(q="ja").status == 200
+        assert served.metrics()["mmnmt_lines_total"] == rounds
+        long = served.begin("ja\n" * 400)
+        served.wait_for_open_requests(1)
+    finally:
+        process.kill()
+        process.wait()
+        for client in left:
+            client.close()
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        answer_to(long)
+    assert (tmp_path / "log").read_text(encoding="utf-8") == ""
 
 
 def test_only_this_machine_can_ask_unless_the_command_says_otherwise(served: Served) -> None:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
 from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.constraints import BannedTexts
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
-from support.tiny_models import EOS_ID, embedding_table, tiny_model, tiny_spec
+from support.tiny_models import EOS_ID, PAD_ID, embedding_table, tiny_model, tiny_spec
 
 TOKEN_MOE = MoEConfig(num_experts=4, top_k=2, every=1)
 CAPACITY_MOE = MoEConfig(num_experts=4, top_k=2, every=2, dispatch="capacity", capacity_factor=0.5)
@@ -54,6 +55,13 @@ def source_of(example: Example) -> Source:
         source_language=example.source_language,
         target_language=example.target_language,
     )
+
+
+def banned_texts(*sequences: Sequence[int], vocabulary: int = 20) -> BannedTexts:
+    """Ban these tokens, each of which is a character of the text."""
+    pieces = ["" if index in (PAD_ID, EOS_ID) else chr(97 + index) for index in range(vocabulary)]
+    texts = ["".join(map(pieces.__getitem__, sequence)) for sequence in sequences]
+    return BannedTexts(texts, [piece.encode() for piece in pieces])
 
 
 def translate(

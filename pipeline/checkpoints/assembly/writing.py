@@ -184,7 +184,7 @@ def _headline(plan: AssemblyPlan, names: Mapping[Part, str]) -> str:
         f"; {model.moe.num_experts} experts, top-{model.moe.top_k}, in layers that are multiples "
         f"of {model.moe.every}"
     )
-    return f"{text}; decoder routed by {groups} language groups" if groups else text
+    return f"{text}; decoder routed by {counted(groups, 'language group')}" if groups else text
 
 
 def _summary_table(plan: AssemblyPlan, names: Mapping[Part, str]) -> str:

@@ -342,7 +342,7 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
             ),
             "or `groups` of a declaration",
         ),
-        (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint where a groups is wanted"),
+        (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint artifact where a groups"),
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "already knows the language 'de'"),
         (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "language 'deu', as 'de'"),
         (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
