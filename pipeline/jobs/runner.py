@@ -201,7 +201,7 @@ class _Run:
         done.set_result(self._up_to_date(task))
         return done
 
-    def _ready(self, waiting: Sequence[Task], running: Mapping[object, Task]) -> list[Task]:
+    def _ready(self, waiting: Sequence[Task], running: Mapping[Future[int], Task]) -> list[Task]:
         """Return the stages that need none that waits or runs, in the plan's order."""
         unmade = {task.name for task in (*waiting, *running.values())}
         return [task for task in waiting if unmade.isdisjoint(task.planned.dependencies())]
