@@ -184,6 +184,7 @@ class Setup:
         self.text_path = folder / "raw" / "text"
         self.out_dir = folder / "out"
         self.workshop = Workshop()
+        self.jobs = 1
         self.text_path.parent.mkdir()
         self.text_path.write_text("banana")
         self.recipe_path.write_text(RECIPE)
@@ -197,15 +198,13 @@ class Setup:
         resolved = resolve_plan(plan, out_dir=self.out_dir, **options)
         return resolved.chosen(only=only, until=until)
 
-    def run(
-        self, *, rebuild: Collection[str] = (), jobs: int = 1, **options: Any
-    ) -> tuple[int, str]:
+    def run(self, *, rebuild: Collection[str] = (), **options: Any) -> tuple[int, str]:
         """Exit code and output of a run; ``workshop.started`` holds what this run started."""
         self.workshop.started.clear()
         lines: list[str] = []
         resolved = self.resolved(**options)
         code = run_plan(
-            resolved, rebuild=rebuild, jobs=jobs, launcher=self.workshop, say=lines.append
+            resolved, rebuild=rebuild, jobs=self.jobs, launcher=self.workshop, say=lines.append
         )
         return code, "\n".join(lines)
 
@@ -1098,11 +1097,12 @@ def test_stages_that_do_not_need_each_other_run_side_by_side_with_the_same_resul
 
     alone = made()
     assert len(alone) == len(names)
-    code, said = setup.run(jobs=jobs)
+    setup.jobs = jobs
+    code, said = setup.run()
     assert (code, setup.workshop.started) == (0, []), "all are done whatever the number of jobs"
     shutil.rmtree(setup.out_dir)
     setup.workshop = Meeting("shards", "twin")
-    code, said = setup.run(jobs=jobs)
+    code, said = setup.run()
     assert code == 0, said
     assert made() == alone
     assert setup.workshop.started[0] == "corpus"
@@ -1116,14 +1116,14 @@ def test_a_stage_that_fails_lets_its_neighbors_end_and_nothing_else_begins(setup
     setup.plan_path.write_text(setup.plan_path.read_text() + twins)
     assert setup.run(only=["corpus"])[0] == 0
     setup.workshop = Meeting("shards", "twin")
-    setup.workshop.codes = [3]
-    code, said = setup.run(jobs=2)
+    setup.workshop.codes, setup.jobs = [3], 2
+    code, said = setup.run()
     assert code == 3
     assert set(setup.workshop.started) == {"shards", "twin"}
     (failed,) = [name for name in ("shards", "twin") if not (setup.out_dir / name).exists()]
     assert f"stage {failed} failed" in said
     setup.workshop = Workshop()
-    assert setup.run(jobs=2)[0] == 0
+    assert setup.run()[0] == 0
     assert set(setup.workshop.started) == {failed, "third", "model"}
 
 
