@@ -35,7 +35,7 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
         ConfigError: the warm-up of a polynomial schedule does not end before the updates do, or a
             line has more bytes than a batch has room for.
     """
-    training, optimizer = recipe.training, recipe.optimizer
+    training = recipe.training
     of_bytes = byte_offsets(data)
     longest = max(pair.longest for pair in of_bytes.values())
     if longest + 2 > recipe.batches.tokens:
@@ -47,12 +47,22 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
     seed, mixture = training.seed, data.mixture
     reference = Planner(of_bytes, mixture, recipe.batches, seed=seed)
     share = reference.sentences_per_update(WINDOWS) / data.planner.sentences_per_update(WINDOWS)
+    return with_share_of_updates(recipe, share)
+
+
+def with_share_of_updates(recipe: Recipe, share: float) -> Recipe:
+    """Return the recipe with this share of its updates, counted in updates of its own model.
+
+    Raises:
+        ConfigError: the warm-up of a polynomial schedule does not end before the updates do.
+    """
+    training, optimizer = recipe.training, recipe.optimizer
     updates = max(1, round(training.updates * share))
     if optimizer.schedule == "polynomial" and optimizer.warmup_updates >= updates:
         raise ConfigError(
-            f"training.updates {training.updates:,} of bytes are {updates:,} of this vocabulary, "
-            f"and optimizer.warmup_updates is {optimizer.warmup_updates:,}. Lower it, or train "
-            "longer."
+            f"training.updates {training.updates:,} of {training.updates_of} are {updates:,} of "
+            f"this model, and optimizer.warmup_updates is {optimizer.warmup_updates:,}. Lower it, "
+            "or train longer."
         )
     resolved = training.model_copy(update={"updates": updates, "updates_of": "tokens"})
     return recipe.model_copy(update={"training": resolved})

@@ -53,6 +53,8 @@ run: run the stages of a plan that are not up to date
     --dry-run  print what would run and why; start nothing
     {_REBUILD}
     --processes N  number of processes of every stage, instead of the plan's
+    --jobs N  stages to run side by side where none needs another, each of ranks as one process \
+(default: %(default)s)
 status: show which stages of a plan are done, running, waiting, stale or missing, and why
     plan  {_PLAN}
     {_PLACE}
@@ -206,6 +208,7 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "--from": {"dest": "source"},
     "--groups": whole_number(MAX_GROUPS),
     "--input": {"action": "extend", "default": []},
+    "--jobs": {"type": whole_number(MAX_PROCESSES), "default": 1},
     "--keep-mass": share,
     "--last": whole_number(MAX_STATES),
     "--must": {"dest": "required"},

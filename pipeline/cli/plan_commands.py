@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
             f"mmnmt run: a launcher started {started} ranks, and only rank 0 runs the plan, on "
             "its machine. Start it once: it starts the processes of its stages itself."
         )
-    return run_plan(placed, rebuild=options.rebuild, say=say)
+    return run_plan(placed, rebuild=options.rebuild, jobs=options.jobs, say=say)
 
 
 def status(options: argparse.Namespace) -> int:

@@ -112,10 +112,10 @@ class CoreRecipe(Settings):
 
     @model_validator(mode="after")
     def _check_phases(self) -> Self:
-        if self.training.updates_of == "bytes" and self.mixture.phases:
+        if self.training.updates_of != "tokens" and self.mixture.phases:
             raise ValueError(
-                'training.updates_of is "bytes", and mixture.phases begin at updates, whose number '
-                "then depends on the vocabulary. Leave one of them out"
+                f'training.updates_of is "{self.training.updates_of}", and mixture.phases begin at '
+                "updates, whose number then depends on the model. Leave one of them out"
             )
         return self
 

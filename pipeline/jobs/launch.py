@@ -51,7 +51,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._watched: list[list[subprocess.Popen[bytes]]] = []
         self._handling = handled_by(self._forward)
 
     def __enter__(self) -> Self:
@@ -62,14 +62,20 @@ class StopRequests:
         self._handling.__exit__(None, None, None)
 
     def watch(self, children: list[subprocess.Popen[bytes]]) -> None:
-        """Forward signals to these children from now on, including one already received."""
-        self._children = children
+        """Forward signals to these children, too, including one already received."""
+        self._watched.append(children)
         if self.received is not None:
             _signal_all(children, self.received)
 
+    def forget(self, children: list[subprocess.Popen[bytes]]) -> None:
+        """Forward no more signals to these children."""
+        with suppress(ValueError):  # not all of them were started
+            self._watched.remove(children)
+
     def _forward(self, number: signal.Signals) -> None:
         self.received = self.received or number
-        _signal_all(self._children, number)
+        for children in self._watched:
+            _signal_all(children, number)
 
 
 def launch(
@@ -109,7 +115,7 @@ def launch(
             asked.watch(children)
             return _wait(children, grace_seconds=grace_seconds, leaving_seconds=leaving_seconds)
         finally:
-            asked.watch([])
+            asked.forget(children)
             _kill(children)
             _print_causes(Path(reports), size=processes)
 

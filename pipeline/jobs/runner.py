@@ -1,11 +1,13 @@
 """Run a plan on this machine, and show what a run would do.
 
-Stages run in order, each as a command of its own. Stages that are up to date are skipped, and the
-same command continues after a failure or a stop.
+Stages run in order, each as a command of its own, or several side by side that do not need each
+other. Stages that are up to date are skipped, and the same command continues after a failure or a
+stop.
 """
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
@@ -33,7 +35,7 @@ from pipeline.jobs.freshness import (
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
 from pipeline.jobs.plan import ResolvedPlan, Task
-from pipeline.terminal import text_table
+from pipeline.terminal import listed, text_table
 
 MAX_RERUNS = 3
 """Most reruns of a stage that asks to be run again, while each run saves something new."""
@@ -46,6 +48,7 @@ def run_plan(
     resolved: ResolvedPlan,
     *,
     rebuild: Collection[str] = (),
+    jobs: int = 1,
     launcher: Callable[..., int] = launch,
     program: Sequence[str] = ("-m", "pipeline"),
     say: Callable[[str], None] = print,
@@ -53,7 +56,8 @@ def run_plan(
     """Run every stage that is not up to date, in order, and print a summary.
 
     Python runs ``program`` as the command line. Stages of ``rebuild`` may train anew: their earlier
-    training is then set aside.
+    training is then set aside. Up to ``jobs`` stages that do not need each other run at once: a
+    stage of ranks then has one process, and all divide their threads.
 
     Returns:
         0; EXIT_RUN_AGAIN if a signal asked to stop; else the exit code of the stage that failed.
@@ -74,14 +78,21 @@ def run_plan(
         def launch_stage(task: Task) -> int:
             return launcher(
                 [*program, *stage_arguments(resolved, task)],
-                processes=task.planned.processes if task.stage.parallel == "ranks" else 1,
-                threads=task.planned.threads,
+                processes=task.planned.processes
+                if task.stage.parallel == "ranks" and jobs == 1
+                else 1,
+                threads=max(1, task.planned.threads // jobs),
                 requests=requests,
             )
 
         run = _Run(resolved, rebuild, launch_stage, requests, say)
-        code = run.all_stages()
-    say(text_table(["stage", "", "seconds"], run.summary))
+        code = run.all_stages(jobs)
+    order = [task.name for task in resolved.tasks]
+    say(
+        text_table(
+            ["stage", "", "seconds"], sorted(run.summary, key=lambda row: order.index(row[0]))
+        )
+    )
     return code
 
 
@@ -147,23 +158,53 @@ class _Run:
         self.summary: list[list[str]] = []
         """Stage, result and seconds of all stages so far."""
 
-    def all_stages(self) -> int:
+    def all_stages(self, jobs: int) -> int:
         """Run the stages that are not up to date; return the first exit code other than 0."""
-        for task in self._resolved.tasks:
-            code = self._up_to_date(task)
-            if self._requests.received is not None and code != 0:
-                self._say(
-                    f"mmnmt run: stopped as asked ({self._requests.received.name}) in {task.name}; "
-                    "run the same command again to go on."
-                )
-                return EXIT_RUN_AGAIN
-            if code != 0:
-                self._say(
-                    f"mmnmt run: stage {task.name} failed ({describe_exit(code)}); no stage after "
-                    "it was started: mend the cause and run the same command again."
-                )
-                return code
-        return 0
+        waiting, codes = [*self._resolved.tasks], dict[str, int]()
+        running: dict[Future[int], Task] = {}
+        with ThreadPoolExecutor(jobs) as pool:
+            while True:
+                if not codes:
+                    for task in self._ready(waiting, running)[: jobs - len(running)]:
+                        waiting.remove(task)
+                        running[self._start(task, pool if jobs > 1 else None)] = task
+                if not running:
+                    break
+                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    task = running.pop(ended)
+                    if code := ended.result():
+                        codes[task.name] = code
+                if codes and running and self._requests.received is None:
+                    left = listed(task.name for task in running.values())
+                    self._say(f"mmnmt run: {listed(codes)} failed; waiting for {left}")
+        if not codes:
+            return 0
+        names = listed(codes)
+        if self._requests.received is not None:
+            self._say(
+                f"mmnmt run: stopped as asked ({self._requests.received.name}) in {names}; "
+                "run the same command again to go on."
+            )
+            return EXIT_RUN_AGAIN
+        code = next(iter(codes.values()))
+        self._say(
+            f"mmnmt run: stage {names} failed ({describe_exit(code)}); no stage after it was "
+            "started: mend the cause and run the same command again."
+        )
+        return code
+
+    def _start(self, task: Task, pool: ThreadPoolExecutor | None) -> "Future[int]":
+        """Bring a stage up to date, in a thread of the pool, or here and now without one."""
+        if pool is not None:
+            return pool.submit(self._up_to_date, task)
+        done = Future[int]()
+        done.set_result(self._up_to_date(task))
+        return done
+
+    def _ready(self, waiting: Sequence[Task], running: Mapping[Future[int], Task]) -> list[Task]:
+        """Return the stages that need none that waits or runs, in the plan's order."""
+        unmade = {task.name for task in (*waiting, *running.values())}
+        return [task for task in waiting if unmade.isdisjoint(task.planned.dependencies())]
 
     def _up_to_date(self, task: Task) -> int:
         """Run the task if it must; return 0 if its artifact exists afterwards."""

@@ -94,6 +94,14 @@ def count_multiplied(spec: ModelSpec) -> PerToken:
     return PerToken(**sums)
 
 
+def cost_without_experts(spec: ModelSpec) -> float:
+    """Return the FLOP per source and target token without experts, as a share of the model's."""
+    plain = spec.model.model_copy(update={"moe": None})
+    dense = spec.model_copy(update={"model": plain, "language_groups": None})
+    without, own = (count_multiplied(one) for one in (dense, spec))
+    return (without.source + without.target) / (own.source + own.target)
+
+
 def _side_met(name: str, *, has_own_output: bool) -> str | None:
     """Return the side whose tokens are multiplied by a parameter; None for look-ups."""
     if ".positions." in name:

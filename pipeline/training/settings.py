@@ -83,10 +83,11 @@ class TrainingConfig(Settings):
     removed: ClassVar = {"cpu_kernels": ("processor", "measured")}
     updates: Updates = 100_000
     """Number of updates."""
-    updates_of: Literal["tokens", "bytes"] = "tokens"
+    updates_of: Literal["tokens", "bytes", "dense"] = "tokens"
     """Unit of ``updates``. ``tokens``: updates of this vocabulary. ``bytes``: updates of a
     byte-level model; a model with longer pieces then makes fewer updates, so that all vocabularies
-    pass over the training text equally often (equal epochs; LOBEF, §4.6)."""
+    pass over the training text equally often (equal epochs; LOBEF, §4.6). ``dense``: updates of a
+    model without experts; one with experts then makes fewer, so that both have equal FLOP."""
     seed: Seed = 1
     """Seed of initial values, dropout and the order of batches."""
     dropout: DropRate = 0.3

@@ -11,12 +11,13 @@ from pipeline.artifacts.corpus import Direction, Resource, language_of, resource
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.tokenizer import tokenizer_folder
-from pipeline.batching.equal_epochs import with_resolved_updates
+from pipeline.batching.equal_epochs import with_resolved_updates, with_share_of_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.languages import parts_words_by_spaces
+from pipeline.model.parameters import cost_without_experts
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.stage import StageCall
@@ -42,8 +43,12 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         ConfigError: the data does not fit the recipe or the model.
     """
     # The manifest records the recipe as given (call.config), not with the resolved updates.
-    if call.recipe.training.updates_of != "tokens":
-        call = replace(call, recipe=with_resolved_updates(call.recipe, data))
+    match call.recipe.training.updates_of:
+        case "bytes":
+            call = replace(call, recipe=with_resolved_updates(call.recipe, data))
+        case "dense":
+            share = cost_without_experts(model.spec)
+            call = replace(call, recipe=with_share_of_updates(call.recipe, share))
     check_tier(data, call.recipe.training)
     check_languages(data, model.spec)
     notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -183,6 +184,7 @@ class Setup:
         self.text_path = folder / "raw" / "text"
         self.out_dir = folder / "out"
         self.workshop = Workshop()
+        self.jobs = 1
         self.text_path.parent.mkdir()
         self.text_path.write_text("banana")
         self.recipe_path.write_text(RECIPE)
@@ -201,7 +203,9 @@ class Setup:
         self.workshop.started.clear()
         lines: list[str] = []
         resolved = self.resolved(**options)
-        code = run_plan(resolved, rebuild=rebuild, launcher=self.workshop, say=lines.append)
+        code = run_plan(
+            resolved, rebuild=rebuild, jobs=self.jobs, launcher=self.workshop, say=lines.append
+        )
         return code, "\n".join(lines)
 
     def forecast(self, *, rebuild: Collection[str] = (), **options: Any) -> list[str]:
@@ -1055,6 +1059,74 @@ def test_a_stage_that_saves_nothing_new_or_makes_no_artifact_fails(setup: Setup)
     assert "left no finished artifact" in said
 
 
+TWIN = """
+[stages.{name}]
+run = "count"
+recipe = "{recipe}"
+inputs = {{ corpus = "corpus" }}
+"""
+
+
+class Meeting(Workshop):
+    """Holds the stages that are named until all of them have started."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.barrier = names, threading.Barrier(len(names))
+
+    def __call__(self, arguments: Sequence[str], **options: Any) -> int:
+        (out_dir,) = [argument for argument in arguments if argument.startswith("--out=")]
+        if Path(out_dir).name in self.names:
+            self.barrier.wait(timeout=30)
+        return super().__call__(arguments, **options)
+
+
+@pytest.mark.parametrize("jobs", [2, 5])
+def test_stages_that_do_not_need_each_other_run_side_by_side_with_the_same_result(
+    setup: Setup, jobs: int
+) -> None:
+    plan = setup.plan_path.read_text()
+    setup.plan_path.write_text(plan + TWIN.format(name="twin", recipe=setup.recipe_path))
+    assert setup.run()[0] == 0
+    assert setup.workshop.told[2:3] == [(3, 2)], "ranks and threads of the model"
+    names = [*STAGES_OF_PLAN, "twin"]
+
+    def made() -> list[tuple[object, ...]]:
+        manifests = [read_manifest(setup.out_dir / name) for name in names]
+        return [(one.key, one.digest, one.files) for one in manifests if one is not None]
+
+    alone = made()
+    assert len(alone) == len(names)
+    setup.jobs = jobs
+    code, said = setup.run()
+    assert (code, setup.workshop.started) == (0, []), "all are done whatever the number of jobs"
+    shutil.rmtree(setup.out_dir)
+    setup.workshop = Meeting("shards", "twin")
+    code, said = setup.run()
+    assert code == 0, said
+    assert made() == alone
+    assert setup.workshop.started[0] == "corpus"
+    assert set(setup.workshop.told) == {(1, 1)}
+    rows = said.splitlines()[-len(names) :]
+    assert [row.split()[:2] for row in rows] == [[name, "done"] for name in names]
+
+
+def test_a_stage_that_fails_lets_its_neighbors_end_and_nothing_else_begins(setup: Setup) -> None:
+    twins = "".join(TWIN.format(name=n, recipe=setup.recipe_path) for n in ("twin", "third"))
+    setup.plan_path.write_text(setup.plan_path.read_text() + twins)
+    assert setup.run(only=["corpus"])[0] == 0
+    setup.workshop = Meeting("shards", "twin")
+    setup.workshop.codes, setup.jobs = [3], 2
+    code, said = setup.run()
+    assert code == 3
+    assert set(setup.workshop.started) == {"shards", "twin"}
+    (failed,) = [name for name in ("shards", "twin") if not (setup.out_dir / name).exists()]
+    assert f"stage {failed} failed" in said
+    setup.workshop = Workshop()
+    assert setup.run()[0] == 0
+    assert set(setup.workshop.started) == {failed, "third", "model"}
+
+
 def test_a_signal_ends_the_plan_after_the_stage_it_reached_and_says_how_to_go_on(
     setup: Setup,
 ) -> None:
@@ -1133,7 +1205,7 @@ from pipeline.artifacts.artifact import new_artifact
 def run(call):
     folder = Path(__file__).parent
     if (folder / "slow").exists() and call.stage.name == "count":
-        (folder / f"rank{os.environ['RANK']}").write_text("")
+        (folder / f"rank{os.environ['RANK']}{call.out_dir.name}").write_text("")
         time.sleep(60)
     if os.environ["RANK"] == "0":
         with new_artifact(
@@ -1151,7 +1223,8 @@ from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
 resolved = resolve_plan(
     load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawPaths((Path("raw"),))})
-sys.exit(run_plan(resolved, program=("driver.py",)))
+jobs = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+sys.exit(run_plan(resolved, jobs=jobs, program=("driver.py",)))
 """
 
 
@@ -1186,7 +1259,7 @@ def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finis
     )
     try:
         deadline = time.monotonic() + 30
-        while len(list(real.glob("rank?"))) < 2 and time.monotonic() < deadline:
+        while len(list(real.glob("rank*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         runner.terminate()
         said, _ = runner.communicate(timeout=20)
@@ -1194,4 +1267,28 @@ def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finis
         runner.kill()
     assert runner.returncode == EXIT_RUN_AGAIN
     assert "stopped as asked (SIGTERM) in shards" in said
+    assert names_in(real / "out dir") == ["corpus"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_run_ends_all_stages_that_run_side_by_side(
+    real: Path, number: signal.Signals
+) -> None:
+    (real / "slow").touch()
+    plan = real / "tiny.toml"
+    plan.write_text(plan.read_text() + TWIN.format(name="twin", recipe="recipe.toml"))
+    runner = subprocess.Popen(
+        [sys.executable, "runner.py", "2"], cwd=real, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(real.glob("rank0*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        runner.send_signal(number)
+        said, _ = runner.communicate(timeout=30)
+    finally:
+        runner.kill()
+    assert runner.returncode == EXIT_RUN_AGAIN, said
+    assert f"stopped as asked ({number.name}) in " in said
     assert names_in(real / "out dir") == ["corpus"]

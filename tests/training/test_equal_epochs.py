@@ -19,6 +19,7 @@ from support.tiny_training import (
 from data_prep import make_shards, mix, train_tokenizer
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import text_name
+from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.config.recipe import Recipe
@@ -150,6 +151,29 @@ def test_a_run_that_is_beyond_its_updates_in_bytes_is_refused(
     with pytest.raises(RankFailed, match="updates are done, and the recipe makes 4"):
         pool1.run(pretrain, inputs, tmp_path / "model", recipe(32))
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_model_with_experts_makes_the_updates_that_have_the_flop_of_a_dense_model(
+    pool1: ProcessPool, tmp_path: Path, top_k: int
+) -> None:
+    inputs, recipe = make_inputs(tmp_path / "inputs"), make_recipe(updates=30, updates_of="dense")
+    assert recipe.model.moe is not None
+    experts = recipe.model.moe.model_copy(update={"top_k": top_k})
+    updates = {}
+    for name, moe in (("dense", None), ("experts", experts)):
+        model = recipe.model.model_copy(update={"moe": moe})
+        pool1.run(pretrain, inputs, tmp_path / name, recipe.model_copy(update={"model": model}))
+        checkpoint = open_artifact(tmp_path / name, kind="checkpoint")
+        updates[name] = checkpoint.statistics["updates"]
+        assert checkpoint.manifest.config["training"]["updates"] == 30, "the recipe as it was given"
+    assert updates["dense"] == 30
+    pieces = load_tokenizer(tokenizer_folder(inputs.shards)).size
+    attention, feed_forward, output = 16 * 16 * 4, 2 * 16 * 32, 16 * pieces
+    dense = 3 * attention + 2 * feed_forward + output
+    further = 2 * (top_k - 1) * feed_forward + 2 * 16 * experts.num_experts  # experts and routers
+    assert updates["experts"] == pytest.approx(30 * dense / (dense + further), abs=1)
 
 
 def test_updates_that_cannot_be_counted_in_bytes_are_refused(
