@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded
+from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded, refuse_foreign
 from pipeline.artifacts.manifest import MANIFEST_NAME, read_manifest
 from pipeline.errors import ArtifactError, ConfigError, UserError
 from pipeline.evaluation.averages import RUN_MARK, group_runs
@@ -58,6 +58,7 @@ class ComparedRuns:
         """Add the artifact at a path, or the artifacts in a folder by names that begin with it."""
         manifest = read_manifest(path)
         if manifest is None:
+            refuse_foreign(path)
             self._add_folder(name, path)
         elif manifest.kind in ("checkpoint", "translations"):
             self._add_run(name or path.name, open_artifact(path, kind=manifest.kind))
