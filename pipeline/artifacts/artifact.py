@@ -348,8 +348,10 @@ def refuse_foreign(path: Path) -> None:
     if is_file or (path / "config.json").is_file():
         out = f"runs/{path.resolve().name.removesuffix('.pt')}"
         options = " --dictionary dict.txt --sentencepiece FILE" if is_file else ""
-        command = f"mmnmt checkpoint import {quote(str(path))}{options} --out {quote(out)}"
-        raise ArtifactError(f"{path} is a model of other software. Run `{command}`, and name {out}.")
+        raise ArtifactError(
+            f"{path} is a model of other software. Run `mmnmt checkpoint import "
+            f"{quote(str(path))}{options} --out {quote(out)}`, and name {out}."
+        )
 
 
 def open_artifact(path: Path, *, kind: Kind) -> Artifact:

@@ -19,7 +19,6 @@ from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.config.overrides import leaf_settings
 from pipeline.config.recorded import setting_changes
-from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track

@@ -23,7 +23,7 @@ from pipeline.evaluation.history import (
     checkpoint_of,
     trace_history,
 )
-from pipeline.evaluation.report import averages_section, baseline_section
+from pipeline.evaluation.report import averages_section, baseline_section, verdict
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.tables import (
     Cell,
@@ -193,6 +193,8 @@ def _scores_sections(
     except (UserError, ValidationError):
         left_out.append(f"the scores of {name} (damaged or of another version)")
         return
+    covers = f"Covers the evaluation {artifact.directory}."
+    yield section_of_notes(f"Verdict of {name}", (*verdict(evaluation), covers))
     yield replace(averages_section(evaluation, history), title=f"Scores of {name}")
     baseline = baseline_section(evaluation)
     yield replace(baseline, title=f"{name}: {baseline.title}")
