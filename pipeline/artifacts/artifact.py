@@ -324,13 +324,8 @@ def stage_key(
 
 
 def finished_manifest(path: Path, *, wanted: str = "artifact") -> Manifest:
-    """Return the manifest of a finished artifact; ``wanted`` is its kind, for messages.
-
-    Raises:
-        ArtifactError: Missing, unfinished, or a model of other software.
-    """
-    manifest = read_manifest(path) if path.is_dir() else None
-    if manifest is not None:
+    """Return the manifest of a finished artifact; ``wanted`` is its kind, for the ArtifactError."""
+    if path.is_dir() and (manifest := read_manifest(path)):
         return manifest
     if wanted in ("artifact", "checkpoint", "tokenizer"):
         refuse_foreign(path)

@@ -154,17 +154,18 @@ def _best_of_demo() -> Path:
     Raises:
         ConfigError: The demo has not trained a model.
     """
-    perplexities: dict[Path, float] = {}
-    for path in DEMO.glob("*/"):
-        manifest = None if "." in path.name else read_manifest(path)  # NAME.run, NAME.before-1
-        if manifest is not None and "perplexity" in manifest.statistics:
-            perplexities[path] = manifest.statistics["perplexity"]
+    found = [path for path in DEMO.glob("*/") if "." not in path.name]  # no NAME.before-1
+    perplexities = [
+        (manifest.statistics["perplexity"], path)
+        for path in found
+        if (manifest := read_manifest(path)) and "perplexity" in manifest.statistics
+    ]
     if not perplexities:
         raise ConfigError(
             f"There is no trained model in {DEMO}. Name one with --checkpoint, or run "
             "`mmnmt run demo` first."
         )
-    best = min(perplexities, key=lambda path: (perplexities[path], path))
+    best = min(perplexities)[1]
     say_once(f"mmnmt translate: {best}, whose validation perplexity is the lowest in {DEMO}")
     return best
 

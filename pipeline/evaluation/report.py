@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import sub
 
 from pipeline import installed_version
 from pipeline.artifacts.artifact import Artifact
@@ -198,11 +199,12 @@ def verdict(evaluation: Evaluation) -> Iterator[str]:
         values = {one.name: mean.value(one.averages) or 0.0 for one in evaluation.systems}
         leader = best(values, key=values.__getitem__)
         place = f"{mean.heading.title} {values[leader]:.{column.decimals}f}"
+        place += f", {NOT_DECIDED}" if NOT_DECIDED in mean.heading.note else ""
         leads.setdefault(leader, []).append(place)
         if mean.compared is not None and mean.compared.best == leader:
             sure.append(mean.heading.title)
     named = "; ".join(f"{name} ({', '.join(places)})" for name, places in leads.items())
-    yield f"Best by mean {column.heading}: {named}."
+    yield f"Best by mean {column.heading}: {named or 'no type of directions has it'}."
     if len(evaluation.systems) > 1 and any(mean.compared for mean in means):
         yield f"Leads over all other systems, significant at 95 %: {listed(sure) or 'none'}."
 
@@ -490,12 +492,9 @@ def _maps(evaluation: Evaluation) -> Iterator[Figure]:
         title = f"{column.title}, {_family_title(evaluation, family)}"
         high = max(map(max, scores.values()))
         yield Figure(heat_map(scores, ways, title=title, x_label="", high=high), title)
-        gains = {
-            name: sorted((b - a for a, b in zip(values, scores[baseline], strict=True)))
-            for name, values in scores.items()
-        }
+        gains = {name: map(sub, values, scores[baseline]) for name, values in scores.items()}
         series = [
-            Series(name, tuple((float(x), -y) for x, y in enumerate(gains[name])), place)
+            Series(name, tuple(enumerate(sorted(gains[name], reverse=True))), place)
             for place, name in enumerate(scores)
             if name != baseline
         ]

@@ -57,8 +57,8 @@ def run(call: StageCall) -> None:
         for extension in INSTALLED
         for section in extension.report_sections(call.many("analyses"))
     ]
-    folders = {f"{one.directory.parent}" for one in call.many("systems").values()}
-    covers = f"Covers the test lines of {corpus.directory}; systems in {listed(sorted(folders))}."
+    folders = sorted({f"{one.directory.parent}" for one in call.many("systems").values()})
+    covers = f"Covers the test lines of {corpus.directory}; systems in {listed(folders)}."
     with TemporaryDirectory(prefix="mmnmt-evaluate-") as work, call.new_artifact() as writer:
         if call.recipe.evaluation.nearest_neighbor:
             call = _with_nearest_neighbor(call, Path(work) / NEAREST_NEIGHBOR)
