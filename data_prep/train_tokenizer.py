@@ -153,6 +153,8 @@ def run(call: StageCall) -> None:
             writer.summary.append(f"{size}; bytes need no training, nothing was read")
             return
         writer.summary += [size, *sample_summary(writer.statistics, corpus, among=among)]
+        for side, trained in zip(sides, models, strict=True):
+            writer.summary += warn_of_characters(trained, side=side, config=config)
 
 
 def extend(call: StageCall) -> None:
@@ -185,6 +187,7 @@ def extend(call: StageCall) -> None:
             f"({listed(added)}) to {base.directory}"
         )
         writer.summary += sample_summary(writer.statistics, corpus, among=added)
+        writer.summary += warn_of_characters(trained, side=side, config=config)
 
 
 def _normalization(
@@ -437,6 +440,21 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             raise failures[0] from None
         raise explain_failure(error, side=side) from error
     return model.getvalue()
+
+
+def warn_of_characters(model: bytes, *, side: Side, config: TokenizerConfig) -> list[str]:
+    """Return a warning if most pieces of a vocabulary of subwords are single characters."""
+    processor = SentencePieceProcessor(model_proto=model)
+    pieces = [processor.id_to_piece(index) for index in text_pieces(processor)]
+    single = sum(len(piece) == 1 for piece in pieces)
+    if config.kind != "sentencepiece" or 2 * single <= len(pieces):
+        return []
+    fits = math.ceil((side.size + 2 * single - len(pieces)) / 1000) * 1000
+    return [
+        f"warning: {single:,} of {side.size:,} pieces are single characters, so text is spelled "
+        f"rather than cut into words. Set tokenizer.{side.setting} to {fits:,} or more, or "
+        "tokenizer.byte_fallback to true and tokenizer.character_coverage to 0.9995 or less"
+    ]
 
 
 def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:

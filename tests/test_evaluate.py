@@ -710,15 +710,27 @@ def test_scores_that_cannot_be_chosen_are_refused(settings: dict[str, Any], find
         EvaluationConfig.model_validate(settings)
 
 
-def test_the_summary_is_printed_and_both_reports_are_written(
-    tmp_path: Path, corpus: Artifact, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("width", [80, 60])
+def test_means_are_printed_in_lines_that_fit_with_the_path_of_the_report(
+    tmp_path: Path,
+    corpus: Artifact,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
 ) -> None:
-    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
+    """Markdown tables of up to 350 columns were printed."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "perfect, " * 8 + "of a long name"
+    systems = {name: translations(tmp_path / "a", corpus, perfect)}
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))
-    summary = capsys.readouterr().out.strip()
-    assert summary.startswith("### BLEU")
-    assert "| perfect | no training | 100.0 |" in summary
-    assert summary in made.file("report.md").read_text(encoding="utf-8")
+    summary = capsys.readouterr().out.strip().split("\n")
+    assert max(map(len, summary[:-1])) <= width
+    assert summary[0].split()[0] == "BLEU"
+    assert re.fullmatch(r"perfect, perfect.*( +100\.0)+", summary[2])
+    assert summary[-1].endswith(f"the report is {tmp_path / 'out' / 'report.html'}")
+    assert f"Covers the test lines of {corpus.directory}; systems in {tmp_path}." in made.file(
+        "report.md"
+    ).read_text(encoding="utf-8").replace("\\", "")
     page = made.file("report.html").read_text(encoding="utf-8")
     assert "L&#39;eau est froide." in page
 

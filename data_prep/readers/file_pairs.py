@@ -163,7 +163,10 @@ def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFold
         below = list(_folders_below(root))
         directories = [path for path in below if is_pair_name(path.name)]
         if not directories:
-            raise DataError(f"{root} holds no language pairs. Name a tree with {TREE_LAYOUT}.")
+            inner = [path.parent for path in sorted(root.rglob("*/")) if is_pair_name(path.name)]
+            trees = (path.parent if path.name in _CONTAINERS else path for path in inner)
+            advice = listed(map(str, dict.fromkeys(trees))) or f"a tree with {TREE_LAYOUT}"
+            raise DataError(f"{root} holds no language pairs. Name {advice}.")
         others = [path for path in below if not is_pair_name(path.name)]
         left_out.ignore(FOLDERS_IGNORED, (tree.file(path).name for path in others))
         found += [PairFolder(directory, root, tree.prefix) for directory in directories]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path, PurePath
+from shlex import quote
 from typing import Any, TypeAlias
 
 from pipeline.artifacts.locks import held_lock, refuse_if_lost
@@ -320,20 +321,39 @@ def stage_key(
     )
 
 
+def finished_manifest(path: Path, *, wanted: str = "artifact") -> Manifest:
+    """Return the manifest of a finished artifact; ``wanted`` is its kind, for the ArtifactError."""
+    if path.is_dir() and (manifest := read_manifest(path)):
+        return manifest
+    if wanted in ("artifact", "checkpoint", "tokenizer"):
+        refuse_foreign(path)
+    if not path.exists():
+        raise ArtifactError(f"{path} does not exist. Run the stage that makes the {wanted} first.")
+    raise ArtifactError(
+        f"{path} has no {MANIFEST_NAME}, so it is not a finished {wanted}. Name the folder of a "
+        "finished one, or run its stage again."
+    )
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse a model of other software; the ArtifactError names the command that converts it."""
+    is_file = path.is_file() and path.suffix == ".pt"
+    if is_file or (path / "config.json").is_file():
+        out = f"runs/{path.resolve().name.removesuffix('.pt')}"
+        options = " --dictionary dict.txt --sentencepiece FILE" if is_file else ""
+        raise ArtifactError(
+            f"{path} is a model of other software. Run `mmnmt checkpoint import "
+            f"{quote(str(path))}{options} --out {quote(out)}`, and name {out}."
+        )
+
+
 def open_artifact(path: Path, *, kind: Kind) -> Artifact:
     """Open a finished artifact of the given kind.
 
     Raises:
         ArtifactError: Missing, unfinished, of another kind or of another format version.
     """
-    if not path.is_dir():
-        raise ArtifactError(f"{path} does not exist. Run the stage that makes the {kind} first.")
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise ArtifactError(
-            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}. Name the folder of a "
-            "finished one, or run its stage again."
-        )
+    manifest = finished_manifest(path, wanted=kind)
     if manifest.kind != kind:
         raise ArtifactError(
             f"{path} is {an_artifact(manifest.kind)} where {an_artifact(kind)} is wanted. Name "

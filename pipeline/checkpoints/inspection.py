@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
+from pipeline.artifacts.artifact import Artifact, finished_manifest, open_artifact
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
 from pipeline.checkpoints.resharding import split_key
 from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.config.overrides import leaf_settings
 from pipeline.config.recorded import setting_changes
-from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track
@@ -31,14 +30,7 @@ def open_any(directory: Path) -> Artifact:
     Raises:
         ArtifactError: It is missing, unfinished, or of another format version.
     """
-    if not directory.is_dir():
-        raise ArtifactError(f"{directory} does not exist. Name the folder of an artifact.")
-    manifest = read_manifest(directory)
-    if manifest is None:
-        raise ArtifactError(
-            f"{directory} has no manifest, and is no finished artifact. Name one, or run its stage."
-        )
-    return open_artifact(directory, kind=manifest.kind)
+    return open_artifact(directory, kind=finished_manifest(directory).kind)
 
 
 # ---------------------------------------------------------------- inspect

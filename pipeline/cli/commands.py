@@ -162,7 +162,8 @@ checkpoint fold: fold the shared route of a model into a checkpoint without lang
     {_OUTPUT}
     {_OVERWRITE}
 translate: translate lines of standard input to standard output
-    --checkpoint DIR  model to translate with (default: {result_commands.DEMO_CHECKPOINT})
+    --checkpoint DIR  model to translate with (default: the best in \
+{result_commands.DEMO} by validation perplexity)
     --recipe NAME  recipe with the settings of the search
     {_SET}
     --route  route through a model with language modules and a shared module, instead of the \

@@ -18,8 +18,8 @@ from pipeline.decoding.incoming_lines import IncomingLines
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
 
-DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
-"""Checkpoint that the filter uses if none is named."""
+DEMO = Path("runs/demo")
+"""Folder of a plan with the models from which the filter takes the best if none is named."""
 _SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required", "route")
 """Options of the filter that replace settings of the recipe."""
 _START = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="report">\n'
@@ -124,14 +124,10 @@ def _read_key(path: Path, *, most: int) -> str:
 
 def filter_lines(options: argparse.Namespace) -> int:
     """Translate lines of standard input to standard output."""
-    if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
-        raise ConfigError(
-            f"There is no {DEMO_CHECKPOINT}. Name a model with --checkpoint, or run "
-            "`mmnmt run demo` first."
-        )
+    directory = options.checkpoint or _best_of_demo()
     recipe = chosen_recipe(options) if options.recipe or options.overrides else None
     decoding = _with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
-    checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
+    checkpoint = open_artifact(directory, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
     from pipeline.decoding.constraints import read_phrases
@@ -151,6 +147,28 @@ def filter_lines(options: argparse.Namespace) -> int:
         say=lambda text: say_once(f"mmnmt translate: {text}"),
     )
     return EXIT_USER_ERROR if counts.unreadable else 0
+
+
+def _best_of_demo() -> Path:
+    """Return the trained model of the demo with the lowest validation perplexity, and say so.
+
+    Raises:
+        ConfigError: The demo has not trained a model.
+    """
+    found = [path for path in DEMO.glob("*/") if "." not in path.name]  # no NAME.before-1
+    perplexities = [
+        (manifest.statistics["perplexity"], path)
+        for path in found
+        if (manifest := read_manifest(path)) and "perplexity" in manifest.statistics
+    ]
+    if not perplexities:
+        raise ConfigError(
+            f"There is no trained model in {DEMO}. Name one with --checkpoint, or run "
+            "`mmnmt run demo` first."
+        )
+    best = min(perplexities)[1]
+    say_once(f"mmnmt translate: {best}, whose validation perplexity is the lowest in {DEMO}")
+    return best
 
 
 def _write_line(text: str) -> None:

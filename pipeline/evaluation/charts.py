@@ -13,6 +13,7 @@ CHARACTER = 8.4  # width of a digit in the widest font of the page
 KEY, NAME_CHARACTERS = 42.0, 32  # width of a line of the legend, and most characters behind it
 SERIES_COLORS = 8
 Point = tuple[float, float]
+Grid = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -102,23 +103,26 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
     return _svg(title, floor + 42, parts)
 
 
-def heat_map(rows: Mapping[str, Sequence[float]], *, title: str, x_label: str, high: float) -> str:
-    """Return a heat map of values from 0 to ``high``; columns are numbered from 0.
+def heat_map(
+    rows: Grid, columns: Sequence[str] = (), *, title: str, x_label: str, high: float
+) -> str:
+    """Return a heat map of values from 0 to ``high``; columns have names, or numbers from 0.
 
-    Cells show their values when pointed at, and numbers of columns print as they fit.
+    Cells show their values when pointed at, and names of columns print as they fit.
     """
     left = max(LEFT, CHARACTER * max(map(len, rows)) + 7.0)
-    columns = max(map(len, rows.values()))
-    width, floor, parts = (RIGHT - left) / columns, TOP + ROW * len(rows), list[str]()
+    columns = columns or [*map(str, range(max(map(len, rows.values()))))]
+    width, floor, parts = (RIGHT - left) / len(columns), TOP + ROW * len(rows), list[str]()
     for number, (name, values) in enumerate(rows.items()):
         y = TOP + ROW * number
         parts.append(_text("tick", name, left - 5, y + 13, "end"))
         for place, value in enumerate(values):
-            tip = f"<title>{escape_html(f'{name}, {place}')}: {value:.3g}</title>"
+            tip = f"<title>{escape_html(f'{name}, {columns[place]}')}: {value:.3g}</title>"
             shade = min(max(value / high, 0.0), 1.0) if high > 0 else 1.0
             parts.append(_rect("cell", left + width * place, y, width, ROW, shade, tip))
-    for place in range(0, columns, math.ceil(CHARACTER * (len(str(columns - 1)) + 0.5) / width)):
-        parts.append(_text("tick", str(place), left + width * (place + 0.5), floor + 16))
+    step = math.ceil(CHARACTER * (max(map(len, columns)) + 0.5) / width)
+    for place in range(0, len(columns), step):
+        parts.append(_text("tick", columns[place], left + width * (place + 0.5), floor + 16))
     parts.append(_text("label", x_label, (left + RIGHT) / 2, floor + 34))
     return _svg(title, floor + 42, parts)
 

@@ -7,13 +7,14 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import sub
 
 from pipeline import installed_version
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_hypotheses, read_lines
 from pipeline.artifacts.spelling import is_blank
 from pipeline.evaluation.averages import RULE, group_runs
-from pipeline.evaluation.charts import Bar, bar_chart
+from pipeline.evaluation.charts import Bar, Series, bar_chart, heat_map, line_chart
 from pipeline.evaluation.curves import curves_section
 from pipeline.evaluation.directions import (
     FAMILIES,
@@ -42,13 +43,15 @@ from pipeline.evaluation.tables import (
 )
 from pipeline.languages import language, without_region
 from pipeline.seeds import derive_seed
-from pipeline.terminal import counted
+from pipeline.terminal import counted, listed
 
 NOT_DECIDED = "not decided"
 SHOWN_MISTAKES = 20
 SHOWN_DIRECTIONS = 400  # with more directions, only scores.json has their scores
+MAPPED = 20  # a type with more directions is also shown as a map and by its sorted differences
 # Samples per family of directions: directions, lines of each, and the longest reference shown.
 DIRECTIONS, LINES, CHARACTERS = 3, 2, 240
+SAMPLES_LEAD = "Test lines drawn at random. Systems with several runs are shown by their first run."
 
 
 def imprint() -> str:
@@ -62,23 +65,24 @@ def evaluation_report(
     samples: Sequence[Table] = (),
     *,
     made: str,
+    covers: str,
     analyses: Sequence[ReportSection] = (),
 ) -> Report:
-    """Return the report of an evaluation; ``made`` says when and by which version."""
+    """Return the report; ``made`` says when and how, ``covers`` where data and systems are."""
     runs = {run: place for place, one in enumerate(evaluation.systems) for run in one.run_names}
     sections = (
+        section_of_notes("Verdict", (*verdict(evaluation), covers)),
         overview_section(evaluation),
         section_of_notes("Warnings", evaluation.warnings),
         averages_section(evaluation, history),
         budgets_section(history),
-        further_section(evaluation, history),
         baseline_section(evaluation),
         sets_section(evaluation),
         output_languages_section(evaluation),
         word_accuracy_section(evaluation),
         *analyses,
         curves_section(history.curves, runs),
-        _samples_section(samples),
+        ReportSection("Sample translations", SAMPLES_LEAD, tables=tuple(samples)),
         directions_section(evaluation),
         section_of_notes("Notes", _notes(evaluation)),
         ReportSection("Signatures", items=tuple(_signatures(evaluation))),
@@ -187,6 +191,25 @@ def _score_cell(
     return score_cell(value, decimals=column.decimals, note=", ".join(notes), bold=is_best)
 
 
+def verdict(evaluation: Evaluation) -> Iterator[str]:
+    """Yield which systems lead by the last main score, and which leads are significant."""
+    column = (evaluation.main_columns or evaluation.columns)[-1]
+    best = min if column.larger_is_better is False else max
+    means, leads, sure = _means(evaluation, column), dict[str, list[str]](), list[str]()
+    for mean in means:
+        values = {one.name: mean.value(one.averages) or 0.0 for one in evaluation.systems}
+        leader = best(values, key=values.__getitem__)
+        place = f"{mean.heading.title} {values[leader]:.{column.decimals}f}"
+        place += f", {NOT_DECIDED}" if NOT_DECIDED in mean.heading.note else ""
+        leads.setdefault(leader, []).append(place)
+        if mean.compared is not None and mean.compared.best == leader:
+            sure.append(mean.heading.title)
+    named = "; ".join(f"{name} ({', '.join(places)})" for name, places in leads.items())
+    yield f"Best by mean {column.heading}: {named or 'no type of directions has it'}."
+    if len(evaluation.systems) > 1 and any(mean.compared for mean in means):
+        yield f"Leads over all other systems, significant at 95 %: {listed(sure) or 'none'}."
+
+
 def overview_section(evaluation: Evaluation) -> ReportSection:
     """Return bars of the main scores over all directions of each type."""
     columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
@@ -239,7 +262,7 @@ def _name(system: SystemScores) -> Cell:
 
 
 def averages_section(evaluation: Evaluation, history: History) -> ReportSection:
-    """Return the averages of the main scores, by type of direction and by resource tier."""
+    """Return the averages by type of direction, and of the main scores by resource tier."""
     by_tier = (
         Table(
             f"{column.heading}, {_family_title(evaluation, family)}, by resource tier",
@@ -255,21 +278,8 @@ def averages_section(evaluation: Evaluation, history: History) -> ReportSection:
     )
     return ReportSection(
         "Average scores",
-        "Arithmetic means over directions. A score in bold is significantly better than the "
-        "scores of all other systems at 95 %, and both its system and the baseline translate. The "
-        "range after a score is its 95 % confidence interval.",
-        tables=(*mean_tables(evaluation, history, evaluation.main_columns), *by_tier),
-    )
-
-
-def further_section(evaluation: Evaluation, history: History) -> ReportSection:
-    """Return the averages of language accuracies, which are not in all tables."""
-    columns = [column for column in evaluation.columns if not column.is_main]
-    return ReportSection(
-        "Language accuracy",
-        "Share of translations in the target language. Each identifier has its average over the "
-        "directions with a target language that it knows.",
-        tables=mean_tables(evaluation, history, columns),
+        "Arithmetic means over directions, with 95 % confidence intervals. The notes define bold.",
+        tables=(*mean_tables(evaluation, history, evaluation.columns), *by_tier),
     )
 
 
@@ -461,10 +471,39 @@ def directions_section(evaluation: Evaluation) -> ReportSection:
         tables.append(Table(column.heading, titles, tuple(rows)))
     return ReportSection(
         "Scores by direction",
-        "Training lines are counted for the language pair. Bold print and intervals are as in the "
-        "averages. scores.json has all figures.",
+        "Training lines are counted for the language pair. scores.json has all figures. Maps have "
+        "a column per direction, most training lines first; differences are in falling order.",
+        figures=tuple(_maps(evaluation)) if evaluation.main_columns else (),
         tables=tuple(tables) if len(profiles) <= SHOWN_DIRECTIONS else (),
     )
+
+
+def _maps(evaluation: Evaluation) -> Iterator[Figure]:
+    """Yield a map of scores and the sorted differences of each type with many directions."""
+    baseline = evaluation.verdicts.baseline
+    for family, members in _by_family(evaluation).items():
+        column = evaluation.main_columns[-1]
+        members.sort(key=lambda one: -one.training_lines)
+        ways = [w for one in members if evaluation.is_measured(column, w := str(one.direction))]
+        if len(ways) <= MAPPED:
+            continue
+        scores = {
+            system.name: [system.directions[way].scores[column.name] for way in ways]
+            for system in evaluation.systems
+        }
+        title = f"{column.title}, {_family_title(evaluation, family)}"
+        high = max(map(max, scores.values()))
+        yield Figure(heat_map(scores, ways, title=title, x_label="", high=high), title)
+        gains = {name: map(sub, values, scores[baseline]) for name, values in scores.items()}
+        series = [
+            Series(name, tuple(enumerate(sorted(gains[name], reverse=True))), place)
+            for place, name in enumerate(scores)
+            if name != baseline
+        ]
+        if series:
+            title += f": difference to {baseline}"
+            chart = line_chart(series, title=title, x_label="directions", y_label=column.title)
+            yield Figure(chart, title)
 
 
 def choose_samples(
@@ -493,7 +532,11 @@ def choose_samples(
             generator = random.Random(derive_seed("evaluate samples", seed, str(way)))
             title = " → ".join(language(code).name for code in codes)
             rows += [
-                row(f"{title}, line {line + 1:,}", name, _read(texts[line]))
+                row(
+                    f"{title}, line {line + 1:,}",
+                    name,
+                    "(empty)" if is_blank(texts[line]) else texts[line].strip(),
+                )
                 for line in sorted(generator.sample(short, min(LINES, len(short))))
                 for name, texts in versions.items()
             ]
@@ -502,15 +545,6 @@ def choose_samples(
             title = title_of_family(family, pivot=pivot)
             tables.append(Table(title, headings(*titles, words=titles), tuple(rows)))
     return tables
-
-
-def _read(text: str) -> str:
-    return "(empty)" if is_blank(text) else text.strip()
-
-
-def _samples_section(samples: Sequence[Table]) -> ReportSection:
-    lead = "Test lines drawn at random. Systems with several runs are shown by their first run."
-    return ReportSection("Sample translations", lead, tables=tuple(samples))
 
 
 # Notes

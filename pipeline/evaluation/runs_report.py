@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded
+from pipeline.artifacts.artifact import Artifact, open_artifact, open_recorded, refuse_foreign
 from pipeline.artifacts.manifest import MANIFEST_NAME, read_manifest
 from pipeline.errors import ArtifactError, ConfigError, UserError
 from pipeline.evaluation.averages import RUN_MARK, group_runs
@@ -23,7 +23,7 @@ from pipeline.evaluation.history import (
     checkpoint_of,
     trace_history,
 )
-from pipeline.evaluation.report import averages_section, baseline_section
+from pipeline.evaluation.report import averages_section, baseline_section, verdict
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.tables import (
     Cell,
@@ -58,6 +58,7 @@ class ComparedRuns:
         """Add the artifact at a path, or the artifacts in a folder by names that begin with it."""
         manifest = read_manifest(path)
         if manifest is None:
+            refuse_foreign(path)
             self._add_folder(name, path)
         elif manifest.kind in ("checkpoint", "translations"):
             self._add_run(name or path.name, open_artifact(path, kind=manifest.kind))
@@ -193,6 +194,8 @@ def _scores_sections(
     except (UserError, ValidationError):
         left_out.append(f"the scores of {name} (damaged or of another version)")
         return
+    covers = f"Covers the evaluation {artifact.directory}."
+    yield section_of_notes(f"Verdict of {name}", (*verdict(evaluation), covers))
     yield replace(averages_section(evaluation, history), title=f"Scores of {name}")
     baseline = baseline_section(evaluation)
     yield replace(baseline, title=f"{name}: {baseline.title}")

@@ -15,9 +15,10 @@ split budgets into old and new. Output, an evaluation:
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import get_terminal_size
 from tempfile import TemporaryDirectory
 
 from pipeline.artifacts.artifact import ArtifactWriter
@@ -36,10 +37,10 @@ from pipeline.evaluation.report import (
 )
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.scoring import score_systems
-from pipeline.evaluation.tables import ReportSection, render_html, render_markdown, render_tables
+from pipeline.evaluation.tables import ReportSection, Table, render_html, render_markdown
 from pipeline.extensions.installed import INSTALLED
 from pipeline.stage import StageCall
-from pipeline.terminal import counted
+from pipeline.terminal import counted, listed, text_table
 
 
 def run(call: StageCall) -> None:
@@ -56,6 +57,8 @@ def run(call: StageCall) -> None:
         for extension in INSTALLED
         for section in extension.report_sections(call.many("analyses"))
     ]
+    folders = sorted({f"{one.directory.parent}" for one in call.many("systems").values()})
+    covers = f"Covers the test lines of {corpus.directory}; systems in {listed(folders)}."
     with call.new_artifact() as writer, TemporaryDirectory(dir=writer.directory) as work:
         if call.recipe.evaluation.nearest_neighbor:
             call = _with_nearest_neighbor(call, Path(work) / NEAREST_NEIGHBOR)
@@ -75,6 +78,7 @@ def run(call: StageCall) -> None:
             history,
             choose_samples(corpus, systems, profiles=profiles, seed=seed, pivot=evaluation.pivot),
             made=imprint(),
+            covers=covers,
             analyses=analyses,
         )
         writer.write_json("scores.json", asdict(evaluation))
@@ -93,7 +97,17 @@ def run(call: StageCall) -> None:
             for system in evaluation.systems
         }
         writer.summary += _summary(evaluation)
-    print(render_tables(mean_tables(evaluation, history, evaluation.main_columns)))
+    _print_means(mean_tables(evaluation, history, evaluation.main_columns))
+    print(f"mmnmt evaluate: the report is {call.out_dir / 'report.html'}")
+
+
+def _print_means(tables: Iterable[Table]) -> None:
+    """Print means without their details, in lines as wide as the terminal at most."""
+    for table in tables:
+        titles = [heading.title for heading in table.headings[2:]]
+        room = max(get_terminal_size().columns - sum(len(title) + 2 for title in titles), 8)
+        rows = [[line.texts[0][:room], *line.texts[2:]] for line in table.rows]
+        print(f"\n{text_table([table.title, *titles], rows)}")
 
 
 def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ from pipeline.artifacts.artifact import (
     refuse_to_overwrite,
     stage_key,
 )
-from pipeline.artifacts.manifest import FileRecord
+from pipeline.artifacts.manifest import FileRecord, Kind
 from pipeline.artifacts.places import replace_directory
 from pipeline.errors import ArtifactError
 
@@ -271,6 +272,25 @@ def test_a_folder_without_manifest_is_not_finished(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "corpus") is None
     with pytest.raises(ArtifactError, match=r"no manifest.json, so it is not a finished corpus"):
         open_artifact(tmp_path / "corpus", kind="corpus")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "tokenizer"])
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("nllb-1.3B/config.json", "import '{}' --out runs/nllb-1.3B`"),
+        ("wmt.pt", "import '{}' --dictionary dict.txt --sentencepiece FILE --out runs/wmt`"),
+    ],
+)
+def test_a_model_of_other_software_names_the_command_that_imports_it(
+    tmp_path: Path, name: str, command: str, kind: Kind
+) -> None:
+    file = tmp_path / "my models" / name
+    file.parent.mkdir(parents=True)
+    file.touch()
+    path = file if file.suffix == ".pt" else file.parent
+    with pytest.raises(ArtifactError, match=f"checkpoint {re.escape(command.format(path))}"):
+        open_artifact(path, kind=kind)
 
 
 def test_an_artifact_of_another_kind_names_both_kinds(tmp_path: Path) -> None:

@@ -117,7 +117,12 @@ def test_what_is_no_artifact_or_is_damaged_is_named(tmp_path: Path, file: str) -
     with pytest.raises(ArtifactError, match=file):
         inspect(made)
     (tmp_path / "empty").mkdir()
-    for name, words in (("nowhere", "nowhere does not exist"), ("empty", "empty has no manifest")):
+    (tmp_path / "hf.pt").touch()
+    for name, words in (
+        ("nowhere", "nowhere does not exist"),
+        ("empty", "empty has no manifest"),
+        ("hf.pt", "mmnmt checkpoint import .*hf.pt --dictionary"),
+    ):
         for look in (inspect, verify):
             with pytest.raises(ArtifactError, match=words):
                 look(tmp_path / name)

@@ -133,4 +133,4 @@ def test_a_checkpoints_tokenizer_is_an_artifact_with_the_same_ids(
     assert main(["checkpoint", "import", "m2m100", "--tokenizer", "--out", "other"]) == 2
     error = capsys.readouterr().err
     assert "--overwrite" in error
-    assert "so it is not a finished checkpoint" in error
+    assert "`mmnmt checkpoint import m2m100 --out runs/m2m100`" in error

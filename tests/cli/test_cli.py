@@ -24,6 +24,7 @@ from support.forked import Started, started_code
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
 from pipeline.artifacts.locks import exclusive, sole_writer
+from pipeline.artifacts.manifest import MANIFEST_NAME
 from pipeline.artifacts.places import plan_lock_path, run_dir
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
@@ -905,27 +906,39 @@ def test_a_filter_translates_standard_input_and_says_the_rest_on_standard_error(
     assert capsys.readouterr().err == "mmnmt translate: done.\n"
 
 
-def test_a_filter_without_a_checkpoint_takes_the_demos(
+@pytest.mark.parametrize(("moe", "mmnmt", "best"), [(2.03, 2.98, "moe"), (3.5, 2.9, "mmnmt")])
+def test_a_filter_without_a_checkpoint_takes_the_demos_best_by_validation(
     bench: Bench,
     translate: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    moe: float,
+    mmnmt: float,
+    best: str,
 ) -> None:
     assert cli.main(["translate", "--from", "en", "--to", "de"]) == EXIT_USER_ERROR
-    assert "There is no runs/demo/mmnmt" in capsys.readouterr().err
-    bench.train(out="runs/demo/mmnmt")
+    assert "There is no trained model in runs/demo" in capsys.readouterr().err
+    for name, perplexity in {"moe": moe, "mmnmt": mmnmt, "moe.before-1": 1.0, "copied": 0}.items():
+        bench.train(out=f"runs/demo/{name}")
+        path = Path("runs/demo", name, MANIFEST_NAME)
+        manifest = json.loads(path.read_text())
+        manifest["statistics"] = {"perplexity": perplexity} if perplexity else {}
+        path.write_text(json.dumps(manifest))
     _pipe(monkeypatch, b"")
+    capsys.readouterr()
     assert cli.main(["translate", "--from", "en", "--to", "de"]) == 0
-    assert translate[0]["checkpoint"].directory == Path("runs/demo/mmnmt")
+    assert translate[0]["checkpoint"].directory == Path("runs/demo", best)
+    assert f"runs/demo/{best}, whose validation perplexity" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("translate")
 def test_a_filter_that_could_not_read_a_line_says_so_by_its_exit_code(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.train(out="runs/demo/mmnmt")
+    bench.train()
     written = _pipe(monkeypatch, b"good\nb\xffd\n")
-    assert cli.main(["translate", "--from", "en", "--to", "de"]) == EXIT_USER_ERROR
+    given = ["translate", "--checkpoint", bench.at("model"), "--from", "en", "--to", "de"]
+    assert cli.main(given) == EXIT_USER_ERROR
     assert written.getvalue() == b"doog\n\n"
 
 

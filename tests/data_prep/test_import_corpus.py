@@ -193,6 +193,17 @@ SENTENCES = "a sentence\n" * 500
             {"train.en": "a\n", "train.de": "b\n"},
             r"holds no language pairs\. Name a tree with folders",
         ),
+        (  # OPUS-100 as its archive unpacks
+            {
+                "opus-100-corpus/v1.0/supervised/de-en/opus.de-en-train.de": "a\n",
+                "opus-100-corpus/v1.0/zero-shot/de-fr/opus.de-fr-test.de": "b\n",
+            },
+            r"raw holds no language pairs\. Name \S+raw/opus-100-corpus/v1\.0\.$",
+        ),
+        (
+            {"a/corpus/de-en/train.de": "a\n", "ntrex/test.de": "b\n", "b/de-en/dev.de": "c\n"},
+            r"raw holds no language pairs\. Name \S+raw/a/corpus, \S+raw/b\.$",
+        ),
         (
             dict.fromkeys(
                 ["de-en/train.de", "de-en/train.en", "en-de/test.de", "en-de/test.en"], "a\n"

@@ -1,6 +1,7 @@
 """The kinds of vocabularies that the stage trains, and the memory that its sample may take."""
 
 import io
+import itertools
 import os
 import random
 from pathlib import Path
@@ -57,6 +58,34 @@ def test_characters_are_pieces_of_one_character_and_a_vocabulary_of_all_of_them(
     line = TEXTS["train"]["de-zh"]["zh"][0]
     assert len(tokenizer.encode(line)) == len(line) + 1
     assert tokenizer.decode(tokenizer.encode(line)) == line
+
+
+@pytest.mark.parametrize(
+    ("signs", "size", "setting", "is_warned"),
+    [(300, 500, "vocabulary_size", True), (300, 700, "", False), (90, 150, "target", True)],
+)
+def test_a_vocabulary_of_mostly_single_characters_is_said_with_settings_that_help(
+    tmp_path: Path, signs: int, size: int, setting: str, is_warned: bool
+) -> None:
+    every = [chr(0x4E00 + index) for index in range(signs)]
+    words = [a + b for a, b in itertools.product(every[:40], every[40:60])] + every
+    lines = ["".join(GENERATOR.choices(words, k=12)) for _ in range(3000)] + ["".join(every)]
+    texts: Texts = {"train": {"de-zh": {"de": lines_of("de", 3001), "zh": lines}}}
+    corpus = make_corpus(tmp_path / "corpus", texts)
+    config = TokenizerConfig(vocabulary_size=size)
+    if setting == "target":
+        config = TokenizerConfig(
+            vocabulary_size=60, target_languages=("zh",), target_vocabulary_size=size
+        )
+    made = train(corpus, tmp_path / "out", config)
+    models = sorted(made.directory.glob("*.model"))
+    processor = SentencePieceProcessor(model_file=str(models[-1]))
+    single = sum(len(processor.id_to_piece(index)) == 1 for index in range(4, size))
+    assert (2 * single > size - 4) == is_warned
+    warnings = [line for line in made.manifest.summary if line.startswith("warning")]
+    assert len(warnings) == is_warned
+    for name in ("byte_fallback", "character_coverage", setting, f"{single} of {size} pieces"):
+        assert not is_warned or name in warnings[0]
 
 
 def test_fewer_characters_are_the_most_frequent_ones(corpus: Artifact, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.example_evaluation import HOSTILE, MADE, NAMES, PROFILES, evaluation, history, sample
 
+from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.charts import SERIES_COLORS
 from pipeline.evaluation.history import History
@@ -17,7 +18,6 @@ from pipeline.evaluation.report import (
     averages_section,
     directions_section,
     evaluation_report,
-    further_section,
     mean_tables,
 )
 from pipeline.evaluation.scores import Evaluation
@@ -36,10 +36,16 @@ from pipeline.evaluation.tables import (
     row,
 )
 
+COVERS = "Covers the test lines of runs/x/clean; systems in runs/x."
+
 
 def report(system_name: str = "experts") -> Report:
     return evaluation_report(
-        evaluation(second=system_name), history(system_name), [sample(system_name)], made=MADE
+        evaluation(second=system_name),
+        history(system_name),
+        [sample(system_name)],
+        made=MADE,
+        covers=COVERS,
     )
 
 
@@ -53,6 +59,58 @@ def page(system_name: str = "experts") -> str:
 
 def main_tables(found: Evaluation) -> tuple[Table, ...]:
     return mean_tables(found, history("experts"), found.main_columns)
+
+
+def test_the_report_opens_with_a_verdict_what_it_covers_and_a_table_of_contents() -> None:
+    sections = {one.get("id"): one for one in body(page()).iter("section")}
+    first = next(iter(sections.values()))
+    assert [one.text and one.text.strip() for one in first.iter("li")] == [
+        "Best by mean chrF++: experts (Any → En 62.0, En → Any 33.0); "
+        "dense (Zero-shot 6.0, not decided).",
+        "Leads over all other systems, significant at 95 %: Any → En.",
+        COVERS,
+    ]
+    assert COVERS in markdown()
+    (contents,) = body(page()).iter("nav")
+    links = {(link.get("href"), link.text) for link in contents}
+    assert links == {(f"#{place}", one[0].text) for place, one in sections.items()}
+    assert len(links) > 8
+
+
+def test_a_report_of_many_directions_has_maps_and_sorted_differences_and_folds_long_tables() -> (
+    None
+):
+    """220 directions were two tables of 220 rows, with no picture."""
+    codes = [first + second for first in "bcdfghjklm" for second in "aeiouxyzvwt"]
+    ways = [Direction(code, "en") for code in codes] + [Direction("en", code) for code in codes]
+    profiles = tuple(
+        replace(PROFILES[0 if way.target == "en" else 3], direction=way, training_lines=lines)
+        for lines, way in enumerate(ways)
+    )
+    found, kinds = evaluation(), {"en": "de-en"}
+    systems = tuple(
+        replace(
+            one, directions={str(w): one.directions[kinds.get(w.target, "en-de")] for w in ways}
+        )
+        for one in found.systems
+    )
+    quality = {str(way): found.verdicts.directions["de-en"] for way in ways}
+    many = replace(
+        found,
+        directions=profiles,
+        systems=systems,
+        verdicts=replace(found.verdicts, directions=quality),
+        language_names={code: code for code in (*codes, "en")},
+    )
+    section = directions_section(many)
+    assert len(section.figures) == 4  # map and differences of two types
+    assert section.figures[0].svg.count("<rect") == 3 * 110
+    # The most training lines come first; cells name system, direction and value.
+    assert section.figures[0].svg.index(f"{codes[-1]}-en") < section.figures[0].svg.index("ba-en")
+    assert "<title>dense, ba-en: 60</title>" in section.figures[0].svg
+    text = render_html(evaluation_report(many, History(), made=MADE, covers=COVERS))
+    folded = [one for one in body(text).iter("details") if one[0].text]
+    assert [one[0].text for one in folded] == ["BLEU, 220 rows", "chrF++, 220 rows"]
 
 
 # Tables
@@ -87,9 +145,10 @@ def test_no_table_is_wider_than_twelve_columns_and_no_cell_is_lost(width: int) -
 
 
 def test_accuracy_has_the_columns_and_counts_of_the_directions_it_was_measured_in() -> None:
-    section = further_section(evaluation(), history("experts"))
-    assert len(section.tables) == 2
-    for table in section.tables:
+    found = averages_section(evaluation(), history("experts")).tables
+    tables = [table for table in found if table.title.startswith("langdetect")]
+    assert len(tables) == 2
+    for table in tables:
         assert [(one.title, one.note) for one in table.headings[2:]] == [
             ("Any → En", "1 direction"),
             ("En → Any", "2 directions"),
@@ -244,7 +303,7 @@ def test_text_from_outside_reaches_the_report_as_text() -> None:
     assert samples == {HOSTILE, "réf", "(empty)", "x"}
     assert "<" not in text
     bullets = [line.strip()[2:] for line in text.split("\n") if line.strip().startswith("- ")]
-    assert f"{name}: 3 translations are empty." in map(shown, bullets[:1])
+    assert f"{name}: 3 translations are empty." in map(shown, bullets)
 
 
 @given(st.text(max_size=40))
@@ -297,7 +356,7 @@ def test_the_page_is_well_formed_and_shows_every_direction() -> None:
 def test_the_page_loads_nothing_and_runs_nothing() -> None:
     text = page()
     assert not re.search(r"<(script|link|img|iframe|object|embed|base|form)\b", text)
-    assert not re.search(r"(src|href|srcset|action)\s*=|url\(|@import|https?:", text)
+    assert not re.search(r"(src|href(?!=\"#)|srcset|action)\s*=|url\(|@import|https?:", text)
     attributes = {name for element in body(text).iter() for name in element.attrib}
     assert not [name for name in attributes if name.startswith("on")]
 
@@ -333,9 +392,11 @@ def test_samples_are_text_with_its_own_direction() -> None:
 def test_a_page_without_history_or_language_accuracy_leaves_those_sections_out() -> None:
     found = evaluation()
     bare = replace(found, columns=found.main_columns, undetectable={}, warnings=())
-    text = render_html(evaluation_report(bare, History(), made=MADE))
+    text = render_html(evaluation_report(bare, History(), made=MADE, covers=COVERS))
     titles = [element.text for element in body(text).iter("h2")]
-    assert titles == [*("Overview", "Average scores", "Scores by direction", "Notes", "Signatures")]
+    assert titles == [
+        *("Verdict", "Overview", "Average scores", "Scores by direction", "Notes", "Signatures")
+    ]
 
 
 def test_the_overview_has_bars_with_intervals_of_every_main_score_and_type() -> None:

@@ -39,13 +39,13 @@ def test_the_pages_requests_to_its_server_get_the_answers_that_it_shows(
     assert (program, command, *arguments[-2:]) == ("mmnmt", "serve", "--port", "8080")
     runs = tmp_path / "runs" / "demo"
     runs.mkdir(parents=True)
-    for name in ("mmnmt", "dense_longer"):
+    for name in ("moe", "dense_longer"):
         make_model(runs / name)
     monkeypatch.chdir(tmp_path)
     question = {"q": "3 hours ago", "target": "de"}
     fields: list[dict[str, Any]] = [{"source": "en"}, {"source": "auto", "alternatives": 2}]
     with serving(*arguments[:-2]) as (served, _):
-        assert served.ask("/frontend/settings").json()["systems"] == ["mmnmt", "dense"]
+        assert served.ask("/frontend/settings").json()["systems"] == ["moe", "dense"]
         for request, line, others in zip(requests, shown, fields, strict=True):
             asked = shlex.split(request.replace("http://127.0.0.1:8080", served.address))
             environment = {**os.environ, "no_proxy": "*"}

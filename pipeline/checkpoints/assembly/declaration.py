@@ -29,8 +29,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.manifest import read_manifest
+from pipeline.artifacts.artifact import Artifact, finished_manifest, open_artifact
 from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import (
     TokenizerFiles,
@@ -284,8 +283,8 @@ def _with_new_languages(
 
 def _open_vocabulary(path: Path) -> Artifact:
     """Open an artifact that contains a tokenizer: a tokenizer, a checkpoint or shards."""
-    manifest = read_manifest(path) if path.is_dir() else None
-    if manifest is None or manifest.kind not in ("tokenizer", "checkpoint", "shards"):
+    manifest = finished_manifest(path, wanted="tokenizer")
+    if manifest.kind not in ("tokenizer", "checkpoint", "shards"):
         raise ArtifactError(
             f"{path} contains no tokenizer. Name a tokenizer artifact, or a checkpoint that has "
             "one."
