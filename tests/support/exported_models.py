@@ -40,7 +40,7 @@ def own_sentencepiece(
     size: int = 60,
     model_type: str = "unigram",
     normalization: str = "identity",
-    **settings: object,
+    **settings: Any,
 ) -> bytes:
     """A SentencePiece model as ``train_tokenizer`` makes it."""
     stream = io.BytesIO()
