@@ -2,6 +2,7 @@
 # make check — linters, types, the fast tests: what to run after every change.
 # make test — linters, types, all tests.
 # make test-cluster — jobs on a SLURM cluster that the tests start here; needs slurm-wlm, munge, root.
+# make test-extras — the extras at the lowest and the newest versions of pyproject.toml.
 # make pictures — the pictures of the documentation; needs graphviz, chromium and a finished demo.
 # make docs — the generated pages, and the documentation site in build/site.
 # PIP_ARGS is passed to pip, e.g. to point it at an index with CPU-only builds of torch.
@@ -14,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --durations 30
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo check test test-cluster test-faults lint docs pictures bench clean
+.PHONY: demo check test test-cluster test-extras test-faults lint docs pictures bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run demo
@@ -27,6 +28,27 @@ test: lint
 
 test-cluster: $(VENV)/installed-dev
 	$(PYTEST) -m cluster -rs tests/cluster
+
+# torch is the tested one. comet, which asks for numpy 1, would hold the newest others back. At last
+# transformers 5, which the extra excludes, loads the exports that it can compute.
+EXTRAS := analysis,dev,export,hub,monitors,mpi,parquet,serve,zstd
+test-extras:
+	mkdir -p build
+	grep ^torch== constraints.txt > build/newest.txt
+	tr '"' '\n' < pyproject.toml | sed -nE 's/^([A-Za-z0-9_-]+)(\[[a-z]+\])?>=([0-9.]+).*/\1==\3/p' \
+		| grep -vE '^(torch|setuptools)==' | cat - build/newest.txt > build/lowest.txt
+	$(MAKE) test-versions-lowest EXTRAS=$(EXTRAS),comet
+	$(MAKE) test-versions-newest
+	build/newest/bin/python -m pip install --upgrade $(PIP_ARGS) transformers
+	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -q \
+		tests/checkpoints/foreign/test_export_to_transformers.py
+
+test-versions-%:
+	$(PYTHON) -m venv --clear build/$*
+	build/$*/bin/python -m pip install --constraint build/$*.txt $(PIP_ARGS) --editable '.[$(EXTRAS)]'
+	OMP_NUM_THREADS=1 build/$*/bin/python -m pytest -q -m "not slow and not cluster" \
+		tests/analysis tests/checkpoints tests/data_prep/readers tests/evaluation/test_comet.py \
+		tests/serving tests/tasks tests/test_translate_text.py
 
 # Every case of the sweep of broken files, of which make test runs a sample.
 test-faults: $(VENV)/installed-dev

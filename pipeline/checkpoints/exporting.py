@@ -95,8 +95,8 @@ def export_checkpoint(
         else:
             layout = chosen_layout(entries)
             refuse_unknown_pieces(source.origin, entries, layout)
-            export_to_hugging_face.write_model(writer, source, layout)
-            text = card.text(layout.token_of, is_m2m100=layout.of_hundred)
+            tokenizer_class = export_to_hugging_face.write_model(writer, source, layout)
+            text = card.text(layout.token_of, tokenizer_class=tokenizer_class)
         (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
         writer.statistics["languages"] = len(source.spec.languages)
     return source

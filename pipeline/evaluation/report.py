@@ -506,6 +506,10 @@ def _maps(evaluation: Evaluation) -> Iterator[Figure]:
             yield Figure(chart, title)
 
 
+def _shown(text: str) -> str:
+    return "(empty)" if is_blank(text) else text.strip()
+
+
 def choose_samples(
     corpus: Artifact,
     systems: Mapping[str, Artifact],

@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.exported_models import (
     HUNDRED,
     own_checkpoint,
     own_sentencepiece,
+    own_tokenizer,
     tokenizer_of_two,
 )
 from support.foreign_families import nllb_folder
@@ -34,7 +36,8 @@ from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
 
-ARCHIVE = Path(__file__).parents[1] / "whole" / "stored_run.tar.gz"
+ROOT = Path(__file__).parents[2]
+ARCHIVE = ROOT / "tests" / "whole" / "stored_run.tar.gz"
 MOE = MoEConfig(num_experts=4, every=2)
 GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
 
@@ -457,15 +460,35 @@ def test_an_imported_model_has_its_own_tokens_in_ctranslate2(
     assert capsys.readouterr().out.strip()
 
 
+def test_a_card_names_the_versions_of_transformers_that_compute_its_model(tmp_path: Path) -> None:
+    """NLLB-MoE sets the limit of the extra; a dense model needs none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    (extra,) = (one for one in project["optional-dependencies"]["export"] if "transf" in one)
+    char = own_tokenizer(BEYOND, own_sentencepiece(model_type="char"))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"moe": MOE}, extra),
+        ({"moe": MOE, "languages": BEYOND}, extra),
+        ({}, extra.removesuffix(",<5")),
+        ({"languages": BEYOND}, extra.removesuffix(",<5")),
+        ({"languages": BEYOND, "tokenizer": char}, extra),  # without tokenizer.json
+    ]
+    for number, (settings, expected) in enumerate(cases):
+        source, out = own_checkpoint(tmp_path / f"{number}", **settings), tmp_path / f"out{number}"
+        to: Format = "hf-nllb-moe" if "moe" in settings else "hf-m2m100"
+        export_checkpoint(source.origin, out_dir=out, export=Export(to=to))
+        assert f'pip install "{expected}"\n' in (out / "README.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize("languages", [HUNDRED, BEYOND])
-@pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])
+@pytest.mark.parametrize("to", FORMATS)
 def test_the_lines_that_a_card_gives_load_the_model(
     to: Format, languages: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = own_checkpoint(tmp_path / "checkpoint", languages=languages)
+    moe = MOE if to == "hf-nllb-moe" else None
+    source = own_checkpoint(tmp_path / "checkpoint", languages=languages, moe=moe)
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to=to))
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     code = card.split("```python\n")[1].split("```")[0]
     out = str(tmp_path / "out")
-    exec(code.replace('"DIR', f'"{out}').replace("(DIR", f'("{out}"'), {"DIR": out})
+    exec(code.replace('"DIR', f'"{out}'))
     assert capsys.readouterr().out.strip()

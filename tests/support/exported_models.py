@@ -7,8 +7,8 @@ from typing import Any
 
 import sentencepiece
 import torch
-from transformers import AutoTokenizer, M2M100Tokenizer, NllbTokenizer
-from transformers.utils.import_utils import is_protobuf_available
+import transformers
+from transformers import AutoTokenizer, M2M100Tokenizer, NllbTokenizer, NllbTokenizerFast
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
@@ -30,12 +30,17 @@ SPREAD = 2.2
 """With less of it few of these small models tell sentences apart."""
 
 
-HAS_PROTOBUF = is_protobuf_available()
-"""With it, transformers makes a fast tokenizer of SentencePiece's files."""
+TRANSFORMERS_5 = not transformers.__version__.startswith("4.")
+"""It computes NLLB-MoE wrongly and reads unigram vocabularies by NllbTokenizer as characters."""
 
 
 def own_sentencepiece(
-    lines: Sequence[str] = tuple(LINES * 20), *, size: int = 60, model_type: str = "unigram"
+    lines: Sequence[str] = tuple(LINES * 20),
+    *,
+    size: int = 60,
+    model_type: str = "unigram",
+    normalization: str = "identity",
+    **settings: Any,
 ) -> bytes:
     """A SentencePiece model as ``train_tokenizer`` makes it."""
     stream = io.BytesIO()
@@ -45,7 +50,7 @@ def own_sentencepiece(
         model_type=model_type,
         vocab_size=size,
         character_coverage=1.0,
-        normalization_rule_name="identity",
+        normalization_rule_name=normalization,
         hard_vocab_limit=False,
         pad_id=SPECIALS["pad"],
         bos_id=SPECIALS["bos"],
@@ -53,6 +58,7 @@ def own_sentencepiece(
         unk_id=SPECIALS["unk"],
         num_threads=1,
         minloglevel=2,
+        **settings,
     )
     return stream.getvalue()
 
@@ -143,24 +149,31 @@ def spread_values(model: Transformer, *, eos_id: int, seed: int = 1) -> Transfor
 
 
 def automatic_tokenizer(folder: Path, **options: Any) -> Any:
-    """Return the tokenizer that transformers chooses for a folder."""
+    """Return the tokenizer that transformers chooses for a folder; it converts none itself."""
     kind: Any = AutoTokenizer
-    return kind.from_pretrained(folder, use_fast=HAS_PROTOBUF, **options)
+    return kind.from_pretrained(folder, use_fast=(folder / "tokenizer.json").exists(), **options)
 
 
 def named_tokenizer(folder: Path, *, english: str, german: str) -> tuple[Any, int]:
-    """Load an export's tokenizer by names of languages; return it and the id of German.
+    """Load an export's tokenizer as its card says; return it and the id of German.
 
-    The names are M2M-100's, ``en``, or NLLB's, ``eng_Latn``, which decide its class.
+    The names of languages are M2M-100's, ``en``, or NLLB's, ``eng_Latn``, which decide its class.
     """
-    kind: Any = NllbTokenizer if "_" in english else M2M100Tokenizer
-    tokenizer = kind.from_pretrained(folder, src_lang=english, tgt_lang=german)
-    find = tokenizer.convert_tokens_to_ids if "_" in english else tokenizer.get_lang_id
+    is_nllb = "_" in english
+    options: dict[str, Any] = {"src_lang": english, "tgt_lang": german}
+    fast: Any = NllbTokenizerFast
+    slow: Any = NllbTokenizer if is_nllb else M2M100Tokenizer
+    if is_nllb:
+        tokenizer = fast(tokenizer_file=str(folder / "tokenizer.json"), **options)
+    else:
+        tokenizer = slow.from_pretrained(folder, **options)
+    find = tokenizer.convert_tokens_to_ids if is_nllb else tokenizer.get_lang_id
     source, target = find(english), find(german)
     assert tokenizer.unk_token_id not in (source, target)
     assert tokenizer(LINES[0])["input_ids"][0] == source
     assert tokenizer(text_target=LINES[0])["input_ids"][0] == target
-    automatic = automatic_tokenizer(folder, src_lang=english, tgt_lang=german)
-    for line in LINES:
-        assert automatic(line)["input_ids"] == tokenizer(line)["input_ids"]
+    kinds: list[Any] = [] if is_nllb and TRANSFORMERS_5 else [AutoTokenizer, slow]
+    for other in [kind.from_pretrained(folder, **options) for kind in kinds]:
+        for line in LINES:
+            assert other(line)["input_ids"] == tokenizer(line)["input_ids"]
     return tokenizer, target

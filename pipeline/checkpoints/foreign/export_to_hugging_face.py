@@ -6,8 +6,9 @@ text are ours, renumbered by a :class:`Layout`; if a text contains a special or 
 theirs read the token and ours read text.
 """
 
+import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import piece_field
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
+    FAST_TOKENIZER_FILE,
     SENTENCEPIECE_FILE,
+    SENTENCEPIECE_SPECIALS,
     SPECIAL_TOKENS_FILE,
     SPECIALS,
     TOKENIZER_CONFIG_FILE,
@@ -41,12 +44,14 @@ METADATA = {"format": "pt"}
 """Metadata of safetensors as ``save_pretrained`` writes it; transformers asks for it."""
 LONGEST_OUTPUT = 200
 """Default limit of a translation in tokens, as in the published M2M-100."""
-_PIECES_KEY = 0x0A
-"""Key of the field of pieces in a SentencePiece model: number 1, with a length."""
+_PIECES = 1
+"""Number of the field of pieces in a SentencePiece model."""
+_KEPT_WHOLE = 4
+"""Type of a user-defined piece."""
 
 
-def write_model(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> None:
-    """Write configuration, weights and tokenizer files of a model.
+def write_model(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> str:
+    """Write configuration, weights and tokenizer files; return the tokenizer's class.
 
     Raises:
         CheckpointError: The format has no name for a tensor; before any is read.
@@ -59,7 +64,7 @@ def write_model(writer: ArtifactWriter, source: ModelSource, layout: Layout) -> 
     _write_tensors(writer, foreign_tensors(source, layout))
     assert source.tokenizer.model is not None
     model = with_any_rule(source.tokenizer.model)
-    write_vocabulary(directory, model, layout, max_length=spec.model.max_positions)
+    return write_vocabulary(directory, model, layout, max_length=spec.model.max_positions)
 
 
 def model_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
@@ -161,8 +166,15 @@ def _write_tensors(writer: ArtifactWriter, tensors: Iterator[tuple[str, Tensor]]
         writer.settled[path.rename(directory / name)] = record
 
 
-def write_vocabulary(directory: Path, model: bytes, layout: Layout, *, max_length: int) -> None:
-    """Write the tokenizer files of a layout; ``model`` is our SentencePiece model."""
+def write_vocabulary(directory: Path, model: bytes, layout: Layout, *, max_length: int) -> str:
+    """Write the tokenizer files of a layout; ``model`` is our SentencePiece model.
+
+    Returns:
+        The class that reads them. ``NllbTokenizer`` of transformers 5 makes a BPE tokenizer of any
+        model; ``NllbTokenizerFast`` takes ``tokenizer.json`` as it is.
+    """
+    settings = _class_settings(layout)
+    chosen: str = settings["tokenizer_class"]
     if layout.of_hundred:
         names = [*SPECIALS.values(), *layout.pieces]
         vocabulary = {name: index for index, name in enumerate(names)}
@@ -170,14 +182,21 @@ def write_vocabulary(directory: Path, model: bytes, layout: Layout, *, max_lengt
         (directory / VOCABULARY_FILE).write_text(text + "\n", encoding="utf-8")
     else:
         model = with_pieces(model, layout.pieces)
+        if found := fast_tokenizer(model):
+            tokens = _added_tokens(layout)["added_tokens_decoder"].items()
+            found["added_tokens"] = [{"id": int(index), **token} for index, token in tokens]
+            text = json.dumps(found, ensure_ascii=False) + "\n"
+            (directory / FAST_TOKENIZER_FILE).write_text(text, encoding="utf-8")
+            chosen += "Fast"
     (directory / SENTENCEPIECE_FILE).write_bytes(model)
     specials = {f"{name}_token": token for name, token in SPECIALS.items()}
     specials |= {"sep_token": "</s>"}
-    tokens = {"additional_special_tokens": list(layout.language_tokens)}
-    config = specials | tokens | _added_tokens(layout) | _class_settings(layout)
+    listed = {"additional_special_tokens": list(layout.language_tokens)}
+    config = specials | listed | _added_tokens(layout) | settings
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": max_length}
     (directory / TOKENIZER_CONFIG_FILE).write_text(to_json(config), encoding="utf-8")
-    (directory / SPECIAL_TOKENS_FILE).write_text(to_json(specials | tokens), encoding="utf-8")
+    (directory / SPECIAL_TOKENS_FILE).write_text(to_json(specials | listed), encoding="utf-8")
+    return chosen
 
 
 def _class_settings(layout: Layout) -> dict[str, Any]:
@@ -220,24 +239,94 @@ def with_pieces(model: bytes, pieces: Sequence[str]) -> bytes:
     """
     processor = SentencePieceProcessor(model_proto=model)
     fields = list(_fields(model))
-    stored = [field for field in fields if field[0] == _PIECES_KEY]
+    stored = [whole for number, _, whole in fields if number == _PIECES]
     chosen = [
         stored[processor.unk_id()],
         piece_field("<s>", control=True),
         piece_field("</s>", control=True),
         *(stored[processor.piece_to_id(piece)] for piece in pieces),
     ]
-    return b"".join([*chosen, *(field for field in fields if field[0] != _PIECES_KEY)])
+    return b"".join([*chosen, *(whole for number, _, whole in fields if number != _PIECES)])
 
 
-def _fields(message: bytes) -> Iterator[bytes]:
-    """Yield each field with its key; all fields of a model are messages, stored with a length."""
+def fast_tokenizer(model: bytes) -> dict[str, Any] | None:
+    """Return the ``tokenizer.json`` of a model of :func:`with_pieces`, without added tokens.
+
+    The tokenizers library splits text by it as SentencePiece does. It has no counterpart of models
+    of words or characters, nor of pieces that are always kept whole: None.
+    """
+    processor = SentencePieceProcessor(model_proto=model)
+    ids, first = range(processor.get_piece_size()), len(SENTENCEPIECE_SPECIALS)
+    pieces = [(processor.id_to_piece(index), processor.get_score(index)) for index in ids[first:]]
+    # Fields 2 and 3 are TrainerSpec and NormalizerSpec of the .proto file, which has the defaults.
+    parts = _values(model)
+    trainer, normalizer = _values(parts.get(2, b"")), _values(parts.get(3, b""))
+    model_type = {1: "Unigram", 2: "BPE"}.get(trainer.get(3, 1))
+    kinds = (_values(value).get(3, 1) for number, value, _ in _fields(model) if number == _PIECES)
+    if model_type is None or _KEPT_WHOLE in kinds:
+        return None
+    vocabulary = [*((token, 0.0) for token in SPECIALS.values()), *pieces]
+    content: dict[str, Any] = {"byte_fallback": any(map(processor.is_byte, ids))}
+    if model_type == "Unigram":
+        content |= {"unk_id": [*SPECIALS].index("unk"), "vocab": vocabulary}
+    else:
+        content |= {"unk_token": SPECIALS["unk"], "fuse_unk": True}
+        content |= {"vocab": {token: index for index, (token, _) in enumerate(vocabulary)}}
+        content |= {"merges": _merges(dict(pieces))}
+    normalizers: list[dict[str, Any]] = []
+    if table := normalizer.get(2):
+        encoded = base64.b64encode(table).decode("ascii")
+        # As of tokenizers 0.22, Precompiled drops a mark after a letter and another mark.
+        normalizers += [{"type": "NFC"}, {"type": "Precompiled", "precompiled_charsmap": encoded}]
+    replaced = {r"\A +| +\z": "", " {2,}": " "} if normalizer.get(4, 1) else {}  # outer, repeated
+    if add_dummy_prefix := normalizer.get(3, 1):
+        replaced[r"\A\u2581"] = "\u2581\u2581"  # Metaspace adds no prefix to it
+    for pattern, text in replaced.items():
+        normalizers.append({"type": "Replace", "pattern": {"Regex": pattern}, "content": text})
+    spaces = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "always" if add_dummy_prefix else "never",
+        "split": False,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": spaces,
+        "post_processor": None,  # NllbTokenizer sets its own
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, spaces]},
+        "model": {"type": model_type, **content},
+    }
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the pairs that become a piece, in SentencePiece's order: the best piece first."""
+    ranked = sorted(scores, key=lambda piece: -scores[piece])
+    splits = ((piece[:at], piece[at:]) for piece in ranked for at in range(1, len(piece)))
+    return [(left, right) for left, right in splits if left in scores and right in scores]
+
+
+def _values(message: bytes) -> dict[int, Any]:
+    """Return number → last value of the fields of a protocol buffer."""
+    return {number: value for number, value, _ in _fields(message)}
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any, bytes]]:
+    """Yield number, value and all bytes of each field of a protocol buffer."""
     start = 0
     while start < len(message):
-        _, position = _varint(message, start)
-        length, position = _varint(message, position)
-        yield message[start : position + length]
-        start = position + length
+        key, position = _varint(message, start)
+        match key & 7:
+            case 0:
+                value, end = _varint(message, position)
+                yield key >> 3, value, message[start:end]
+            case kind:
+                length, position = (4, position) if kind == 5 else _varint(message, position)
+                end = position + length
+                yield key >> 3, message[position:end], message[start:end]
+        start = end
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:

@@ -18,6 +18,11 @@ from pipeline.checkpoints.names import num_parameters
 from pipeline.languages import language
 from pipeline.model.spec import ModelSpec
 
+OLDEST_TRANSFORMERS = ">=4.50"
+BELOW_TRANSFORMERS_5 = ",<5"
+"""Limit of NLLB-MoE: ``NllbMoeSparseMLP`` of transformers 5.0 to 5.24 gives ``NllbMoeExperts`` a
+one-hot mask where it takes indices, so that each token goes to experts 0 and 1."""
+
 
 @dataclass(frozen=True)
 class Card:
@@ -34,12 +39,12 @@ class Card:
     scores: Artifact | None
     """The evaluation to quote."""
 
-    def text(self, tokens: Mapping[str, str], *, is_m2m100: bool = False) -> str:
+    def text(self, tokens: Mapping[str, str], *, tokenizer_class: str = "") -> str:
         """Return the whole file.
 
         Args:
             tokens: Code of a language → its token in the exported vocabulary.
-            is_m2m100: Whether the tokenizer is an ``M2M100Tokenizer``; else a ``NllbTokenizer``.
+            tokenizer_class: The class of transformers that reads the exported vocabulary.
         """
         lineage = Lineage()
         lineage.add(self.checkpoint, follow=lambda record: record.kind != "raw")
@@ -49,6 +54,7 @@ class Card:
         systems = {} if self.scores is None else self.scores.statistics.get("systems", {})
         own = [name for name in systems if self._is_own(name)]
         kind = "M2M100" if self.to == "hf-m2m100" else "NllbMoe"
+        only_4 = kind == "NllbMoe" or tokenizer_class == "NllbTokenizer"
         # The header is quoted as JSON because YAML reads ``no`` as a truth value.
         environment = Environment(
             loader=PackageLoader("pipeline.checkpoints.foreign", ""),
@@ -70,7 +76,9 @@ class Card:
             sentencepiece=MODEL_NAME,
             is_prefixed=self.spec.tag_scheme == "src-tgt",
             model_class=f"{kind}ForConditionalGeneration",
-            tokenizer_class="M2M100Tokenizer" if is_m2m100 else "NllbTokenizer",
+            tokenizer_class=tokenizer_class,
+            is_fast=tokenizer_class.endswith("Fast"),
+            versions=OLDEST_TRANSFORMERS + BELOW_TRANSFORMERS_5 * only_4,
             pairs=pairs,
             missing=sorted(lineage.missing),
             manifests=[artifact.manifest for artifact in artifacts],

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.exported_models import BEYOND, HUNDRED, named_tokenizer, own_checkpoint
+from support.exported_models import (
+    BEYOND,
+    HUNDRED,
+    TRANSFORMERS_5,
+    named_tokenizer,
+    own_checkpoint,
+)
 from support.foreign_models import (
     LINES,
     PAIRS,
@@ -85,6 +91,13 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Exported(source, found.eval(), loading, tokenizer, tag)
 
 
+@pytest.fixture
+def right_version(exported: Exported, request: pytest.FixtureRequest) -> None:
+    """Notice if a transformers 5 computes NLLB-MoE: cards and extras then need no limit."""
+    if TRANSFORMERS_5 and exported.source.spec.model.moe:
+        request.applymarker(pytest.mark.xfail(reason="NLLB-MoE of transformers 5", strict=True))
+
+
 def test_nothing_is_missing_when_it_is_loaded(exported: Exported) -> None:
     assert not exported.loading["missing_keys"]
     assert not exported.loading["unexpected_keys"]
@@ -112,6 +125,7 @@ def test_ids_become_the_text_they_are_here(exported: Exported) -> None:
         assert exported.tokenizer.decode(theirs, skip_special_tokens=True) == line
 
 
+@pytest.mark.usefixtures("right_version")
 def test_logits_are_ours(exported: Exported) -> None:
     source = exported.source
     found = our_logits(
@@ -128,6 +142,7 @@ def test_logits_are_ours(exported: Exported) -> None:
         )
 
 
+@pytest.mark.usefixtures("right_version")
 @pytest.mark.parametrize("beams", [1, 5])
 def test_translations_are_ours_token_for_token(beams: int, exported: Exported) -> None:
     source = exported.source

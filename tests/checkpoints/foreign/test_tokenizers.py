@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from support.bible_lines import bible_lines
+from support.exported_models import BEYOND as OTHER_LANGUAGES
 from support.exported_models import own_sentencepiece, own_tokenizer
 from support.foreign_families import VOCABULARY_FILE
 from support.foreign_models import SPECIALS, pieces_of, sentencepiece_model
@@ -112,6 +114,45 @@ def test_exported_ids_are_ours_on_5000_lines_in_all_scripts(
     for code in codes:
         index = theirs.convert_tokens_to_ids(layout.token_of[code])
         assert layout.rows[index] == built.language_token_id(code)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"normalization": "nmt_nfkc"},
+        {"model_type": "bpe", "normalization": "nmt_nfkc"},
+        {"model_type": "bpe", "byte_fallback": True},
+        {"byte_fallback": True, "add_dummy_prefix": False, "remove_extra_whitespaces": False},
+    ],
+    ids=str,
+)
+def test_exported_tokenizer_json_has_the_pieces_of_sentencepiece(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The tokenizers library reads it, of which transformers' fast tokenizers are made."""
+    model = own_sentencepiece(lines_of("valid", 4), size=1200, **settings)
+    ours = own_tokenizer(OTHER_LANGUAGES, model)
+    layout = chosen_layout(entries_of(ours, tmp_path))
+    assert write_vocabulary(tmp_path, model, layout, max_length=64) == "NllbTokenizerFast"
+    read: Any = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    built = ours.build()
+    for line in [*lines_of("test", 2), *ODD_LINES, "e\u0301 ＡＢ　Ｃ"]:
+        ids, expected = read.encode(line).ids, built.encode(line)
+        assert [layout.rows[index] for index in ids] == expected, line
+        assert built.unk_id in expected or read.decode(ids) == built.decode(expected), line
+    ids = read.encode("▁x a▁b").ids
+    assert [layout.rows[index] for index in ids] == built.encode("▁x a▁b")
+
+
+@pytest.mark.parametrize("settings", [{"model_type": "char"}, {"user_defined_symbols": ["the"]}])
+def test_a_vocabulary_beyond_the_tokenizers_library_has_no_tokenizer_json(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = own_sentencepiece(**settings)
+    layout = chosen_layout(entries_of(own_tokenizer(OTHER_LANGUAGES, model), tmp_path))
+    assert write_vocabulary(tmp_path, model, layout, max_length=64) == "NllbTokenizer"
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("kind", MAKERS)
