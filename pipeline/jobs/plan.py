@@ -406,13 +406,13 @@ class ResolvedPlan:
                     self._raw_digests[source, key] = by_name
                 digests |= self._raw_digests[source, key]
             else:
-                splits = splits_to_compare(_manifest(task.out_dir), key, wanted.splits)
+                splits = splits_to_compare(manifest_of(task.out_dir), key, wanted.splits)
                 artifact = open_artifact(self.path(source), kind=wanted.kind)
                 digests[key] = artifact.digest_of(splits)
         return digests
 
 
-def _manifest(out_dir: Path) -> Manifest | None:
+def manifest_of(out_dir: Path) -> Manifest | None:
     """Return the manifest of an artifact; None if there is none that can be read."""
     try:
         return read_manifest(out_dir)
@@ -432,7 +432,7 @@ def splits_to_compare(
 
 
 def _recorded_digests(out_dir: Path, key: str) -> dict[str, str]:
-    manifest = _manifest(out_dir)
+    manifest = manifest_of(out_dir)
     records = manifest.inputs if manifest else {}
     names = [name for name in records if name == key or name.startswith(f"{key}/")]
     return {name: records[name].digest for name in names} or {key: ""}
