@@ -257,11 +257,7 @@ def merge(
 ) -> dict[str, Any]:
     """Merge ``difference`` into ``base``, table by table; lists and values replace.
 
-    Args:
-        base: a document.
-        difference: what is laid over it.
-        values: dotted names of tables that are values.
-        table: dotted name of the table that the documents are.
+    Tables with a dotted name in ``values`` are values. The documents are the table ``table``.
     """
     merged = dict(base)
     for key, value in difference.items():

@@ -1,11 +1,10 @@
 """Compose, load and check recipes: all settings of a model and its training.
 
 A recipe is a TOML file. With a ``parent`` it states only what differs: sections are laid over
-sections, and a setting replaces a setting, also if its value is a table of names of the user's
-(``TABLES``). A name can be followed by overlays, for example ``bible24_moe+smoke``: each overlay is
-a recipe file without a parent, and its settings replace the settings before it. Paths, numbers of
-processes and machines are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``,
-``slurm/``).
+sections, and a setting replaces a setting, also a table of the user's names (``TABLES``). A name can
+be followed by overlays, for example ``bible24_moe+smoke``: each overlay is a recipe file without a
+parent, and its settings replace the settings before it. Paths, numbers of processes and machines
+are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -220,7 +219,7 @@ else:
 
 
 TABLES = frozenset(tables_of_names(Recipe))
-"""Settings whose value is a table, for example ``corpus.cldr.train_pairs``."""
+"""Settings that are a table of the user's names, for example ``corpus.cldr.train_pairs``."""
 
 
 def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Settings(BaseModel):
 
 
 def tables_of_names(settings: type[BaseModel], *, table: str = "") -> Iterator[str]:
-    """Yield the dotted names of settings whose value is a table of names of the user's."""
+    """Yield the dotted names of the settings that are a table of the user's names."""
     for name, setting in settings.model_fields.items():
         path = f"{table}.{name}".removeprefix(".")
         kinds = [setting.annotation]

@@ -142,13 +142,9 @@ def _that_run(task: Task, reasons: Mapping[str, str | None]) -> list[str]:
 def losses(resolved: ResolvedPlan, reasons: Mapping[str, str | None]) -> dict[str, str]:
     """Return training stage → why its training is useless, where that is certain by now.
 
-    The digest of an artifact covers its settings and inputs, so what is made with others differs
-    from what is there, and so does all that was made from that. Nobody knows before a stage has run
-    whether an artifact that is missing, or the lines of a split, will be as they were.
-
-    Args:
-        resolved: the plan.
-        reasons: its forecast.
+    The digest of an artifact covers its settings and inputs: with others it is another, and so are
+    the digests of all that was made from it. Nobody knows before a stage has run whether an
+    artifact that is missing, or the lines of a split, will be as they were.
 
     Raises:
         ArtifactError: the artifact or the state of a training stage cannot be read.

@@ -130,14 +130,8 @@ def _conclude(
 ) -> tuple[int, list[str]]:
     """Return the exit code of a stage, and the lines about the cause of its end.
 
-    Causes are the errors that ranks reported; else a rank that ended without a word before the
-    others were asked to; else what ranks say that were left.
-
-    Args:
-        codes: exit code of each rank.
-        first: ranks that ended before the others were asked to.
-        reports: folder of the reports of the ranks.
-        is_asked: whether the stage was asked to stop.
+    Causes are the errors that ranks reported; else a rank that ended without a word among the
+    ``first``, before the others were asked to; else the words of ranks that were left.
     """
     size = len(codes)
     ends = [end for end in read_ends(reports) if end.cause != TOLD_TO_END]

@@ -99,7 +99,7 @@ def check_rebuild(resolved: ResolvedPlan, names: Collection[str]) -> None:
 
 
 def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
-    """Check, before a stage runs, what is certain by now.
+    """Refuse, before a stage runs, every loss that is certain by now.
 
     Raises:
         ArtifactError: training would be thrown away, and that is not asked for; or a stage would
