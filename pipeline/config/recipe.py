@@ -1,10 +1,10 @@
 """Compose, load and check recipes: all settings of a model and its training.
 
 A recipe is a TOML file. With a ``parent`` it states only what differs: sections are laid over
-sections, and a setting replaces a setting, also a table of the user's names (``TABLES``). A name can
-be followed by overlays, for example ``bible24_moe+smoke``: each overlay is a recipe file without a
-parent, and its settings replace the settings before it. Paths, numbers of processes and machines
-are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
+sections, and a setting replaces a setting, also a table of the user's names (``TABLES``). A name
+can be followed by overlays, for example ``bible24_moe+smoke``: each overlay is a recipe file
+without a parent, and its settings replace the settings before it. Paths, numbers of processes and
+machines are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
