@@ -747,9 +747,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="stage's output")
     parser.add_argument("--patience", type=float, default=PATIENCE_SECONDS, help="longest wait")
     options = parser.parse_args(argv)
-    prepare_process()
-    # torch's C++ code reports every time-out, too, with a stack; the lines below say what it means.
+    # torch's C++ code reports every time-out, too; the lines below say what it means.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    prepare_process()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others
     folder = os.environ.get(REPORTS)
     report = EndReport(Path(folder), describe=_describe) if folder else None

@@ -157,6 +157,8 @@ def prepare_process() -> None:
     that one arrow does not lose a whole table. Call this before torch is imported: libgomp reads
     its variables when torch loads it.
     """
+    # A rank that another one left warns with 40 C++ frames, in front of the line that says why.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

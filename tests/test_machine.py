@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +147,39 @@ def test_the_peak_of_a_block_is_what_it_holds_at_once_and_no_earlier_one() -> No
     within, after = map(int, told.stdout.split())
     assert 199 * 2**20 <= within < 230 * 2**20
     assert after < 20 * 2**20
+
+
+LEFT = """
+import os, subprocess, sys
+from pipeline.machine import prepare_process
+prepare_process()
+from torch.distributed import TCPStore
+if len(sys.argv) > 2:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    print(store.port, flush=True)
+    input()
+    os._exit(2)
+command = [sys.executable, *sys.argv, "server"]
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+with subprocess.Popen(command, **pipes) as server:
+    store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+    server.communicate("\\n")
+try:
+    for _ in range(5):
+        store.add("a", 1) if sys.argv[1] == "add" else store.set("a", "1")
+except RuntimeError:
+    print("left")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["add", "set"])
+def test_a_rank_that_another_one_left_prints_no_stack_of_native_code(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    path = tmp_path / "left.py"
+    path.write_text(LEFT)
+    command = [sys.executable, str(path), call]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left\n", "")

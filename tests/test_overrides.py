@@ -11,9 +11,11 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import read_manifest
+from pipeline.config.documents import toml_lines
 from pipeline.config.overrides import override_texts, parse_overrides, without_stated
 from pipeline.config.recipe import load_recipe, setting_origins
 from pipeline.errors import ConfigError
+from pipeline.jobs.plan import load_plan, resolve_plan
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,70 @@ def test_what_a_document_states_is_taken_out() -> None:
     overrides = {"training": {"updates": 3, "seed": 2}, "corpus": {"source": "tmx"}}
     document = {"training": {"updates": 20}, "corpus": {"source": "hub"}, "model": {"width": 8}}
     assert without_stated(overrides, document) == {"training": {"seed": 2}}
+
+
+PARENT = """
+[corpus]
+source = "cldr"
+[corpus.cldr]
+valid_phrases = 7
+train_pairs = { de = 100, fr = 100, it = 100 }
+[evaluation.language_sets]
+near = ["de", "nl"]
+far = ["ja"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "texts", "wanted"),
+    [
+        ("corpus.cldr.train_pairs", ["={ de = 5, ru = 6 }"], {"de": 5, "ru": 6}),
+        ("corpus.cldr.train_pairs", [".de=5", ".ru=6"], {"de": 5, "ru": 6}),
+        ("corpus.cldr.train_pairs", ["={}"], {}),
+        ("evaluation.language_sets", ["={ far = ['zh'] }"], {"far": ["zh"]}),
+    ],
+)
+def test_a_table_of_names_replaces_that_of_a_parent_whole(
+    tmp_path: Path, table: str, texts: list[str], wanted: dict[str, Any]
+) -> None:
+    overrides = parse_overrides([f"{table}{text}" for text in texts])
+    stated = "\n".join(toml_lines(overrides))
+    files = {"parent": PARENT, "over": stated, "child": f'parent = "parent.toml"\n{stated}'}
+    for name, text in files.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    parent, over, child = (str(tmp_path / f"{name}.toml") for name in files)
+    section, *names = table.split(".")
+    for recipe, laid_over in ((child, {}), (f"{parent}+{over}", {}), (parent, overrides)):
+        resolved = load_recipe(recipe, laid_over).model_dump(mode="json")
+        assert resolved["corpus"]["cldr"]["valid_phrases"] == 7
+        found = resolved[section]
+        for name in names:
+            found = found[name]
+        assert found == wanted
+
+
+def test_a_table_of_names_of_a_plan_gives_way_whole_in_the_order_of_its_layers(
+    tmp_path: Path,
+) -> None:
+    def pairs(plan: str, overlay: str = "", **overrides: int) -> dict[str, int]:
+        (tmp_path / "plan.toml").write_text(plan)
+        laid = {"corpus": {"cldr": {"train_pairs": overrides}}} if overrides else {}
+        loaded = load_plan(str(tmp_path / "plan.toml"))
+        (task,) = resolve_plan(loaded, overlay=overlay, overrides=laid).tasks
+        sent = parse_overrides([*override_texts(task.overrides)])  # as the stage reads them
+        found = load_recipe(task.recipe, sent).corpus.cldr.train_pairs
+        assert task.config["corpus"]["cldr"]["train_pairs"] == found
+        return dict(found)
+
+    (tmp_path / "parent.toml").write_text(PARENT)
+    over = tmp_path / "over.toml"
+    over.write_text("[corpus.cldr]\ntrain_pairs = { uk = 4 }\n")
+    plan = '[defaults]\nrecipe = "parent.toml"\nset.corpus.cldr.train_pairs = { de = 1, es = 1 }\n'
+    plan += '[stages.corpus]\nrun = "import_corpus"\n'
+    assert pairs(plan) == {"de": 1, "es": 1}
+    assert pairs(plan + "set.corpus.cldr.train_pairs = { es = 2 }\n") == {"es": 2}
+    assert pairs(plan, str(over)) == {"uk": 4}
+    assert pairs(plan, str(over), ru=3) == {"ru": 3}
 
 
 def test_describe_shows_the_settings_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,6 +267,8 @@ class ArtifactWriter:
     summary: list[str] = field(default_factory=list)
     settled: dict[Path, FileRecord] = field(default_factory=dict)
     """Files that are on disk and hashed already, with their records."""
+    notes: set[str] = field(default_factory=set)
+    """Names of files that tell of the run, its time and place: no part of the identity."""
 
     def path(self, name: str) -> Path:
         """Return the path for a new file and make its parent folders below the working folder.
@@ -490,7 +492,10 @@ def seal_artifact(
         ),
         config=dict(config),
         inputs=dict(inputs),
-        files=dict(sorted(files.items())),
+        files={
+            name: record.model_copy(update={"is_note": True}) if name in writer.notes else record
+            for name, record in sorted(files.items())
+        },
         statistics=writer.statistics,
         run=run,
         summary=tuple(writer.summary),

@@ -71,6 +71,8 @@ class FileRecord(_Frozen):
     size: int
     sha256: str = ""
     chunks: tuple[str, ...] | None = None
+    is_note: bool = False
+    """Whether the file tells of the run, its time and place, and is no part of the identity."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
@@ -81,8 +83,9 @@ class FileRecord(_Frozen):
     @model_serializer(mode="wrap")
     def _as_read(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the form that was read: digests of artifacts stay as they are."""
-        left_out = "chunks" if self.chunks is None else "sha256"
-        return {name: value for name, value in handler(self).items() if name != left_out}
+        left_out = {"chunks" if self.chunks is None else "sha256"}
+        left_out |= set() if self.is_note else {"is_note"}
+        return {name: value for name, value in handler(self).items() if name not in left_out}
 
 
 class InputRecord(_Frozen):
@@ -119,13 +122,20 @@ class Manifest(_Frozen):
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the artifact's identity, which leaves out time and place."""
+        """Return the SHA-256 of the artifact's identity, which leaves out time and place.
+
+        Files that earlier versions did not mark as notes count: the digests of their runs stay.
+        """
         identity = {
             "kind": self.kind,
             "format_version": self.format_version,
             "config": self.config,
             "inputs": {name: record.digest for name, record in self.inputs.items()},
-            "files": {name: record.model_dump() for name, record in self.files.items()},
+            "files": {
+                name: record.model_dump()
+                for name, record in self.files.items()
+                if not record.is_note
+            },
         }
         return json_digest(identity)
 

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from datetime import date, time
 from functools import cache
@@ -248,13 +248,23 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def merge(base: dict[str, Any], difference: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``difference`` into ``base``, table by table; lists and values replace."""
+def merge(
+    base: dict[str, Any],
+    difference: Mapping[str, Any],
+    *,
+    values: Collection[str] = (),
+    table: str = "",
+) -> dict[str, Any]:
+    """Merge ``difference`` into ``base``, table by table; lists and values replace.
+
+    Tables with a dotted name in ``values`` are values. The documents are the table ``table``.
+    """
     merged = dict(base)
     for key, value in difference.items():
-        old = merged.get(key)
-        both_tables = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
+        old, name = merged.get(key), f"{table}.{key}".removeprefix(".")
+        if isinstance(old, dict) and isinstance(value, dict) and name not in values:
+            value = merge(old, value, values=values, table=name)
+        merged[key] = value
     return merged
 
 

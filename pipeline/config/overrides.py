@@ -7,7 +7,7 @@ parent, recipe and overlays, and checks the result.
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.config.documents import MAX_TOML_DOTS, check_depth, merge, toml_key, toml_value
@@ -46,13 +46,20 @@ def override_texts(overrides: Mapping[str, Any]) -> Iterator[str]:
         yield f"{path}={toml_value(value)}"
 
 
-def without_stated(overrides: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides without the settings that a document states."""
+def without_stated(
+    overrides: Mapping[str, Any],
+    document: Mapping[str, Any],
+    *,
+    values: Collection[str] = (),
+    table: str = "",
+) -> dict[str, Any]:
+    """Return overrides without the settings that a document states; see ``documents.merge``."""
     left: dict[str, Any] = {}
     for key, value in overrides.items():
-        stated = document.get(key)
-        if isinstance(value, Mapping) and isinstance(stated, Mapping):
-            left[key] = without_stated(value, stated)
+        stated, name = document.get(key), f"{table}.{key}".removeprefix(".")
+        both_tables = isinstance(value, Mapping) and isinstance(stated, Mapping)
+        if both_tables and name not in values:
+            left[key] = without_stated(value, stated, values=values, table=name)
         elif stated is None:
             left[key] = value
     return {key: value for key, value in left.items() if value != {}}

@@ -1,9 +1,10 @@
 """Compose, load and check recipes: all settings of a model and its training.
 
-A recipe is a TOML file. With a ``parent`` it states only what differs. A name can be followed by
-overlays, for example ``bible24_moe+smoke``: each overlay is a recipe file without a parent, and its
-settings replace the settings before it. Paths, numbers of processes and machines are not settings
-of a recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
+A recipe is a TOML file. With a ``parent`` it states only what differs: sections are laid over
+sections, and a setting replaces a setting, also a table of the user's names (``TABLES``). A name
+can be followed by overlays, for example ``bible24_moe+smoke``: each overlay is a recipe file
+without a parent, and its settings replace the settings before it. Paths, numbers of processes and
+machines are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,13 @@ from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.overrides import leaf_settings, override_texts
-from pipeline.config.settings import EXTRA_TOKENS, Settings, describe_validation, shown
+from pipeline.config.settings import (
+    EXTRA_TOKENS,
+    Settings,
+    describe_validation,
+    shown,
+    tables_of_names,
+)
 from pipeline.decoding.settings import DecodingConfig, TextConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import EvaluationConfig
@@ -211,6 +218,10 @@ else:
     """The sections of the core and of the installed extensions."""
 
 
+TABLES = frozenset(tables_of_names(Recipe))
+"""Settings that are a table of the user's names, for example ``corpus.cldr.train_pairs``."""
+
+
 def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Select sections (``loss``) and single settings (``training.seed``) from a settings tree."""
     found: dict[str, Any] = {}
@@ -340,7 +351,7 @@ def _with_parents(
 
 def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``base``, changed by the settings of ``document``."""
-    return merge(_inherited(base, document), dict(document))
+    return merge(_inherited(base, document), document, values=TABLES)
 
 
 def _inherited(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:

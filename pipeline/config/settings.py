@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
@@ -52,6 +52,21 @@ class Settings(BaseModel):
                 f"{', '.join(others)} is gone, and had another result than today's. Leave it out"
             )
         return {name: value for name, value in values.items() if name not in cls.removed}
+
+
+def tables_of_names(settings: type[BaseModel], *, table: str = "") -> Iterator[str]:
+    """Yield the dotted names of the settings that are a table of the user's names."""
+    for name, setting in settings.model_fields.items():
+        path = f"{table}.{name}".removeprefix(".")
+        kinds = [setting.annotation]
+        while kinds:
+            kind = kinds.pop()
+            if get_origin(kind) is dict:
+                yield path
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from tables_of_names(kind, table=path)
+            elif get_origin(kind) in (Annotated, Union, UnionType):
+                kinds += get_args(kind)
 
 
 # ---------------------------------------------------------------- ranges

@@ -12,7 +12,8 @@ A training stage resumes from its newest state if that is a state of the same tr
 (``artifacts/run_folders.py``), also for more updates. Otherwise, or if a finished model was
 trained differently, days of training may be lost: ``mmnmt run`` refuses without ``--rebuild``, and
 the command of a stage refuses without ``--overwrite``. Earlier training is then set aside, not
-deleted.
+deleted. A plan refuses as soon as the loss is certain (``losses``), before it builds anything in
+vain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_t
 from pipeline.artifacts.shards import with_equal_limit
 from pipeline.config.recorded import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
-from pipeline.jobs.plan import ResolvedPlan, Task
+from pipeline.jobs.plan import ResolvedPlan, Task, manifest_of
 from pipeline.stage import Stage, StageCall
 from pipeline.terminal import JsonLines, an_artifact, counted
 
@@ -120,7 +121,7 @@ def forecast(resolved: ResolvedPlan) -> dict[str, str | None]:
     """
     reasons: dict[str, str | None] = {}
     for task in resolved.tasks:
-        causes = [name for name in task.planned.dependencies() if reasons.get(name) is not None]
+        causes = _that_run(task, reasons)
         missing = [other.name for other in resolved.left_out(task) if not other.is_made]
         if missing:
             reasons[task.name] = f"needs {missing[0]}, which is not made yet"
@@ -131,6 +132,50 @@ def forecast(resolved: ResolvedPlan) -> dict[str, str | None]:
         else:
             reasons[task.name] = reason_to_run(resolved, task)
     return reasons
+
+
+def _that_run(task: Task, reasons: Mapping[str, str | None]) -> list[str]:
+    """Return the stages that a task reads from and that will run."""
+    return [name for name in task.planned.dependencies() if reasons.get(name) is not None]
+
+
+def losses(resolved: ResolvedPlan, reasons: Mapping[str, str | None]) -> dict[str, str]:
+    """Return training stage → why its training is useless, where that is certain by now.
+
+    The digest of an artifact covers its settings and inputs: with others it is another, and so are
+    the digests of all that was made from it. Nobody knows before a stage has run whether an
+    artifact that is missing, or the lines of a split, will be as they were.
+
+    Raises:
+        ArtifactError: the artifact or the state of a training stage cannot be read.
+    """
+    changed: dict[str, str] = {}  # stage → the first change that gives it another digest
+    lost: dict[str, str] = {}
+    for task in resolved.tasks:
+        made = manifest_of(task.out_dir)
+        state = newest_state(run_dir(task.out_dir)) if task.stage.trains and made is None else None
+        records = made.inputs if made else state.manifest.inputs if state else {}
+        is_known = not _that_run(task, reasons) and all(o.is_made for o in resolved.left_out(task))
+        digests = {name: record.digest for name, record in records.items()}
+        digests = resolved.digests(task) if is_known else digests
+        cause = None
+        for key, source in task.planned.sources().items():
+            if source in changed and key in records and not records[key].splits:
+                read = manifest_of(resolved.path(source))
+                if read is not None and read.digest == records[key].digest:
+                    cause = changed[source]
+        if task.stage.trains:
+            own = why_lost(task, digests=digests) if records else None
+            if own or (cause and training_done(task)):
+                lost[task.name] = own or cause or ""
+        if cause is None and made is not None:
+            reason = why_not_done(
+                task.out_dir, stage=task.stage, config=task.config, digests=digests
+            )
+            cause = reason and f"stage {task.name} changes: {reason}"
+        if cause:
+            changed[task.name] = cause
+    return lost
 
 
 def training_done(task: Task | StageCall) -> str | None:

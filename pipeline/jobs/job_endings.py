@@ -283,7 +283,12 @@ def read_start(folder: Path) -> Start | None:
 
 def write_end(folder: Path, end: RankEnd) -> None:
     """Write the report of a rank; OSError if the folder cannot be written."""
-    _write(folder / f"rank-{end.rank}.json", end)
+    _write(folder / report_name(end.rank), end)
+
+
+def report_name(rank: int) -> str:
+    """Return the name of the file in which a rank reports its end."""
+    return f"rank-{rank}.json"
 
 
 def read_ends(folder: Path) -> list[RankEnd]:

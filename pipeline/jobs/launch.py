@@ -2,8 +2,9 @@
 
 Every child gets the variables of a world of its own on the loopback address and a session of its
 own: a terminal's Ctrl-C reaches it once, through the parent. On Linux, it dies with its parent even
-if that is killed outright. Stages report their errors in a temporary folder, and each
-is printed once, however many ranks met it.
+if that is killed outright. Stages report their ends in a temporary folder: from these and from who
+ended first follow the exit code and the line about the cause, which is printed once, however many
+ranks met it.
 """
 
 import ctypes
@@ -15,28 +16,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
 from pipeline.distributed.signals import ctrl_c_held_back, handled_by
 from pipeline.distributed.world import LOOPBACK, World, free_port
-from pipeline.errors import EXIT_RUN_AGAIN
-from pipeline.jobs.job_endings import REPORTS, causes_to_print, describe_exit, read_ends
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
+from pipeline.jobs.job_endings import (
+    REPORTS,
+    TOLD_TO_END,
+    describe_exit,
+    merged,
+    read_ends,
+    report_name,
+)
 from pipeline.machine import processes_here, visible_gpus
 
 GRACE_SECONDS = 15.0
 """Seconds between asking the surviving ranks to end and killing them."""
 
-LEAVING_SECONDS = 900.0
-"""Seconds after which ranks are killed that do not follow one that ended with "run me again"."""
+LEAVING_SECONDS = 60.0
+"""Seconds after which ranks are killed that do not follow one that ended with "run me again". They
+have nothing to do any more: all had met before it ended, or it was lost."""
 
 MAX_PROCESSES = 1024
 """Most processes on one machine; more is a typing mistake."""
 
-_STOPPED_BY_CTRL_C = (128 + signal.SIGINT, -signal.SIGINT)
+_STOPPED_BY_CTRL_C = 128 + signal.SIGINT
 _POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 0.25
+"""Seconds to wait for the rank that is the cause: it can end a moment after one that it left."""
 _PR_SET_PDEATHSIG = 1
 _FOLDER_PREFIX = "mmnmt-reports-"
 _SECONDS_TO_LOCK = 60.0
@@ -89,15 +100,15 @@ def launch(
 ) -> int:
     """Run ``python ARGUMENTS`` as ``processes`` ranks of one world and wait for them.
 
-    If one fails, the others are asked to end, and killed after ``grace_seconds``; if one ends since
-    all agreed to stop, the others are killed after ``leaving_seconds``. A signal to stop
-    is forwarded, and the children decide; a caller that wants to know of it passes ``requests``,
-    already entered. SIGINT stays pending in a child until that unblocks it, as the command line
-    does once it can handle it (``signals.let_ctrl_c_in``).
+    If one fails, or stops although no other was to, the others are asked to end, and killed after
+    ``grace_seconds``; if one ends since all agreed to stop, the others are killed after
+    ``leaving_seconds``. A signal to stop is forwarded, and the children decide; a caller that wants
+    to know of it passes ``requests``, already entered. SIGINT stays pending in a child until that
+    unblocks it, as the command line does once it can handle it (``signals.let_ctrl_c_in``).
 
     Returns:
-        0; EXIT_RUN_AGAIN if a child said so and none failed; else the code of the first child
-        that failed (128 + the signal that killed it).
+        0; EXIT_RUN_AGAIN if a child said so and none failed before; else the code of the child that
+        is the cause (128 + the signal that killed it).
     """
     children: list[subprocess.Popen[bytes]] = []
     port = free_port()
@@ -113,11 +124,16 @@ def launch(
                 with ctrl_c_held_back():  # until the child can handle SIGINT
                     children.append(_start(arguments, variables | world.environment()))
             asked.watch(children)
-            return _wait(children, grace_seconds=grace_seconds, leaving_seconds=leaving_seconds)
+            grace = (grace_seconds, leaving_seconds)
+            first = _wait(children, Path(reports), asked=asked, grace=grace)
         finally:
             asked.forget(children)
             _kill(children)
-            _print_causes(Path(reports), size=processes)
+        codes = [_exit_code(child) or 0 for child in children]
+        code, lines = _conclude(codes, first, Path(reports), is_asked=asked.received is not None)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+        return code
 
 
 @contextmanager
@@ -153,12 +169,40 @@ def _lock(folder: Path) -> int:
     return opened
 
 
-def _print_causes(reports: Path, *, size: int) -> None:
-    """Print the errors that ranks of a stage reported, without repetition."""
-    for cause in causes_to_print(read_ends(reports)):
-        if cause.end != "crashed":  # its traceback is printed already
-            text = cause.line(size=size, with_nodes=False)
-            print(f"mmnmt {cause.stage}: {text}", file=sys.stderr, flush=True)
+def _conclude(
+    codes: Sequence[int], first: Collection[int], reports: Path, *, is_asked: bool
+) -> tuple[int, list[str]]:
+    """Return the exit code of a stage, and the lines about the cause of its end.
+
+    Causes are the errors that ranks reported; else a rank that ended without a word among the
+    ``first``, before the others were asked to; else the words of ranks that were left.
+    """
+    size = len(codes)
+    ends = [end for end in read_ends(reports) if end.cause != TOLD_TO_END]
+    failed = [end for end in ends if end.end == "failed"]
+    crashed = [end for end in ends if end.end == "crashed"]
+    crashed.sort(key=lambda end: (reports / report_name(end.rank)).stat().st_mtime_ns)
+    again = [rank for rank in first if codes[rank] == EXIT_RUN_AGAIN]
+    silent = sorted(set(first) - {end.rank for end in ends} - {*again}, key=lambda r: not codes[r])
+    failures = [code for code in codes if code not in (0, EXIT_RUN_AGAIN)]
+    if failed or crashed:
+        causes = merged(failed or crashed[:1])
+        if not failed and size == 1:
+            causes = []  # its traceback is printed already
+        rank = (failed or crashed)[0].rank
+        code = codes[rank] if rank in first else EXIT_USER_ERROR if failed else 1
+    elif silent and failures and not (again and not codes[silent[0]]):
+        how = describe_exit(codes[silent[0]])
+        line = f"mmnmt: rank {silent[0]} of {size} ended with {how}: ending the others."
+        is_told = is_asked or codes[silent[0]] == _STOPPED_BY_CTRL_C or size == 1
+        return codes[silent[0]] or failures[0], [] if is_told else [line]
+    else:
+        lost = [end for end in ends if end.end == "lost" and (not again or end.rank in again)]
+        causes = [] if is_asked else merged(lost)  # rank 0 said that it stops
+        stops = again or (EXIT_RUN_AGAIN in codes and not failures)
+        code = EXIT_RUN_AGAIN if stops else (failures or [0])[0]
+    lines = (cause.line(size=size, with_nodes=False) for cause in causes)
+    return code, [f"mmnmt {cause.stage}: {line}" for cause, line in zip(causes, lines, strict=True)]
 
 
 def _processes_here(wanted: int) -> int:
@@ -194,48 +238,48 @@ def _die_with_parent() -> Callable[[], None]:
 
 
 def _wait(
-    children: list[subprocess.Popen[bytes]], *, grace_seconds: float, leaving_seconds: float
-) -> int:
-    """Wait for all children; a bounded time after the first that failed, or said "again"."""
-    failure, said_again, deadline = 0, False, float("inf")
+    children: list[subprocess.Popen[bytes]],
+    reports: Path,
+    *,
+    asked: StopRequests,
+    grace: tuple[float, float],
+) -> set[int]:
+    """Wait for all children; a bounded time after the first that failed, or that stops.
+
+    Return the ranks that ended before the others were asked to.
+    """
+    first: set[int] = set()
+    failed_deadline, leaving_deadline = float("inf"), float("inf")
     while any(child.poll() is None for child in children):
-        if not failure and (failure := _first_failure(children)):
-            deadline = min(deadline, time.monotonic() + grace_seconds)
-            _announce(children)
-            if failure != 128 + signal.SIGINT:  # Ctrl-C reached all, and rank 0 is to say so
+        found = {rank: _exit_code(child) for rank, child in enumerate(children)}
+        codes = {rank: code for rank, code in found.items() if code is not None}
+        failures = [code for code in codes.values() if code not in (0, EXIT_RUN_AGAIN)]
+        stops = [rank for rank, code in codes.items() if code == EXIT_RUN_AGAIN]
+        if stops:
+            leaving_deadline = min(leaving_deadline, time.monotonic() + grace[1])
+        left = stops and not first and asked.received is None and _stops_alone(stops, reports)
+        if not first and (failures or left):
+            time.sleep(_SETTLE_SECONDS)
+            first = {rank for rank, child in enumerate(children) if child.poll() is not None}
+            failed_deadline = time.monotonic() + grace[0]
+            if failures[:1] != [_STOPPED_BY_CTRL_C]:  # Ctrl-C reached all; rank 0 is to say so
                 _signal_all(children, signal.SIGTERM)
-        if not said_again and _said_again(children):
-            said_again, deadline = True, min(deadline, time.monotonic() + leaving_seconds)
-        if time.monotonic() > deadline:
+        if time.monotonic() > min(failed_deadline, leaving_deadline):
+            first = first or {*codes}
             _kill(children)
-            return failure or EXIT_RUN_AGAIN
         time.sleep(_POLL_SECONDS)
-    return failure or _first_failure(children) or (EXIT_RUN_AGAIN if _said_again(children) else 0)
+    return first or {*range(len(children))}
 
 
-def _said_again(children: list[subprocess.Popen[bytes]]) -> bool:
-    return any(child.returncode == EXIT_RUN_AGAIN for child in children)
+def _stops_alone(ranks: Sequence[int], reports: Path) -> bool:
+    """Return whether a rank that asks to be run again did not agree on it with the others."""
+    return any(end.end == "lost" and end.rank in ranks for end in read_ends(reports))
 
 
-def _first_failure(children: list[subprocess.Popen[bytes]]) -> int:
-    """Return the exit code of a child that failed, or 0; a signal counts as 128 + its number."""
-    for child in children:
-        code = child.poll()
-        if code not in (None, 0, EXIT_RUN_AGAIN):
-            assert code is not None
-            return code if code > 0 else 128 - code
-    return 0
-
-
-def _announce(children: list[subprocess.Popen[bytes]]) -> None:
-    for rank, child in enumerate(children):
-        if child.returncode in _STOPPED_BY_CTRL_C:
-            return  # as asked; rank 0 says so
-        if child.returncode not in (None, 0, EXIT_RUN_AGAIN) and len(children) > 1:
-            cause = describe_exit(child.returncode)
-            line = f"mmnmt: rank {rank} of {len(children)} ended with {cause}: ending the others."
-            print(line, file=sys.stderr, flush=True)
-            return
+def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a child that has ended; a signal counts as 128 + its number."""
+    code = child.poll()
+    return code if code is None or code >= 0 else 128 - code
 
 
 def _signal_all(children: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:

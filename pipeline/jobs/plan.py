@@ -73,7 +73,7 @@ from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.ds_config import AUTO
 from pipeline.config.overrides import without_stated
-from pipeline.config.recipe import load_recipe, read_overlay, recipe_layers
+from pipeline.config.recipe import TABLES, load_recipe, read_overlay, recipe_layers
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -406,13 +406,13 @@ class ResolvedPlan:
                     self._raw_digests[source, key] = by_name
                 digests |= self._raw_digests[source, key]
             else:
-                splits = splits_to_compare(_manifest(task.out_dir), key, wanted.splits)
+                splits = splits_to_compare(manifest_of(task.out_dir), key, wanted.splits)
                 artifact = open_artifact(self.path(source), kind=wanted.kind)
                 digests[key] = artifact.digest_of(splits)
         return digests
 
 
-def _manifest(out_dir: Path) -> Manifest | None:
+def manifest_of(out_dir: Path) -> Manifest | None:
     """Return the manifest of an artifact; None if there is none that can be read."""
     try:
         return read_manifest(out_dir)
@@ -432,7 +432,7 @@ def splits_to_compare(
 
 
 def _recorded_digests(out_dir: Path, key: str) -> dict[str, str]:
-    manifest = _manifest(out_dir)
+    manifest = manifest_of(out_dir)
     records = manifest.inputs if manifest else {}
     names = [name for name in records if name == key or name.startswith(f"{key}/")]
     return {name: records[name].digest for name in names} or {key: ""}
@@ -479,7 +479,7 @@ def resolve_plan(
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
     laid_over: dict[str, Any] = {}
     for layer in recipe_layers(overlay) if overlay else ():
-        laid_over = merge(laid_over, read_overlay(layer, base=plan.name))
+        laid_over = merge(laid_over, read_overlay(layer, base=plan.name), values=TABLES)
     tasks = []
     for name in stage_order(plan):
         planned, stage = plan.stages[name], STAGES[plan.stages[name].run]
@@ -488,8 +488,9 @@ def resolve_plan(
         if planned.ds_config == AUTO:
             planned = planned.model_copy(update={"ds_config": auto})
         recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
-        own = without_stated(planned.set, laid_over) if planned.recipe else planned.set
-        changes = merge(own, overrides or {})
+        stated = laid_over if planned.recipe else {}
+        own = without_stated(planned.set, stated, values=TABLES)
+        changes = merge(own, overrides or {}, values=TABLES)
         changes = changes if stage.sections else {}
         settings = load_recipe(recipe or None, changes)
         config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)

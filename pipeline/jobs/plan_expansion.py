@@ -12,10 +12,12 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from pipeline.config.documents import merge
+from pipeline.config.recipe import TABLES
 from pipeline.config.settings import Settings, describe_validation
 from pipeline.errors import ConfigError, hint
 from pipeline.registry import STAGES
 
+_TABLES = frozenset(f"set.{name}" for name in TABLES)
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OF_ALL = ("recipe", "set", "processes", "threads", "ds_config", "job")
 """Settings of stages that ``[defaults]`` may set for all of them."""
@@ -262,7 +264,7 @@ def _under_defaults(
 
 def _laid_over(base: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a stage into others' settings entry by entry; a recipe ``+x`` adds an overlay."""
-    merged = merge(dict(base), stage)
+    merged = merge(dict(base), stage, values=_TABLES)
     recipe = stage.get("recipe")
     if "recipe" in base and isinstance(recipe, str) and (recipe == "" or recipe[0] == "+"):
         merged["recipe"] = f"{base['recipe']}{recipe}"

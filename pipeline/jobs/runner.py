@@ -27,6 +27,7 @@ from pipeline.jobs.freshness import (
     change_of_files,
     forecast,
     going_on,
+    losses,
     reason_to_run,
     refusal,
     training_done,
@@ -109,7 +110,7 @@ def check_rebuild(resolved: ResolvedPlan, names: Collection[str]) -> None:
 
 
 def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
-    """Check, before any stage runs, what settings tell; inputs may still change.
+    """Refuse, before a stage runs, every loss that is certain by now.
 
     Raises:
         ArtifactError: training would be thrown away, and that is not asked for; or a stage would
@@ -117,9 +118,10 @@ def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
     """
     for task in resolved.tasks:
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
-        cause = why_lost(task)
-        if cause is not None and task.name not in rebuild:
-            raise ArtifactError(refusal(task, cause))
+    lost = losses(resolved, forecast(resolved))
+    for task in resolved.tasks:
+        if task.name in lost and task.name not in rebuild:
+            raise ArtifactError(refusal(task, lost[task.name]))
 
 
 def refuse_missing_inputs(
@@ -221,6 +223,7 @@ class _Run:
                 self._say(f"{task.name}: {problem}")
             self.summary.append([task.name, "already done", ""])
             return 0
+        refuse_losses(self._resolved, rebuild=self._rebuild)
         self._set_aside(task)
         self._say_what_is_stale(task)
         self._say(f"{task.name}: running {task.stage.name} ({reason})")
@@ -316,29 +319,36 @@ def dry_run(
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
     reasons = forecast(resolved)
+    lost = _readable_losses(resolved, reasons)
     for task in resolved.tasks:
         reason, change = reasons[task.name], change_of_files(task)
         if reason is not None:
-            training = _fate_of_training(resolved, task, reasons=reasons, rebuild=rebuild)
+            training = _fate_of_training(task, reasons=reasons, lost=lost, rebuild=rebuild)
             say(f"{task.name}: would run ({_joined(reason, change, training)})")
         else:
             say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
 
 
+def _readable_losses(
+    resolved: ResolvedPlan, reasons: Mapping[str, str | None]
+) -> Mapping[str, str]:
+    """Return the training that is lost for certain; nothing if some is unreadable."""
+    try:
+        return losses(resolved, reasons)
+    except ArtifactError:  # a run reports it
+        return {}
+
+
 def _fate_of_training(
-    resolved: ResolvedPlan,
     task: Task,
     *,
     reasons: Mapping[str, str | None],
+    lost: Mapping[str, str],
     rebuild: Collection[str] = (),
 ) -> str | None:
     """Describe what happens to a stage's training if it runs; None if there is none."""
     try:
-        digests: Mapping[str, str] | None = resolved.digests(task)
-    except ArtifactError:  # an input does not exist yet
-        digests = None
-    try:
-        done, cause = training_done(task), why_lost(task, digests=digests)
+        done, cause = training_done(task), lost.get(task.name)
     except ArtifactError:  # unreadable: a run reports it
         return None
     inputs_may_change = any(reasons.get(name) is not None for name in task.planned.dependencies())
@@ -358,11 +368,12 @@ def status_rows(resolved: ResolvedPlan) -> list[list[str]]:
     Raw data that is not given counts as unchanged.
     """
     reasons = forecast(resolved)
-    return [[task.name, *_status(resolved, task, reasons)] for task in resolved.tasks]
+    lost = _readable_losses(resolved, reasons)
+    return [[task.name, *_status(task, reasons, lost)] for task in resolved.tasks]
 
 
 def _status(
-    resolved: ResolvedPlan, task: Task, reasons: Mapping[str, str | None]
+    task: Task, reasons: Mapping[str, str | None], lost: Mapping[str, str]
 ) -> tuple[str, str]:
     """Return state and explanation of a stage."""
     reason = reasons[task.name]
@@ -372,7 +383,7 @@ def _status(
         manifest = read_manifest(task.out_dir)
         assert manifest is not None, "a stage without a reason to run has a manifest"
         return "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"
-    training = _fate_of_training(resolved, task, reasons=reasons)
+    training = _fate_of_training(task, reasons=reasons, lost=lost)
     begun = run_dir(task.out_dir).exists() and not task.is_made
     if begun or unfinished_dirs(task.out_dir):
         return "in progress", _joined(None if reason == "missing" else reason, training)

@@ -83,6 +83,7 @@ def run(call: StageCall) -> None:
         )
         writer.write_json("scores.json", asdict(evaluation))
         writer.write_json("history.json", asdict(history))
+        writer.notes |= {"history.json", "report.html", "report.md"}  # hours, paths, the date
         _write_text(writer, "report.html", render_html(report))
         _write_text(writer, "report.md", render_markdown(report))
         writer.statistics["systems"] = {

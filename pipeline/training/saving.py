@@ -198,6 +198,7 @@ class Publishing:
             for name in weights.names():
                 writer.take_over(name, weights)
             link_or_copy(self._run_directory.metrics_path, writer.path("metrics.jsonl"))
+            writer.notes.add("metrics.jsonl")  # seconds, memory, resumptions
             if self._quarantine.entries:
                 link_or_copy(self._quarantine.path, writer.path(self._quarantine.path.name))
             writer.statistics.update(

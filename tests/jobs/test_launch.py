@@ -127,6 +127,62 @@ def test_every_error_of_the_ranks_is_printed_once(
     assert [line for line in lines if line.startswith("mmnmt train")] == said
 
 
+AS_STAGE = """
+import errno, os, signal, time
+from pipeline.cli.ending import guarded
+from pipeline.distributed.signals import interruptible
+from pipeline.errors import DataError, RankLost
+open({folder!r} + "/" + os.environ["RANK"], "w").close()
+while len(os.listdir({folder!r})) < 2: time.sleep(0.01)
+def act():
+    with interruptible():
+        {act}
+        time.sleep(60)
+    return 0
+raise SystemExit(guarded("train", act, is_rank=True))
+"""
+LEFT = "raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer')"
+LOST = "raise RankLost('Rank 1 has ended while others wait for it.')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consequence", [LEFT, LOST, "pass"], ids=["gloo", "RankLost", "waits"])
+@pytest.mark.parametrize(
+    ("act", "code", "line"),
+    [
+        ("raise RuntimeError('no room')", 1, "mmnmt train: rank 1: RuntimeError: no room"),
+        ("raise MemoryError", 1, "mmnmt train: rank 1: MemoryError"),
+        ("raise OSError(errno.EIO, 'Input/output error')", 1, "rank 1: OSError: [Errno 5] Input"),
+        ("raise DataError('A line is bad.')", 2, "mmnmt train: rank 1: A line is bad."),
+        ("os._exit(0)", None, "mmnmt: rank 1 of 2 ended with exit code 0: ending the others."),
+        ("os._exit(3)", 3, "mmnmt: rank 1 of 2 ended with exit code 3: ending the others."),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 of 2 ended with signal SIGKILL: ending"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", EXIT_RUN_AGAIN, "rank 1: stopped by SIGTERM"),
+        ("signal.signal(15, signal.SIG_DFL); os.kill(os.getpid(), 15)", 143, "rank 1 of 2 ended w"),
+    ],
+)
+def test_the_last_line_and_the_exit_code_are_those_of_the_rank_that_is_the_cause(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    act: str,
+    code: int | None,
+    line: str,
+    consequence: str,
+) -> None:
+    """Rank 0 stands in for a rank that waits for the other, and ends in its own words or never."""
+    if code is None and consequence == "pass":
+        pytest.skip("a rank that is done ends no other")
+    delayed = f"time.sleep(0.02); {consequence}"
+    programs = [AS_STAGE.format(folder=str(tmp_path), act=one) for one in (delayed, act)]
+    started = time.monotonic()
+    ended = launch(_as_rank(*programs), processes=2, threads=1)
+    assert time.monotonic() - started < 45, "and not after the time of those that all leave"
+    assert ended == code or (code is None and ended in (1, 2))
+    lines = capfd.readouterr().err.splitlines()
+    assert line in lines[-1]
+    assert not any("gloo" in said or "others wait" in said for said in lines)
+
+
 @pytest.mark.slow
 def test_a_rank_that_does_not_end_when_asked_is_killed_after_the_grace_period() -> None:
     started = time.monotonic()

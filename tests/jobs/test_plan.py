@@ -419,7 +419,7 @@ def test_a_stage_rebuilt_with_another_result_rebuilds_what_follows(setup: Setup)
         "corpus: would run (input raw changed)",
         "shards: would run (because corpus will run)",
         "model: would run (because shards will run; 10 updates (0.0 hours) of training would be "
-        "lost if its inputs change: it is refused without --rebuild model)",
+        "lost: it is refused without --rebuild model)",
     ]
     _, said = setup.run(rebuild=["model"])
     assert setup.workshop.started == ["corpus", "shards", "model"]
@@ -601,16 +601,79 @@ def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_to
     ]
 
 
-def test_training_that_changed_inputs_make_useless_is_kept_until_told(setup: Setup) -> None:
-    setup.run()
-    setup.text_path.write_text("bananas")
-    with pytest.raises(ArtifactError, match=r"10 updates .*\(input shards/only changed\)"):
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "cause"),
+    [
+        ("", "stage corpus changes: input raw changed"),
+        ("max_train_lines = 6", r"stage corpus changes: corpus.max_train_lines: 5 → 6"),
+        ("max_tokens = 32", r"stage shards changes: shards.max_tokens: 16 → 32"),
+    ],
+)
+def test_training_that_changed_inputs_make_useless_is_kept_until_told(
+    setup: Setup, setting: str, cause: str, finished: bool
+) -> None:
+    """The refusal comes before anything is built; undoing the change is all that it takes."""
+    if finished:
         setup.run()
-    assert setup.workshop.started == ["corpus", "shards"]
-    assert (setup.out_dir / "model" / MANIFEST_NAME).is_file()
+    else:
+        _fail_in_model(setup)
+        _leave_state(setup, 10, seconds=0)
+    if setting:
+        _change(setup, setting, section="shards" if "tokens" in setting else "corpus")
+    else:
+        setup.text_path.write_text("bananas")
+    with pytest.raises(ArtifactError, match=rf"10 updates .*\({cause}\)"):
+        setup.run()
+    assert setup.workshop.started == []
+    assert "of training would be lost: it is refused" in setup.forecast()[-1]
+    assert (setup.out_dir / "model" / MANIFEST_NAME).is_file() == finished
+    place = "model.before-2" if finished else "model.before-2.run"
     (setup.out_dir / "model.before-1.run").mkdir()
     assert setup.run(rebuild=["model"])[0] == 0
-    assert (setup.out_dir / "model.before-2" / MANIFEST_NAME).is_file(), "the first place is taken"
+    assert (setup.out_dir / place).is_dir(), "the first place is taken"
+
+
+def test_training_fits_again_once_a_change_of_its_inputs_is_undone(setup: Setup) -> None:
+    setup.run()
+    _change(setup, "max_tokens = 32", section="shards")
+    setup.run(until=["shards"])
+    words = "input shards/only changed"
+    with pytest.raises(ArtifactError, match=rf"10 updates .*\({words}\)"):
+        setup.run()
+    _change(setup, "max_tokens = 16", section="shards")
+    assert "would be lost if its inputs change" in setup.forecast()[-1]
+    assert setup.run()[0] == 0
+    assert setup.workshop.started == ["shards"]
+    shutil.rmtree(setup.out_dir / "shards")
+    assert setup.run()[0] == 0
+    assert setup.workshop.started == ["shards"]
+
+
+@pytest.mark.parametrize("setting", ["dropout = 0.25", "updates = 20"])
+def test_training_that_starts_from_training_that_changes_is_kept_until_told(
+    setup: Setup, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first of the two begins, which may take days."""
+    inputs = {"checkpoint": Input("checkpoint", "")}
+    tune = Stage("tune", "tiny", "checkpoint", "", ("training",), inputs, "ranks", True)
+    for table in (TABLE, STAGES):
+        monkeypatch.setitem(table, "tune", tune)
+    setup.run()
+    _leave_state(setup, 8)
+    own = setup.folder / "own.toml"
+    own.write_text(RECIPE)
+    with setup.plan_path.open("a") as stream:
+        stream.write(f'[stages.tuned]\nrun = "tune"\nrecipe = "{own}"\n')
+        stream.write('inputs = { checkpoint = "model" }\n')
+    assert setup.run()[0] == 0
+    _change(setup, setting)
+    rebuild = ["model"] if "dropout" in setting else []
+    with pytest.raises(ArtifactError, match=r"Stage tuned .* \(stage model changes: training\."):
+        setup.run(rebuild=rebuild)
+    assert setup.workshop.started == []
+    assert setup.run(rebuild=[*rebuild, "tuned"])[0] == 0
+    assert setup.workshop.started == ["model", "tuned"]
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -786,21 +849,31 @@ def test_other_test_lines_are_translated_by_the_model_that_is_there(trained: Tra
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_other_training_or_validation_lines_are_still_noticed(trained: Trained, split: str) -> None:
     trained.write("de-en", split, 400, 5)
-    with pytest.raises(ArtifactError, match=r"2 updates .* \(input (shards|mixture) changed"):
+    with pytest.raises(ArtifactError, match=r"2 updates .* \(stage \w+ changes: input corpus chan"):
         trained.run()
 
 
 @pytest.mark.slow
-def test_a_test_line_that_drops_a_training_line_is_noticed(trained: Trained) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_test_line_that_drops_a_training_line_is_noticed(
+    trained: Trained, tmp_path: Path, leaves: bool
+) -> None:
+    """Before anything is built for a training that is refused, whether it comes or leaves."""
+    if leaves:
+        trained.write("de-en", "test", 7, 1)  # a training line, which clean leaves out
+        shutil.rmtree(tmp_path / "out")
+        assert trained.run()[0] == 0
     before = trained.digests()
-    trained.write("de-en", "test", 7, 1)  # a training line, which clean leaves out from now on
-    with pytest.raises(ArtifactError, match=r"2 updates .* \(input (shards|mixture) changed"):
+    number = 300 if leaves else 7
+    trained.write("de-en", "test", number, 1)
+    with pytest.raises(ArtifactError, match=r"2 updates .* \(stage \w+ changes: input corpus chan"):
         trained.run()
+    assert trained.digests() == before
     code, said = trained.run(only=["translations"])
     assert code == 0
-    assert said["translations"].startswith("takes model as it is (input mixture changed")
-    assert trained.test_lines() == ["word 7 of de"]
-    assert trained.digests()["model"] == before["model"]
+    assert said["translations"].startswith("running translate (input corpus changed")
+    assert trained.test_lines() == [f"word {number} of de"]
+    assert trained.digests() == before
 
 
 @pytest.mark.slow
@@ -932,7 +1005,7 @@ def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
     if stale:
         setup.recipe_path.write_text(RECIPE.replace("max_train_lines = 5", "max_train_lines = 6"))
     with pytest.raises(ArtifactError) as caught:
-        setup.run()
+        setup.run(rebuild=["model"])
     assert f"{path} is damaged" in str(caught.value)
     assert f"Restore it from a copy, or move the folder {path.parent} away" in str(caught.value)
     assert path.read_text() == "xyz"

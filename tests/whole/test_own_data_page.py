@@ -5,6 +5,7 @@ Its recipe and its plan as they stand there, made shorter, on memories that are 
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -25,6 +26,7 @@ SHORTER = {
     "validate_every = 100": "validate_every = 4",
     "checkpoint_every = 200": "checkpoint_every = 4\n[optimizer]\nwarmup_updates = 1",
 }
+KEPT = ("tokenizer", "shards", "mixture", "model")
 NOUNS = {"house": "Haus", "garden": "Garten", "letter": "Brief", "river": "Fluss", "road": "Weg"}
 ADJECTIVES = {"old": "alte", "new": "neue", "small": "kleine", "long": "lange", "quiet": "stille"}
 
@@ -120,6 +122,29 @@ def test_a_segment_longer_than_the_model_takes_is_left_out_and_training_goes_on(
     assert "left out 2 of more than 254 tokens (de 2, en 2)" in shards.manifest.summary
     lines = (runs / "translations" / "hypotheses" / "en-de.jsonl").read_text(encoding="utf-8")
     assert len(lines.splitlines()) == 11
+
+
+def test_the_model_is_tested_as_it_is_where_a_training_line_comes_to_the_tests(
+    office: Path, tmp_path: Path
+) -> None:
+    """By the commands of the page: the plan refuses before it builds anything in vain."""
+    folder = tmp_path / "office"
+    shutil.copytree(office, folder)
+    (run,) = re.findall(r"^mmnmt (run .* --out .*)", PAGE, re.MULTILINE)
+    (only,) = re.findall(r"`(--only .*)`", PAGE)
+
+    def ended(options: str = "") -> tuple[int, str]:
+        done = run_command(shlex.split(f"{run} {options}"), folder=folder, timeout=500)
+        return done.returncode, done.stdout + done.stderr
+
+    kept = {name: (folder / "runs" / "office" / name).stat().st_ino for name in KEPT}
+    write_memory(folder / "memories" / "test" / "ours.tmx", range(7, 10))
+    code, said = ended()
+    assert (code, "would throw away 4 updates" in said) == (2, True), said
+    code, said = ended(only)
+    assert code == 0, said
+    assert "scored on 8 test lines" in said
+    assert {name: (folder / "runs" / "office" / name).stat().st_ino for name in KEPT} == kept
 
 
 def test_letters_are_answered_line_by_line(office: Path) -> None:

@@ -5,17 +5,21 @@ them: artifacts of every kind, and the working folder of one training stage.
 """
 
 import json
+import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.small_plans import as_child
 
 from pipeline import cli
-from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.artifact import open_artifact, read_manifest
 from pipeline.artifacts.corpus import Direction
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
+from pipeline.jobs.plan import load_plan, resolve_plan
+from pipeline.jobs.runner import run_plan
 
 ARCHIVE = Path(__file__).with_name("stored_run.tar.gz")
 CHECKPOINTS = ("dense", "moe_lgr", "assembled", "mmnmt")
@@ -119,3 +123,32 @@ def test_settings_that_decide_nothing_of_a_stage_make_nothing_of_it_stale(
     lines = printed([*plan, "--with", str(dropout)], capsys)
     assert "mixture: done" in lines.splitlines()
     assert "dense: would run (batches.micro_batches" in lines
+
+
+@pytest.mark.slow
+def test_two_runs_of_its_plan_in_two_folders_make_the_same_and_so_does_a_repair(
+    tmp_path: Path,
+) -> None:
+    """Artifact by artifact, wherever and whenever they are made."""
+    plan = load_plan("plan.toml")
+
+    def ran(folder: Path, **chosen: Sequence[str]) -> list[str]:
+        lines: list[str] = []
+        resolved = resolve_plan(plan, out_dir=folder, processes=1).chosen(**chosen)
+        assert run_plan(resolved, launcher=as_child, say=lines.append) == 0
+        return [line.partition(":")[0] for line in lines if ": running " in line]
+
+    def made(folder: Path) -> dict[str, tuple[str, str]]:
+        manifests = {name: read_manifest(folder / name) for name in plan.stages}
+        return {name: (one.key, one.digest) for name, one in manifests.items() if one is not None}
+
+    one, other = tmp_path / "one", tmp_path / "a folder" / "deeper"
+    assert ran(one) == ran(other) == [*plan.stages]
+    assert made(one) == made(other)
+    assert [*made(one)] == [*plan.stages]
+    before = made(one)
+    for name in ("dense", "assembled", "tokenizer"):
+        shutil.rmtree(one / name)
+        assert ran(one, only=[name]) == [name]
+        assert ran(one) == []
+    assert made(one) == before

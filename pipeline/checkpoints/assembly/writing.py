@@ -68,6 +68,7 @@ def make_assembly(plan: AssemblyPlan, writer: ArtifactWriter, *, processes: int)
         "function_check": check,
     }
     writer.write_json(RECEIPT_FILE, document)
+    writer.notes.add(RECEIPT_FILE)  # paths of the sources
     writer.statistics["tensors"] = len(plan.assignments)
     if check is not None:
         writer.statistics["function_check"] = check
