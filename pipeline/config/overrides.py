@@ -57,8 +57,7 @@ def without_stated(
     left: dict[str, Any] = {}
     for key, value in overrides.items():
         stated, name = document.get(key), f"{table}.{key}".removeprefix(".")
-        both_tables = isinstance(value, Mapping) and isinstance(stated, Mapping)
-        if both_tables and name not in values:
+        if isinstance(value, Mapping) and isinstance(stated, Mapping) and name not in values:
             left[key] = without_stated(value, stated, values=values, table=name)
         elif stated is None:
             left[key] = value

@@ -44,7 +44,7 @@ FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "n
 
 def both_forms(found: Evaluation, *, system: str = "experts") -> tuple[str, str]:
     """Return the report as Markdown and as HTML."""
-    report = evaluation_report(found, history(system), made=MADE)
+    report = evaluation_report(found, history(system), made=MADE, covers="")
     return render_markdown(report), render_html(report)
 
 
@@ -443,7 +443,7 @@ def repeated() -> Evaluation:
 
 def test_both_reports_show_the_number_of_runs_and_their_spread() -> None:
     known = replace(history("moe@2"), curves=())
-    report = evaluation_report(repeated(), known, made=MADE)
+    report = evaluation_report(repeated(), known, made=MADE, covers="")
     text = render_markdown(report)
     assert "| moe (2 runs) | – / 24 updates (3.0 ×) | 30.5 (± 0.7) |" in text
     assert "| baseline | no training | 3.0 |" in text
