@@ -347,6 +347,7 @@ PAPERS = {
     "mmnmt": "[MMNMT](../papers/mmnmt.md), Tables 2 and 3, and its systems in small.",
     "mmnmt/opus100": "[MMNMT](../papers/mmnmt.md), Table 2: systems of OPUS-100.",
     "mmnmt/pc32": "[MMNMT](../papers/mmnmt.md), Table 3: systems of PC32.",
+    "mmnmt/hundred": "[MMNMT](../papers/mmnmt.md) in small, with 110 languages.",
     "mmnmt/bible24": "The systems of [MMNMT](../papers/mmnmt.md) in small, on Bible verses.",
     "bytes": "Byte-level models and other vocabularies for them, of MoCE and LOBEF.",
     "moce": "[MoCE](../papers/moce.md): convolutions over bytes.",

@@ -99,6 +99,7 @@ def cost_without_experts(spec: ModelSpec) -> float:
     plain = spec.model.model_copy(update={"moe": None})
     dense = spec.model_copy(update={"model": plain, "language_groups": None})
     without, own = (count_multiplied(one) for one in (dense, spec))
+    # Source and target tokens count alike: sentences have about as many of either.
     return (without.source + without.target) / (own.source + own.target)
 
 

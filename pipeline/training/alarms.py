@@ -1,7 +1,7 @@
 """Notice that a training run goes wrong: a loss that jumps, dropped routes, experts without tokens.
 
 An alarm is one sentence where it begins and one where it ends. It follows from the lines of
-``metrics.jsonl`` only, so that a resumed run raises the alarms of an uninterrupted one.
+``metrics.jsonl`` only: a resumed run raises the alarms of an uninterrupted one.
 """
 
 from collections import deque

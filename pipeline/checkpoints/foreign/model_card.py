@@ -21,7 +21,7 @@ from pipeline.model.spec import ModelSpec
 OLDEST_TRANSFORMERS = ">=4.50"
 BELOW_TRANSFORMERS_5 = ",<5"
 """Limit of NLLB-MoE: ``NllbMoeSparseMLP`` of transformers 5.0 to 5.24 gives ``NllbMoeExperts`` a
-one-hot mask where it takes indices, so that each token goes to experts 0 and 1."""
+one-hot mask where it takes indices: each token goes to experts 0 and 1."""
 
 
 @dataclass(frozen=True)
