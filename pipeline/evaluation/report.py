@@ -207,7 +207,8 @@ def verdict(evaluation: Evaluation) -> Iterator[str]:
     named = "; ".join(f"{name} ({', '.join(places)})" for name, places in leads.items())
     yield f"Best by mean {column.heading}: {named or 'no type of directions has it'}."
     if len(evaluation.systems) > 1 and any(mean.compared for mean in means):
-        yield f"Leads over all other systems, significant at 95 %: {listed(sure) or 'none'}."
+        which = f"The lead in {listed(sure)}" if sure else "No lead"
+        yield f"{which} over all other systems is significant at 95 %."
 
 
 def overview_section(evaluation: Evaluation) -> ReportSection:

@@ -67,7 +67,7 @@ def test_the_report_opens_with_a_verdict_what_it_covers_and_a_table_of_contents(
     assert [one.text and one.text.strip() for one in first.iter("li")] == [
         "Best by mean chrF++: experts (Any → En 62.0, En → Any 33.0); "
         "dense (Zero-shot 6.0, not decided).",
-        "Leads over all other systems, significant at 95 %: Any → En.",
+        "The lead in Any → En over all other systems is significant at 95 %.",
         COVERS,
     ]
     assert COVERS in markdown()
