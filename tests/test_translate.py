@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -588,8 +588,31 @@ def test_lines_of_two_other_languages_go_through_the_pivot_and_all_others_do_not
         assert [line.invalid for line in through[name]] == [
             first.invalid + last.invalid for first, last in zip(halfway, expected, strict=True)
         ]
+        assert [line.unknown for line in through[name]] == [line.unknown for line in halfway]
         assert through.pop(name) != direct.pop(name)
     assert_same(through, direct)
+
+
+def test_phrases_are_wanted_of_translations_and_not_of_what_they_go_through(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DecodingConfig(pivot="en", required=("ab",), banned=("c",))
+    translator, seen = Translator(bench.checkpoint, config), list[Source]()
+    searched = Translator._source
+
+    def source(self: Translator, part: Any) -> Source:
+        seen.append(found := searched(self, part))
+        return found
+
+    monkeypatch.setattr(Translator, "_source", source)
+    (line,) = translator.translate([Job(Direction("de", "fr"), 0, "ja")])
+    into, onward = seen[0], seen[-1]
+    assert "ab" in line.text
+    assert "c" not in line.text
+    assert not into.required
+    assert not into.banned
+    assert onward.required
+    assert onward.banned
 
 
 def test_a_corpus_of_which_the_model_knows_no_direction_is_refused_in_one_sentence(

@@ -37,7 +37,7 @@ MARKER_NAME = ".made-by-mmnmt"
 LONGEST_PART = 255
 """Most bytes of one part of a path on the file systems of Linux."""
 
-_STATE = re.compile(r"update-\d+")
+STATE_NAME = re.compile(r"update-(\d+)")
 """Name of the folder of a training state."""
 
 Kind = Literal[
@@ -154,19 +154,29 @@ def json_digest(value: Any) -> str:
 def how_to_restore(directory: Path) -> str:
     """Return advice about a damaged artifact; of a training state, it names the one before."""
     move = f"Restore it from a copy, or move the folder {directory} away"
-    if not _STATE.fullmatch(directory.name):
+    if not STATE_NAME.fullmatch(directory.name):
         return f"{move} and run its stage again"
-    folders = (one.parent.name for one in directory.parent.glob(f"*/{MANIFEST_NAME}"))
-    updates = [_update(name) for name in folders if _STATE.fullmatch(name)]
-    earlier = [update for update in updates if update < _update(directory.name)]
-    then = (
-        f"resumes after update {max(earlier):,}" if earlier else "begins anew: no state is earlier"
-    )
-    return f"{move}: its stage then {then}"
+    there = (one for one in directory.parent.iterdir() if STATE_NAME.fullmatch(one.name))
+    updates = {updates_of_name(one.name) for one in there if _has_manifest(one)}
+    earlier = [update for update in updates if update < updates_of_name(directory.name)]
+    if not earlier:
+        return f"{move}; its stage then begins anew, since no earlier state is there"
+    return f"{move}; its stage then resumes after update {max(earlier):,}"
 
 
-def _update(name: str) -> int:
-    return int(name.partition("-")[2])
+def updates_of_name(name: str) -> int:
+    """Return the number in a state's name: ``update-0000100`` → 100."""
+    found = STATE_NAME.fullmatch(name)
+    assert found is not None, "a state is known by its name"
+    return int(found[1])
+
+
+def _has_manifest(directory: Path) -> bool:
+    try:
+        Manifest.model_validate_json(read_bytes(directory / MANIFEST_NAME))
+    except (ValidationError, OSError, ArtifactError):
+        return False
+    return True
 
 
 def read_manifest(directory: Path) -> Manifest | None:

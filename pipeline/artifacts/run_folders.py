@@ -18,7 +18,13 @@ from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.locks import Lock, exclusive, sole_writer
-from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
+from pipeline.artifacts.manifest import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    STATE_NAME,
+    read_manifest,
+    updates_of_name,
+)
 from pipeline.artifacts.places import (
     discard_working,
     entries,
@@ -54,8 +60,6 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
 EARLIER_CONTENTS = ("assembly.json",)
 """Entries of run folders that earlier versions made of assemblies: of no kind of work today."""
 
-
-STATE_NAME = re.compile(r"update-(\d+)")
 
 STACK_FILES = ("stacks/rank-*.txt", "stacks/nccl-rank-*")
 """Files that a watchdog writes into a run folder, which it makes if there is none yet; the second
@@ -196,13 +200,6 @@ def newest_state(run_folder: Path) -> Artifact | None:
 def updates_done(state: Artifact) -> int:
     """Return the update after which a state was saved, as its name says."""
     return updates_of_name(state.directory.name)
-
-
-def updates_of_name(name: str) -> int:
-    """Return the number in a state's name: ``update-0000100`` → 100."""
-    found = STATE_NAME.fullmatch(name)
-    assert found is not None, "a state is known by its name"
-    return int(found[1])
 
 
 def why_not_to_go_on(

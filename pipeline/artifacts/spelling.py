@@ -9,15 +9,17 @@ model is exported to. Vocabularies of bytes have no rule.
 import re
 import unicodedata
 from functools import cache
-from itertools import permutations
+from itertools import chain, permutations
 from typing import Literal
+from unicodedata import combining
 
 from sentencepiece import SentencePieceNormalizer, SentencePieceProcessor, set_min_log_level
 
 Form = Literal["plain", "nfc"]
 
+_FILLERS = "\u115f\u1160\u3164\uffa0"  # of Hangul, which count as letters
 _INVISIBLE = (
-    "\u00ad"  # soft hyphen
+    f"\u00ad\u2800{_FILLERS}"  # soft hyphen, blank Braille
     "\u034f\u061c\u180b-\u180f"  # joiners, marks and selectors of single scripts
     "\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff"  # zero width, directions, byte order mark
     "\ufe00-\ufe0f\U000e0000-\U000e0fff"  # variation selectors, tags
@@ -47,7 +49,8 @@ def visible(line: str) -> str:
 def is_blank(line: str) -> bool:
     """Return whether a line has nothing but white space and invisible characters."""
     # Most lines begin with a letter: importing asks millions of them.
-    return not line[:1].isalnum() and _BLANK.fullmatch(line) is not None
+    is_letter = line[:1].isalnum() and line[0] not in _FILLERS
+    return not is_letter and _BLANK.fullmatch(line) is not None
 
 
 def with_rule(model: bytes, rule: bytes) -> bytes:
@@ -58,20 +61,38 @@ def with_rule(model: bytes, rule: bytes) -> bytes:
 
 
 def with_any_rule(model: bytes) -> bytes:
-    """Return a SentencePiece model as it is if it has a rule, else with the rule of NFC."""
+    """Return a SentencePiece model as it is if it has a rule, else with a rule of NFC.
+
+    A model trained on letters in parts has no pieces for some of the letters that NFC composes.
+    They stay in parts.
+    """
     # The processor does not tell its rule, and to parse a large model here would take longer.
-    normalized = SentencePieceProcessor(model_proto=model).normalize(_PROBE)
-    return with_rule(model, rule_of("nfc")) if _PROBE in normalized else model
+    processor = SentencePieceProcessor(model_proto=model)
+    if _PROBE not in processor.normalize(_PROBE) or _has_own_rule(model):
+        return model
+    known = frozenset(chain.from_iterable(map(processor.id_to_piece, range(len(processor)))))
+    return with_rule(model, rule_of("nfc", known if any(map(combining, known)) else None))
+
+
+def _has_own_rule(model: bytes) -> bool:
+    """Return whether a model has a rule, which need not change the probe."""
+    spec: bytes = SentencePieceNormalizer(model_proto=model).serialized_normalizer_spec()
+    rest = spec[2 + spec[1] :] if spec[:1] == b"\x0a" else spec  # without the name
+    return rest[:1] == b"\x12" and rest[1:2] != b"\0"  # the compiled rule
 
 
 @cache
-def rule_of(form: Form) -> bytes:
+def rule_of(form: Form, known: frozenset[str] | None = None) -> bytes:
     """Return the rule of a form as SentencePiece's ``NormalizerSpec``.
 
     Both forms compose letters and write white space as spaces. ``plain`` also writes letters and
     digits in their plain form (``３``, ``ﬁ``), and drops controls and invisible characters.
     SentencePiece's ``nmt_nfkc`` would replace more, at the cost of translations: Chinese commas,
     Japanese brackets, ``m²`` and ``№``, and the joiner that Persian needs.
+
+    Args:
+        form: The form.
+        known: The characters of a vocabulary: what it knows only in parts is not composed.
     """
     rule: dict[str, str] = {}
     for character in (*_CHARACTERS, *_NARROW_KANA):
@@ -80,8 +101,10 @@ def rule_of(form: Form) -> bytes:
             rule[character] = normal
         decomposed = unicodedata.normalize("NFD", character)
         first, marks = decomposed[0], tuple(decomposed[1:])
+        if known is not None and known.issuperset(decomposed) and not known.issuperset(normal):
+            continue
         # Marks above and below a letter may come in any order, and the first composed with it.
-        has_orders = len(marks) > 1 and unicodedata.combining(marks[0])
+        has_orders = len(marks) > 1 and combining(marks[0])
         for order in permutations(marks) if has_orders else [marks]:
             for composed in range(len(marks)):
                 begin = unicodedata.normalize("NFC", first + "".join(order[:composed]))

@@ -71,7 +71,7 @@ class DecodingConfig(Settings):
     """Seed of sampling. A sentence's samples depend on the seed and the sentence alone: equal lines
     have equal samples, whatever else is in the batch."""
     banned: tuple[str, ...] = ()
-    """Phrases that no translation may contain, within words either."""
+    """Phrases that no translation may contain, not even within a word."""
     required: tuple[str, ...] = ()
     """Phrases that every translation must contain, as the vocabulary spells them; beam search
     only."""

@@ -75,6 +75,8 @@ class _Part:
     required: tuple[tuple[int, ...], ...] = ()
     begins: tuple[bool, ...] = ()
     """Whether each token begins a word of the segmenter; empty if the language has no segmenter."""
+    is_free: bool = False
+    """Whether no phrase is required or banned: it is translated into the pivot, to go on from."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ class Translator:
             for index, job in enumerate(jobs)
             if pivot and pivot not in (job.direction.source, job.direction.target)
         }
-        halfway = dict(zip(into, self._translate_directly([*into.values()]), strict=True))
+        texts = self._translate_directly([*into.values()], is_free=True)
+        halfway = dict(zip(into, texts, strict=True))
         onward = [*jobs]
         for index, first in halfway.items():
             direction = Direction(pivot, jobs[index].direction.target)
@@ -211,11 +214,15 @@ class Translator:
                 truncated=first.truncated or last.truncated,
                 split=max(first.split, last.split),
                 invalid=first.invalid + last.invalid,
+                unknown=first.unknown,
             )
         return found
 
-    def _translate_directly(self, jobs: Sequence[Job]) -> list[Hypothesis]:
-        parts = [part for index, job in enumerate(jobs) for part in self._parts(index, job)]
+    def _translate_directly(
+        self, jobs: Sequence[Job], *, is_free: bool = False
+    ) -> list[Hypothesis]:
+        every = (part for index, job in enumerate(jobs) for part in self._parts(index, job))
+        parts = [replace(part, required=(), is_free=True) if is_free else part for part in every]
         found: list[list[_Found]] = [[] for _ in jobs]
         for one in self._translate_parts(parts):
             found[one.part.job].append(one)
@@ -560,7 +567,7 @@ class Translator:
             source_language=languages[0],
             target_language=languages[1],
             prefix=part.prefix,
-            banned=self._banned,
+            banned=None if part.is_free else self._banned,
             required=part.required,
         )
 

@@ -10,6 +10,7 @@ from pipeline.evaluation.tables import escape_html, format_large, style_sheet
 WIDTH, LEFT, RIGHT, TOP, FLOOR = 360, 60.0, 336.0, 18.0, 212.0
 ROW, BAR_ROW = 17.0, 34.0  # heights of a row of a heat map, and of a bar with its name above
 CHARACTER = 8.4  # width of a digit in the widest font of the page
+NARROWEST = 8.0  # width of the cells of a heat map below which its names stand above its rows
 KEY, NAME_CHARACTERS = 42.0, 32  # width of a line of the legend, and most characters behind it
 SERIES_COLORS = 8
 Point = tuple[float, float]
@@ -108,14 +109,20 @@ def heat_map(
 ) -> str:
     """Return a heat map of values from 0 to ``high``; columns have names, or numbers from 0.
 
-    Cells show their values when pointed at, and names of columns print as they fit.
+    Cells show their values when pointed at, and names of columns print as they fit. With many
+    columns, names of rows stand above them.
     """
     left = max(LEFT, CHARACTER * max(map(len, rows)) + 7.0)
     columns = columns or [*map(str, range(max(map(len, rows.values()))))]
-    width, floor, parts = (RIGHT - left) / len(columns), TOP + ROW * len(rows), list[str]()
+    is_above = (RIGHT - left) / len(columns) < NARROWEST
+    left, height = (TOP, BAR_ROW) if is_above else (left, ROW)
+    width, floor, parts = (RIGHT - left) / len(columns), TOP + height * len(rows), list[str]()
     for number, (name, values) in enumerate(rows.items()):
-        y = TOP + ROW * number
-        parts.append(_text("tick", name, left - 5, y + 13, "end"))
+        y = TOP + height * (number + 1) - ROW
+        if is_above:
+            parts.append(_text("tick", name, left, y - 4, "start"))
+        else:
+            parts.append(_text("tick", name, left - 5, y + 13, "end"))
         for place, value in enumerate(values):
             tip = f"<title>{escape_html(f'{name}, {columns[place]}')}: {value:.3g}</title>"
             shade = min(max(value / high, 0.0), 1.0) if high > 0 else 1.0

@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
@@ -283,6 +284,11 @@ Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, 
 """Name of a column → system → family → target language → language found → lines."""
 
 
+def _by_identifier(undetectable: object) -> object:
+    """Return what earlier versions wrote, a list for langdetect, as it is written today."""
+    return {"langdetect": undetectable} if isinstance(undetectable, list) else undetectable
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """All scores of an evaluation; systems have the order in which they were given."""
@@ -293,7 +299,7 @@ class Evaluation:
     directions: tuple[DirectionProfile, ...]
     language_names: Mapping[str, str]  # code → English name of every language of the corpus
     systems: tuple[SystemScores, ...]
-    undetectable: Mapping[str, tuple[str, ...]]
+    undetectable: Annotated[Mapping[str, tuple[str, ...]], BeforeValidator(_by_identifier)]
     """Identifier of a language accuracy → target languages that it does not know."""
     warnings: tuple[str, ...]
     verdicts: Verdicts

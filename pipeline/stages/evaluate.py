@@ -104,11 +104,18 @@ def run(call: StageCall) -> None:
 
 def _print_means(tables: Iterable[Table]) -> None:
     """Print means without their details, in lines as wide as the terminal at most."""
+    columns = get_terminal_size((1000, 24)).columns  # files have lines of any width
     for table in tables:
         titles = [heading.title for heading in table.headings[2:]]
-        room = max(get_terminal_size().columns - sum(len(title) + 2 for title in titles), 8)
-        rows = [[line.texts[0][:room], *line.texts[2:]] for line in table.rows]
+        room = max(columns - sum(len(title) + 2 for title in titles), 8)
+        rows = [[_fitted(line.texts[0], room), *line.texts[2:]] for line in table.rows]
         print(f"\n{text_table([table.title, *titles], rows)}")
+
+
+def _fitted(name: str, room: int) -> str:
+    """Return a name, without its middle if it is too long: names of runs differ at their ends."""
+    end = room // 2
+    return name if len(name) <= room else f"{name[: room - end - 1]}…{name[-end:]}"
 
 
 def _with_nearest_neighbor(call: StageCall, directory: Path) -> StageCall:

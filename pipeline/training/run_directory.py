@@ -38,6 +38,7 @@ from pipeline.artifacts.artifact import (
     settle_files,
 )
 from pipeline.artifacts.locks import Lock, exclusive
+from pipeline.artifacts.manifest import updates_of_name
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
@@ -57,7 +58,6 @@ from pipeline.artifacts.run_folders import (
     remove_emptied,
     state_names,
     states_dir,
-    updates_of_name,
     why_not_to_go_on,
     withdraw_removal,
     working_dir,

@@ -510,21 +510,23 @@ def test_a_file_that_is_not_what_was_written_is_not_taken_over(change: str, tmp_
 
 
 def test_the_state_before_a_damaged_one_is_offered_by_name(tmp_path: Path) -> None:
-    """The run of updates 8, 90 and 100 has no complete state after update 95."""
+    """The run of updates 8, 90 and 100 has no complete state after updates 95 and 96."""
     for update in (100, 8, 90):
         with new_artifact(
             tmp_path / f"update-{update:07}", kind="training_state", stage="x", config={}, inputs={}
         ) as writer:
             writer.path("weights").write_bytes(b"weights")
     (tmp_path / "update-0000095").mkdir()
+    (tmp_path / "update-0000096").mkdir()
+    (tmp_path / "update-0000096" / MANIFEST_NAME).write_text("damaged", encoding="utf-8")
     (tmp_path / "update-old").mkdir()
     (tmp_path / "update-old" / MANIFEST_NAME).write_text("{}", encoding="utf-8")
     for update, then in {100: "resumes after update 90", 8: "begins anew"}.items():
         state = open_artifact(tmp_path / f"update-{update:07}", kind="training_state")
         for text in (b"wEights", b""):
             (state.directory / "weights").write_bytes(text)
-            with pytest.raises(ArtifactError, match=rf"{update:07} away: its stage then {then}"):
+            with pytest.raises(ArtifactError, match=rf"{update:07} away; its stage then {then}"):
                 state.file("weights")
         (state.directory / MANIFEST_NAME).write_text("{", encoding="utf-8")
-        with pytest.raises(ArtifactError, match=rf"{update:07} away: its stage then {then}"):
+        with pytest.raises(ArtifactError, match=rf"{update:07} away; its stage then {then}"):
             open_artifact(state.directory, kind="training_state")

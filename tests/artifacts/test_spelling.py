@@ -2,6 +2,8 @@
 
 import io
 import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,11 +31,11 @@ COMPATIBLE = {
 }
 
 
-def model(rule: str, **options: Any) -> bytes:
+def model(rule: str, *, lines: Sequence[str] = LINES, **options: Any) -> bytes:
     """Train SentencePiece with a rule that it brings."""
     stream = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
+        sentence_iterator=iter(lines),
         model_writer=stream,
         normalization_rule_name=rule,
         hard_vocab_limit=False,
@@ -108,9 +110,38 @@ def test_a_model_with_a_rule_keeps_it_and_another_gets_one_that_changes_no_clean
     assert before.encode("18. Ma\u0308rz") != after.encode("18. Ma\u0308rz")
 
 
+@pytest.mark.parametrize("model_type", ["unigram", "char"])
+def test_a_model_of_letters_in_parts_knows_the_text_that_it_was_trained_on(model_type: str) -> None:
+    lines = [unicodedata.normalize("NFD", line) for line in (*LINES, "Mo lọ sí ọjà")] * 20
+    in_parts = model("identity", lines=lines, model_type=model_type, character_coverage=1.0)
+    given = SentencePieceProcessor(model_proto=with_any_rule(in_parts))
+    before = SentencePieceProcessor(model_proto=in_parts)
+    assert given.encode(lines) == before.encode(lines)
+    assert given.encode("Mo\tlo\u0323\u00a0si\u0301") == given.encode("Mo lo\u0323 si\u0301")
+
+
+def test_a_rule_of_somebody_that_touches_no_accents_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "rule.tsv").write_text("2019\t27\n201C\t22\n", encoding="utf-8")
+    own = model("identity", normalization_rule_tsv=str(tmp_path / "rule.tsv"))
+    assert SentencePieceProcessor(model_proto=own).normalize("it’s") == "▁it's"
+    assert with_any_rule(own) == own
+
+
 @pytest.mark.parametrize(
     "line",
-    ["", " \t", "\u200b", "\ufeff", "\u00ad", "\u200e", "\u2060", "\u00a0\u200f\u3000", "\u200d"],
+    [
+        "",
+        " \t",
+        "\u3164",
+        "\uffa0 \u2800",
+        "\u200b",
+        "\ufeff",
+        "\u00ad",
+        "\u200e",
+        "\u2060",
+        "\u00a0\u200f\u3000",
+        "\u200d",
+    ],
 )
 def test_a_line_of_invisible_characters_is_blank_and_one_with_a_letter_is_not(line: str) -> None:
     assert is_blank(line)

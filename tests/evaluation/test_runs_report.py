@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from support.browser import CHROMIUM, browser
 from support.corpora import make_corpus
 from support.example_evaluation import evaluation
@@ -23,6 +24,7 @@ from pipeline.errors import EXIT_USER_ERROR
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.report import averages_section
 from pipeline.evaluation.runs_report import DEAD, OVERLOADED
+from pipeline.evaluation.scores import Evaluation
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""
 
@@ -156,7 +158,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(
         (str(tmp_path / "nowhere"), "is not a folder"),
         ("name=", "is not a folder"),
         (str(tmp_path / "empty"), "holds no run"),
-        (str(corpus.directory), "is a corpus, which report does not show"),
+        (str(corpus.directory), "is a corpus artifact, which report does not show"),
     ]:
         assert said in refusal(tmp_path, capsys, text)
 
@@ -322,6 +324,13 @@ def test_damaged_scores_cost_the_scores_alone(tmp_path: Path, text: str) -> None
     page = report(tmp_path, str(made.directory))
     assert "Scores of scores" not in titles(page)
     assert "the scores of scores" in " ".join(section(page, "Notes").itertext())
+
+
+def test_scores_with_a_list_of_languages_that_langdetect_does_not_know_are_read() -> None:
+    document = json.loads(json.dumps(asdict(evaluation()), default=list))
+    document["undetectable"] = ["mg"]
+    read = TypeAdapter(Evaluation).validate_python(document)
+    assert read.undetectable == {"langdetect": ("mg",)}
 
 
 def test_scores_of_an_earlier_version_are_shown(tmp_path: Path) -> None:
