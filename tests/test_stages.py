@@ -65,7 +65,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     },
     "train_tokenizer": {
         "tokenizer": {
-            *("byte_fallback", "character_coverage", "kind"),
+            *("byte_fallback", "character_coverage", "kind", "normalization"),
             *("memory_bytes", "model_type"),
             *("sample_lines", "sampling_temperature", "segmenters", "vocabulary_size"),
             *("target_languages", "target_vocabulary_size"),
@@ -97,7 +97,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # How many lines at once: where evaluation_capacity_factor is set, which tokens an
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
-            *("alignment_layer", "alignments", "banned", "choose", "comet", "n_best"),
+            *("alignment_layer", "alignments", "banned", "choose", "comet", "n_best", "pivot"),
             *("required", "route"),
             *("router_language", "sampling_temperature", "search", "seed", "targets", "top_k"),
             "top_p",

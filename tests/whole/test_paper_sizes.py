@@ -246,6 +246,8 @@ def test_no_row_of_the_tables_is_without_its_size() -> None:
     expected = set()
     for plan in ("opus100", "pc32", "ted59", "opus100_bytes", "pc6"):
         for name, stage in load_plan(plan).stages.items():
+            if name == "evaluation_zero_shot":
+                continue  # Table 4 has no sizes
             systems = stage.inputs.get("systems", {})
             expected |= {(plan, name, system) for system in systems}
     assert pinned == expected

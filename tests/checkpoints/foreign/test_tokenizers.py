@@ -14,6 +14,7 @@ from support.foreign_families import VOCABULARY_FILE
 from support.foreign_models import SPECIALS, pieces_of, sentencepiece_model
 from transformers import M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 
+from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.export_to_hugging_face import write_vocabulary
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
@@ -131,7 +132,7 @@ def test_exported_tokenizer_json_has_the_pieces_of_sentencepiece(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """The tokenizers library reads it, of which transformers' fast tokenizers are made."""
-    model = own_sentencepiece(lines_of("valid", 4), size=1200, **settings)
+    model = with_any_rule(own_sentencepiece(lines_of("valid", 4), size=1200, **settings))
     ours = own_tokenizer(OTHER_LANGUAGES, model)
     layout = chosen_layout(entries_of(ours, tmp_path))
     assert write_vocabulary(tmp_path, model, layout, max_length=64) == "NllbTokenizerFast"
