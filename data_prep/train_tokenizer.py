@@ -66,6 +66,8 @@ MAX_LINE_BYTES = 2**20
 
 SEED = 1
 """Seed of the sample."""
+COVERAGE = 0.9995
+"""Share of the characters that a warning advises to have pieces: SentencePiece's default."""
 THREADS = 16
 """Threads of SentencePiece. The unigram trainer sums what each has found in an order that their
 number decides: a constant makes the pieces the same on every machine."""
@@ -101,7 +103,7 @@ class Sample:
     predicted_bytes: int = 0
     """Predicted memory of training."""
     characters: set[str] = field(default_factory=set)
-    """Characters of the lines yielded so far."""
+    """Characters of the lines yielded so far, which are normalized."""
     normalize: Callable[[str], str] = str
     """Normalization of the vocabulary: its pieces are of normalized text."""
 
@@ -111,8 +113,9 @@ class Sample:
             generator = random.Random(derive_seed("tokenizer sample", SEED, code))
             lines = _lines_of(self.corpus, code)
             for line in draw(lines, total=totals[code], wanted=quota, generator=generator):
-                self.characters.update(line)
-                yield self.normalize(line)
+                normalized = self.normalize(line)
+                self.characters.update(normalized)
+                yield normalized
 
 
 def run(call: StageCall) -> None:
@@ -450,10 +453,14 @@ def warn_of_characters(model: bytes, *, side: Side, config: TokenizerConfig) -> 
     if config.kind != "sentencepiece" or 2 * single <= len(pieces):
         return []
     fits = math.ceil((side.size + 2 * single - len(pieces)) / 1000) * 1000
+    other = ""
+    if config.character_coverage > COVERAGE:
+        bytes_too = "" if config.byte_fallback else "tokenizer.byte_fallback to true and "
+        other = f", or {bytes_too}tokenizer.character_coverage to {COVERAGE} or less"
     return [
-        f"warning: {single:,} of {side.size:,} pieces are single characters, so text is spelled "
-        f"rather than cut into words. Set tokenizer.{side.setting} to {fits:,} or more, or "
-        "tokenizer.byte_fallback to true and tokenizer.character_coverage to 0.9995 or less"
+        f"warning: {single:,} of {len(pieces):,} pieces of text are single characters, so text is "
+        f"spelled rather than cut into words. Set tokenizer.{side.setting} to {fits:,} or more, "
+        f"with a larger sample (more text or tokenizer.sample_lines) if this allows fewer{other}"
     ]
 
 

@@ -271,7 +271,11 @@ def _stage(task: Task, options: argparse.Namespace) -> dict[str, Any]:
         sizes = _model_sizes(recipe, options, may_lack=True)
         from pipeline.estimates.choices import choices
         from pipeline.estimates.devices import device_named
+        from pipeline.model.spec import placeholder_spec
+        from pipeline.training.translation import with_updates_of_model
 
+        spec = placeholder_spec(recipe.model, **sizes, output_size=recipe.tokenizer.output_ids)
+        recipe = with_updates_of_model(recipe, spec)
         found, refused = choices(
             recipe,
             device_named(options.device),

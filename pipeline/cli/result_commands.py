@@ -155,12 +155,12 @@ def _best_of_demo() -> Path:
     Raises:
         ConfigError: The demo has not trained a model.
     """
-    found = [path for path in DEMO.glob("*/") if "." not in path.name]  # no NAME.before-1
-    perplexities = [
-        (manifest.statistics["perplexity"], path)
-        for path in found
-        if (manifest := read_manifest(path)) and "perplexity" in manifest.statistics
-    ]
+    perplexities = []
+    for path in DEMO.glob("*/"):
+        with suppress(ArtifactError):  # another folder may be damaged
+            manifest = None if "." in path.name else read_manifest(path)  # no NAME.before-1
+            if manifest and manifest.kind == "checkpoint" and "perplexity" in manifest.statistics:
+                perplexities.append((manifest.statistics["perplexity"], path))
     if not perplexities:
         raise ConfigError(
             f"There is no trained model in {DEMO}. Name one with --checkpoint, or run "

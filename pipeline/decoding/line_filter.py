@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis
+from pipeline.artifacts.spelling import is_blank
 from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
@@ -191,7 +192,7 @@ def _job_of(
     text, _, prefix = line.text.partition("\t") if has_prefix else (line.text, "", "")
     problem = line.problem or translator.prefix_problem(prefix)
     problem = problem or translator.phrases_problem(phrases, prefix=prefix)
-    if phrases and not text.strip():
+    if phrases and is_blank(text):
         problem = problem or "is empty, and its translation must have phrases"
     if problem:
         text, prefix, phrases = "", "", ()

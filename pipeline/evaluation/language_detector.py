@@ -25,7 +25,14 @@ from langdetect.utils.lang_profile import LangProfile
 from langdetect.utils.ngram import NGram
 
 from pipeline.errors import ConfigError
-from pipeline.languages import can_be_written, canonical, count_scripts, find_code, written_script
+from pipeline.languages import (
+    can_be_written,
+    canonical,
+    count_scripts,
+    find_code,
+    letters_of,
+    written_script,
+)
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -304,8 +311,10 @@ class LanguageDetector:
     def __init__(self, candidates: Iterable[str] | None, *, seed: int) -> None:
         """Choose among candidates that langdetect knows, with equal prior; None: all languages."""
         self._seed = seed
-        chosen = _choice(None if candidates is None else frozenset(candidates))
-        self._names, self._prior, self._probabilities = chosen
+        among = None if candidates is None else frozenset(candidates)
+        self._names, self._prior, self._probabilities = _choice(among)
+        scripts = {written_script(name) or "" for name in among or self._names}
+        self._has_chinese = frozenset({"Hani"}) in map(letters_of, scripts)
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
         """Return the most probable language of every text; None for a text without n-grams."""
@@ -322,10 +331,13 @@ class LanguageDetector:
     def ranked(self, text: str) -> list[tuple[str, float]]:
         """Return the languages with at least ``MIN_PROBABILITY`` and this, the best first.
 
-        Only languages count that are written in the text's letters. langdetect ignores words in
-        capitals but for their accents, so a text of them is read in small letters.
+        Only languages count that are written in the text's letters; Japanese has kana, unless no
+        candidate is Chinese. langdetect ignores words in capitals but for their accents, so a text
+        of them is read in small letters.
         """
         letters, texts = count_scripts(text), (in_small_letters(text),)
+        if letters["Hani"] and not self._has_chinese:
+            letters["Kana"] += 1
         fits = np.array([can_be_written(letters, written_script(name)) for name in self._names])
         if not fits.any():
             return []

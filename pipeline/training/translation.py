@@ -14,6 +14,7 @@ from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.batching.equal_epochs import with_resolved_updates, with_share_of_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.checkpoint import write_model_files
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.languages import parts_words_by_spaces
@@ -43,18 +44,27 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         ConfigError: the data does not fit the recipe or the model.
     """
     # The manifest records the recipe as given (call.config), not with the resolved updates.
-    match call.recipe.training.updates_of:
-        case "bytes":
-            call = replace(call, recipe=with_resolved_updates(call.recipe, data))
-        case "dense":
-            share = cost_without_experts(model.spec)
-            call = replace(call, recipe=with_share_of_updates(call.recipe, share))
+    recipe = with_updates_of_model(call.recipe, model.spec)
+    if recipe.training.updates_of == "bytes":
+        recipe = with_resolved_updates(recipe, data)
+    call = replace(call, recipe=recipe)
     check_tier(data, call.recipe.training)
     check_languages(data, model.spec)
     notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())
     for note in notes if world.rank == 0 else ():
         print(f"{call.out_dir}: {note}.", file=sys.stderr, flush=True)
     train_task(call, model, Translation(call, data, notes=notes), world=world)
+
+
+def with_updates_of_model(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """Return the recipe with updates of a dense model, if it has these, counted in the model's.
+
+    Raises:
+        ConfigError: the warm-up of a polynomial schedule does not end before the updates do.
+    """
+    if recipe.training.updates_of != "dense":
+        return recipe
+    return with_share_of_updates(recipe, cost_without_experts(spec))
 
 
 def check_tier(data: TrainingData, training: TrainingConfig) -> None:

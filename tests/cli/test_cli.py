@@ -924,6 +924,11 @@ def test_a_filter_without_a_checkpoint_takes_the_demos_best_by_validation(
         manifest = json.loads(path.read_text())
         manifest["statistics"] = {"perplexity": perplexity} if perplexity else {}
         path.write_text(json.dumps(manifest))
+    for name, kind in {"damaged": "checkpoint", "scores": "evaluation"}.items():
+        path = Path("runs/demo", name, MANIFEST_NAME)
+        path.parent.mkdir()
+        path.write_text(json.dumps({**manifest, "kind": kind, "statistics": {"perplexity": 1.0}}))
+    Path("runs/demo/damaged", MANIFEST_NAME).write_text("{")
     _pipe(monkeypatch, b"")
     capsys.readouterr()
     assert cli.main(["translate", "--from", "en", "--to", "de"]) == 0

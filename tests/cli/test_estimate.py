@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.estimates.devices import DEVICES
 
@@ -97,6 +98,26 @@ def test_a_plan_as_json_names_sizes_memory_and_time(capsys: pytest.CaptureFixtur
         for choice in stage["choices"]:
             assert choice["seconds"] == pytest.approx(sum(choice["time"].values()))
     assert {choice["expert_parallel_size"] for choice in stages["dense"]["choices"]} == {1}
+
+
+@pytest.mark.parametrize("stage", ["dense", "moe"])
+def test_updates_of_a_dense_model_are_estimated_in_updates_of_the_stages_own(
+    stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["--set", "training.updates_of=dense", "--set", "training.updates=1000"]
+    arguments = ["demo", "--only", stage, "--processes", "1", *SMALL, *changes, "--json"]
+    assert cli.main(["estimate", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)["stages"][stage]["updates"]
+    model = load_recipe(f"demo_{stage}").model
+    attention, feed_forward = 4 * model.width**2, 2 * model.width * model.feed_forward_width
+    layers = model.encoder_layers + model.decoder_layers
+    dense = (layers + model.decoder_layers) * attention + layers * feed_forward + 500 * model.width
+    moe, further = model.moe, 0
+    if moe is not None:
+        routed = model.encoder_layers // moe.every + model.decoder_layers // moe.every
+        further = routed * ((moe.top_k - 1) * feed_forward + model.width * moe.num_experts)
+    assert found == pytest.approx(1000 * dense / (dense + further), rel=0.005)  # without biases
+    assert (found < 1000) == (stage == "moe")
 
 
 @pytest.mark.parametrize(

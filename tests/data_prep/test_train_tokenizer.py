@@ -4,6 +4,7 @@ import io
 import itertools
 import os
 import random
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,29 @@ def test_characters_are_pieces_of_one_character_and_a_vocabulary_of_all_of_them(
 
 
 @pytest.mark.parametrize(
-    ("signs", "size", "setting", "is_warned"),
-    [(300, 500, "vocabulary_size", True), (300, 700, "", False), (90, 150, "target", True)],
+    ("signs", "size", "setting", "further", "advised"),
+    [
+        (300, 500, "vocabulary_size", {}, {"byte_fallback", "character_coverage"}),
+        (300, 500, "vocabulary_size", {"character_coverage": 0.9995}, set()),
+        (300, 620, "vocabulary_size", {"byte_fallback": True}, {"character_coverage"}),
+        (300, 700, "vocabulary_size", {}, None),
+        (90, 150, "target", {}, {"byte_fallback", "character_coverage"}),
+    ],
 )
 def test_a_vocabulary_of_mostly_single_characters_is_said_with_settings_that_help(
-    tmp_path: Path, signs: int, size: int, setting: str, is_warned: bool
+    tmp_path: Path,
+    signs: int,
+    size: int,
+    setting: str,
+    further: dict[str, Any],
+    advised: set[str] | None,
 ) -> None:
     every = [chr(0x4E00 + index) for index in range(signs)]
     words = [a + b for a, b in itertools.product(every[:40], every[40:60])] + every
     lines = ["".join(GENERATOR.choices(words, k=12)) for _ in range(3000)] + ["".join(every)]
     texts: Texts = {"train": {"de-zh": {"de": lines_of("de", 3001), "zh": lines}}}
     corpus = make_corpus(tmp_path / "corpus", texts)
-    config = TokenizerConfig(vocabulary_size=size)
+    config = TokenizerConfig(vocabulary_size=size, **further)
     if setting == "target":
         config = TokenizerConfig(
             vocabulary_size=60, target_languages=("zh",), target_vocabulary_size=size
@@ -81,11 +93,23 @@ def test_a_vocabulary_of_mostly_single_characters_is_said_with_settings_that_hel
     models = sorted(made.directory.glob("*.model"))
     processor = SentencePieceProcessor(model_file=str(models[-1]))
     single = sum(len(processor.id_to_piece(index)) == 1 for index in range(4, size))
-    assert (2 * single > size - 4) == is_warned
+    of_text = size - 4 - 256 * config.byte_fallback
+    assert (2 * single > of_text) == (advised is not None)
     warnings = [line for line in made.manifest.summary if line.startswith("warning")]
-    assert len(warnings) == is_warned
-    for name in ("byte_fallback", "character_coverage", setting, f"{single} of {size} pieces"):
-        assert not is_warned or name in warnings[0]
+    assert len(warnings) == (advised is not None)
+    for name in (setting, "sample_lines", f"{single} of {of_text} pieces of text") * len(warnings):
+        assert name in warnings[0]
+    for name in ("byte_fallback", "character_coverage") * len(warnings):
+        assert (name in warnings[0]) == (name in (advised or ()))
+
+
+def test_the_characters_of_the_sample_are_counted_as_the_vocabulary_writes_them(
+    tmp_path: Path,
+) -> None:
+    lines = [unicodedata.normalize("NFD", line) for line in lines_of("de", 100)]
+    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-zh": {"de": lines, "zh": lines}}})
+    made = train(corpus, tmp_path / "out", TokenizerConfig(vocabulary_size=60))
+    assert made.statistics["characters"] == {"sample": 8, "covered": 8}  # abcdeäöü
 
 
 def test_fewer_characters_are_the_most_frequent_ones(corpus: Artifact, tmp_path: Path) -> None:

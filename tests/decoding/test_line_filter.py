@@ -317,19 +317,22 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
 ) -> None:
     wanted = tmp_path / "phrases"
     wanted.write_text(
-        "\ufeffab ba\tx\n\u2060\t\u200e\n" + "x" * 40 + "\n\n\nab\n", encoding="utf-8"
+        "\ufeffab ba\tx\n\u2060\t\u200e\n" + "x" * 40 + "\n\n\nab\nab\n", encoding="utf-8"
     )
-    data = b"Ja\nNein\nSo\nDoch\n\n \n"
+    data = "Ja\nNein\nSo\nDoch\n\n \n\u200b\n".encode()
     more = ["--must-file", str(wanted)]
     code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=more)
     assert code == EXIT_USER_ERROR
     assert "ab ba" in found[0]
     assert "x" in found[0]
-    assert found[1:] == [translated("Nein"), "", translated("Doch"), "", ""]
+    assert found[1:] == [translated("Nein"), "", translated("Doch"), "", "", ""]
     assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
         "mmnmt translate: Line 3 must have 40 tokens in its translation, of which the model takes "
         f"37. {AS_EMPTY}",
-        f"mmnmt translate: Line 6 is empty, and its translation must have phrases. {AS_EMPTY}",
+        *(
+            f"mmnmt translate: Line {n} is empty, and its translation must have phrases. {AS_EMPTY}"
+            for n in (6, 7)
+        ),
     ]
     code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=["--must", "ab", *more])
     assert all("ab" in line for line in (found[0], found[1], found[3]))

