@@ -6,7 +6,6 @@ An alarm is one sentence where it begins and one where it ends. It follows from 
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -20,15 +19,15 @@ IDLE_LINES = 3
 """Training lines in a row without any route to an expert after which it counts as dead."""
 
 
-@dataclass
 class Alarms:
     """Compares each training line with the lines before; begins anew with each run."""
 
-    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=LINES))
-    _is_spike: bool = False
-    _dropping: set[str] = field(default_factory=set)
-    _idle: dict[str, int] = field(default_factory=dict)
-    """Expert → its lines without routes, up to the present one."""
+    def __init__(self) -> None:
+        self._losses = deque[float](maxlen=LINES)
+        self._is_spike = False
+        self._dropping: set[str] = set()
+        self._idle: dict[str, int] = {}
+        """Expert → its lines without routes, up to the present one."""
 
     def add(self, line: Mapping[str, Any]) -> list[str]:
         """Take the next training line; return the sentences that begin or end an alarm."""

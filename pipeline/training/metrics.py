@@ -4,6 +4,7 @@ import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Self
@@ -137,7 +138,7 @@ class MetricsLog:
         """
         self._file, self._recipe, self._world = JsonLines(path), recipe, world
         self._write_events, self._operations = write_events, operations
-        self._interval, self._alarms = Interval(experts=experts), Alarms()
+        self._interval = Interval(experts=experts)
         self._experts = experts
         self._nodes: list[str] = []
 
@@ -152,6 +153,10 @@ class MetricsLog:
             operations=ModelOperations.of(engine.model, call.recipe, peak=call.peak_operations),
             experts=LayersOfExperts.of(engine.model),
         )
+
+    @cached_property
+    def _alarms(self) -> Alarms:
+        return Alarms()
 
     def resume(self, position: Position) -> None:
         """Continue after ``position``; all ranks call this.
