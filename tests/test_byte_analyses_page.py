@@ -7,6 +7,7 @@ import pytest
 from support.page_commands import blocks
 
 from pipeline.config.recipe import load_recipe, recipe_names
+from pipeline.evaluation.settings import LANGUAGE_ACCURACIES
 from pipeline.languages import parse_tag
 from pipeline.registry import STAGES
 
@@ -32,7 +33,9 @@ def test_few_shot_differs_in_lines_and_updates_alone(thousands: int) -> None:
 
 
 def test_sets_of_languages_are_the_papers() -> None:
-    sets = load_recipe(f"{BASE}+sets_moce").evaluation.language_sets
+    evaluation = load_recipe(f"{BASE}+sets_moce").evaluation
+    assert {*LANGUAGE_ACCURACIES} < {*evaluation.scores}
+    sets = evaluation.language_sets
     assert sets.keys() == {"Long", "Medium", "Short", "L.R.", "H.R.", "OPUS4"}
     assert {len(codes) for codes in sets.values()} == {4}
     low = load_recipe(f"{BASE}+sets_moce_low").evaluation.language_sets

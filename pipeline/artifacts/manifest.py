@@ -195,6 +195,10 @@ def read_manifest(directory: Path) -> Manifest | None:
         if not path.is_file():
             return None
         manifest = Manifest.model_validate_json(read_bytes(path))
+    except ArtifactError:
+        if os.path.lexists(path):  # else it has been removed since
+            raise
+        return None
     except ValidationError as error:
         raise ArtifactError(
             f"{path} is not a manifest of this version "

@@ -161,10 +161,11 @@ def states_dir(run_folder: Path) -> Path:
 
 def state_names(run_folder: Path) -> list[str]:
     """Return the names of the complete states, oldest first."""
-    folder = states_dir(run_folder)
-    if not folder.is_dir():
+    try:
+        paths = [*states_dir(run_folder).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [path for path in folder.iterdir() if STATE_NAME.fullmatch(path.name)]
+    found = [path for path in paths if STATE_NAME.fullmatch(path.name)]
     return sorted(path.name for path in found if read_manifest(path) is not None)
 
 
@@ -191,10 +192,14 @@ def saved_work(out_dir: Path) -> set[str]:
 
 def newest_state(run_folder: Path) -> Artifact | None:
     """Return the complete state of the highest update; None if there is none."""
-    names = state_names(run_folder)
-    return (
-        open_artifact(states_dir(run_folder) / names[-1], kind="training_state") if names else None
-    )
+    for name in reversed(state_names(run_folder)):
+        place = states_dir(run_folder) / name
+        try:
+            return open_artifact(place, kind="training_state")
+        except ArtifactError:
+            if (place / MANIFEST_NAME).exists():  # else training has removed it since
+                raise
+    return None
 
 
 def updates_done(state: Artifact) -> int:

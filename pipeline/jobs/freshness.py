@@ -139,35 +139,38 @@ def _that_run(task: Task, reasons: Mapping[str, str | None]) -> list[str]:
     return [name for name in task.planned.dependencies() if reasons.get(name) is not None]
 
 
-def losses(resolved: ResolvedPlan, reasons: Mapping[str, str | None]) -> dict[str, str]:
+def losses(
+    resolved: ResolvedPlan, reasons: Mapping[str, str | None]
+) -> dict[str, str | ArtifactError]:
     """Return training stage → why its training is useless, where that is certain by now.
 
     The digest of an artifact covers its settings and inputs: with others it is another, and so are
     the digests of all that was made from it. Nobody knows before a stage has run whether an
     artifact that is missing, or the lines of a split, will be as they were.
 
-    Raises:
-        ArtifactError: the artifact or the state of a training stage cannot be read.
+    Training that cannot be read has its error instead, which a run raises.
     """
     changed: dict[str, str] = {}  # stage → the first change that gives it another digest
-    lost: dict[str, str] = {}
+    lost: dict[str, str | ArtifactError] = {}
     for task in resolved.tasks:
-        made = manifest_of(task.out_dir)
-        state = newest_state(run_dir(task.out_dir)) if task.stage.trains and made is None else None
-        records = made.inputs if made else state.manifest.inputs if state else {}
+        made, own, cause = manifest_of(task.out_dir), None, None
+        records = made.inputs if made else {}
         is_known = not _that_run(task, reasons) and all(o.is_made for o in resolved.left_out(task))
-        digests = {name: record.digest for name, record in records.items()}
-        digests = resolved.digests(task) if is_known else digests
-        cause = None
+        try:
+            if task.stage.trains and not made and (state := newest_state(run_dir(task.out_dir))):
+                records = state.manifest.inputs
+            digests = {name: record.digest for name, record in records.items()}
+            digests = resolved.digests(task) if is_known else digests
+            own = why_lost(task, digests=digests)
+        except ArtifactError as error:
+            lost[task.name] = error
         for key, source in task.planned.sources().items():
             if source in changed and key in records and not records[key].splits:
                 read = manifest_of(resolved.path(source))
                 if read is not None and read.digest == records[key].digest:
                     cause = changed[source]
-        if task.stage.trains:
-            own = why_lost(task, digests=digests) if records else None
-            if own or (cause and training_done(task)):
-                lost[task.name] = own or cause or ""
+        if task.name not in lost and (own or (cause and training_done(task))):
+            lost[task.name] = own or cause or ""
         if cause is None and made is not None:
             reason = why_not_done(
                 task.out_dir, stage=task.stage, config=task.config, digests=digests
@@ -185,10 +188,9 @@ def training_done(task: Task | StageCall) -> str | None:
     """
     if not task.stage.trains:
         return None
-    finished, state = _finished(task), newest_state(run_dir(task.out_dir))
-    if finished is not None:
+    if (finished := _finished(task)) is not None:
         updates, seconds = finished.statistics.get("updates", 0), finished.run.wall_seconds
-    elif state is not None:
+    elif (state := newest_state(run_dir(task.out_dir))) is not None:
         updates, seconds = updates_done(state), _seconds(run_dir(task.out_dir) / "metrics.jsonl")
     else:
         return None
@@ -207,20 +209,21 @@ def why_lost(task: Task | StageCall, *, digests: Mapping[str, str] | None = None
     """
     if not task.stage.trains:
         return None
-    finished, state = _finished(task), newest_state(run_dir(task.out_dir))
+    changes: list[str] = []
+    if (finished := _finished(task)) is not None:
+        changes = _changes(finished, task, config=task.config, digests=digests)
+        if not changes or not _is_longer(finished, task, digests=digests):
+            return listed_changes(changes) or None
+    state = newest_state(run_dir(task.out_dir))
     problem = why_not_to_go_on(state, config=task.config, digests=digests) if state else None
-    if finished is None:
+    if finished is None or (state and problem is None):
         return problem
-    changes = _changes(finished, task, config=task.config, digests=digests)
-    if changes and _is_longer(finished, task, digests=digests):
-        if state and problem is None:
-            return None
-        changes.append(
-            problem
-            or f"{run_dir(task.out_dir)} has no training state to go on from, which is kept of a "
-            'finished training only where its recipe has saving.keep_states = "last" or "all"'
-        )
-    return listed_changes(changes) or None
+    changes.append(
+        problem
+        or f"{run_dir(task.out_dir)} has no training state to go on from, which is kept of a "
+        'finished training only where its recipe has saving.keep_states = "last" or "all"'
+    )
+    return listed_changes(changes)
 
 
 def why_anew(task: Task | StageCall, *, digests: Mapping[str, str]) -> str | None:

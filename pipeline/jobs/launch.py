@@ -85,7 +85,7 @@ class StopRequests:
 
     def _forward(self, number: signal.Signals) -> None:
         self.received = self.received or number
-        for children in self._watched:
+        for children in [*self._watched]:  # another thread may forget some
             _signal_all(children, number)
 
 

@@ -22,7 +22,7 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.overrides import override_texts
-from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
 from pipeline.jobs.freshness import (
     change_of_files,
     forecast,
@@ -61,7 +61,7 @@ def run_plan(
     stage of ranks then has one process, and all divide their threads.
 
     Returns:
-        0; EXIT_RUN_AGAIN if a signal asked to stop; else the exit code of the stage that failed.
+        0; the exit code of the stage that failed; EXIT_RUN_AGAIN if none did and a signal came.
 
     Raises:
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
@@ -87,14 +87,13 @@ def run_plan(
             )
 
         run = _Run(resolved, rebuild, launch_stage, requests, say)
-        code = run.all_stages(jobs)
-    order = [task.name for task in resolved.tasks]
-    say(
-        text_table(
-            ["stage", "", "seconds"], sorted(run.summary, key=lambda row: order.index(row[0]))
-        )
-    )
-    return code
+        try:
+            return run.all_stages(jobs)
+        finally:
+            order = [task.name for task in resolved.tasks]
+            rows = sorted(run.summary, key=lambda row: order.index(row[0]))
+            if rows:
+                say(text_table(["stage", "", "seconds"], rows))
 
 
 def check_rebuild(resolved: ResolvedPlan, names: Collection[str]) -> None:
@@ -120,8 +119,11 @@ def refuse_losses(resolved: ResolvedPlan, *, rebuild: Collection[str]) -> None:
         refuse_other_kind(task.out_dir, kind=task.stage.makes)
     lost = losses(resolved, forecast(resolved))
     for task in resolved.tasks:
-        if task.name in lost and task.name not in rebuild:
-            raise ArtifactError(refusal(task, lost[task.name]))
+        cause = lost.get(task.name)
+        if isinstance(cause, ArtifactError):
+            raise cause
+        if cause is not None and task.name not in rebuild:
+            raise ArtifactError(refusal(task, cause))
 
 
 def refuse_missing_inputs(
@@ -161,8 +163,9 @@ class _Run:
         """Stage, result and seconds of all stages so far."""
 
     def all_stages(self, jobs: int) -> int:
-        """Run the stages that are not up to date; return the first exit code other than 0."""
+        """Run the stages that are not up to date; return the exit code of the run."""
         waiting, codes = [*self._resolved.tasks], dict[str, int]()
+        refusals: list[UserError] = []
         running: dict[Future[int], Task] = {}
         with ThreadPoolExecutor(jobs) as pool:
             while True:
@@ -174,24 +177,34 @@ class _Run:
                     break
                 for ended in wait(running, return_when=FIRST_COMPLETED).done:
                     task = running.pop(ended)
-                    if code := ended.result():
+                    try:
+                        code = ended.result()
+                    except UserError as error:
+                        code = EXIT_USER_ERROR
+                        self.summary.append([task.name, "refused", ""])
+                        if running or refusals:  # else it is the last line of the command
+                            self._say(f"{task.name}: {error}")
+                        refusals.append(error)
+                    if code:
                         codes[task.name] = code
                 if codes and running and self._requests.received is None:
                     left = listed(task.name for task in running.values())
                     self._say(f"mmnmt run: {listed(codes)} failed; waiting for {left}")
         if not codes:
             return 0
-        names = listed(codes)
-        if self._requests.received is not None:
+        failed = [name for name, code in codes.items() if code != EXIT_RUN_AGAIN]
+        if self._requests.received is not None and not failed:
             self._say(
-                f"mmnmt run: stopped as asked ({self._requests.received.name}) in {names}; "
+                f"mmnmt run: stopped as asked ({self._requests.received.name}) in {listed(codes)}; "
                 "run the same command again to go on."
             )
             return EXIT_RUN_AGAIN
-        code = next(iter(codes.values()))
+        if refusals:
+            raise refusals[0]
+        code = codes[failed[0]]
         self._say(
-            f"mmnmt run: stage {names} failed ({describe_exit(code)}); no stage after it was "
-            "started: mend the cause and run the same command again."
+            f"mmnmt run: stage {listed(failed)} failed ({describe_exit(code)}); no stage after it "
+            "was started: mend the cause and run the same command again."
         )
         return code
 
@@ -229,8 +242,9 @@ class _Run:
         self._say(f"{task.name}: running {task.stage.name} ({reason})")
         started = time.monotonic()
         code = self._run_until_done(task)
-        asked = code == EXIT_RUN_AGAIN or self._requests.received is not None
-        state = "done" if code == 0 else "stopped" if asked else "failed"
+        if code > 128 and self._requests.received is not None:  # a signal ended it
+            code = EXIT_RUN_AGAIN
+        state = "done" if code == 0 else "stopped" if code == EXIT_RUN_AGAIN else "failed"
         self.summary.append([task.name, state, f"{time.monotonic() - started:.1f}"])
         return code
 
@@ -319,7 +333,7 @@ def dry_run(
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
     reasons = forecast(resolved)
-    lost = _readable_losses(resolved, reasons)
+    lost = losses(resolved, reasons)
     for task in resolved.tasks:
         reason, change = reasons[task.name], change_of_files(task)
         if reason is not None:
@@ -329,28 +343,18 @@ def dry_run(
             say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
 
 
-def _readable_losses(
-    resolved: ResolvedPlan, reasons: Mapping[str, str | None]
-) -> Mapping[str, str]:
-    """Return the training that is lost for certain; nothing if some is unreadable."""
-    try:
-        return losses(resolved, reasons)
-    except ArtifactError:  # a run reports it
-        return {}
-
-
 def _fate_of_training(
     task: Task,
     *,
     reasons: Mapping[str, str | None],
-    lost: Mapping[str, str],
+    lost: Mapping[str, str | ArtifactError],
     rebuild: Collection[str] = (),
 ) -> str | None:
     """Describe what happens to a stage's training if it runs; None if there is none."""
-    try:
-        done, cause = training_done(task), lost.get(task.name)
-    except ArtifactError:  # unreadable: a run reports it
-        return None
+    cause = lost.get(task.name)
+    if isinstance(cause, ArtifactError):
+        return f"it is refused: {cause}"
+    done = training_done(task)
     inputs_may_change = any(reasons.get(name) is not None for name in task.planned.dependencies())
     if done is None:
         return None
@@ -368,12 +372,12 @@ def status_rows(resolved: ResolvedPlan) -> list[list[str]]:
     Raw data that is not given counts as unchanged.
     """
     reasons = forecast(resolved)
-    lost = _readable_losses(resolved, reasons)
+    lost = losses(resolved, reasons)
     return [[task.name, *_status(task, reasons, lost)] for task in resolved.tasks]
 
 
 def _status(
-    task: Task, reasons: Mapping[str, str | None], lost: Mapping[str, str]
+    task: Task, reasons: Mapping[str, str | None], lost: Mapping[str, str | ArtifactError]
 ) -> tuple[str, str]:
     """Return state and explanation of a stage."""
     reason = reasons[task.name]

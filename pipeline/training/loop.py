@@ -50,7 +50,7 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
     """Train a model for a task and write the stage's artifact; all ranks call this.
 
     Raises:
-        ConfigError: the recipe counts updates in bytes, and the task is not translation.
+        ConfigError: ``training.updates_of`` is not ``tokens``, and the task is not translation.
     """
     recipe = call.recipe
     if recipe.training.updates_of != "tokens":

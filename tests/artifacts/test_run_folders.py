@@ -1,7 +1,9 @@
 """The run folder of finished training is removed, however that is cut short, and nothing else."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from pipeline.artifacts.run_folders import (
     announce_removal,
     claim_run_folder,
     finish_removal,
+    newest_state,
     remove_contents,
     remove_emptied,
     stacks_dir,
@@ -166,6 +169,25 @@ def test_a_run_folder_whose_model_is_not_there_is_not_removed(
     for update in (4, 6):
         state = folder / "states" / f"update-{update:07d}"
         open_artifact(state, kind="training_state").check()
+
+
+@pytest.mark.parametrize("reader", ["run_folders.open_artifact", "manifest.read_bytes"])
+def test_a_state_that_is_removed_while_it_is_read_counts_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    folder = make_run(tmp_path / "model")
+    module, _, name = reader.partition(".")
+    read = getattr(import_module(f"pipeline.artifacts.{module}"), name)
+
+    def remove_newest_and_read(path: Path, **options: Any) -> Any:
+        if "update-0000006" in path.parts:
+            shutil.rmtree(folder / "states" / "update-0000006")
+        return read(path, **options)
+
+    monkeypatch.setattr(f"pipeline.artifacts.{reader}", remove_newest_and_read)
+    state = newest_state(folder)
+    assert state is not None
+    assert state.directory.name == "update-0000004"
 
 
 def test_a_removal_that_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:

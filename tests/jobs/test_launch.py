@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN
 from pipeline.jobs.job_endings import describe_exit
-from pipeline.jobs.launch import launch
+from pipeline.jobs.launch import StopRequests, launch
 
 WAIT_FOR_EVER = "import time; time.sleep(60)"
 IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
@@ -217,6 +217,25 @@ def test_a_signal_to_the_launcher_reaches_every_rank(
         assert launcher.wait(timeout=10) == EXIT_RUN_AGAIN
     finally:
         launcher.kill()
+
+
+def test_a_signal_reaches_all_stages_also_if_one_ends_at_that_moment() -> None:
+    reached: list[int] = []
+
+    class Ending(subprocess.Popen[bytes]):
+        def __init__(self, number: int) -> None:
+            self.number, self.returncode = number, 0
+
+        def send_signal(self, _: int) -> None:
+            reached.append(self.number)
+            requests.forget(stages[self.number])
+
+    stages: list[list[subprocess.Popen[bytes]]] = [[Ending(0)], [Ending(1)], [Ending(2)]]
+    with StopRequests() as requests:
+        for children in stages:
+            requests.watch(children)
+        signal.raise_signal(signal.SIGTERM)
+    assert reached == [0, 1, 2]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,6 +185,8 @@ class Setup:
         self.out_dir = folder / "out"
         self.workshop = Workshop()
         self.jobs = 1
+        self.lines: list[str] = []
+        """What the last run said."""
         self.text_path.parent.mkdir()
         self.text_path.write_text("banana")
         self.recipe_path.write_text(RECIPE)
@@ -201,12 +203,12 @@ class Setup:
     def run(self, *, rebuild: Collection[str] = (), **options: Any) -> tuple[int, str]:
         """Exit code and output of a run; ``workshop.started`` holds what this run started."""
         self.workshop.started.clear()
-        lines: list[str] = []
+        self.lines.clear()
         resolved = self.resolved(**options)
         code = run_plan(
-            resolved, rebuild=rebuild, jobs=self.jobs, launcher=self.workshop, say=lines.append
+            resolved, rebuild=rebuild, jobs=self.jobs, launcher=self.workshop, say=self.lines.append
         )
-        return code, "\n".join(lines)
+        return code, "\n".join(self.lines)
 
     def forecast(self, *, rebuild: Collection[str] = (), **options: Any) -> list[str]:
         lines: list[str] = []
@@ -599,6 +601,36 @@ def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_to
     assert names_in(setup.out_dir) == [
         *("corpus", "model", "model.before-1.run", "shards"),
     ]
+
+
+@pytest.mark.parametrize("damaged", ["other.run/states/update-0000008", "other"])
+def test_a_training_that_cannot_be_read_hides_no_loss_of_another(
+    setup: Setup, damaged: str
+) -> None:
+    _fail_in_model(setup)
+    _leave_state(setup, 8)
+    _change(setup, "seed = 2")
+    plan = setup.plan_path.read_text()
+    other = plan[plan.index("[stages.model]") :].replace("stages.model", "stages.other")
+    setup.plan_path.write_text(plan.replace("[stages.model]", f"{other}\n[stages.model]", 1))
+    (setup.out_dir / damaged).mkdir(parents=True)
+    (setup.out_dir / damaged / "manifest.json").write_text("damaged")
+    lost = "8 updates (2.0 hours) of training would be lost: it is refused without --rebuild model"
+    for lines in (setup.status().splitlines(), setup.forecast()):
+        said = {line.partition(" ")[0].rstrip(":"): line for line in lines}
+        assert lost in said["model"]
+        assert f"it is refused: {setup.out_dir / damaged}/manifest.json is no" in said["other"]
+    with pytest.raises(ArtifactError, match=f"{damaged}/manifest.json is no"):
+        setup.run()
+    assert setup.workshop.started == []
+
+
+def test_a_finished_model_is_done_though_a_state_that_was_kept_is_damaged(setup: Setup) -> None:
+    setup.run()
+    _leave_state(setup, 8)
+    (setup.out_dir / "model.run/states/update-0000008/manifest.json").write_text("damaged")
+    assert setup.forecast()[-1] == "model: done"
+    assert setup.run()[0] == 0
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -1198,6 +1230,70 @@ def test_a_stage_that_fails_lets_its_neighbors_end_and_nothing_else_begins(setup
     setup.workshop = Workshop()
     assert setup.run()[0] == 0
     assert set(setup.workshop.started) == {failed, "third", "model"}
+
+
+class Stopping(Workshop):
+    """Shards fail, and their twin ends after they did and a signal came, in either order."""
+
+    def __init__(self, setup: Setup, *, signal_first: bool, **ends: int) -> None:
+        super().__init__()
+        self.lines, self.signal_first, self.ends = setup.lines, signal_first, ends
+
+    def __call__(self, arguments: Sequence[str], *, requests: StopRequests, **options: Any) -> int:
+        name = arguments[arguments.index("--overwrite") - 1].rpartition("/")[2]
+        if name == "twin":
+            if not self.signal_first:
+                _wait_until(lambda: "mmnmt run: shards failed; waiting for twin" in self.lines)
+            if self.ends:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self.ends and (name == "twin" or self.signal_first):
+            _wait_until(lambda: requests.received is not None)
+        return self.ends.get(name) or super().__call__(arguments, requests=requests, **options)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _add_twin(setup: Setup) -> None:
+    twin = TWIN.format(name="twin", recipe=setup.recipe_path)
+    setup.plan_path.write_text(setup.plan_path.read_text() + twin)
+
+
+@pytest.mark.parametrize(
+    ("signal_first", "shards", "twin"),
+    [(False, 3, 130), (False, 137, EXIT_RUN_AGAIN), (True, 3, 143), (True, 1, EXIT_RUN_AGAIN)],
+)
+def test_a_stage_that_failed_is_named_though_a_signal_stops_its_neighbor(
+    setup: Setup, signal_first: bool, shards: int, twin: int
+) -> None:
+    _add_twin(setup)
+    assert setup.run(only=["corpus"])[0] == 0
+    setup.workshop = Stopping(setup, signal_first=signal_first, shards=shards, twin=twin)
+    setup.jobs = 2
+    code, said = setup.run()
+    assert code == shards
+    assert "mmnmt run: stage shards failed (" in said
+    assert "stopped as asked" not in said
+    assert [row.split()[:2] for row in said.splitlines()[-2:]] == [
+        ["shards", "failed"],
+        ["twin", "stopped"],
+    ]
+
+
+def test_a_refusal_is_said_while_neighbors_run_and_raised_after_the_summary(setup: Setup) -> None:
+    setup.run()
+    _add_twin(setup)
+    (setup.out_dir / "shards" / "text").write_text("edited")
+    setup.workshop, setup.jobs = Stopping(setup, signal_first=False), 2
+    with pytest.raises(ArtifactError, match="shards") as caught:
+        setup.run()
+    assert f"shards: {caught.value}" in setup.lines[:-1]
+    rows = [row.split()[:2] for row in setup.lines[-1].splitlines()[-3:]]
+    assert rows == [["corpus", "already"], ["shards", "refused"], ["twin", "done"]]
 
 
 def test_a_signal_ends_the_plan_after_the_stage_it_reached_and_says_how_to_go_on(
