@@ -100,6 +100,63 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests", 21, "someone whose client of LibreTranslate sends forms or lists"),
     ("tests/support", 25, "someone who adds a stage runs it in tests by one helper, not by a copy"),
     ("tests/bench", 59, "someone with a GPU for minutes: sections are measured one by one"),
+    (
+        "pipeline/evaluation",
+        225,
+        "someone who reads 220 directions, scores Thai or Khmer, or has languages langdetect lacks",
+    ),
+    (
+        "data_prep",
+        42,
+        "someone whose vocabulary became one of characters, or who named a tarball's root",
+    ),
+    (
+        "pipeline/artifacts",
+        222,
+        "someone who types tabs and letters in parts, or repairs a stage bit by bit",
+    ),
+    (
+        "pipeline/jobs",
+        201,
+        "someone whose plan rebuilt in vain, whose last line misled, or who has sixteen cores",
+    ),
+    ("pipeline/kernels", 5, "someone whose training on CPU took more memory with every new shape"),
+    (
+        "pipeline/decoding",
+        106,
+        "someone who bans a word, or compares zero-shot translation with pivoting",
+    ),
+    ("pipeline/training", 188, "someone whose routes were dropped and experts died without a word"),
+    (
+        "pipeline/checkpoints/foreign",
+        100,
+        "someone who loads an export with the newest transformers",
+    ),
+    ("pipeline/model", 9, "someone who compares experts with dense models at equal FLOP"),
+    ("pipeline/cli", 26, "someone who translates with the best model of the demo"),
+    ("pipeline/batching", 13, "someone who compares experts with dense models at equal FLOP"),
+    ("pipeline/distributed", 13, "someone whose workers outlived a stage that was killed"),
+    ("pipeline/extensions/analysis", 4, "someone whose test lines have invisible characters"),
+    ("pipeline/stages", 27, "someone who reads means in a terminal of 80 columns"),
+    ("pipeline", 80, "someone who wanted two languages and trained nine"),
+    ("pipeline/serving", 44, "someone whose server met thousands of open connections"),
+    (
+        "pipeline data_prep",
+        1302,
+        "someone who was hurt as the public reports of other toolkits tell",
+    ),
+    ("tests/support", 45, "someone who was hurt as the public reports of other toolkits tell"),
+    ("pages", 227, "someone who runs the study of a hundred languages by its protocol"),
+    ("modules", 2, "someone who looks for spelling or for alarms, each in a module of its name"),
+    ("settings", 2, "someone who chooses how text is normalized, or a pivot language"),
+    ("command options", 1, "someone with sixteen cores runs stages side by side"),
+    (
+        "imports inside functions",
+        3,
+        "someone who starts a command waits for no library that downloads models",
+    ),
+    ("tests", 2088, "someone who was hurt as the public reports of other toolkits tell"),
+    ("tests/whole", 162, "someone who follows the recovery of the page on own data"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
