@@ -45,6 +45,8 @@ class Input:
 
 def problem_of_name(name: str) -> str | None:
     """Return why an artifact among several cannot have a name; None if it can."""
+    if "=" in name:
+        return f"the name {name!r} has a '=', which ends a name in NAME=PATH. Write another."
     if "/" not in name:
         fault = describe_name(name)
         return fault and f"the name {name!r} {fault}, and names become directories. Write another."

@@ -2,8 +2,10 @@
 
 import codecs
 import json
+import os
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from pipeline.config.documents import (
     shipped,
 )
 from pipeline.config.recipe import load_recipe
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError, ConfigError, UserError
 from pipeline.jobs.plan import load_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,3 +153,12 @@ def test_lines_of_json_are_named_by_their_number(path: Path) -> None:
         path.write_text(f'{{"a": 1}}\n{line}\n', encoding="utf-8")
         with pytest.raises(ArtifactError, match=r"^Line 2 of "):
             list(read_json_lines(path))
+
+
+@pytest.mark.parametrize("read", [read_toml, read_json])
+def test_a_pipe_is_refused_and_not_waited_for(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    os.mkfifo(tmp_path / "recipe.toml")
+    with pytest.raises(UserError, match=r"recipe.toml is a pipe.* Write its text to a file"):
+        read(tmp_path / "recipe.toml")

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cached_property, partial
 from multiprocessing import get_context, parent_process, resource_tracker
 from threading import Thread
@@ -23,7 +24,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from pipeline.distributed.signals import ctrl_c_held_back
-from pipeline.errors import ConfigError, Interrupted
+from pipeline.errors import ConfigError, Interrupted, UserError
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -123,6 +124,11 @@ class WorkerPool(Pool, ProcessPoolExecutor):
         if kind is not None and issubclass(kind, KeyboardInterrupt | Interrupted | GeneratorExit):
             self._kill()
             return
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                "A worker process was killed, for example by the system when memory ran out. Run "
+                "the stage again, with fewer --processes."
+            ) from error
         try:
             self.shutdown(cancel_futures=kind is not None)
         except BaseException:  # Ctrl-C while the calls in work are waited for

@@ -1,6 +1,7 @@
 """Pools of workers: what their tasks share is sent once, and failures are those of tasks."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from pipeline.distributed.workers import open_pool, with_shared
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 
 
 class Dictionary:
@@ -54,16 +55,27 @@ def test_what_a_worker_cannot_read_is_the_error_of_the_task() -> None:
         list(pool.in_order(with_shared(word), range(2)))
 
 
-def process_id(seconds: float) -> int:
-    """Return the process of the worker that waits."""
-    time.sleep(seconds)
-    return os.getpid()
+def killed(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_worker_that_the_system_kills_ends_the_stage_with_a_sentence(others: int) -> None:
+    with (
+        pytest.raises(UserError, match=r"worker process was killed.* fewer --processes"),
+        open_pool(2) as pool,
+    ):
+        waiting = [pool.submit(time.sleep, 0.1) for _ in range(others)]
+        list(pool.in_order(killed, [1]))
+    assert all(future.done() for future in waiting)
 
 
 STAGE = """
-import sys, time
-from distributed.test_workers import process_id
+import os, sys, time
 from pipeline.distributed.workers import open_pool
+def process_id(seconds):
+    time.sleep(seconds)
+    return os.getpid()
 if __name__ == "__main__":
     with open_pool(2) as pool:
         print(*pool.in_order(process_id, [0.2, 0.2]), flush=True)
