@@ -181,6 +181,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copies = {
         "bible24": ("mmnmt", "clean"),
         "opus100": ("clean", "tokenizer"),
+        "hundred": ("shards", "mixture"),
         "../data": ("shards", "mixture", "groups"),
     }
     for name, stages in copies.items():
