@@ -296,10 +296,11 @@ def _files_to_fetch(examined: Examined) -> Iterator[Finding]:
 
 def _missing_files(stage: str, recipe: Recipe) -> Iterator[str]:
     scoring = recipe.evaluation
-    options = {scoring.bleu_tokenizer, "spbleu" in scoring.computed_scores and "flores200"}
-    for option in ("flores101", "flores200") if stage == "evaluate" else ():
-        if option in options:
-            yield from _missing_bleu_model(option)
+    options = {scoring.bleu_tokenizer} & {"flores101", "flores200"}
+    if "spbleu" in scoring.computed_scores:
+        options.add("flores200")
+    for option in sorted(options) if stage == "evaluate" else ():
+        yield from _missing_bleu_model(option)
     is_asked = stage == "clean" and recipe.clean.identify_languages == "fasttext"
     if is_asked and not Path(recipe.clean.language_model).is_file():
         yield (

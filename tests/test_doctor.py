@@ -140,7 +140,7 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_its_range(
     assert code == EXIT_USER_ERROR
     found = "is not installed" if version is None else "is 0.1"
     assert wrong == {
-        "packages": f"safetensors {found}, and >=0.5 is needed. Run `pip install --upgrade mmnmt`."
+        "packages": f"safetensors {found}, and >=0.8 is needed. Run `pip install --upgrade mmnmt`."
     }
 
 

@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from data_prep.readers.multiway import is_language
@@ -163,7 +163,8 @@ def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFold
         below = list(_folders_below(root))
         directories = [path for path in below if is_pair_name(path.name)]
         if not directories:
-            inner = [path.parent for path in sorted(root.rglob("*/")) if is_pair_name(path.name)]
+            deeper = chain.from_iterable(root.glob("*/" * depth) for depth in range(2, 5))
+            inner = sorted(path.parent for path in deeper if is_pair_name(path.name))
             trees = (path.parent if path.name in _CONTAINERS else path for path in inner)
             advice = listed(map(str, dict.fromkeys(trees))) or f"a tree with {TREE_LAYOUT}"
             raise DataError(f"{root} holds no language pairs. Name {advice}.")

@@ -120,7 +120,7 @@ def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Ite
 def _numbered_lines(file: RawFile, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank with their numbers, from 1."""
     for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), 1):
-        if not is_blank(line.decode(errors="replace")):
+        if b"\t" in line or not is_blank(line.decode(errors="replace")):  # a tab makes a row
             yield number, line
 
 

@@ -423,7 +423,7 @@ class Translator:
 
     @property
     def _search_settings(self) -> DecodingConfig:
-        """The settings of a search that keeps enough hypotheses to leave out repeated texts."""
+        """Return the settings of a search that keeps enough hypotheses to drop repeated texts."""
         kept = self.config.beam_size if self.config.n_best > 1 else 1
         return self.config.model_copy(update={"n_best": kept})
 

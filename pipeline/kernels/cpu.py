@@ -27,7 +27,8 @@ from torch import Tensor
 
 # oneDNN keeps the code that it makes for each shape, and PyTorch each product of such a shape: by
 # default 1,024 of either, about 1 MB each. Every batch has other numbers of rows: training
-# fills both and meets few of those shapes again. A pass has fewer shapes than these.
+# fills both and meets few of those shapes again. A pass of a dense model has fewer than these, and
+# experts have other numbers of rows in every pass.
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 

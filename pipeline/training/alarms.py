@@ -4,6 +4,7 @@ An alarm is one sentence where it begins and one where it ends. It follows from 
 ``metrics.jsonl`` only: a resumed run raises the alarms of an uninterrupted one.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from statistics import median
@@ -36,7 +37,7 @@ class Alarms:
         return [*self._loss(line.get("loss")), *self._dropped(layers), *self._dead(layers)]
 
     def _loss(self, loss: object) -> Iterator[str]:
-        if not isinstance(loss, float):
+        if not isinstance(loss, float) or not math.isfinite(loss):  # the file has null for it
             return
         usual = median(self._losses) if len(self._losses) == LINES else loss
         was_spike, self._is_spike = (

@@ -40,8 +40,9 @@ def test_usual_noise_the_first_lines_and_small_losses_are_no_spikes() -> None:
 
 
 def test_a_line_whose_loss_is_no_number_is_passed_over() -> None:
-    said = sentences([*losses(*[3.0] * 10), {"loss": None}, {}, *losses(3.1)])
-    assert not said
+    for odd in ({"loss": None}, {}, *losses(float("nan"), float("inf"))):  # live, or read again
+        said = sentences([*losses(*[3.0] * 10), *[odd] * 9, *losses(3.1, 6.0)])
+        assert [number for number, _ in said] == [20]
 
 
 def test_layers_that_drop_routes_are_named_with_their_shares_and_when_they_stop() -> None:

@@ -18,7 +18,7 @@ from support.raw_trees import run_import, write
 from data_prep import import_corpus
 from data_prep.readers import tables
 from data_prep.readers.raw_text import RawFile, Record
-from data_prep.readers.tables import open_table
+from data_prep.readers.tables import Columns, iterate_rows, open_table
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
@@ -468,12 +468,23 @@ def test_blank_lines_between_rows_are_no_damage(
     assert quarantined(corpus) == []
 
 
+def test_a_row_of_empty_cells_is_counted_and_no_blank_line(tmp_path: Path) -> None:
+    text = "de\ten\n\neins\tone\n\t\n\u3000\n\u200b\t\u00ad\n"
+    path = write(tmp_path, {"train.tsv": text}) / "train.tsv"
+    columns = Columns({0: "de", 1: "en"}, width=2, has_header=True)
+    rows = iterate_rows(RawFile(path, "train.tsv"), columns, max_line_bytes=100)
+    assert [(row.line, row.texts) for row in rows] == [
+        (3, {"de": b"eins", "en": b"one"}),
+        (4, {}),
+        (6, {}),
+    ]
+
+
 @pytest.mark.parametrize("name", ["a.tsv", "a.jsonl", "de-en.tsv"])
 def test_lines_of_white_space_are_no_rows(name: str, tmp_path: Path) -> None:
     row = "eins\tone\n" if name.endswith("tsv") else json_lines({"de": "eins", "en": "one"})
-    header = "de\ten\tfr\n" if name == "a.tsv" else ""
-    row = row.replace("\n", "\tun\n") if name == "a.tsv" else row
-    text = f"\t\t\n \n\u200e\t\u00ad\n{header}{row}\t\n\u3000\n"
+    header = "de\ten\n" if name == "a.tsv" else ""
+    text = f" \n\u200e\u00ad\n{header}{row}\u3000\n"
     raw = write(tmp_path / "raw", {f"de-en/{name}" if name == "a.jsonl" else name: text})
     config = CorpusConfig(source="columns" if name.endswith("jsonl") else "tsv")
     recipe = Recipe(name="test", corpus=config)
