@@ -22,16 +22,11 @@ from pipeline.artifacts.corpus import (
     line_counts,
     pair_counts,
 )
-from pipeline.artifacts.mixture import (
-    MIXTURE_NAME,
-    Mixture,
-    Phase,
-    capped_shares,
-    temperature_probabilities,
-)
+from pipeline.artifacts.mixture import MIXTURE_NAME, Mixture, Phase
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.stage import StageCall
+from pipeline.temperature_sampling import capped_shares, temperature_probabilities
 from pipeline.terminal import counted, listed
 
 

@@ -41,7 +41,7 @@ from pipeline.artifacts.corpus import (
     line_counts,
     text_name,
 )
-from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
+from pipeline.artifacts.mixture import lines_per_language
 from pipeline.artifacts.segmenters import segmenter_records
 from pipeline.artifacts.spelling import rule_of, with_any_rule, with_rule
 from pipeline.artifacts.tokenizer import (
@@ -59,6 +59,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.machine import PeakMemory, peak_memory
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
+from pipeline.temperature_sampling import temperature_probabilities
 from pipeline.terminal import counted, listed, track
 
 MAX_LINE_BYTES = 2**20

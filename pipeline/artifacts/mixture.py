@@ -1,10 +1,8 @@
-"""Read mixtures (how often each pair is drawn) and language groups.
+"""Read mixtures: how often each pair is drawn.
 
 ``mixture.json`` has ``pairs``: pair → ``train_lines``, ``probability`` and, where directions are
 drawn by their own sizes, ``forward``: the share of its draws that go from its first language to its
 second. Later phases stand under ``phases``, each as ``{"from_update": n, "pairs": …}``.
-
-``groups.json`` has ``groups``: language → number of its language group, for language-group routers.
 """
 
 import math
@@ -15,7 +13,7 @@ from typing import Any, NoReturn
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, is_synthetic, languages, line_counts
 from pipeline.config.settings import shown
-from pipeline.errors import ArtifactError, DataError
+from pipeline.errors import ArtifactError
 
 MIXTURE_NAME = "mixture.json"
 SUM_TOLERANCE = 1e-6
@@ -70,62 +68,6 @@ def lines_per_language(artifact: Artifact) -> dict[str, int]:
     return totals
 
 
-def temperature_probabilities(
-    counts: Mapping[str, int], *, sampling_temperature: float
-) -> dict[str, float]:
-    """Return p_i ∝ (n_i / Σn)^(1/T) (MMNMT, §5.1): T = 1 is proportional, T = ∞ uniform.
-
-    A count of zero has probability zero at every temperature.
-
-    Raises:
-        DataError: Every count is zero.
-    """
-    largest = max(counts.values(), default=0)
-    if largest <= 0:
-        raise DataError("Every pair has 0 training lines. Use a corpus with training text.")
-    # Divide by the largest count: all logarithms are then at most 0, and no power overflows.
-    weights = {
-        name: math.exp((math.log(count) - math.log(largest)) / sampling_temperature)
-        if count
-        else 0.0
-        for name, count in counts.items()
-    }
-    total = math.fsum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}
-
-
-def capped_shares(
-    shares: Mapping[str, float], counts: Mapping[str, int], *, max_upsampling: float
-) -> dict[str, float]:
-    """Limit each share to ``max_upsampling`` times its part of all counts.
-
-    The excess goes to the other shares in proportion: min(c_i, λ s_i) with c_i = max_upsampling ·
-    n_i / Σn, and the λ for which they sum to 1.
-
-    Args:
-        shares: Name → share; they sum to 1, and are 0 where the count is.
-        counts: Name → count.
-        max_upsampling: At least 1, or no such shares exist.
-    """
-    total = sum(counts.values())
-    caps = {name: max_upsampling * (counts[name] / total) for name in shares}
-    drawn = [name for name, share in shares.items() if share > 0]
-    # Sort by the λ at which each share meets its cap: capped shares come first.
-    ascending = sorted(drawn, key=lambda name: (caps[name] / shares[name], name))
-    kept, open_shares = 1.0, math.fsum(shares[name] for name in drawn)
-    capped = dict.fromkeys(shares, 0.0)
-    for place, name in enumerate(ascending):
-        scale = kept / open_shares
-        if caps[name] >= scale * shares[name]:
-            capped |= {other: scale * shares[other] for other in ascending[place:]}
-            break
-        capped[name] = caps[name]
-        kept -= caps[name]
-        open_shares = math.fsum(shares[other] for other in ascending[place + 1 :])
-    whole = math.fsum(capped.values())
-    return {name: share / whole for name, share in capped.items()}
-
-
 def read_mixture(artifact: Artifact) -> Mixture:
     """Return the phases of a mixture.
 
@@ -174,32 +116,3 @@ def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
 
 def _refuse(artifact: Artifact, problem: str) -> NoReturn:
     raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}. Run stage 'mix' again.")
-
-
-GROUPS_NAME = "groups.json"
-
-
-def read_groups(artifact: Artifact) -> dict[str, int]:
-    """Return language → group, numbered from 0 without gaps.
-
-    Raises:
-        ArtifactError: The file holds something else, or the numbers have gaps.
-    """
-    document = artifact.read_json(GROUPS_NAME)
-    groups = document.get("groups") if isinstance(document, dict) else None
-    if not isinstance(groups, dict) or not groups or not all(map(_is_number, groups.values())):
-        raise ArtifactError(
-            f"{artifact.file(GROUPS_NAME)} does not give languages a group each. Run stage "
-            "'group_languages' again."
-        )
-    numbers = set(groups.values())
-    if numbers != set(range(len(numbers))):
-        raise ArtifactError(
-            f"{artifact.file(GROUPS_NAME)} numbers its groups {shown(sorted(numbers))}, where 0 "
-            f"to {len(numbers) - 1} is wanted. Run stage 'group_languages' again."
-        )
-    return dict(sorted(groups.items()))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

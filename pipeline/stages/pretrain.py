@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 from dataclasses import replace
 
-from pipeline.artifacts.mixture import read_groups
+from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave, local_device

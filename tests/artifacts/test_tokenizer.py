@@ -19,7 +19,6 @@ from data_prep import train_tokenizer
 from data_prep.settings import TokenizerConfig
 from data_prep.train_tokenizer import draw, sample_quotas
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.mixture import temperature_probabilities
 from pipeline.artifacts.tokenizer import (
     ByteVocabulary,
     Tokenizer,
@@ -33,6 +32,7 @@ from pipeline.artifacts.tokenizer import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
+from pipeline.temperature_sampling import temperature_probabilities
 
 LETTERS = {
     "de": "abcdefghijklmnopqrstuvwxyzäöüß",

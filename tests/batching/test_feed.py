@@ -21,7 +21,7 @@ from support.passes import assert_same, join
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import Mixture, temperature_probabilities
+from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.batch import Batch, Example, Packing, collate
@@ -29,6 +29,7 @@ from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.settings import BatchesConfig
 from pipeline.seeds import derive_seed
+from pipeline.temperature_sampling import temperature_probabilities
 
 SIZES = {
     "usual": {"de-en": 3000, "el-en": 40, "en-fr": 500},

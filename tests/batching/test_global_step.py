@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts.mixture import Mixture, Phase, temperature_probabilities
+from pipeline.artifacts.mixture import Mixture, Phase
 from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,
@@ -30,6 +30,7 @@ from pipeline.batching.global_step import (
 )
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
+from pipeline.temperature_sampling import temperature_probabilities
 
 SIZES = {"de-en": 700, "en-fr": 90, "el-en": 7}
 Sentence = tuple[int, int, int]

@@ -40,13 +40,14 @@ from ratios import processor, provenance
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import Mixture, temperature_probabilities
+from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import ShardWriter, shard_names
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.settings import BatchesConfig
 from pipeline.languages import FAMILIES
+from pipeline.temperature_sampling import temperature_probabilities
 
 PAIRS = 94
 MICRO_BATCHES = (32, 512)

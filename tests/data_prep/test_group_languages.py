@@ -17,7 +17,7 @@ from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
 from data_prep.settings import GroupsConfig, LanguagesConfig
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.mixture import read_groups
+from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError

@@ -23,7 +23,7 @@ from pipeline.stages import pretrain
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds", "terminal", "languages", "machine", "kernels", "config", "settings"),
+    ("errors", "seeds", "terminal", "languages", "temperature_sampling", "machine", "kernels"),
     ("distributed",),
     ("artifacts",),
     ("stage", "registry"),

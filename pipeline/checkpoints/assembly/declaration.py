@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from pipeline.artifacts.artifact import Artifact, finished_manifest, open_artifact
-from pipeline.artifacts.mixture import read_groups
+from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import (
     TokenizerFiles,
     read_tokenizer_files,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.kernels.cpu import numbers
 from pipeline.seeds import derive_seed
 
 _STEPS = 2**16
@@ -19,9 +18,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 """Bytes of a value → integers of its size."""
 
 
-def diversified(
-    dense: Tensor, target: str, config: UpcyclingConfig, *, compiled: bool = False
-) -> Tensor:
+def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
     """Return a tensor of an expert, made from a tensor of a dense feed-forward or another expert.
 
     ``elementwise`` zeroes each entry with probability ``mask_ratio``; ``per_neuron`` zeroes whole
@@ -33,7 +30,6 @@ def diversified(
         dense: (F, D), (D, F), (F) or (D): up and down, weight and bias.
         target: Name of the expert's tensor, ``….feed_forward.experts.7.up.weight``.
         config: The settings of upcycling.
-        compiled: Use a compiled loop for ``elementwise``, which gives the same values.
     """
     if not is_diverse(config):
         return dense
@@ -49,13 +45,7 @@ def diversified(
         generator = np.random.Generator(np.random.Philox(key=key))
         noise = torch.from_numpy(generator.standard_normal(tuple(dense.shape), dtype=np.float32))
         return dense.float() + noise * config.noise_std * dense.float().std(correction=0)
-    if not compiled:
-        return _masked(dense, _keep(dense.numel(), config, key).view(dense.shape))
-    from pipeline.kernels.expert_masks import mask_entries  # loads numba
-
-    masked = torch.empty_like(dense)
-    mask_entries(numbers(dense.reshape(-1)), key, _lowest_kept(config), numbers(masked.view(-1)))
-    return masked
+    return _masked(dense, _keep(dense.numel(), config, key).view(dense.shape))
 
 
 def is_diverse(config: UpcyclingConfig) -> bool:

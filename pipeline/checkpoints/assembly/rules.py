@@ -49,9 +49,6 @@ Rule = Literal[
 EXPERT_RULES = ("expert of dense", "expert of expert")
 EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WORTH_COMPILING = 2**28
-"""Masked entries of an assembly from which a compiled loop makes them: on fewer it saves less time
-than loading it takes."""
 
 
 @dataclass(frozen=True)
@@ -310,8 +307,7 @@ class AssemblyPlan:
             case "copied" | "language of dense":
                 return source
             case "expert of dense" | "expert of expert":
-                compiled = self._is_worth_compiling
-                return diversified(source, entry.target, self.config, compiled=compiled)
+                return diversified(source, entry.target, self.config)
             case "rows of more experts" | "group router of token router":
                 experts = self.experts[entry.part]
                 if experts is None or experts.unchanged:
@@ -322,13 +318,3 @@ class AssemblyPlan:
             return fresh
         assert self.rows is not None  # rows by piece
         return self.rows.applied(source, fresh)
-
-    @cached_property
-    def _is_worth_compiling(self) -> bool:
-        """Return whether enough entries of experts are masked for a compiled loop."""
-        sizes = (
-            self.targets[entry.target].value.numel()
-            for entry in self.assignments
-            if entry.rule in EXPERT_RULES
-        )
-        return sum(sizes) >= WORTH_COMPILING

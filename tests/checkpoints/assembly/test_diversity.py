@@ -103,18 +103,3 @@ def test_noise_is_gaussian_and_relative_to_each_tensors_own_deviation() -> None:
     assert (noise.abs() > 3 * 0.05).float().mean().item() == pytest.approx(0.0027, abs=0.001)
     other = diversified(whole, target.replace(".0.", ".1."), config)
     assert not torch.equal(other - whole, noise * whole.std())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1,), (15,), (4096,), (4097,), (129, 65)])
-def test_the_compiled_pass_draws_the_masks_of_numpys_generator(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    whole.view(-1)[::7] = -0.0
-    config = UpcyclingConfig(mask_ratio=0.3)
-    for expert in range(3):
-        target = f"{LAYER}.experts.{expert}.up.weight"
-        expected = diversified(whole, target, config)
-        made = diversified(whole, target, config, compiled=True)
-        assert torch.equal(made.view(torch.uint8), expected.view(torch.uint8))

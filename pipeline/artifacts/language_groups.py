@@ -1,0 +1,36 @@
+"""Read language groups, which a language-group router has experts for.
+
+``groups.json`` has ``groups``: language → number of its language group.
+"""
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.config.settings import shown
+from pipeline.errors import ArtifactError
+
+GROUPS_NAME = "groups.json"
+
+
+def read_groups(artifact: Artifact) -> dict[str, int]:
+    """Return language → group, numbered from 0 without gaps.
+
+    Raises:
+        ArtifactError: The file holds something else, or the numbers have gaps.
+    """
+    document = artifact.read_json(GROUPS_NAME)
+    groups = document.get("groups") if isinstance(document, dict) else None
+    if not isinstance(groups, dict) or not groups or not all(map(_is_number, groups.values())):
+        raise ArtifactError(
+            f"{artifact.file(GROUPS_NAME)} does not give languages a group each. Run stage "
+            "'group_languages' again."
+        )
+    numbers = set(groups.values())
+    if numbers != set(range(len(numbers))):
+        raise ArtifactError(
+            f"{artifact.file(GROUPS_NAME)} numbers its groups {shown(sorted(numbers))}, where 0 "
+            f"to {len(numbers) - 1} is wanted. Run stage 'group_languages' again."
+        )
+    return dict(sorted(groups.items()))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
