@@ -53,7 +53,7 @@ def run(call: StageCall) -> None:
     config, work_dir = call.recipe.shards, run_dir(call.out_dir)
     max_tokens = call.recipe.max_tokens
     segmenters = call.recipe.tokenizer.segmenters
-    sharding = Sharding(corpus, tokenizer, config, max_tokens, segmenters)
+    sharding = Sharding(corpus, tokenizer, max_tokens, segmenters)
     sharding.words.load(languages(corpus))
     with call.new_artifact() as writer:
         jobs = pair_jobs(corpus, work_dir=work_dir)
@@ -193,8 +193,6 @@ def summary(sharding: Sharding, results: list[PairCounts]) -> list[str]:
         f"read {counted(read['train'], 'training line')} and {read['valid']:,} of validation, kept "
         f"{kept['train']:,} and {kept['valid']:,}: {counted(tokens.total(), 'training token')}"
     ]
-    if sharding.config.segmentations > 1:
-        lines.append(f"every training line by {sharding.config.segmentations} drawn segmentations")
     if too_long := sum(counts.too_long for counts in results):
         languages_of = listed(f"{code} {count:,}" for code, count in sides.most_common() if count)
         lines.append(f"left out {too_long:,} of more than {max_tokens:,} tokens ({languages_of})")

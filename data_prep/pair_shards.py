@@ -20,23 +20,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter
 
-from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import BACK_TRANSLATED, aligned_lines, language_of, text_name
 from pipeline.artifacts.manifest import file_records
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import ShardWriter
-from pipeline.artifacts.tokenizer import SampledSegmentation, Tokenizer
+from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.config.documents import unfinished_path
-from pipeline.seeds import derive_seed
 
-SEGMENTATION_NBEST = 64
-"""Unigram draws from so many best segmentations."""
-SEGMENTATION_ALPHA = 0.1
-"""Power of their probabilities; with BPE, share of merges that are left out."""
-SEED = 1
-"""Seed of segmentations."""
 CHUNK_LINES = 512
 """Lines encoded at a time. SentencePiece is fastest with few: their ids stay in the cache."""
 CHUNK_CHARACTERS = 2**22
@@ -53,11 +45,10 @@ SPLITS: tuple[ShardSplit, ...] = ("train", "valid")
 
 @dataclass(frozen=True)
 class Sharding:
-    """Input of all jobs, sent to a worker once: corpus, tokenizer and settings."""
+    """Input of all jobs, sent to a worker once: corpus and tokenizer."""
 
     corpus: Artifact
     tokenizer: Tokenizer
-    config: ShardsConfig
     max_tokens: int
     """Longest sentence that is kept, in tokens."""
     segmenters: Mapping[str, str] = field(default_factory=dict)
@@ -179,13 +170,11 @@ def shard_split(
 ) -> list[str]:
     """Encode one split, both sides in step, and add to the pair's counts; return names of files.
 
-    Training lines are encoded once per segmentation. The files are on disk.
+    The files are on disk.
 
     Raises:
         ArtifactError: The sides differ in their number of lines.
     """
-    config = sharding.config
-    passes = config.segmentations if split == "train" else 1
     with ExitStack() as stack:
         writers = [
             stack.enter_context(
@@ -202,19 +191,8 @@ def shard_split(
             )
             for code in job.pair.split("-")
         ]
-        for number in range(passes):
-            # A seed for each line of either side depends only on the place of the line.
-            name = ("segmentation", SEED, job.pair, number)
-            first_line = 0
-            for chunk in line_pairs(sharding.corpus, job.pair, split):
-                end = first_line + len(chunk[0])
-                seeds = [
-                    [derive_seed(*name, code, line) & 0xFFFFFFFF for line in range(first_line, end)]
-                    for code in job.pair.split("-")
-                    if passes > 1
-                ]
-                _add_chunk(sharding, split, chunk, writers=writers, seeds=seeds, counts=counts)
-                first_line = end
+        for chunk in line_pairs(sharding.corpus, job.pair, split):
+            _add_chunk(sharding, split, chunk, writers=writers, counts=counts)
     return [name for writer in writers for name in writer.names]
 
 
@@ -224,13 +202,12 @@ def _add_chunk(
     chunk: tuple[list[str], list[str]],
     *,
     writers: list[ShardWriter],
-    seeds: list[list[int]],
     counts: PairCounts,
 ) -> None:
-    """Encode lines of both sides, each drawn by its seed if there are seeds, and append them."""
+    """Encode lines of both sides and append them."""
     encoded = [
-        _encode(sharding, lines, seeds[side] if seeds else None, side=code)
-        for side, (code, lines) in enumerate(zip(counts.pair.split("-"), chunk, strict=True))
+        _encode(sharding, lines, side=code)
+        for code, lines in zip(counts.pair.split("-"), chunk, strict=True)
     ]
     lengths = (
         np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
@@ -256,14 +233,9 @@ def _add_chunk(
             counts.unknown[code] += int(np.count_nonzero(tokens == sharding.tokenizer.unk_id))
 
 
-def _encode(
-    sharding: Sharding, lines: list[str], seeds: list[int] | None, *, side: str
-) -> list[list[int]]:
-    tokenizer, language = sharding.tokenizer, language_of(side)
-    drawn = None
-    if seeds is not None:
-        drawn = SampledSegmentation(SEGMENTATION_ALPHA, SEGMENTATION_NBEST, seeds)
-    encoded = tokenizer.encode_batch(lines, language=language, drawn=drawn)
+def _encode(sharding: Sharding, lines: list[str], *, side: str) -> list[list[int]]:
+    tokenizer = sharding.tokenizer
+    encoded = tokenizer.encode_batch(lines, language=language_of(side))
     if side.endswith(BACK_TRANSLATED):
         encoded = [[tokenizer.bos_id, *ids] for ids in encoded]
     return encoded

@@ -273,15 +273,12 @@ class ShardsConfig(Settings):
         "seed": (1,),
         "segmentation_alpha": (0.1,),
         "segmentation_nbest": (64,),
+        "segmentations": (1,),
     }
     max_tokens: BatchTokens | None = None
     """Longest training or validation sentence, on either side, in tokens; longer ones are left out
     and counted. Not set: what model.max_positions and batches.tokens permit, less a tag and
     end-of-sentence."""
-    segmentations: Annotated[int, whole(1, 1000)] = 1
-    """Segmentations per training line. 1: the best one. More: every training line is stored as many
-    times, each time segmented anew at random (subword regularization); one epoch of the shards then
-    is as many epochs of the text, and disk space and time grow accordingly."""
 
 
 class PhaseConfig(Settings):

@@ -71,7 +71,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             *("target_languages", "target_vocabulary_size"),
         }
     },
-    "make_shards": {"shards": {"max_tokens", "segmentations"}},
+    "make_shards": {"shards": {"max_tokens"}},
     "mix": {
         "mixture": {
             *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),

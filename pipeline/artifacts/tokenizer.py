@@ -34,7 +34,6 @@ from pipeline.artifacts.vocabularies import (
     Integers,
     Numbering,
     RenumberedVocabulary,
-    SampledSegmentation,
     SentencePieceVocabulary,
     SourceAndTargetVocabulary,
     Vocabulary,
@@ -54,7 +53,6 @@ __all__ = [
     "Decoded",
     "LanguageTokenScheme",
     "Numbering",
-    "SampledSegmentation",
     "SegmenterRecord",
     "TagScheme",
     "Tags",
@@ -196,19 +194,12 @@ class Tokenizer:
         """Return the ids of a sentence without specials and tags; unknown text is ``unk_id``."""
         return self.encode_batch([text], language=language)[0]
 
-    def encode_batch(
-        self,
-        lines: Sequence[str],
-        *,
-        language: str | None = None,
-        drawn: SampledSegmentation | None = None,
-    ) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[list[int]]:
         """Return the ids of each sentence, faster than one by one.
 
-        ``language`` is required if languages have different pieces. ``drawn`` draws the pieces by
-        the seed of each line; without it, they are the best.
+        ``language`` is required if languages have different pieces.
         """
-        return self._vocabulary_of(language).encode_batch(lines, drawn)
+        return self._vocabulary_of(language).encode_batch(lines)
 
     def _vocabulary_of(self, language: str | None) -> Vocabulary:
         if self.target_languages and language is None:

@@ -3,18 +3,11 @@
 There are SentencePiece models (unigram, BPE or characters, each with an optional fallback on
 bytes), SentencePiece models over UTF-8 bytes, and plain bytes. Any sequence of byte ids decodes:
 invalid UTF-8 is dropped and counted.
-
-:class:`DrawnPieces` draws segmentations for subword regularization. SentencePiece can draw them
-too, but its draws differ from process to process at any seed (measured with 0.2.3), so it is only
-asked for segmentations and scores.
 """
 
-import math
-import random
-import re
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from itertools import groupby, pairwise
+from functools import partial
+from itertools import groupby
 from typing import Annotated, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -79,20 +72,6 @@ class Numbering(BaseModel):
         return self
 
 
-class SampledSegmentation(NamedTuple):
-    """Parameters of a segmentation that is drawn for each line.
-
-    Kudo, Subword Regularization (2018), for unigram; Provilkov and others, BPE-Dropout (2020).
-    """
-
-    alpha: float
-    """Unigram: exponent of the probabilities; BPE: share of merges left out."""
-    nbest: int
-    """Number of best segmentations that a unigram model draws from; unused by BPE."""
-    seeds: Sequence[int]
-    """One seed per line."""
-
-
 class Vocabulary(Protocol):
     """Interface of the vocabulary of a tokenizer, without language tokens."""
 
@@ -102,10 +81,8 @@ class Vocabulary(Protocol):
     eos_id: int
     unk_id: int
 
-    def encode_batch(
-        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
-    ) -> list[list[int]]:
-        """Return the ids of each line: of its best pieces, or of pieces that are drawn."""
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line."""
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id of ``encode_batch`` begins at.
@@ -157,20 +134,14 @@ class SentencePieceVocabulary:
         self.eos_id = self._processor.eos_id()
         self.unk_id = self._processor.unk_id()
         self._bytes = _byte_pieces(self._processor)
-        self._drawn_pieces = DrawnPieces(self._processor)
         if has_specials:
             self._check_specials()
 
     def __reduce__(self) -> tuple[Callable[..., "SentencePieceVocabulary"], tuple[bytes]]:
         return self._made_by, (self._model,)
 
-    def encode_batch(
-        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
-    ) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line."""
-        if drawn is not None:
-            pairs = zip(lines, drawn.seeds, strict=True)
-            return [self._drawn_pieces.draw(line, drawn, seed=seed) for line, seed in pairs]
         encoded: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
         return encoded
 
@@ -229,11 +200,7 @@ class ByteVocabulary:
     eos_id = SPECIALS["eos"]
     unk_id = SPECIALS["unk"]
 
-    def encode_batch(
-        self,
-        lines: Sequence[str],
-        drawn: SampledSegmentation | None = None,  # noqa: ARG002 (bytes leave no choice)
-    ) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line's bytes."""
         return [[byte + len(SPECIALS) for byte in line.encode()] for line in lines]
 
@@ -270,11 +237,9 @@ class ByteLevelVocabulary:
                 "bytes (byte_bpe). Restore both from one copy."
             )
 
-    def encode_batch(
-        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
-    ) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line's bytes."""
-        return self._pieces.encode_batch([write_bytes(line) for line in lines], drawn)
+        return self._pieces.encode_batch([write_bytes(line) for line in lines])
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id begins at."""
@@ -325,11 +290,9 @@ class SourceAndTargetVocabulary:
         self.size = source.size + self._shift
         self.pad_id, self.bos_id, self.eos_id, self.unk_id = _specials(target)
 
-    def encode_batch(
-        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
-    ) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line."""
-        encoded, offset = self._encoder.encode_batch(lines, drawn), self._offset
+        encoded, offset = self._encoder.encode_batch(lines), self._offset
         if not offset:
             return encoded
         specials = len(SPECIALS)
@@ -378,11 +341,9 @@ class RenumberedVocabulary:
         self.pad_id, self.bos_id = numbering.pad, numbering.bos
         self.eos_id, self.unk_id = numbering.eos, numbering.unk
 
-    def encode_batch(
-        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
-    ) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line."""
-        encoded = self._vocabulary.encode_batch(lines, drawn)
+        encoded = self._vocabulary.encode_batch(lines)
         return [[self._ids[piece] for piece in pieces] for pieces in encoded]
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
@@ -453,79 +414,6 @@ def _byte_pieces(processor: SentencePieceProcessor) -> dict[int, int]:
 
 SPACE = "▁"
 """SentencePiece's spelling of a space."""
-
-
-class DrawnPieces:
-    """Draws segmentations of one SentencePiece model, alike in every process for a seed.
-
-    Unigram models draw among the n best segmentations (Kudo, Subword Regularization, 2018); others
-    leave out merges (Provilkov et al., BPE-Dropout, 2020).
-    """
-
-    def __init__(self, processor: SentencePieceProcessor) -> None:
-        self._processor = processor
-
-    def draw(self, line: str, segmentation: SampledSegmentation, *, seed: int) -> list[int]:
-        """Return the drawn ids of a line."""
-        generator = random.Random(seed)
-        if not self._has_nbest:
-            return self._by_merges(line, rate=segmentation.alpha, generator=generator)
-        # Draw among the best segmentations in proportion to P(segmentation)^alpha.
-        best: list[list[int]] = self._processor.nbest_encode_as_ids(line, segmentation.nbest)
-        scores = [sum(map(self._processor.get_score, ids)) for ids in best]
-        weights = [math.exp(segmentation.alpha * (score - max(scores))) for score in scores]
-        (chosen,) = generator.choices(best, weights)
-        return chosen
-
-    @cached_property
-    def _has_nbest(self) -> bool:
-        return has_nbest(self._processor)
-
-    def _by_merges(self, line: str, *, rate: float, generator: random.Random) -> list[int]:
-        """Merge characters to pieces as BPE does, leaving out a share of each step's merges.
-
-        Pieces without text of their own (unknown characters and their bytes) stay as they are.
-        """
-        pieces: list[str] = self._processor.encode(line, out_type=str)
-        ids: list[int] = self._processor.encode(line, out_type=int)
-        merged: list[int] = []
-        run = ""
-        for piece, index in zip([*pieces, ""], [*ids, -1], strict=True):
-            if piece in self._score:
-                run += piece
-                continue
-            words = re.split(f"(?={SPACE})", run) if self._begins_words_alone else [run]
-            for word in words:
-                merged += self._merged_word(word, rate=rate, generator=generator)
-            if index >= 0:
-                merged.append(index)
-            run = ""
-        return merged
-
-    @cached_property
-    def _begins_words_alone(self) -> bool:
-        """Return whether words are independent, because no piece reaches over a space."""
-        return not any(SPACE in piece[1:] for piece in self._score)
-
-    def _merged_word(self, word: str, *, rate: float, generator: random.Random) -> list[int]:
-        symbols = list(word)
-        while True:
-            possible = [
-                (-self._score[pair], place)
-                for place, pair in enumerate(map("".join, pairwise(symbols)))
-                if pair in self._score and generator.random() >= rate
-            ]
-            if not possible:
-                break
-            _, place = min(possible)
-            symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
-        return [int(self._processor.piece_to_id(symbol)) for symbol in symbols]
-
-    @cached_property
-    def _score(self) -> dict[str, float]:
-        """Return piece of text → score; among possible merges the highest score comes first."""
-        model = self._processor
-        return {model.id_to_piece(index): model.get_score(index) for index in text_pieces(model)}
 
 
 def text_pieces(processor: SentencePieceProcessor) -> list[int]:

@@ -15,7 +15,6 @@ from data_prep.settings import TokenizerConfig
 from pipeline.artifacts.segmenters import Segmenters, characters, punctuation, segmenter_records
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
-    SampledSegmentation,
     Tokenizer,
     TokenizerDescription,
     build_tokenizer,
@@ -183,16 +182,6 @@ def test_an_unknown_token_that_reaches_into_several_words_belongs_to_the_first()
     (begins,) = Segmenters(tokenizer, named).begins("zh", ["犬犬猫"])
     assert tokenizer.encode("犬犬猫")[1] == tokenizer.unk_id
     assert begins.tolist() == [True, False, True]  # the mark of a space, unknown, 猫
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_pieces_that_are_drawn_are_those_whose_words_are_found(kind: str) -> None:
-    tokenizer = tokenizer_with({}, MODELS[kind])
-    lines = ["猫は 魚を", "犬犬猫 a\U0001f680", "", " ab"]
-    drawn = SampledSegmentation(alpha=0.5, nbest=8, seeds=range(len(lines)))
-    places = tokenizer.places_batch(lines)
-    assert tokenizer.encode_batch(lines, drawn=drawn) == tokenizer.encode_batch(lines)
-    assert [len(one) for one in places] == [len(ids) for ids in tokenizer.encode_batch(lines)]
 
 
 def test_japanese_words_join_to_any_text_they_are_given() -> None:

@@ -1,6 +1,5 @@
 """Token ids on disk, and the stage that writes them."""
 
-import io
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sentencepiece import SentencePieceTrainer
 from support.corpora import Texts, make_corpus, writing
 from support.stage_runs import run_stage
 
@@ -25,8 +23,6 @@ from pipeline.artifacts.corpus import (
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
-    SPECIALS,
-    SampledSegmentation,
     Tokenizer,
     TokenizerDescription,
     load_tokenizer,
@@ -193,15 +189,8 @@ def test_the_number_of_workers_and_of_lines_at_once_changes_nothing(
 class HalfUnknown(Tokenizer):
     """Encodes every line as one known and one unknown token."""
 
-    def encode_batch(
-        self,
-        lines: Sequence[str],
-        *,
-        language: str | None = None,
-        drawn: SampledSegmentation | None = None,
-    ) -> list[list[int]]:
+    def encode_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[list[int]]:
         assert language in self.languages
-        assert drawn is None
         return [[self.unk_id, 70] for _ in lines]
 
 
@@ -518,66 +507,3 @@ def test_offsets_are_the_file_that_numpy_writes(sizes: list[int], tmp_path: Path
     np.save(tmp_path / "numpy.npy", np.cumsum([0, *sizes], dtype="<i8"))
     written = (tmp_path / shard_names("train", "de-en", "de")[1]).read_bytes()
     assert written == (tmp_path / "numpy.npy").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def subwords(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artifact]:
-    """A small corpus, and a unigram vocabulary with several ways to write it."""
-    directory = tmp_path_factory.mktemp("subwords")
-    lines = [line or "abc" for line in made_up_lines(300, seed=9)]
-    corpus = make_corpus(
-        directory / "corpus",
-        {
-            "train": {"de-en": {"de": lines, "en": lines[::-1]}},
-            "valid": {"de-en": {"de": lines[:9], "en": lines[9:18]}},
-        },
-    )
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        vocab_size=32,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        num_threads=1,
-        minloglevel=2,
-        pad_id=SPECIALS["pad"],
-        bos_id=SPECIALS["bos"],
-        eos_id=SPECIALS["eos"],
-        unk_id=SPECIALS["unk"],
-    )
-    description = TokenizerDescription(
-        kind="sentencepiece", languages=("de", "en"), language_token_scheme="underscores"
-    )
-    with writing(directory / "tokenizer", "tokenizer", "train_tokenizer") as writer:
-        write_tokenizer(writer.directory, description=description, model=model.getvalue())
-    return corpus, open_artifact(directory / "tokenizer", kind="tokenizer")
-
-
-@pytest.mark.slow
-def test_several_segmentations_are_as_many_rows_of_every_training_line(
-    subwords: tuple[Artifact, Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"segmentations": 3}
-    made = shard(*subwords, tmp_path / "made", max_tokens=999, **settings)
-    best = shard(*subwords, tmp_path / "best", max_tokens=999)
-    assert line_counts(made, "train") == {"de-en": 900}
-    assert imported_lines(made) == {"de-en": 300}
-    tokenizer = load_tokenizer(made.directory / "tokenizer")
-    for code in ("de", "en"):
-        drawn = open_shard(made, "train", "de-en", code)
-        one = open_shard(best, "train", "de-en", code)
-        texts = [tokenizer.decode(one[index]) for index in range(300)]
-        assert [tokenizer.decode(drawn[index]) for index in range(900)] == texts * 3
-        rows = [drawn[index].tolist() for index in range(900)]
-        assert rows[:300] != rows[300:600] != rows[600:]
-    assert [made.manifest.files[name] for name in made.names("valid/")] == [
-        best.manifest.files[name] for name in best.names("valid/")
-    ]
-    assert "every training line by 3 drawn segmentations" in made.manifest.summary
-    monkeypatch.setattr(pair_shards, "CHUNK_LINES", 7)
-    again = shard(*subwords, tmp_path / "again", max_tokens=999, **settings)
-    assert again.manifest.files == made.manifest.files
-    monkeypatch.setattr(pair_shards, "SEED", 2)
-    other = shard(*subwords, tmp_path / "other", max_tokens=999, **settings)
-    assert other.manifest.files != made.manifest.files

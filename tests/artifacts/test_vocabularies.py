@@ -3,11 +3,7 @@
 import gzip
 import io
 import json
-import math
 import random
-import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceTrainer
 from transformers import M2M100Tokenizer
 
 from pipeline.artifacts.tokenizer import (
@@ -31,8 +27,6 @@ from pipeline.artifacts.vocabularies import (
     BYTE_LINE,
     ByteLevelVocabulary,
     ByteVocabulary,
-    DrawnPieces,
-    SampledSegmentation,
     SentencePieceVocabulary,
     Vocabulary,
     decode_bytes,
@@ -207,22 +201,6 @@ def test_pieces_of_bytes_are_spelled_as_text_where_they_are(
     assert len(set(spelled[4:])) == len(spelled) - 4
 
 
-def test_sampled_pieces_are_the_same_text_and_depend_on_the_seed_alone(
-    with_fallback: SentencePieceVocabulary, byte_level: ByteLevelVocabulary
-) -> None:
-    unigram = SentencePieceVocabulary(trained(LINES * 5, model_type="unigram", vocab_size=60))
-    for vocabulary in (unigram, with_fallback, byte_level):
-        lines = LINES * 2
-        drawn = SampledSegmentation(alpha=0.3, nbest=64, seeds=range(len(lines)))
-        once = vocabulary.encode_batch(lines, drawn)
-        assert [vocabulary.decode(ids).text for ids in once] == lines
-        assert once != vocabulary.encode_batch(lines)
-        assert once[:4] != once[4:]
-        alone = SampledSegmentation(alpha=0.3, nbest=64, seeds=[5])
-        assert vocabulary.encode_batch(lines[5:6], alone) == [once[5]]
-    assert ByteVocabulary().encode_batch(lines, drawn) == ByteVocabulary().encode_batch(lines)
-
-
 def test_a_tokenizer_counts_what_it_drops() -> None:
     description = TokenizerDescription(
         kind="bytes", languages=("de",), language_token_scheme="underscores"
@@ -371,115 +349,3 @@ def test_a_numbering_of_another_vocabulary_is_one_sentence(
     )
     with pytest.raises(ArtifactError, match="numbers 37 pieces, and the vocabulary has 38"):
         load_tokenizer(tmp_path)
-
-
-DRAWN_LINES = [
-    "the cat sat on the mat",
-    "the dog sat on the cat and the mat",
-    "ein Hund und eine Katze",
-    "Привет мир, привет",
-]
-UNKNOWN = ["the 猫 sat", "", "  two  spaces ", "cat"]
-
-
-def processor(model_type: str, **options: Any) -> SentencePieceProcessor:
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(DRAWN_LINES * 5),
-        model_writer=model,
-        model_type=model_type,
-        normalization_rule_name="identity",
-        hard_vocab_limit=False,
-        num_threads=1,
-        minloglevel=2,
-        **options,
-    )
-    return SentencePieceProcessor(model_proto=model.getvalue())
-
-
-@pytest.mark.parametrize(
-    ("model_type", "options"),
-    [
-        ("bpe", {"vocab_size": 60}),
-        ("bpe", {"vocab_size": 330, "byte_fallback": True}),
-        ("bpe", {"vocab_size": 70, "split_by_whitespace": False}),
-        ("char", {"vocab_size": 60}),
-    ],
-)
-def test_with_no_merge_left_out_pieces_are_sentencepieces_own(
-    model_type: str, options: dict[str, Any]
-) -> None:
-    model = processor(model_type, **options)
-    for line in DRAWN_LINES + UNKNOWN:
-        assert DrawnPieces(model).draw(
-            line, SampledSegmentation(0.0, 2, []), seed=1
-        ) == model.encode(line)
-
-
-def test_with_all_merges_left_out_pieces_are_characters() -> None:
-    model = processor("bpe", vocab_size=60)
-    drawn = DrawnPieces(model).draw(DRAWN_LINES[0], SampledSegmentation(1.0, 2, []), seed=1)
-    assert "".join(map(model.id_to_piece, drawn)) == "▁" + DRAWN_LINES[0].replace(" ", "▁")
-    assert {len(model.id_to_piece(index)) for index in drawn} == {1}
-
-
-def test_a_merge_is_left_out_as_often_as_asked() -> None:
-    """Of a word of one merge: its only pair stays in two with the rate."""
-    model = processor("bpe", vocab_size=60)
-    word = next(
-        piece
-        for piece in map(model.id_to_piece, range(model.get_piece_size()))
-        if len(piece) == 2 and piece[0] == "▁"
-    )
-    drawn = DrawnPieces(model)
-    split = sum(
-        len(drawn.draw(word[1:], SampledSegmentation(0.3, 2, []), seed=seed)) == 2
-        for seed in range(2000)
-    )
-    assert abs(split / 2000 - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 2000)
-
-
-def test_segmentations_come_in_proportion_to_their_probabilities_power() -> None:
-    model = processor("unigram", vocab_size=60)
-    drawn, draws, alpha = DrawnPieces(model), 4000, 0.2
-    best = model.nbest_encode_as_ids(DRAWN_LINES[0], 6)
-    powers = [math.exp(alpha * sum(map(model.get_score, ids))) for ids in best]
-    counts = Counter(
-        tuple(drawn.draw(DRAWN_LINES[0], SampledSegmentation(alpha, 6, []), seed=seed))
-        for seed in range(draws)
-    )
-    assert set(counts) == set(map(tuple, best))
-    for ids, power in zip(best, powers, strict=True):
-        share = power / sum(powers)
-        spread = math.sqrt(share * (1 - share) / draws)
-        assert abs(counts[tuple(ids)] / draws - share) < 4 * spread
-
-
-DRAW = """
-import sys
-from sentencepiece import SentencePieceProcessor
-from pipeline.artifacts.vocabularies import DrawnPieces, SampledSegmentation
-drawn = DrawnPieces(SentencePieceProcessor(model_file=sys.argv[1]))
-of_64 = SampledSegmentation(0.2, 64, [])
-print([drawn.draw(line, of_64, seed=n) for n, line in enumerate(sys.argv[2:])])
-"""
-
-
-@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_another_process_draws_the_same(model_type: str, tmp_path: Path) -> None:
-    """SentencePiece's own draws differ there, whatever its seed."""
-    model = processor(model_type, vocab_size=60)
-    (tmp_path / "model").write_bytes(model.serialized_model_proto())
-    lines = DRAWN_LINES * 5
-    drawn, of_64 = DrawnPieces(model), SampledSegmentation(0.2, 64, [])
-    here = [drawn.draw(line, of_64, seed=n) for n, line in enumerate(lines)]
-    there = subprocess.run(
-        [sys.executable, "-c", DRAW, str(tmp_path / "model"), *lines],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert there.stdout.strip() == str(here)
-    assert here != [model.encode(line) for line in lines]

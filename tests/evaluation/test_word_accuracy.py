@@ -22,7 +22,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.artifacts.vocabularies import Decoded, SampledSegmentation
+from pipeline.artifacts.vocabularies import Decoded
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.scores import WordAccuracy, WordCounts
 from pipeline.evaluation.word_accuracy import (
@@ -204,10 +204,7 @@ class Halves:
 
     size, pad_id, bos_id, eos_id, unk_id = 6, 0, 1, 2, 3
 
-    def encode_batch(
-        self, lines: Sequence[str], drawn: SampledSegmentation | None = None
-    ) -> list[list[int]]:
-        assert drawn is None
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         mark = {0: [], 1: [4]}
         return [[*mark[len(line) % 2], *[5] * ((len(line) + 1) // 2)] for line in lines]
 

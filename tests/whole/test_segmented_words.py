@@ -202,9 +202,7 @@ def test_shards_hold_the_words_of_languages_with_a_segmenter_and_of_no_other(mad
 def test_a_worker_finds_the_words_by_the_names_that_it_is_sent(made: Made, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(made.shards))
     recipe = load_recipe(str(made.recipe()))
-    sharding = Sharding(
-        made.corpus, tokenizer, recipe.shards, recipe.max_tokens, recipe.tokenizer.segmenters
-    )
+    sharding = Sharding(made.corpus, tokenizer, recipe.max_tokens, recipe.tokenizer.segmenters)
     [job] = [job for job in pair_jobs(made.corpus, work_dir=tmp_path) if job.pair == "de-th"]
     assert "th" in sharding.words
     sharding.words.load(["th"])
