@@ -43,14 +43,27 @@ class Input:
     """Splits of a corpus that the stage reads and that make its result stale; empty: all."""
 
 
+EQUALS = "\\="
+"""A "=" of a name, as ``NAME=PATH`` has it."""
+
+
 def problem_of_name(name: str) -> str | None:
     """Return why an artifact among several cannot have a name; None if it can."""
-    if "=" in name:
-        return f"the name {name!r} has a '=', which ends a name in NAME=PATH. Write another."
     if "/" not in name:
         fault = describe_name(name)
         return fault and f"the name {name!r} {fault}, and names become directories. Write another."
     return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
+
+
+def named_path(name: str, path: Path | str) -> str:
+    """Return ``NAME=PATH`` as commands take it."""
+    return f"{name.replace('=', EQUALS)}={path}"
+
+
+def split_named_path(text: str) -> tuple[str, str]:
+    """Return the name and the path of ``NAME=PATH``; an empty path if there is no "="."""
+    name, _, path = text.replace(EQUALS, "\0").partition("=")
+    return name.replace("\0", "="), path.replace("\0", EQUALS)
 
 
 def _without(name: str) -> str:

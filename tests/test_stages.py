@@ -1,16 +1,18 @@
 """The table of stages: what each reads of a recipe, and which of it decides the result."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe
 from pipeline.config.recorded import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
 from pipeline.config.settings import Settings
 from pipeline.registry import STAGES
-from pipeline.stage import stage_config
+from pipeline.stage import named_path, stage_config
 
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
@@ -226,3 +228,9 @@ def test_the_settings_said_to_decide_little_are_settings(entry: str) -> None:
     table = getattr(Recipe(name="defaults"), section)
     assert isinstance(table, Settings)
     assert setting in type(table).model_fields
+
+
+@pytest.mark.parametrize("name", ["dense", "LMS, d=64", "E=4=k", "="])
+@pytest.mark.parametrize("path", ["runs/dense", "/data/lr=1/x", "a\\=b"])
+def test_a_plan_hands_a_name_with_an_equals_sign_to_its_stage(name: str, path: str) -> None:
+    assert named_paths([named_path(name, path)], "--systems") == {name: Path(path)}

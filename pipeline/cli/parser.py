@@ -14,7 +14,7 @@ from pipeline.config.overrides import parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
-from pipeline.stage import problem_of_name
+from pipeline.stage import problem_of_name, split_named_path
 
 
 class _Help(argparse.HelpFormatter):
@@ -157,8 +157,8 @@ def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
     """
     paths: dict[str, Path] = {}
     for pair in pairs:
-        name, separator, path = pair.partition("=")
-        if not separator or not name or not path:
+        name, path = split_named_path(pair)
+        if not name or not path:
             raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH. Write both.")
         if problem := problem_of_name(name):
             raise ConfigError(f"{option} {pair!r}: {problem}")

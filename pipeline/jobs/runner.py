@@ -36,6 +36,7 @@ from pipeline.jobs.freshness import (
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
 from pipeline.jobs.plan import ResolvedPlan, Task
+from pipeline.stage import named_path
 from pipeline.terminal import listed, text_table
 
 MAX_RERUNS = 3
@@ -309,7 +310,7 @@ def stage_arguments(resolved: ResolvedPlan, task: Task) -> list[str]:
             first, *others = resolved.values(source)
             arguments += [option, first, *others] if others else [f"{option}={first}"]
         else:
-            named = [f"{entry}={resolved.path(value)}" for entry, value in source.items()]
+            named = [named_path(entry, resolved.path(value)) for entry, value in source.items()]
             arguments += [option, *named]
     if task.stage.parallel == "workers":
         arguments.append(f"--processes={task.planned.processes}")
