@@ -84,7 +84,7 @@ class CorpusConfig(Settings):
     with every other language only."""
     pivot: str = "en"
     """Language that others are paired with, see ``directions``, ``tests.directions`` and
-    ``clean.joined_pairs``. For language groups its size counts as that of the largest other."""
+    ``clean.joined_pairs``. For language groups its size counts as the largest other's."""
     max_train_lines: Annotated[int, whole(1, 10**12)] | None = None
     """Largest number of training lines per pair; later lines are left out."""
     max_valid_lines: Lines | None = None

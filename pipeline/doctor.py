@@ -1,4 +1,4 @@
-"""Check a machine before a plan, and an allocation before a stage, and say what is wrong.
+"""Check a machine before a plan, and an allocation before a stage, and name the faults.
 
 ``mmnmt doctor`` calls :func:`examine`, which yields one finding per check, with the fix where
 something is wrong. It checks what may fail after a job has waited in a queue, for example packages,
@@ -136,7 +136,7 @@ def examine(
 
 
 def _verdict(about: str, problems: Iterable[str], ok: str = "") -> Iterator[Finding]:
-    """Yield what is wrong; without problems, what is right."""
+    """Yield the faults; without any, the state that was found."""
     wrong = [Finding("wrong", about, problem) for problem in problems]
     yield from wrong or ([Finding("ok", about, ok)] if ok else [])
 

@@ -238,7 +238,7 @@ class Lock:
             time.sleep(_PAUSE_SECONDS)
 
     def _look(self) -> tuple[Owner | None, str]:
-        """Return the present owner, and what is wrong if that is not this process."""
+        """Return the present owner, and the fault if that is not this process."""
         try:
             with _opened(self.path) as folder:
                 holder = _highest(folder)

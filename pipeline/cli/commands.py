@@ -38,7 +38,7 @@ _REBUILD = (
 _CHANGES = f"""--with OVERLAY  overlay for every recipe
     {_SET}
     --input NAME=PATH+  outside data that the plan needs
-    --only STAGE...  run STAGE alone; it reads existing artifacts as they are (repeatable)
+    --only STAGE...  run only STAGE; it reads existing artifacts as they are (repeatable)
     --until STAGE...  run STAGE and all that it depends on (repeatable)"""
 _SIZES = f"""--vocabulary V  rows of the embedding (default: the recipe's vocabulary, without \
 language tokens)

@@ -80,7 +80,7 @@ class CoreRecipe(Settings):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_pivots(cls, values: Any) -> Any:
-        """Leave out the pivots that stages had of their own, if they are that of the corpus."""
+        """Leave out the pivots that stages had of their own, if they equal the corpus's."""
         corpus = values.get("corpus") if isinstance(values, Mapping) else None
         default = CorpusConfig.model_fields["pivot"].default
         pivot = corpus.get("pivot", default) if isinstance(corpus, Mapping) else default
@@ -159,7 +159,7 @@ class CoreRecipe(Settings):
         if own and self.batches.tag_is_label:
             raise ValueError(
                 "batches.tag_is_label is true, and with tokenizer.target_languages the model "
-                "predicts pieces of those languages alone, no language token. Set it to false"
+                "predicts pieces of those languages only, no language token. Set it to false"
             )
         return self
 

@@ -19,9 +19,9 @@ DECIDE_NOTHING = (
 )
 """Settings of training that change neither an update nor which weights are kept.
 
-They say how many states are written and when, which rank holds which expert, what is recomputed to
-save memory, how curves summarize validation, and whether a run ends that can only go on without
-some micro-batches. Manifests leave out [logging] and [saving] altogether.
+They say how many states are written and when, which rank holds which expert, which layers are
+recomputed to save memory, how curves summarize validation, and whether a run ends that can only go
+on without some micro-batches. Manifests leave out [logging] and [saving] altogether.
 """
 
 NEW_DEFAULTS: dict[str, tuple[Any, Any]] = {"decoding.precision": ("float32", "auto")}
@@ -105,7 +105,7 @@ def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[
     """Return the recorded sections of a recipe, completed by settings that are newer than them.
 
     A missing setting gets its default, because a new setting does by default what was done before;
-    those of ``NEWER`` stay missing.
+    settings of ``NEWER`` stay missing.
     A section is unchanged if it cannot be read any more, for example because it has a removed
     setting with an effect other than today's. Names that are not sections of a recipe are skipped;
     for a setting (``training.seed``) the whole section is completed.

@@ -350,7 +350,7 @@ class BeamStep:
 
 
 def _so_far(beams: Beams) -> Tensor:
-    """Return the tokens before those of this step, of sentences that began together."""
+    """Return the tokens before the tokens of this step, of sentences that began together."""
     return beams.tokens_BJT[:, :, : int(beams.length_B[0]) - 1]
 
 

@@ -88,7 +88,7 @@ class ListedKeys:
         start_R = torch.zeros(rows, dtype=torch.int64)
         self.past = RowEntries(start_R, start_R, 0, listed_RT)
         self.made = 0
-        """Number of entries; those of the last step come last."""
+        """Number of entries; entries of the last step come last."""
         self.pasts = [_ListedPast(self, layer.self_attention, memory_ND) for layer in layers]
         self.sources = [
             _ListedSource(self, layer.cross_attention, memory_ND, tokens) for layer in layers
@@ -428,7 +428,7 @@ class DecoderStates:
         return [self.languages_B2, *self.keys.tensors()]
 
     def reorder(self, beam_BJ: Tensor) -> None:
-        """Let the rows of every sentence continue those of ``beam_BJ``, in place."""
+        """Let the rows of every sentence continue the rows of ``beam_BJ``, in place."""
         assert isinstance(self.keys, GridKeys)
         own_past_BJP = self.keys.own_past_BJP
         index_BJP = beam_BJ[:, :, None].expand_as(own_past_BJP)

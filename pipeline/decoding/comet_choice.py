@@ -2,7 +2,7 @@
 
 As the utility of minimum Bayes risk, the model scores every candidate against every other one as
 the reference (Fernandes and others, 2022, arXiv 2205.00978). A model without references scores each
-candidate by the source alone.
+candidate by the source only.
 """
 
 from collections import Counter

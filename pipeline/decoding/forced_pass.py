@@ -1,6 +1,6 @@
 """Score given translations: one pass over all their tokens at once.
 
-The attention of a token is that of the position that predicts it, averaged over the heads of one
+A token has the attention of the position that predicts it, averaged over the heads of one
 layer, as in fairseq's ``SequenceGeneratorWithAlignment``.
 
 Legend: B batch, N real tokens, D model width, H heads, T target length, S source length, K head
@@ -98,7 +98,7 @@ def _log_probabilities(
 ) -> list[list[float]]:
     """Return the log-probability of the token behind every position, sentence by sentence.
 
-    Within the prompt it is that of end-of-sentence: a model may not be able to predict tags.
+    Within the prompt it is end-of-sentence's: a model may not be able to predict tags.
     """
     behind = zip(inputs, prompts, strict=True)
     labels = [(*[eos_id] * (prompt - 1), *ids[prompt:], eos_id) for ids, prompt in behind]

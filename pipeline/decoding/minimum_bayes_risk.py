@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.decoding.hypotheses import Translation
 
 DECIMALS = 9
-"""Decimals of an expected utility: candidates that differ by rounding alone are tied."""
+"""Decimals of an expected utility: candidates that differ only by rounding are tied."""
 
 
 def choose(candidates: Sequence[Translation], texts: Sequence[str]) -> Translation:

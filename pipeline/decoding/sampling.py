@@ -88,7 +88,7 @@ class Sampler:
         return uniform_BJT
 
     def run(self) -> list[list[Translation]]:
-        """Draw until all samples have ended; return those of each sentence."""
+        """Draw until all samples have ended; return the samples of each sentence."""
         x_BD = self.states.begin()
         every_B = torch.arange(len(self.active), device=x_BD.device)
         self.states.keep(every_B, torch.zeros_like(every_B)[:, None].expand(-1, self.samples))

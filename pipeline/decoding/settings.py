@@ -68,7 +68,7 @@ class DecodingConfig(Settings):
     top_p: Annotated[float, number(above=0, most=1)] = 1.0
     """Probability of the smallest set of likeliest tokens that sampling draws from."""
     seed: Seed = 1
-    """Seed of sampling. A sentence's samples depend on the seed and the sentence alone: equal lines
+    """Seed of sampling. A sentence's samples depend only on the seed and the sentence: equal lines
     have equal samples, whatever else is in the batch."""
     banned: tuple[str, ...] = ()
     """Phrases that no translation may contain, not even within a word."""
@@ -122,7 +122,7 @@ class DecodingConfig(Settings):
             )
         if self.required and self.search != "beam":
             raise ValueError(
-                'required phrases are found by beam search alone. Set search = "beam", or leave '
+                'required phrases are found by beam search only. Set search = "beam", or leave '
                 "them out"
             )
         if self.n_best > self.rows:

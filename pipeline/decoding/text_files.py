@@ -131,7 +131,7 @@ def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]
     """Return the files with text, by name, and the names of the files that are left out.
 
     Within a folder, text is in ``.txt`` and ``.jsonl`` files, in packed ones and in tables, except
-    the caches that Hugging Face's library leaves beside a data set. A file that is named itself is
+    the caches that Hugging Face's library leaves next to a data set. A file that is named itself is
     read whatever its ending.
 
     Raises:

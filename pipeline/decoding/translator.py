@@ -44,7 +44,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.terminal import counted
 
 TAG_TOKENS = 2
-"""Positions that a source needs beside its text: language tag and end-of-sentence."""
+"""Positions that a source needs in addition to its text: language tag and end-of-sentence."""
 
 
 @dataclass(frozen=True)
@@ -574,7 +574,7 @@ class Translator:
 
 @dataclass
 class _Line:
-    """A line of a stream, and those of its parts that are found, by number."""
+    """A line of a stream, and its parts that are found, by number."""
 
     job: Job
     parts: int = 0
@@ -594,7 +594,7 @@ class _Searched:
 class Stream:
     """A search that lines join and leave while it runs; each is returned as soon as it is found.
 
-    Translations are those of :meth:`Translator.translate`. Lines join between two steps of a beam
+    Translations are as by :meth:`Translator.translate`. Lines join between two steps of a beam
     search on CPU. On other devices, and with forced or banned tokens, lines are searched for in
     batches of similar length, one after the other, and a step may be up to 8 tokens. :meth:`add`
     translates at once what is sampled, goes through a pivot or does not fit into one search.

@@ -48,7 +48,7 @@ class JointParameters:
 
     Matrices and biases of linear layers that read the same states lie below each other, so one
     product serves several layers, forward and backward. Others are read in float32. The copies are
-    little work beside the products, and one by one they would be as many launches.
+    little work next to the products, and one by one they would be as many launches.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Configure glibc to keep memory that this process frees, on Linux.
 
 By default, glibc returns freed memory to the system as soon as it can. A training step frees as
-much as it allocates, so that the system would map and zero the same pages at every update
+much as it allocates: the system would map and zero the same pages at every update
 (``GLIBC_TUNABLES= python tests/bench/moe_step.py`` measures the time without this module). Memory
 is therefore kept, except for large blocks, which rarely fit into the gap of another block.
 """

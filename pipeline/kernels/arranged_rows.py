@@ -4,7 +4,7 @@ A slot is a matrix of a stacked parameter, for example a language's. A GPU knows
 uses, and the host does not. There are three forms:
 
 - :class:`SortedRows`: rows in the order of their slots, for grouped products (bfloat16 on Hopper
-  and later GPUs). The host does not wait: operators and shapes depend on the size of a batch alone.
+  and later GPUs). The host does not wait: operators and shapes depend only on the size of a batch.
 - :class:`BlockedRows`: blocks of equally many rows, each with one matrix, for batched products.
   They serve every GPU, dtype and width, and copy a matrix per block for the time of a product.
   Where this is little, the host does not wait either, and takes the most blocks that a batch can
@@ -81,7 +81,7 @@ class ArrangedRows(ABC):
 
 @dataclass(frozen=True)
 class SortedRows(ArrangedRows):
-    """Rows in the order of their slots; those of one slot stay in order.
+    """Rows in the order of their slots; rows of one slot stay in order.
 
     Attributes:
         order_N: row of the batch at each place of the order.
@@ -136,7 +136,7 @@ class SortedRows(ArrangedRows):
 class BlockedRows(ArrangedRows):
     """Rows in blocks of K, each of one slot. A slot's last block ends with zeros.
 
-    Blocks that are not used have zeros alone, and the matrix of the last slot.
+    Blocks that are not used have only zeros, and the matrix of the last slot.
 
     Attributes:
         order_N: row of the batch at each place that has one, in the order of places; int32.

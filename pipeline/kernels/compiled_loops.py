@@ -175,7 +175,7 @@ def normalize(
 
 
 MAGNITUDE, SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
-"""All bits of a float32 number but its sign, and those of the smallest normal number."""
+"""All bits of a float32 number but its sign, and all bits of the smallest normal number."""
 
 
 @compiled(error_model="numpy")  # no divisor is 0, and checking keeps the loop from vectorizing

@@ -117,7 +117,7 @@ def mix_scales(
 ) -> Tensor:
     """Return Σ_e weight_e · g_{scale_e}(x), of the shape of ``x_NVC``.
 
-    ``convolutions`` are those of scales 1, 2, …; ``gaps`` must be as wide as the reach of the
+    ``convolutions`` have the scales 1, 2, …; ``gaps`` must be as wide as the reach of the
     widest one.
     """
     vectors = x_NVC.shape[1:-1]

@@ -1,7 +1,7 @@
 """CPU support: choice of kernels, threads, and conversion of tensors for compiled loops.
 
 Processors differ in which kernel is fastest, and kernels differ in rounding. A table by processor
-features chooses the kernels, so that a machine always has the same ones. In training, all ranks use
+features chooses the kernels: a machine always has the same ones. In training, all ranks use
 those of rank 0.
 
 Many small matrix products take less time side by side, one thread each, than one after the other on
@@ -111,7 +111,7 @@ def cpu_kernels() -> CpuKernels:
 
 
 def use_cpu_kernels(kernels: CpuKernels | None) -> None:
-    """Use ``kernels`` from now on; None: those of the processor.
+    """Use ``kernels`` from now on; None: what suits the processor.
 
     A build of PyTorch without oneDNN uses its default library instead.
     """

@@ -227,7 +227,7 @@ def _grouped_linear(
 def _bias_gradients(dy_RW: Tensor, y_RW: Tensor | None, slices: RowSlices) -> Tensor:
     """Sum the rows of each expert by a fused kernel, (E, W).
 
-    With the results ``y_RW`` of ReLU, overwrite gradients by those of its inputs before.
+    With the results ``y_RW`` of ReLU, overwrite gradients by the gradients of its inputs before.
     """
     num_experts, width = len(slices.stop_E), dy_RW.shape[1]
     sum_EW = dy_RW.new_empty(num_experts, width)
@@ -320,7 +320,7 @@ def _activate_product(product: Tensor, activation: Activation) -> Tensor:
 
 
 def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Activation) -> None:
-    """Overwrite the gradient of an activation's output by that of its input."""
+    """Overwrite the gradient of an activation's output by the gradient of its input."""
     given = d_hidden_RF, hidden_RF
     match activation:
         case "relu":

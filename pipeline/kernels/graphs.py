@@ -27,9 +27,9 @@ def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], Non
         step()
     torch.cuda.current_stream(device).wait_stream(side)
     graph, living = torch.cuda.CUDAGraph(), next(iter(_GRAPHS), None)
-    # PyTorch refuses the pool of graphs that are gone, so that a living graph names it.
+    # PyTorch refuses the pool of graphs that are gone: a living graph names it.
     pool = None if living is None else living.pool()
-    # Other threads, such as those of a server, may call CUDA meanwhile.
+    # Other threads, for example of a server, may call CUDA meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
     _GRAPHS.add(graph)

@@ -40,7 +40,7 @@ def fused_attention(
 ) -> Tensor:
     """Return the context of every query, (N, H, K).
 
-    The arguments are those of :func:`pipeline.kernels.attention.attend_packed`, with bounds and
+    The arguments are as in :func:`pipeline.kernels.attention.attend_packed`, with bounds and
     sentences of queries and keys.
     """
     keys = (None, None) if dropout is None else dropout.noise
@@ -130,7 +130,7 @@ def _in_rows(x_NHK: Tensor) -> Tensor:
 
 
 def _beside_each_other(states: Sequence[Tensor]) -> list[Tensor]:
-    """Return an empty gradient for each state; those of slices of a tensor share a tensor, too."""
+    """Return an empty gradient for each state; slices of a tensor share a gradient, too."""
     made: list[Tensor] = []
     for group in _groups_of_slices(states):
         rows, *sizes = group[0].shape

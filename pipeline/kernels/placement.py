@@ -237,7 +237,7 @@ def place_routes(
     top_N: Tensor | None = None,
     spare_rows: bool = False,
 ) -> Placement:
-    """Assign rows to routes; within limits, to those of each micro-batch that claim them first.
+    """Assign rows to routes; within limits, to each micro-batch's routes that claim them first.
 
     All first choices come before all second choices, and so on. Within a choice, routes come by
     descending ``top_N`` or, without it, by position.
@@ -462,7 +462,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Weighted sum of rows; the gradient is a gather like that of the tokens."""
+    """Weighted sum of rows; the gradient is a gather, as for the tokens."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, weight_NC: Tensor, placement: Placement) -> Tensor:

@@ -290,7 +290,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
     """Return whether PyTorch has a fast grouped product: for bfloat16, on Hopper and later GPUs.
 
-    PyTorch's own check of shapes refuses float32. ``capability`` is by default that of the device.
+    PyTorch's own check of shapes refuses float32. ``capability``: by default the device's.
     """
     if capability is None:
         is_cuda = x.device.type == "cuda"

@@ -122,7 +122,7 @@ def choose_experts_backward(
     RENORMALIZED: tl.constexpr, MICRO_BATCHES: tl.constexpr, EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of logits from those of chosen values and of the balance loss."""
+    """Write the gradients of logits from the gradients of chosen values and of the balance loss."""
     n, exists = block_of_tokens(rows_M, num_tokens, MICRO_BATCHES, TOKENS)
     e = tl.arange(0, BLOCK)
     mask = exists[:, None] & (e < EXPERTS)[None, :]
@@ -262,7 +262,7 @@ def expert_bias_gradients(
 ):  # fmt: skip
     """Sum gradients over the rows of each expert, which a program visits for a block of columns.
 
-    With ReLU, whose results are ``y_RW``, gradients are overwritten by those of its inputs before.
+    With ReLU, whose results are ``y_RW``, the gradients of its inputs overwrite them before.
     """
     expert = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

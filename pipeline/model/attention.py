@@ -111,7 +111,7 @@ class Attention(nn.Module):
         tokens: Tokens,
         keys_values: Sequence[Tensor] = (),
     ) -> Tensor | Unbiased:
-        """Return cross-attention from the real tokens of ``packing`` to those of ``memory``."""
+        """Return cross-attention from the real tokens of ``packing`` to ``memory``'s."""
         of_memory = tokens.over(memory)
         if not keys_values:
             keys_values = project_jointly((self.key, self.value), memory_ND, of_memory)
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             dropout = dropout._replace(noise=packing.noise_BT)
         query_BHTK = self.heads(packing.unpack(states.query_ND))
         key_BHSK, value_BHSK = (self.heads(memory.unpack(state)) for state in states[1:])
-        # Padding is on the right, so that the causal mask alone hides it from real queries.
+        # Padding is on the right, so that the causal mask hides it from real queries.
         mask = None if is_causal else memory.key_mask(beside=query_BHTK)
         if mask_BTT is not None:
             mask = None if packing.is_full or is_causal else packing.mask_BT[:, None, None, :]

@@ -18,7 +18,7 @@ MAX_POSITION_VALUES = 2**30
 
 OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
 Scale = Annotated[int, whole(0, 8)]
-"""Scale δ of MoCE (eq. 9): 0 uses the token alone; δ > 0 convolves 2 δ - 1 tokens around it."""
+"""Scale δ of MoCE (eq. 9): 0 uses only the token; δ > 0 convolves 2 δ - 1 tokens around it."""
 
 
 class MoEConfig(Settings):
@@ -67,7 +67,7 @@ class EmbeddingConfig(Settings):
     """Scales of ``input = "one_hot"``, which start at sqrt(width). ``one_scale``: encoder and
     decoder share one learned scale; ``two_scales``: each learns its own, and the sublayers of the
     last decoder layer have no dropout (the code of Shaham and Levy, 2021, and of LOBEF with
-    ``--no-embed``); ``fixed_scale``: no scale is learned, and dropout is that of learned embeddings
+    ``--no-embed``); ``fixed_scale``: no scale is learned, and dropout is as for learned embeddings
     (LOBEF's scripts)."""
 
     @model_validator(mode="after")

@@ -106,7 +106,7 @@ def make_spec(**values: Any) -> ModelSpec:
 
 
 def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the fields of a spec that depend on the vocabulary's content, not on its size alone.
+    """Return the fields of a spec that depend on the vocabulary's content, not only on its size.
 
     Raises:
         ConfigError: a piece mixes white space and text, and the front end needs word boundaries.

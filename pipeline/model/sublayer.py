@@ -222,7 +222,7 @@ def run_layer(layer: Layer, x: Residual, *states: object, recomputes: bool) -> R
 def not_again(make: Callable[[], T]) -> T:
     """Return ``make()`` or, where a layer is recomputed, what this call returned in the first run.
 
-    It serves small values of the host that depend on the layer's input alone, and that the host
+    It serves small values of the host that depend only on the layer's input, and that the host
     waits for.
     """
     run = _RUN.get()

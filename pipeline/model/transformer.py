@@ -260,7 +260,7 @@ class Transformer(Trained):
         self.positions_TD: Tensor
         self.group_of_language: Tensor
         self.token_of_language: Tensor
-        # Not persistent: the spec determines all, so that checkpoints hold parameters only.
+        # Not persistent: the spec determines all, and checkpoints hold parameters only.
         for name in ("positions_TD", "group_of_language", "token_of_language"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_buffers()
@@ -359,7 +359,7 @@ class Transformer(Trained):
         LCS ("A Language Converter Strategy for Zero-Shot Neural Machine Translation", Sun et al.
         2024, arXiv 2406.02876) gives the target language's embedding to the top encoder layers and
         adds no parameters. Its abstract and the description of its code were followed, not its
-        text: the embedding, scaled like that of an input token, is added once to every token.
+        text: the embedding, scaled like an input token's, is added once to every token.
         """
         target_ND = self.embedding(self.token_of_language[x.tokens.target_language_N])
         return layer(Residual(x.sum() + target_ND, x.tokens), packing, **options)

@@ -51,14 +51,13 @@ from pipeline.distributed.progress import advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
-from pipeline.kernels.main_gradients import keeping_gradients
+from pipeline.kernels.gradient_sums import keeping_gradients
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Trained, Transformer
 from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
-from pipeline.training.loss_terms import LossTerms
-from pipeline.training.losses import training_loss
+from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import (
     GradientOrder,
     depends_on_order,
@@ -206,7 +205,7 @@ class Verdict:
     """Result of checking whether the gradient of one micro-batch is finite.
 
     If experts are spread over ranks, their gradients on this rank come from all micro-batches of
-    the turn, and all other gradients from this rank's micro-batch alone.
+    the turn, and all other gradients from this rank's micro-batch only.
     """
 
     micro_batch: int | None
@@ -546,7 +545,7 @@ class _ExpertMarker(MoE):  # type: ignore[misc]
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.num_experts = 1  # read, and used in DeepSpeed's own checkpoints alone
+        self.num_experts = 1  # read, and used in DeepSpeed's own checkpoints only
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Do nothing: the groups exist already."""

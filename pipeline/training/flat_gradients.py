@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.kernels.flat_sums import FlatSums, squared_norm
-from pipeline.kernels.main_gradients import add_gradients_to
+from pipeline.kernels.gradient_sums import FlatSums, add_gradients_to, squared_norm
 from pipeline.training.optim import depends_on_order
 
 ZERO_ATTRIBUTES = (
@@ -108,7 +107,7 @@ class FlatGradients:
                 and ``found_inf``.
             clip_norm: largest norm of a gradient; 0 for any.
             experts: parameters that modules read by
-                :func:`~pipeline.kernels.main_gradients.summed`.
+                :func:`~pipeline.kernels.gradient_sums.summed`.
         """
         self._zero, self._clip_norm = zero, clip_norm
         added = {id(parameter) for parameter in experts if _adds_at_once(parameter)}

@@ -69,7 +69,7 @@ class TrainingRun:
 
     Invariant: every decision (to validate, save, stop or end) follows from values that are equal
     on all ranks, so that all ranks enter the same collectives in the same order. What a run does
-    next follows from its position alone, so that a resumed run equals an uninterrupted one.
+    next follows from its position only: a resumed run equals an uninterrupted one.
     """
 
     def __init__(self, call: StageCall, engine: Engine, task: Task, *, world: World) -> None:

@@ -113,7 +113,7 @@ class MetricsLog:
     Invariant: a resumed run writes the lines that an uninterrupted run writes, but for times and
     memory. A training state carries the sums of the unfinished interval, and :meth:`resume` drops
     the lines of updates that will be made again. What a line says of single ranks and of memory is
-    of this attempt alone.
+    of this attempt only.
     """
 
     def __init__(

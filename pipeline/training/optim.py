@@ -7,8 +7,8 @@ divided by it in float32. An update whose gradient overflows is not made; DeepSp
 ZeRO 2, and ZeRO 1 with ``overlap_comm``, fill their reduce buckets in the order in which gradients
 arrive, and add the buckets of all ranks position by position. If that order differs between ranks,
 for example because an autograd graph depends on the size of a batch, the gradient of one tensor is
-silently added to that of another. :class:`GradientOrder` compares the order of every micro-batch
-with that of the first one, and the first one with those of the other ranks.
+silently added to another's. :class:`GradientOrder` compares the order of every micro-batch with the
+first micro-batch's, and the first on each rank with the first on the others.
 """
 
 import math

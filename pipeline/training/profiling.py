@@ -5,7 +5,7 @@ https://ui.perfetto.dev or chrome://tracing, in which a span named ``update N`` 
 update, and a table of the operators that take the most time. It lies beside ``OUT.run``, which is
 removed when training is done.
 
-Invariant: weights, metrics other than times, and the manifest are those of a run without a profile.
+Invariant: weights, metrics other than times, and the manifest are as without a profile.
 """
 
 import sys

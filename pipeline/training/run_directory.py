@@ -150,7 +150,7 @@ class RunDirectory:
             return newest
         raise CheckpointError(
             f"{self.directory} holds a run with other settings or inputs ({change}). Continue "
-            "with those, name another --out, or pass --overwrite, which keeps that run beside it "
+            "with those, name another --out, or pass --overwrite, which keeps that run next to it "
             "and begins anew."
         )
 

@@ -92,7 +92,7 @@ class Saving:
         )
 
     def save_best(self, position: Position, found: ValidationResult) -> None:
-        """Write the current weights as those of the best validation."""
+        """Write the current weights as the weights of the best validation."""
         best = {"update": position.best_update, "perplexity": position.best_perplexity}
         self._save_weights(self._run_directory.best_dir, best, found.routing)
 
@@ -179,7 +179,7 @@ class Publishing:
         *,
         averaged: Sequence[int],
     ) -> None:
-        """Make the artifact and remove what is no longer needed; all ranks call this.
+        """Make the artifact and remove files that nothing needs any longer; all ranks call this.
 
         Args:
             position: where training ended.
@@ -220,7 +220,7 @@ class Publishing:
                 pass
 
     def _remove_leftovers(self, averaged: Sequence[int]) -> None:
-        """Remove what is not needed once the artifact exists."""
+        """Remove files that nothing needs once the artifact exists."""
         keep_states = self._recipe.saving.keep_states
         if keep_states == "none":
             self._run_directory.remove()

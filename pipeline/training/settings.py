@@ -69,7 +69,7 @@ class LossConfig(Settings):
     distillation: Literal["symmetric", "to_shared"] = "symmetric"
     """Divergence of fuse distillation. ``symmetric``: half of each direction, and both routes learn
     from it; ``to_shared``: the divergence of the language-specific route from the shared route, and
-    the shared route alone learns from it."""
+    only the shared route learns from it."""
 
 
 def passes_of(objective: object) -> int:
@@ -190,4 +190,4 @@ class SavingConfig(Settings):
     """Content of ``OUT.run`` after a training stage is done. ``none``: nothing, the directory is
     removed; ``last``: the state of the last update, from which training resumes if training.updates
     is raised later; ``all``: the last training.keep_last states, for ``mmnmt checkpoint average
-    --run``, and those of training.average_last."""
+    --run``, and the states that training.average_last needs."""

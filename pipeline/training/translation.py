@@ -97,7 +97,7 @@ def check_languages(data: TrainingData, spec: ModelSpec) -> None:
     if missing:
         raise ConfigError(
             f"The shards have text in {', '.join(missing)}, for which the model has no language "
-            f"module: it has those of {', '.join(own)}. Make shards of these languages alone "
+            f"module: it has modules for {', '.join(own)}. Make shards of these languages only "
             "(corpus.languages), or train a model that has all modules."
         )
 
@@ -119,7 +119,7 @@ class TranslationLosses:
     resources: Mapping[str, float]
 
     def perplexity_of(self, tier: Resource | Literal["all"]) -> float:
-        """Return the perplexity over all pairs or over those of one tier, which must exist."""
+        """Return the perplexity over all pairs or over the pairs of one tier, which must exist."""
         return self.perplexity if tier == "all" else perplexity_of_loss(self.resources[tier])
 
 
@@ -224,7 +224,7 @@ def unspaced_notes(
         return ()
     names = listed(f"{code} ({counted(number, 'line')})" for code, number in lines.items())
     return (
-        "model.front wsf parts words by white space, which is not written between those of "
+        "model.front wsf parts words by white space, which is not written between words of "
         f"{names}: what stands between two spaces is one word there, as a rule the whole line "
         "(tokenizer.segmenters can name what parts it)",
     )

@@ -6,7 +6,7 @@ The reaction depends on the loss scale:
 - fp16 with a dynamic loss scale: the same micro-batches are tried again, with the same dropout, at
   the smaller scale that DeepSpeed chooses, until the gradient is finite or the scale is at its
   minimum. No sentence is passed over, and neither the number of updates nor the learning rate
-  moves, so that a run with overflows sees the same data as one without.
+  moves: a run with overflows sees the same data as one without.
 
 - Otherwise, and at the smallest scale, the cause is not the scale. Training ends, or, with
   ``training.skip_nonfinite_after``, the update is tried again that many times; then the

@@ -48,7 +48,7 @@ class ValidationResult:
 class Validation:
     """Computes the losses of the current weights on the validation sentences.
 
-    The ranks share the batches and sum their losses, so that every rank gets the same result and
+    The ranks share the batches and sum their losses: every rank gets the same result and
     takes the same decisions from it.
 
     Invariant: all ranks evaluate the same number of batches. Under expert parallelism an
@@ -127,8 +127,8 @@ class Validation:
 def judge(position: Position, perplexity: float) -> tuple[Position, bool]:
     """Return the position after a validation, and whether its weights are the best so far.
 
-    The best weights have a lower perplexity than those of every earlier validation; an equal one
-    is not enough.
+    The best weights have a lower perplexity than the weights of every earlier validation; an equal
+    one is not enough.
 
     An attempt that ended before it saved a state may already have kept weights of this update or
     of a later one. The validation then counts as it did in that attempt: not against patience.

@@ -3,7 +3,7 @@
 fairseq is not installed here. Names, defaults and meaning come from its public source:
 ``fairseq/models/transformer/transformer_{base,config,legacy}.py``,
 ``fairseq/modules/transformer_layer.py`` and ``fairseq/modules/multihead_attention.py``; mRASP2's
-shape is that of ``transformer_big_t2t_12e12d`` in PANXiao1994/mRASP2
+shape is ``transformer_big_t2t_12e12d``'s in PANXiao1994/mRASP2
 (``mcolt/arches/transformer.py``): pre-norm, learned positions, unscaled embeddings with a norm. As
 here, positions count from the padding's id + 1, and sinusoids are sines, then cosines.
 

@@ -36,7 +36,7 @@ class LowRankConfig(RoutedModules):
     """``pair_wise``: V of the source and F of the target language; ``language_wise``: both of the
     same language, which is the source in the encoder."""
     within: Literal["feed_forward", "attention", "both"] = "feed_forward"
-    """Linear layers that have modules. Those of experts (model.moe) have none."""
+    """Linear layers that have modules. Linear layers of experts (model.moe) have none."""
     cross_attention: bool = True
     """Whether cross-attention has modules, if attention has them. True is the authors' code; false
     gives the sizes of the paper's table 6."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows, serve_tokens
-from pipeline.kernels.main_gradients import summed
+from pipeline.kernels.gradient_sums import summed
 from pipeline.kernels.products import Activation
 from pipeline.model.moe.capacity import Dispatch
 from pipeline.model.stacked import StackedModules

@@ -91,7 +91,7 @@ def balance_loss(probability_NE: Tensor, expert_NC: Tensor, shares: Shares | Non
 def z_loss(logits_NE: Tensor, shares: Shares | None = None) -> Tensor:
     """Return the mean over tokens of the router's squared log-sum-exp (ST-MoE, eq. 5).
 
-    With ``shares``, those of the micro-batches are averaged by their labels.
+    With ``shares``, the losses of micro-batches are averaged by their labels.
     """
     square_N = logits_NE.logsumexp(-1).square()
     if shares is not None:

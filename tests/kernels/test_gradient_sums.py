@@ -9,7 +9,7 @@ import torch
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
-from pipeline.kernels.main_gradients import add_gradients_to, keeping_gradients
+from pipeline.kernels.gradient_sums import add_gradients_to, keeping_gradients
 from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import MoEConfig

@@ -2,12 +2,20 @@
 
 Each is few operators for any number of tensors: on a GPU, launching one per tensor takes longer
 than the arithmetic.
+
+Experts add their gradients to the sums as soon as they are computed (:func:`add_gradients_to`).
+Else the gradients of all experts of a rank, in 16 bits, would live with their sums until a pass
+ends. Grouped products cannot write or add to float32 (PyTorch 2.13): a gradient exists on its own
+until the layer below computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 _ROW = 1024
 """Values of which squares are summed in float32; the sums of rows are summed in float64.
@@ -73,3 +81,48 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
                 norms.append(torch.linalg.vector_norm(rows, dim=1))
     norm: Tensor = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
     return norm.square()
+
+
+class _Settings:
+    keeps_gradients = False
+
+
+def add_gradients_to(total: Tensor, parameter: nn.Parameter) -> None:
+    """Let passes add the gradient of a parameter, which modules read by :func:`summed`, to a sum.
+
+    The parameter has no gradient then, which ``torch.autograd.grad`` refuses unless
+    ``allow_unused`` is set.
+    """
+    parameter.main_gradient = total  # type: ignore[attr-defined]
+
+
+@contextmanager
+def keeping_gradients() -> Iterator[None]:
+    """Let all parameters have their gradients inside the context, and add none to sums."""
+    _Settings.keeps_gradients = True
+    try:
+        yield
+    finally:
+        _Settings.keeps_gradients = False
+
+
+def summed(parameter: Tensor) -> Tensor:
+    """Return a parameter whose gradient goes into its ``main_gradient``, if there is one."""
+    total: Tensor | None = getattr(parameter, "main_gradient", None)
+    if total is None or _Settings.keeps_gradients or not torch.is_grad_enabled():
+        return parameter
+    same: Tensor = _Summed.apply(parameter, total)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, total: Tensor) -> Tensor:
+        ctx.total = total
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        ctx.total.add_(gradients[0])
+        return None, None
