@@ -14,6 +14,7 @@ from support.sweep_process import Sweep
 if TYPE_CHECKING:  # it loads torch, and the process that hands out the tests needs none
     from support.process_pool import ProcessPool
     from support.slurm_cluster import Cluster
+    from support.tiny_training import Inputs
 
 # A shell ignores Ctrl-C in what it runs in the background, and processes inherit that. The tests
 # that send Ctrl-C need what a terminal has.
@@ -27,7 +28,7 @@ LONGEST_FIRST = (
     *("test_many_ranks", "test_watchdog"),
     *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
     *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
-    *("test_language_module_rows", "test_beam_search", "test_operators", "test_variants_model"),
+    *("test_language_module_rows", "test_beam_search", "test_variants_model"),
     *("test_mean_of_states", "test_plan", "test_cli", "test_declared", "test_killed_plan"),
     *("test_shards", "test_unusable_checkpoints", "test_own_data_page", "test_task_stages"),
     *("test_extensions", "test_language_modules_page"),
@@ -87,6 +88,14 @@ def pool4() -> Iterator[ProcessPool]:
     """Four ranks."""
     with open_pool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """What a tiny training reads; no test may change it."""
+    from support.tiny_training import make_inputs
+
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="session")
