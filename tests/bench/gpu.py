@@ -78,7 +78,7 @@ Found = Iterator[tuple[str, float | str | Mapping[str, str]]]
 def passes(asked: Asked) -> Found:
     """Time bare passes of one and four micro-batches, and list their kernels."""
     for kind, recipe in (("dense", asked.dense), ("experts", asked.experts)):
-        estimated = ThreadPoolExecutor(1).submit(steps.estimates, recipe, asked)
+        estimated = ThreadPoolExecutor(1).submit(steps.estimates, recipe.name, asked.vocabulary)
         model = steps.random_model(recipe, asked)
         for number, tokens in ((1, "4,096"), (4, "16,384")):
             batches = steps.full_batches(model, asked, number)
@@ -131,7 +131,7 @@ def training(asked: Asked) -> Found:
 
 def search(asked: Asked) -> Found:
     """Time a step of a search: the difference of two lengths, by their number of tokens."""
-    _, estimate = steps.estimates(asked.dense, asked)["step"]
+    _, estimate = steps.estimates(asked.dense.name, asked.vocabulary)["step"]
     model = steps.random_model(asked.dense, asked)
     examples = steps.examples_of(model, 25)
     first, last = (4, 8) if asked.quick else (20, 60)

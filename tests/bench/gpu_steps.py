@@ -129,13 +129,14 @@ def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Cal
     )
 
 
-def estimates(recipe: Recipe, asked: Asked) -> dict[str, tuple[float, float]]:
+@cache
+def estimates(recipe: str, vocabulary: int) -> dict[str, tuple[float, float]]:
     """Return launches, and milliseconds of the kernels, of a training pass and a decoding step."""
     card = card_name().lower()
     device = next((name for name in ("a100", "h200") if name in card), "h100")
     sets = ("training.expert_parallel_size=1", "decoding.precision=bfloat16", TOKENS_OF_25)
     command = [sys.executable, "-m", "pipeline", "estimate", "--json", "--device", device]
-    command += [recipe.name, "--vocabulary", str(asked.vocabulary)]
+    command += [recipe, "--vocabulary", str(vocabulary)]
     command += [word for one in sets for word in ("--set", one)]
     found = json.loads(subprocess.check_output(command, cwd=ROOT))
     names = {"pass": "training micro-batch", "step": "decoding step"}
