@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import support.unsynced  # noqa: F401 — in effect before the first test
@@ -14,6 +14,7 @@ from support.sweep_process import Sweep
 if TYPE_CHECKING:  # it loads torch, and the process that hands out the tests needs none
     from support.process_pool import ProcessPool
     from support.slurm_cluster import Cluster
+    from support.tiny_training import Inputs
 
 # A shell ignores Ctrl-C in what it runs in the background, and processes inherit that. The tests
 # that send Ctrl-C need what a terminal has.
@@ -27,7 +28,7 @@ LONGEST_FIRST = (
     *("test_many_ranks", "test_watchdog"),
     *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
     *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
-    *("test_language_module_rows", "test_beam_search", "test_operators", "test_variants_model"),
+    *("test_language_module_rows", "test_beam_search", "test_variants_model"),
     *("test_mean_of_states", "test_plan", "test_cli", "test_declared", "test_killed_plan"),
     *("test_shards", "test_unusable_checkpoints", "test_own_data_page", "test_task_stages"),
     *("test_extensions", "test_language_modules_page"),
@@ -50,43 +51,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
-@contextmanager
-def open_pool(size: int) -> Iterator[ProcessPool]:
-    from support.process_pool import ProcessPool
-
-    pool = ProcessPool(size)
-    try:
-        yield pool
-    finally:
-        pool.close(kill=True)
+def pytest_collection_finish() -> None:
+    """Leave what all tests have loaded, millions of objects, out of collections of garbage."""
+    gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def pool1() -> Iterator[ProcessPool]:
-    """One rank: the smallest world DeepSpeed runs in, apart from the process of the tests."""
-    with open_pool(1) as pool:
-        yield pool
+def pool_of(size: int) -> Any:
+    """Make a fixture of ranks that stay open for all tests.
+
+    One rank is the smallest world that DeepSpeed runs in. Among three, the four micro-batches of
+    most tests give one more than the others.
+    """
+
+    @pytest.fixture(scope="session")
+    def pool() -> Iterator[ProcessPool]:
+        from support.process_pool import ProcessPool
+
+        opened = ProcessPool(size)
+        try:
+            yield opened
+        finally:
+            opened.close(kill=True)
+
+    return pool
 
 
-@pytest.fixture(scope="session")
-def pool2() -> Iterator[ProcessPool]:
-    """Two ranks."""
-    with open_pool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def pool3() -> Iterator[ProcessPool]:
-    """Three ranks, of which the four micro-batches of most tests give one more than the others."""
-    with open_pool(3) as pool:
-        yield pool
+pool1, pool2, pool3, pool4 = map(pool_of, (1, 2, 3, 4))
 
 
 @pytest.fixture(scope="session")
-def pool4() -> Iterator[ProcessPool]:
-    """Four ranks."""
-    with open_pool(4) as pool:
-        yield pool
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """What a tiny training reads; no test may change it."""
+    from support.tiny_training import make_inputs
+
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def test_every_token_knows_its_sentence_and_position(lengths: list[int]) -> None
     assert list(zip(sentences, positions, strict=True)) == places
     assert packing.mask_BT.nonzero().tolist() == [list(place) for place in places]
     assert packing.is_full == (min(lengths) == max(lengths))
+    assert packing.bound_B.tolist() == [0, *accumulate(lengths)]
 
 
 def test_packing_passes_gradients_to_real_tokens_only() -> None:

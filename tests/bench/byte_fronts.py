@@ -13,9 +13,8 @@ long; there that row has a quarter of the sentences, as its name says.
 """
 
 import random
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 if __name__ == "__main__":
@@ -24,15 +23,13 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
-from dense_step import is_slow, our_step, peer_step, shape_text
+from dense_step import is_slow, peer_step, shape_text
 from ratios import (
     Options,
     Row,
     Seconds,
     compare,
+    dtype_name,
     interleaved,
     parse_options,
     report,
@@ -40,13 +37,11 @@ from ratios import (
 )
 from support.m2m100_peer import m2m100_peer
 from support.tiny_models import PAD_ID
+from work import beam_search, training_step
 
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import Example, collate
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.hypotheses import Source
-from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec, marks_of_vocabulary
@@ -141,33 +136,10 @@ def examples(count: int, *, shortest: int = SHORTEST, longest: int = LONGEST) ->
     ]
 
 
-def search(model: Transformer, given: list[Example]) -> Callable[[], None]:
-    """As many new bytes for every line: what ends a sentence is padding, never generated."""
-    tokenizer = byte_tokenizer()
-    sources = [
-        Source(
-            [*one.source_prefix, *map(int, one.source), tokenizer.eos_id],
-            one.decoder_prompt,
-            one.source_language,
-            one.target_language,
-        )
-        for one in given
-    ]
-    config = DecodingConfig(
-        beam_size=BEAMS, max_length_ratio=0, max_extra_length=NEW_BYTES, stopping="huggingface"
-    )
-
-    def run() -> None:
-        found = beam_search(model, sources, config, eos_id=tokenizer.pad_id)
-        assert {len(one.tokens) for one in found} == {NEW_BYTES}
-
-    return run
-
-
 def steps_by_plain(models: Mapping[str, Transformer], what: str, options: Options) -> list[Row]:
     """A training step of every front, by that of the plain model."""
     batch = collate(examples(LINES), eos_id=byte_tokenizer().eos_id)
-    steps = {front: our_step(model.train(), batch) for front, model in models.items()}
+    steps = {front: training_step(model.train(), cycle([batch])) for front, model in models.items()}
     seconds = interleaved(steps, rounds=options.rounds, warm_up=WARM_UP)
     for model in models.values():
         model.zero_grad(set_to_none=True)
@@ -176,7 +148,10 @@ def steps_by_plain(models: Mapping[str, Transformer], what: str, options: Option
 
 def searches_by_plain(models: Mapping[str, Transformer], what: str, options: Options) -> list[Row]:
     """Beam search with every front, by that of the plain model."""
-    searches = {front: search(model.eval(), examples(LINES)) for front, model in models.items()}
+    settings = {"beams": BEAMS, "new_tokens": NEW_BYTES, "eos_id": byte_tokenizer().eos_id}
+    searches = {
+        front: beam_search(model, examples(LINES), **settings) for front, model in models.items()
+    }
     seconds = interleaved(searches, rounds=options.rounds, warm_up=WARM_UP)
     return _rows(seconds, f"beam search, {what}")
 
@@ -205,11 +180,15 @@ def against_peer(dtype: torch.dtype, options: Options) -> list[Row]:
     eos_id = byte_tokenizer().eos_id
     batch = collate(examples(count), eos_id=eos_id)
     peer = m2m100_peer(model, eos_id=eos_id).train()
-    steps = {"ours": our_step(model.train(), batch), "M2M100 sdpa": peer_step(peer, batch)}
-    ours, theirs = (step() for step in steps.values())
-    assert abs(ours - theirs) <= (1e-4 if dtype == torch.float32 else 2e-2) * theirs
+    steps = {
+        "ours": training_step(model.train(), cycle([batch])),
+        "M2M100 sdpa": peer_step(peer, batch),
+    }
+    ours, theirs = (float(step()) for step in steps.values())
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    assert abs(ours / batch.num_labels - theirs) <= tolerance * theirs
     seconds = interleaved(steps, rounds=options.rounds, warm_up=1)
-    name = str(dtype).removeprefix("torch.") + (f", {count} lines" if slow else "")
+    name = dtype_name(dtype) + (f", {count} lines" if slow else "")
     return compare(seconds, case=f"plain, step, {name}", target=PEER_TARGET)
 
 
@@ -220,7 +199,7 @@ def main() -> None:
     lengths = f"{LINES} lines of {SHORTEST} to {LONGEST} letters, beam {BEAMS}, {NEW_BYTES} bytes"
     shapes = f"{shape}, {lengths}"
     for dtype in (torch.float32, torch.bfloat16):
-        what = str(dtype).removeprefix("torch.")
+        what = dtype_name(dtype)
         models = {
             front: model_of(config, dtype, quick=options.quick) for front, config in FRONTS.items()
         }

@@ -29,8 +29,6 @@ if __name__ == "__main__":
 
     prepare_process()  # before torch is loaded
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
 from feed import own_memory, watching_memory
 from ratios import Options, Row, beside, bounded, compare, interleaved, parse_options, report
 from support.passes import passes_of
@@ -173,22 +171,23 @@ class Saved:
 RANDOM = memoryview(os.urandom(BUFFER_BYTES))
 
 
-def make_saved(world: World, folder: Path, *, millions: int) -> Saved:
+def make_saved(world: World, folder: Path, *, millions: int, quick: bool) -> Saved:
     """A model of about so many parameters, after one update, and a place for its state."""
     connect(world)
     layers = max(1, round((millions - VOCABULARY * WIDTH / 1e6) / LAYER_MILLIONS))
+    width, vocabulary = (64, 400) if quick else (WIDTH, VOCABULARY)
     recipe = Recipe(
         name="checkpoint",
         model=ModelConfig(
             encoder_layers=layers,
             decoder_layers=layers,
-            width=WIDTH,
-            feed_forward_width=4 * WIDTH,
+            width=width,
+            feed_forward_width=4 * width,
             num_heads=16,
         ),
         batches=BatchesConfig(micro_batches=1),
     )
-    spec = placeholder_spec(recipe.model, vocabulary_size=VOCABULARY, num_groups=TAGS)
+    spec = placeholder_spec(recipe.model, vocabulary_size=vocabulary, num_groups=TAGS)
     model = build_model(spec)
     initialize_weights(model, seed=1)
     engine = Engine(
@@ -256,7 +255,8 @@ def main() -> None:
     given, sys.argv[1:] = parser.parse_known_args()
     options = parse_options(__doc__ or "")
     with tempfile.TemporaryDirectory() as folder, distributed_world() as world:
-        saved = make_saved(world, Path(folder), millions=1 if options.quick else given.parameters)
+        millions = 1 if options.quick else given.parameters
+        saved = make_saved(world, Path(folder), millions=millions, quick=options.quick)
         parameters = sum(value.numel() for value in saved.engine.model.parameters())
         rows = [
             peak_row(saved.save, saved, verb="saving"),

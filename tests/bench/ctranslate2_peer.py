@@ -9,6 +9,7 @@ The environment chooses one of its two libraries for matrix products: CT2_USE_MK
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache, lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,10 +61,7 @@ def ctranslate2_search(
     at_once: int,
     device: str = "cpu",
 ) -> Callable[[], Sequences]:
-    """A search that returns the tokens after the prompt, ``at_once`` sentences at a time.
-
-    The process ends with this one.
-    """
+    """A search that returns the tokens after the prompt, ``at_once`` sentences at a time."""
     settings: dict[str, str | int] = {"device": device, "compute_type": compute_type}
     settings |= {"inter_threads": 1, "intra_threads": threads}
     sources = [[*map(str, (*one.source_prefix, *one.source, EOS_ID))] for one in examples]
@@ -72,25 +70,28 @@ def ctranslate2_search(
     limits = {"beam_size": beams, "min_decoding_length": length, "max_decoding_length": length}
     batches = [slice(start, start + at_once) for start in range(0, len(sources), at_once)]
     given = [(sources[one], prefixes[one]) for one in batches]
-    process = ProcessPoolExecutor(
-        1, get_context("spawn"), initializer=_load, initargs=(str(directory), settings)
-    )
-    return lambda: process.submit(_search, given, limits).result()
+    work = partial(_search, str(directory), settings, given, limits)
+    return lambda: _process().submit(work).result()
 
 
-_loaded: list[Any] = []
-"""In the peer's process, its model."""
+@cache
+def _process() -> ProcessPoolExecutor:
+    """Return the peer's process, which ends with this one."""
+    return ProcessPoolExecutor(1, get_context("spawn"))
 
 
-def _load(directory: str, settings: dict[str, Any]) -> None:
-    _loaded.append(ctranslate2.Translator(directory, **settings))
+@lru_cache(maxsize=1)
+def _translator(directory: str, **settings: Any) -> Any:
+    return ctranslate2.Translator(directory, **settings)
 
 
 def _search(
-    batches: list[tuple[list[list[str]], list[list[str]]]], limits: dict[str, int]
+    directory: str,
+    settings: dict[str, Any],
+    batches: list[tuple[list[list[str]], list[list[str]]]],
+    limits: dict[str, int],
 ) -> Sequences:
-    (translator,) = _loaded
-    found: Sequences = []
+    translator, found = _translator(directory, **settings), Sequences()
     for sources, prefixes in batches:
         results = translator.translate_batch(sources, target_prefix=prefixes, **limits)
         skipped = len(prefixes[0])

@@ -1,4 +1,4 @@
-"""What preparing data costs: make_shards beside SentencePiece, import and clean, and their memory.
+"""What preparing data costs: make_shards beside SentencePiece, import and clean.
 
 Lines of real text in two dozen languages (the Bible's, beside the checkout), halves of them joined
 anew so that no two are alike. In interleaved rounds of one process, by its processor time, so that
@@ -12,17 +12,13 @@ default: its time, and the tokens per line of held-out text of all languages.
 
 From these, from how long the trainer takes for two sizes of a sample, and from how fast lines are
 drawn, follow the minutes that OPUS-100 takes on 16 cores, were the spread over them even. What the
-trainer's main thread does counts in full, the rest by the cores. With
---memory each stage runs in a fresh process at two sizes of a corpus, and its peak is compared.
+trainer's main thread does counts in full, the rest by the cores.
 
-    python tests/bench/data.py [--lines N] [--memory [N N]] [--quick] [--rounds N] [--json FILE]
+    python tests/bench/data.py [--lines N] [--many] [--quick] [--rounds N] [--json FILE]
 
-With --many, what a pair costs beyond the work on its lines, and a file of many languages:
-
-- import, clean and make_shards with two workers, for all pairs of few and of many languages with
-  two lines a split: processor time of all processes, by which a further pair adds to it;
-- import of a TMX of 24 languages and 3,000 units, which has 276 pairs, and of the same text as TSV
-  with a column per language.
+With --many, what a pair costs beyond the work on its lines: import, clean and make_shards with two
+workers, for all pairs of few and of many languages with two lines a split. The processor time of
+all processes counts, by which a further pair adds to it.
 """
 
 import argparse
@@ -32,7 +28,6 @@ import platform
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,81 +35,55 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations, product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
-from xml.sax.saxutils import escape
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
 
 import sentencepiece
-from ratios import Row, Seconds, beside, bounded, check_cases, compare, processor, provenance
-from support.corpora import make_corpus
+from ratios import (
+    Row,
+    beside,
+    bounded,
+    check_cases,
+    compare,
+    interleaved,
+    processor,
+    provenance,
+)
+from support.bible_lines import BIBLE, bible_lines
+from support.stage_runs import run_stage
 
-from data_prep import clean, import_corpus, make_shards, train_tokenizer
+from data_prep import train_tokenizer
 from data_prep.settings import TokenizerConfig
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.languages import FAMILIES
-from pipeline.machine import peak_memory
-from pipeline.registry import STAGES
-from pipeline.stage import StageCall
 
-BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 PAIR = ("de", "en")
 """What the made pair is called; its text is of all languages."""
-SPEED_LINES, TRAINER_LINES, MEMORY_LINES = 40_000, (20_000, 80_000), (500_000, 2_000_000)
-VOCABULARY = 16_000
+SPEED_LINES, TRAINER_LINES, VOCABULARY = 40_000, (20_000, 80_000), 16_000
+QUICK_LINES, QUICK_TRAINER_LINES, QUICK_VOCABULARY, QUICK_FOLDERS = 2_000, (1_000, 2_000), 500, 2
 TOKENS_TARGET = 0.998
 """Of the tokens per held-out line with a million seed pieces, by those with ours."""
 SHARE_TARGET = 0.85
 """Of SentencePiece's speed, for all of make_shards."""
 OPUS_PAIRS, CORES, MINUTES = 55_000_000, 16, 6.0
-FLAT_SHARE = 0.15
-"""How much more a stage may hold at four times the lines."""
 CASES = {
     r"make_shards, against SentencePiece": "milliseconds",
     r"(import_corpus|clean|make_shards), a further pair, at most": "milliseconds of processor time",
-    r"import_corpus, (TMX|TSV) of 24 languages and 3,000 units, at most": (
-        "seconds of processor time"
-    ),
     r"train_tokenizer, 16,000 pieces, against a million seed pieces": "milliseconds",
     r"held-out text, 16,000 pieces, against a million seed pieces": "tokens per line",
     r"OPUS-100 on 16 cores, at most": "minutes, computed",
 }
 PAIR_LANGUAGES, QUICK_LANGUAGES, MILLISECONDS = (10, 45), (3, 5), 5.0
-FILE_LANGUAGES, FILE_UNITS, FILE_SECONDS = 24, 3000, 4.0
-FORMS = ("tmx", "tsv")
-MEBIBYTE = 2**20
-CODE: dict[str, ModuleType] = {
-    "import_corpus": import_corpus,
-    "clean": clean,
-    "make_shards": make_shards,
-    "train_tokenizer": train_tokenizer,
-}
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Largest memory of a stage in its process beyond what that held before it, in MiB."""
-
-    stage: str
-    fewer: float
-    more: float
-
-    @property
-    def is_flat(self) -> bool:
-        return self.more <= self.fewer * (1 + FLAT_SHARE)
-
-
-def text_pairs(count: int) -> Iterator[tuple[str, str]]:
+def text_pairs(count: int, *, folders: int | None) -> Iterator[tuple[str, str]]:
     """Pairs of lines: the beginning of one and the end of another, on both sides alike."""
     generator = random.Random(1)
     sides: list[tuple[str, str]] = []
-    for folder in sorted(BIBLE.glob("en-*")):
+    for folder in sorted(BIBLE.glob("en-*"))[:folders]:
         files = sorted(folder.glob("train.*.gz"))
         texts = [gzip.decompress(file.read_bytes()).decode().splitlines() for file in files]
         sides += zip(*texts, strict=True)
@@ -123,7 +92,7 @@ def text_pairs(count: int) -> Iterator[tuple[str, str]]:
         yield a[: len(a) // 2] + c[len(c) // 2 :], b[: len(b) // 2] + d[len(d) // 2 :]
 
 
-def write_tree(root: Path, count: int) -> Path:
+def write_tree(root: Path, count: int, *, folders: int | None) -> Path:
     """The pairs as a raw tree."""
     folder = root / "-".join(PAIR)
     folder.mkdir(parents=True)
@@ -131,32 +100,10 @@ def write_tree(root: Path, count: int) -> Path:
         (folder / f"train.{PAIR[0]}").open("w", encoding="utf-8") as first,
         (folder / f"train.{PAIR[1]}").open("w", encoding="utf-8") as second,
     ):
-        for one, other in text_pairs(count):
+        for one, other in text_pairs(count, folders=folders):
             first.write(one + "\n")
             second.write(other + "\n")
     return root
-
-
-def run_stage(
-    name: str, out_dir: Path, recipe: Recipe, processes: int = 1, **inputs: Artifact | Path
-) -> Artifact:
-    """Run a stage here, whatever lies at its output."""
-    stage = STAGES[name]
-    artifacts = {key: value for key, value in inputs.items() if isinstance(value, Artifact)}
-    raw = {key: RawPaths((value,)) for key, value in inputs.items() if isinstance(value, Path)}
-    call = StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts=artifacts,
-        raw=dict(raw),
-        out_dir=out_dir,
-        records={},
-        config=recipe.sections(stage.sections),
-        overwrite=True,
-        processes=processes,
-    )
-    CODE[name].run(call)
-    return open_artifact(out_dir, kind=stage.makes)
 
 
 def measure_many_pairs(folder: Path, *, languages: tuple[int, int]) -> dict[str, float]:
@@ -178,14 +125,14 @@ def _pair_seconds(folder: Path, languages: int) -> dict[str, float]:
     recipe = recipe_of(kind="bytes")
     seconds: dict[str, float] = {}
 
-    def timed(name: str, processes: int = 2, **inputs: Artifact | Path) -> Artifact:
+    def timed(name: str, raw: RawPaths | None = None, **inputs: Artifact) -> Artifact:
         begin = _all_seconds()
-        made = run_stage(name, folder / name, recipe, processes, **inputs)
+        made = run_stage(name, folder / name, inputs, recipe, raw=raw, processes=2)
         seconds[name] = _all_seconds() - begin
         return made
 
-    corpus = timed("import_corpus", raw=folder / "raw")
-    tokenizer = run_stage("train_tokenizer", folder / "tokenizer", recipe, corpus=corpus)
+    corpus = timed("import_corpus", RawPaths((folder / "raw",)))
+    tokenizer = run_stage("train_tokenizer", folder / "tokenizer", {"corpus": corpus}, recipe)
     timed("make_shards", corpus=timed("clean", corpus=corpus), tokenizer=tokenizer)
     return seconds
 
@@ -194,42 +141,6 @@ def _all_seconds() -> float:
     """Processor time of this process and of its workers that have ended."""
     workers = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + workers.ru_utime + workers.ru_stime
-
-
-def measure_file(folder: Path, form: str, *, languages: int, units: int) -> float:
-    """Processor time of importing a file with all pairs of its languages, in seconds."""
-    codes = sorted(chain.from_iterable(FAMILIES.values()))[:languages]
-    lines = [side for pair in text_pairs(units) for side in pair]
-    rows = [
-        [lines[(unit + place) % len(lines)] for place in range(languages)] for unit in range(units)
-    ]
-    folder.mkdir()
-    path = folder / f"all.{form}"
-    path.write_text(_as_tmx(codes, rows) if form == "tmx" else _as_tsv(codes, rows), "utf-8")
-    recipe = Recipe.model_validate(
-        {"name": "bench", "corpus": {"source": form, "swapped_sides": "accept"}}
-    )
-    begin = time.process_time()
-    made = run_stage("import_corpus", folder / "corpus", recipe, raw=path)
-    seconds = time.process_time() - begin
-    assert len(made.statistics["pairs"]) == languages * (languages - 1) // 2
-    return seconds
-
-
-def _as_tmx(codes: list[str], rows: list[list[str]]) -> str:
-    units = (
-        "".join(
-            f'<tuv xml:lang="{code}"><seg>{escape(text)}</seg></tuv>'
-            for code, text in zip(codes, row, strict=True)
-        )
-        for row in rows
-    )
-    body = "".join(f"<tu>{unit}</tu>\n" for unit in units)
-    return f'<tmx version="1.4"><header/><body>\n{body}</body></tmx>\n'
-
-
-def _as_tsv(codes: list[str], rows: list[list[str]]) -> str:
-    return "".join("\t".join(row) + "\n" for row in [codes, *rows])
 
 
 def recipe_of(**settings: object) -> Recipe:
@@ -249,43 +160,44 @@ def recipe_of(**settings: object) -> Recipe:
 class Prepared:
     """The text in each of its forms."""
 
-    tree: Path
+    tree: RawPaths
     corpus: Artifact
     tokenizer: Artifact
+    vocabulary: int
 
 
-def prepare(folder: Path, lines: int) -> Prepared:
-    tree = write_tree(folder / "raw", lines)
-    corpus = run_stage("import_corpus", folder / "corpus", recipe_of(), raw=tree)
-    tokenizer = run_stage("train_tokenizer", folder / "tokenizer", recipe_of(), corpus=corpus)
-    return Prepared(tree, corpus, tokenizer)
+def prepare(folder: Path, lines: int, *, quick: bool) -> Prepared:
+    tree = RawPaths((write_tree(folder / "raw", lines, folders=QUICK_FOLDERS if quick else None),))
+    vocabulary = QUICK_VOCABULARY if quick else VOCABULARY
+    recipe = recipe_of(vocabulary_size=vocabulary)
+    corpus = run_stage("import_corpus", folder / "corpus", {}, recipe, raw=tree)
+    tokenizer = run_stage("train_tokenizer", folder / "tokenizer", {"corpus": corpus}, recipe)
+    return Prepared(tree, corpus, tokenizer, vocabulary)
 
 
 def measure_stages(
     prepared: Prepared, folder: Path, *, lines: int, rounds: int
 ) -> tuple[list[Row], dict[str, float]]:
     """make_shards against its peer, and pairs of lines per second of each stage."""
-    processor_ = sentencepiece.SentencePieceProcessor(
+    encoder = sentencepiece.SentencePieceProcessor(
         model_proto=prepared.tokenizer.file("sentencepiece.model").read_bytes()
     )
     sides = [read_lines(prepared.corpus, "train", "-".join(PAIR), code) for code in PAIR]
+    corpus = {"corpus": prepared.corpus}
+
+    def stage(name: str, inputs: Mapping[str, Artifact], **options: Any) -> Callable[[], object]:
+        out_dir, options["overwrite"] = folder / f"again {name}", True
+        return lambda: run_stage(name, out_dir, inputs, recipe_of(), **options)
+
     stages: dict[str, Callable[[], object]] = {
-        "ours": lambda: run_stage(
-            "make_shards",
-            folder / "shards",
-            recipe_of(),
-            corpus=prepared.corpus,
-            tokenizer=prepared.tokenizer,
-        ),
+        "ours": stage("make_shards", {**corpus, "tokenizer": prepared.tokenizer}),
         "SentencePiece": lambda: [
-            processor_.encode(side, out_type=int, num_threads=1) for side in sides
+            encoder.encode(side, out_type=int, num_threads=1) for side in sides
         ],
-        "import_corpus": lambda: run_stage(
-            "import_corpus", folder / "again", recipe_of(), raw=prepared.tree
-        ),
-        "clean": lambda: run_stage("clean", folder / "clean", recipe_of(), corpus=prepared.corpus),
+        "import_corpus": stage("import_corpus", {}, raw=prepared.tree),
+        "clean": stage("clean", corpus),
     }
-    seconds = interleaved(stages, rounds=rounds)
+    seconds = interleaved(stages, rounds=rounds, warm_up=1, clock=time.process_time)
     both = {name: seconds[name] for name in ("ours", "SentencePiece")}
     rows = compare(both, case="make_shards", target=SHARE_TARGET)
     named = {"make_shards": "ours", "import_corpus": "import_corpus", "clean": "clean"}
@@ -293,17 +205,6 @@ def measure_stages(
         stage: lines / statistics.median(seconds[contestant]) for stage, contestant in named.items()
     }
     return rows, rates
-
-
-def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:
-    """Processor time of everyone, once a round after one to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(1 + rounds):
-        for name, work in contestants.items():
-            started = time.process_time()
-            work()
-            seconds[name].append(time.process_time() - started)
-    return {name: values[1:] for name, values in seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -322,29 +223,21 @@ class Trained:
 
 def train_on(prepared: Prepared, folder: Path, *, lines: int) -> Trained:
     """Train a vocabulary on so many lines."""
-    recipe = recipe_of(sample_lines=lines)
+    recipe = recipe_of(sample_lines=lines, vocabulary_size=prepared.vocabulary)
     text = sum(len(line.encode()) for line in _sample(prepared.corpus, recipe.tokenizer))
     begin, begin_main = time.process_time(), time.thread_time()
-    made = run_stage("train_tokenizer", folder / "trained", recipe, corpus=prepared.corpus)
+    corpus = {"corpus": prepared.corpus}
+    made = run_stage("train_tokenizer", folder / "trained", corpus, recipe, overwrite=True)
     seconds, main_seconds = time.process_time() - begin, time.thread_time() - begin_main
-    assert made.statistics["pieces"] == VOCABULARY
+    assert made.statistics["pieces"] == prepared.vocabulary
     trained = sentencepiece.SentencePieceProcessor(
         model_proto=made.file("sentencepiece.model").read_bytes()
     )
     tokens = [
         statistics.mean(map(len, trained.encode(lines, num_threads=1)))
-        for lines in held_out_lines().values()
+        for lines in bible_lines(10**9, split="valid", english=True).values()
     ]
     return Trained(text / 1e6, seconds, main_seconds, statistics.mean(tokens))
-
-
-def held_out_lines() -> dict[str, list[str]]:
-    """Language → its lines of validation text."""
-    paths = {path.name.split(".")[1]: path for path in sorted(BIBLE.glob("en-*/valid.*.gz"))}
-    return {
-        code: gzip.decompress(path.read_bytes()).decode().splitlines()
-        for code, path in paths.items()
-    }
 
 
 def measure_tokenizer(
@@ -355,8 +248,8 @@ def measure_tokenizer(
     with mock.patch.object(train_tokenizer, "LEAST_SEEDS", train_tokenizer.MOST_SEEDS):
         peer = train_on(prepared, folder, lines=sizes[1])
     both = {"ours": [more.seconds], "a million seed pieces": [peer.seconds]}
-    rows = compare(both, case=f"train_tokenizer, {VOCABULARY:,} pieces", target=1.0)
-    case = f"held-out text, {VOCABULARY:,} pieces, against a million seed pieces"
+    rows = compare(both, case=f"train_tokenizer, {prepared.vocabulary:,} pieces", target=1.0)
+    case = f"held-out text, {prepared.vocabulary:,} pieces, against a million seed pieces"
     rows.append(beside(case, "tokens per line", more.tokens, peer.tokens, target=TOKENS_TARGET))
     few = recipe_of(sample_lines=100).tokenizer
     started = time.process_time()
@@ -390,55 +283,14 @@ def opus_minutes(rates: dict[str, float]) -> dict[str, float]:
     return {name: round(value / 60, 2) for name, value in seconds.items()}
 
 
-def measure_peaks(folder: Path, tokenizer: Artifact, *, sizes: tuple[int, int]) -> list[Peak]:
-    """Peak memory of each stage but the tokenizer at both sizes, each in a fresh process."""
-    found: dict[str, list[float]] = {name: [] for name in ("import_corpus", "clean", "make_shards")}
-    for size in sizes:
-        place = folder / f"lines-{size}"
-        write_tree(place / "raw", size)
-        for name, peaks in found.items():
-            command = [sys.executable, __file__, "--stage", name, "--folder", str(place)]
-            command += ["--tokenizer", str(tokenizer.directory)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=True)
-            peaks.append(float(ended.stdout.splitlines()[-1]))
-    return [Peak(name, round(fewer, 1), round(more, 1)) for name, (fewer, more) in found.items()]
-
-
-def one_stage(name: str, folder: Path, tokenizer_dir: Path) -> None:
-    """Run a stage in this process and print its peak, in MiB."""
-    make_corpus(folder / "tiny" / name, {"train": {"de-en": {"de": ["a"], "en": ["b"]}}})
-    tokenizer = open_artifact(tokenizer_dir, kind="tokenizer")
-    inputs: dict[str, Any] = {"raw": folder / "raw"}
-    if name != "import_corpus":
-        inputs = {"corpus": open_artifact(folder / "import_corpus", kind="corpus")}
-    if name == "make_shards":
-        inputs["tokenizer"] = tokenizer
-    with peak_memory() as peak:  # (the process's own maximum begins at that of its parent)
-        run_stage(name, folder / name, recipe_of(), **inputs)
-    print((peak.num_bytes or 0) / MEBIBYTE)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="what preparing data costs")
     parser.add_argument("--lines", type=int, default=SPEED_LINES)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--memory",
-        type=int,
-        nargs="*",
-        metavar="N",
-        help="peaks too, at two numbers of lines (half a million and two: minutes, 4 GB)",
-    )
-    parser.add_argument("--many", action="store_true", help="many pairs and a TMX alone (minutes)")
+    parser.add_argument("--many", action="store_true", help="many pairs alone (minutes)")
     parser.add_argument("--quick", action="store_true", help="few lines: only whether it runs")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--stage", choices=sorted(CODE), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.stage:
-        one_stage(options.stage, options.folder, options.tokenizer)
-        return
     if not options.quick and 2 * options.lines < max(TRAINER_LINES):
         parser.error(
             f"--lines is {max(TRAINER_LINES) // 2:,} or more: the trainer's samples are drawn"
@@ -452,28 +304,15 @@ def main() -> None:
 
 
 def report_many(options: argparse.Namespace) -> None:
-    """Measure many pairs and a file of many languages, print, and write where asked."""
-    languages, units = (QUICK_LANGUAGES, 50) if options.quick else (PAIR_LANGUAGES, FILE_UNITS)
+    """Measure many pairs, print, and write where asked."""
+    languages = QUICK_LANGUAGES if options.quick else PAIR_LANGUAGES
     with tempfile.TemporaryDirectory() as folder:
         pairs = measure_many_pairs(Path(folder), languages=languages)
-        files = {
-            form: measure_file(Path(folder) / form, form, languages=FILE_LANGUAGES, units=units)
-            for form in FORMS
-        }
     rows = [
         bounded(
             f"{name}, a further pair", "milliseconds of processor time", value, most=MILLISECONDS
         )
         for name, value in pairs.items()
-    ]
-    rows += [
-        bounded(
-            f"import_corpus, {form.upper()} of {FILE_LANGUAGES} languages and {units:,} units",
-            "seconds of processor time",
-            seconds,
-            most=FILE_SECONDS,
-        )
-        for form, seconds in files.items()
     ]
     print(processor())
     for row in rows:
@@ -502,30 +341,22 @@ def write_found(
 
 def report(options: argparse.Namespace) -> None:
     """Measure, print, and write what was asked for."""
-    lines = 12_000 if options.quick else options.lines
-    sizes = (6_000, 12_000) if options.quick else TRAINER_LINES
+    lines = QUICK_LINES if options.quick else options.lines
+    sizes = QUICK_TRAINER_LINES if options.quick else TRAINER_LINES
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepared = prepare(folder, lines)
+        prepared = prepare(folder, lines, quick=options.quick)
         rows, rates = measure_stages(prepared, folder, lines=lines, rounds=rounds)
         rows_of_trainer, rates_of_trainer = measure_tokenizer(prepared, folder, sizes=sizes)
         rows, rates = rows + rows_of_trainer, rates | rates_of_trainer
-        fewer, more = options.memory or MEMORY_LINES
-        peaks = (
-            measure_peaks(folder, prepared.tokenizer, sizes=(fewer, more))
-            if options.memory is not None
-            else []
-        )
     minutes = opus_minutes(rates)
     total = round(sum(minutes.values()), 2)
     print(processor())
     for row in rows:
         print(f"{row.case}: {row.ours} and {row.peer} {row.metric}, ratio {row.ratio}")
     for name, rate in rates.items():
-        print(f"{name}: {rate:,.2f}" + " pairs of lines/s" * (name in CODE))
-    for peak in peaks:
-        print(f"{peak.stage}: {peak.fewer} MiB at {fewer:,} lines, {peak.more} at {more:,}")
+        print(f"{name}: {rate:,.2f}")
     parts = ", ".join(f"{stage} {value}" for stage, value in minutes.items())
     print(f"OPUS-100 on {CORES} cores, computed: {total} minutes ({parts}), aim {MINUTES}")
     write_found(
@@ -533,8 +364,6 @@ def report(options: argparse.Namespace) -> None:
         [*rows, bounded(f"OPUS-100 on {CORES} cores", "minutes, computed", total, most=MINUTES)],
         shapes=f"{lines:,} pairs of lines",
         rates=rates,
-        peak_lines=[fewer, more],
-        peaks=[asdict(peak) | {"flat": peak.is_flat} for peak in peaks],
         opus_minutes=minutes | {"total": total, "cores": CORES},
     )
 

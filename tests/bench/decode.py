@@ -11,7 +11,6 @@ see both of its libraries. It has no experts: those in 8 bits stand beside ours 
 """
 
 import copy
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,21 +23,15 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
-from dense_step import DEVICE, QUICK, WIDE, model_and_examples, shape_text
-from ratios import Options, Row, compare, interleaved, parse_options, report
+from dense_step import QUICK, WIDE, model_and_examples, shape_text
+from ratios import DEVICE, Options, Row, compare, dtype_name, interleaved, parse_options, report
 from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID
+from work import Sequences, beam_search
 
 from pipeline.batching.batch import Example, collate
-from pipeline.decoding.grid_search import Grids, begin_search
-from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import quantize
-from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.settings import MoEConfig
-from pipeline.model.transformer import Transformer
 
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}
 CTRANSLATE2_TARGETS = {"float32": (1.15, 1.15), "int8": (1.1, 1.05)}
@@ -52,42 +45,6 @@ CASES = {
     r"CTranslate2 (with MKL|without MKL|as it chooses)": "milliseconds",
     r"beam 5, 8 experts, int8, against float32": "milliseconds",
 }
-
-Sequences = list[tuple[int, ...]]
-
-
-def our_search(
-    model: Transformer,
-    examples: list[Example],
-    *,
-    beams: int = BEAMS,
-    at_once: int = SENTENCES,
-) -> Callable[[], Sequences]:
-    """A search that returns the tokens after the prompt, ``at_once`` sentences at a time."""
-    sources = [
-        Source(
-            [*one.source_prefix, *one.source, EOS_ID],
-            one.decoder_prompt,
-            one.source_language,
-            one.target_language,
-        )
-        for one in examples
-    ]
-    config = DecodingConfig(
-        beam_size=beams, max_length_ratio=0, max_extra_length=NEW_TOKENS, stopping="huggingface"
-    )
-
-    grids = Grids()
-
-    @torch.inference_mode()
-    def search() -> Sequences:
-        batches = [sources[start : start + at_once] for start in range(0, len(sources), at_once)]
-        searches = (
-            begin_search(model, batch, config, eos_id=PAD_ID, grids=grids) for batch in batches
-        )
-        return [found[0].tokens for one in searches for found in one.run()]
-
-    return search
 
 
 def peer_search(peer: Any, examples: list[Example]) -> Callable[[], Sequences]:
@@ -132,7 +89,9 @@ def ctranslate2_rows(options: Options) -> list[Row]:
                 searched = copy.deepcopy(model.eval())
                 if kind == "int8":
                     quantize(searched, for_single_rows=beams == 1)  # as a translator does
-                ours = our_search(searched, lines, beams=beams, at_once=at_once)
+                ours = beam_search(
+                    searched, lines, new_tokens=NEW_TOKENS, beams=beams, at_once=at_once
+                )
                 peer = ctranslate2_search(
                     directory,
                     lines,
@@ -164,7 +123,10 @@ def experts_rows(options: Options) -> list[Row]:
     examples = case.examples(model)
     small = copy.deepcopy(model)
     quantize(small)
-    searches = {"ours": our_search(small, examples), "float32": our_search(model, examples)}
+    searches = {
+        name: beam_search(one, examples, new_tokens=NEW_TOKENS)
+        for name, one in (("ours", small), ("float32", model))
+    }
     seconds = interleaved(searches, rounds=options.rounds, warm_up=1)
     return compare(seconds, case=f"beam {BEAMS}, 8 experts, int8", target=EXPERTS_TARGET)
 
@@ -190,14 +152,17 @@ def generate_rows(options: Options) -> list[Row]:
     for dtype, target in TARGETS.items():
         model, examples = model_and_examples(dtype, sentences=SENTENCES, quick=options.quick)
         peer = m2m100_peer(model.eval(), eos_id=EOS_ID)
-        searches = {"ours": our_search(model, examples), "generate": peer_search(peer, examples)}
+        searches = {
+            "ours": beam_search(model, examples, new_tokens=NEW_TOKENS),
+            "generate": peer_search(peer, examples),
+        }
         found, expected = (search() for search in searches.values())
         same = sum(one == other for one, other in zip(found, expected, strict=True))
         print(f"{dtype}: {same} of {SENTENCES} translations are the same on both sides")
         assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
         assert same == SENTENCES or dtype == torch.bfloat16 or DEVICE.type == "cuda"
         seconds = interleaved(searches, rounds=options.rounds)
-        case = f"beam search, {str(dtype).removeprefix('torch.')}"
+        case = f"beam search, {dtype_name(dtype)}"
         rows += compare(seconds, case=case, target=target)
     return rows
 

@@ -13,10 +13,9 @@ On a GPU, one of width 1024 is measured, too.
     python tests/bench/dense_step.py [--quick] [--rounds N] [--json FILE]
 """
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import cycle
 from typing import Any
 
 if __name__ == "__main__":
@@ -25,12 +24,21 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
-from ratios import WARM_UP, Options, Row, compare, interleaved, parse_options, report
+from ratios import (
+    DEVICE,
+    WARM_UP,
+    Options,
+    Row,
+    compare,
+    dtype_name,
+    interleaved,
+    parse_options,
+    report,
+)
 from support.m2m100_peer import AttentionKernel, m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID, random_examples, tiny_spec
+from torch import Tensor
+from work import training_step
 
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.checkpoints.names import initialize_weights
@@ -39,10 +47,7 @@ from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import translation_loss
-from pipeline.training.settings import LossConfig
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASES = {
     r"dense step, d 512, (float32|bfloat16(, 2 pairs)?), against M2M100 (eager|sdpa)": (
         "milliseconds"
@@ -92,10 +97,14 @@ class Case:
         initialize_weights(model, seed=1)
         return model.to(DEVICE, dtype)
 
-    def examples(self, model: Transformer) -> list[Example]:
-        return random_examples(
-            model.spec, sentences=self.pairs, seed=1, shortest=self.shortest, longest=self.longest
-        )
+    def examples(self, model: Transformer, *, seed: int = 1) -> list[Example]:
+        bounds = {"shortest": self.shortest, "longest": self.longest}
+        return random_examples(model.spec, sentences=self.pairs, seed=seed, **bounds)
+
+    def batches(self, model: Transformer, count: int) -> Iterator[Batch]:
+        """Batches for ever, of which so many differ."""
+        each = (self.examples(model, seed=seed) for seed in range(1, 1 + count))
+        return cycle([collate(examples, eos_id=EOS_ID).to(DEVICE) for examples in each])
 
 
 WIDE = Case(512, 2048, 6, 32000, pairs=16, shortest=24, longest=40)
@@ -123,19 +132,7 @@ def shape_text(model: Transformer) -> str:
     )
 
 
-def our_step(model: Transformer, batch: Batch) -> Callable[[], float]:
-    """A step that returns its loss per token."""
-
-    def step() -> float:
-        model.zero_grad(set_to_none=True)
-        loss = translation_loss(model, batch, LossConfig()).objective / batch.num_labels
-        loss.backward()
-        return float(loss.detach())
-
-    return step
-
-
-def peer_step(peer: Any, batch: Batch) -> Callable[[], float]:
+def peer_step(peer: Any, batch: Batch) -> Callable[[], Tensor]:
     """The same step of the peer; it predicts what we predict, the tag left out."""
     labels_N = torch.full_like(batch.target_N, IGNORED)
     labels_N[batch.label_rows_L] = batch.labels_L
@@ -147,11 +144,11 @@ def peer_step(peer: Any, batch: Batch) -> Callable[[], float]:
         "labels": padded(labels_N, batch.target, fill=IGNORED),
     }
 
-    def step() -> float:
+    def step() -> Tensor:
         peer.zero_grad(set_to_none=True)
-        loss = peer(**inputs).loss
+        loss: Tensor = peer(**inputs).loss
         loss.backward()
-        return float(loss.detach())
+        return loss.detach()
 
     return step
 
@@ -172,16 +169,17 @@ def compare_case(case: Case, dtype: torch.dtype, options: Options) -> tuple[list
         case = replace(case, pairs=case.pairs // SLOW_PART)
     model = case.model(dtype)
     batch = collate(case.examples(model), eos_id=EOS_ID).to(DEVICE)
-    steps = {"ours": our_step(model.train(), batch)}
+    steps = {"ours": training_step(model.train(), cycle([batch]))}
     for kernel in KERNELS:
         peer = m2m100_peer(model, eos_id=EOS_ID, kernel=kernel).train()
         steps[f"M2M100 {kernel}"] = peer_step(peer, batch)
-    losses = torch.tensor([step() for step in steps.values()])
+    losses = torch.stack([step() for step in steps.values()]).float()
+    losses[0] /= batch.num_labels
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(losses, losses[:1].expand(len(losses)), rtol=tolerance, atol=0)
     warm_up = SLOW_WARM_UP if slow else WARM_UP
     seconds = interleaved(steps, rounds=options.rounds, warm_up=warm_up)
-    name = f"dense step, d {case.width}, {str(dtype).removeprefix('torch.')}"
+    name = f"dense step, d {case.width}, {dtype_name(dtype)}"
     if slow:
         name += f", {case.pairs} pairs"
     shapes = (

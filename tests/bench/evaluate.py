@@ -1,23 +1,17 @@
 """Scores of an evaluation, line by line: what each costs, beside langdetect's and sacreBLEU's own.
 
 Language accuracy is both of its scores, plain and restricted to the languages of the lines; the
-peer asks langdetect for every line twice. The peer of BLEU and chrF++ is sacreBLEU, whose
-statistics ours equal on 20,000 lines, or it is said where they do not. The processor time of four
-systems in 188 directions of 2,000 lines follows, with the paired tests of the statistics, on one
-processor and on two, and the most memory that the process held after one round and after all.
-chrF++ of all pairs of candidates, which minimum Bayes risk needs, is measured beside a loop over
-the pairs with sacreBLEU's score of a sentence. The lines are the test lines of the folder that
-MMNMT_BIBLE names, or of shared/data/bible beside the repository.
+peer asks langdetect for every line twice. The peer of BLEU and chrF++ is sacreBLEU. The processor
+time of four systems in 188 directions of 2,000 lines follows, with the paired tests of the
+statistics, on one processor and on two. chrF++ of all pairs of candidates, which minimum Bayes risk
+needs, is measured beside a loop over the pairs with sacreBLEU's score of a sentence. The lines are
+the Bible's test lines, in shared/data beside the repository.
 
     python tests/bench/evaluate.py [--quick] [--rounds N] [--json FILE]
 """
 
 import contextlib
-import gzip
-import os
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from ratios import beside, compare, interleaved, parse_options, report
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
-from ratios import beside, compare, interleaved, parse_options, report
+from support.bible_lines import bible_lines
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.bleu import Bleu
@@ -40,11 +32,9 @@ from pipeline.evaluation.language_detector import grams_of_lines, langdetect_pro
 from pipeline.evaluation.scores import Score, TranslatedLines
 from pipeline.evaluation.statistics import ResampleTask, resampled_scores
 
-BIBLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "bible"
 LANGUAGES = "cs da de el es fi fr he hu ja ko lv mg ml my nl pl pt ru sr sv tl vi zh".split()
 DIRECTIONS, LINES, SYSTEMS = 188, 2000, 4
 TARGET_MINUTES = 15.0
-CHECKED = 20_000
 PEER_LINES = 110
 CASES = {
     r"LangAcc, against langdetect": "milliseconds",
@@ -58,8 +48,7 @@ CANDIDATES, KEPT_WORDS, PAIRS_TARGET = 32, 0.8, 20.0
 
 def main() -> None:
     options = parse_options(__doc__ or "")
-    corpus = Path(os.environ.get("MMNMT_BIBLE", BIBLE))
-    texts = read_lines(corpus, total=240 if options.quick else LINES)
+    texts = read_lines(240 if options.quick else LINES)
     lines = TranslatedLines(Direction("xx", "en"), texts, texts[::-1], lambda: texts)
     known = frozenset((*LANGUAGES, "en"))
     accuracies = (
@@ -76,8 +65,6 @@ def main() -> None:
 
     few = texts[::share]
     candidates = variations_of(max(texts[: len(LANGUAGES)], key=len))
-    difference = np.abs(pairwise_chrf(candidates) - pairs_by_sacrebleu(candidates)).max()
-    print(f"chrF++ of all pairs differs from sacreBLEU's by at most {difference:.1e}")
     contestants: dict[str, Callable[[], object]] = {
         "ours": detect,
         "langdetect": lambda: langdetects(few),
@@ -91,13 +78,10 @@ def main() -> None:
         "sacreBLEU's pairs": lambda: pairs_by_sacrebleu(candidates),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    peaks: list[float] = []
     timed = {name: counted(one, seconds[name]) for name, one in contestants.items()}
     for _ in range(options.rounds):
         interleaved(timed, rounds=1, warm_up=0)
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     seconds["langdetect"] = [one * len(texts) / len(few) for one in seconds["langdetect"]]
-    check_statistics(others, read_lines(corpus, total=240 if options.quick else CHECKED))
     rows = compare(
         {name: seconds[name] for name in ("ours", "langdetect")}, case="LangAcc", target=1
     )
@@ -128,9 +112,6 @@ def main() -> None:
         )
     )
     print(f"{what}: {minutes:.1f} minutes of one processor, {minutes / 2:.1f} on two")
-    print(
-        f"peak memory of this process: {peaks[0]:,.0f} MB after a round, {peaks[-1]:,.0f} at last"
-    )
     report(rows, options, shapes=f"{len(texts)} lines in {len(LANGUAGES)} languages")
 
 
@@ -156,17 +137,6 @@ def peers_statistics(
     return found
 
 
-def check_statistics(scores: Sequence[Score], texts: Sequence[str]) -> None:
-    """Exit where a line's statistics are not the peer's; references are lines of their language."""
-    references = [*texts[len(LANGUAGES) :], *texts[: len(LANGUAGES)]]
-    lines = TranslatedLines(Direction("xx", "en"), texts, references, lambda: texts)
-    for score in scores:
-        expected = peers_statistics(score, texts, references)
-        if not np.array_equal(score.line_statistics(lines).rows, np.array(expected)):
-            sys.exit(f"{score.column.title} counts other statistics than sacreBLEU.")
-        print(f"{score.column.title}: {len(texts):,} lines have sacreBLEU's statistics")
-
-
 def counted(contestant: Callable[[], object], seconds: list[float]) -> Callable[[], object]:
     """The contestant, which leaves behind what it took of the processor: on a machine that is
     shared it takes longer, by as much as the others run."""
@@ -179,15 +149,11 @@ def counted(contestant: Callable[[], object], seconds: list[float]) -> Callable[
     return run
 
 
-def read_lines(corpus: Path, *, total: int) -> list[str]:
+def read_lines(total: int) -> list[str]:
     """The first test lines of every language, in turns."""
-    each = [
-        gzip.decompress((corpus / f"en-{code}" / f"test.{code}.gz").read_bytes())
-        .decode("utf-8")
-        .splitlines()[: total // len(LANGUAGES) + 1]
-        for code in LANGUAGES
-    ]
-    return [line for row in zip(*each, strict=True) for line in row][:total]
+    lines = bible_lines(total // len(LANGUAGES) + 1)
+    rows = zip(*(lines[code] for code in LANGUAGES), strict=True)
+    return [line for row in rows for line in row][:total]
 
 
 def langdetects(texts: Sequence[str]) -> None:

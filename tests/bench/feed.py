@@ -33,9 +33,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
 from ratios import processor, provenance
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
@@ -124,9 +121,9 @@ def lengths_of_both_sides(
     return tuple(np.clip(side, 1, MAX_TOKENS).astype(np.int64) for side in (first, second))  # type: ignore[return-value]
 
 
-def own_memory() -> int:
+def own_memory(process: int | str = "self") -> int:
     """Bytes in memory that no file stands behind."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+    for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise OSError("this kernel does not say what memory is a process's own")

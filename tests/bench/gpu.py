@@ -32,6 +32,7 @@ from contextlib import chdir, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,17 @@ if __name__ == "__main__":
 
     prepare_process()  # before torch is loaded
 
+import gpu_steps as steps
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
-import gpu_steps as steps
 from gpu_goals import GOALS, NOT_MEASURED, Row, rows_of
-from gpu_steps import BFLOAT16, DEVICE, ROOT, Asked, changed, ratio, seconds
+from gpu_steps import BFLOAT16, ROOT, Asked, changed, ratio, seconds
 from plain_layer_peer import PlainLayer
-from ratios import provenance
+from ratios import DEVICE, provenance
 from support.passes import join
 from support.tiny_models import EOS_ID, random_examples, tokens_in_groups
+from torch import Tensor
+from work import beam_search, training_step
 
 from pipeline.batching.batch import collate
 from pipeline.distributed.world import leave
@@ -79,11 +78,11 @@ Found = Iterator[tuple[str, float | str | Mapping[str, str]]]
 def passes(asked: Asked) -> Found:
     """Time bare passes of one and four micro-batches, and list their kernels."""
     for kind, recipe in (("dense", asked.dense), ("experts", asked.experts)):
-        estimated = ThreadPoolExecutor(1).submit(steps.estimates, recipe, asked)
+        estimated = ThreadPoolExecutor(1).submit(steps.estimates, recipe.name, asked.vocabulary)
         model = steps.random_model(recipe, asked)
         for number, tokens in ((1, "4,096"), (4, "16,384")):
             batches = steps.full_batches(model, asked, number)
-            work = partial(steps.forward_backward, model, join(batches), recipe.loss)
+            work = training_step(model, cycle([join(batches)]), recipe.loss)
             in_a_row = partial(steps.repeated, work, PASSES)  # a host can run ahead, as in training
             took = seconds(asked, rounds=4, work=in_a_row)[0] / PASSES
             yield f"{kind}, bare pass of {tokens} tokens", 1000 * took
@@ -132,13 +131,12 @@ def training(asked: Asked) -> Found:
 
 def search(asked: Asked) -> Found:
     """Time a step of a search: the difference of two lengths, by their number of tokens."""
-    _, estimate = steps.estimates(asked.dense, asked)["step"]
+    _, estimate = steps.estimates(asked.dense.name, asked.vocabulary)["step"]
     model = steps.random_model(asked.dense, asked)
     examples = steps.examples_of(model, 25)
     first, last = (4, 8) if asked.quick else (20, 60)
     short, long = (
-        steps.searched(model, examples, asked.dense, length=length, at_once=25)
-        for length in (first, last)
+        beam_search(model, examples, new_tokens=length, at_once=25) for length in (first, last)
     )
     took_short, took_long = seconds(asked, short=short, long=long)
     step = 1000 * (took_long - took_short) / (last - first)
@@ -229,7 +227,7 @@ def ctranslate2(asked: Asked) -> Found:
     write_model(directory, model)
     found = []
     for at_once in sizes:
-        ours = steps.searched(model, examples, asked.dense, length=length, at_once=at_once)
+        ours = beam_search(model, examples, new_tokens=length, at_once=at_once)
         peer = ctranslate2_search(
             *(directory, examples),
             compute_type="float16" if DEVICE.type == "cuda" else "float32",
@@ -279,7 +277,7 @@ def moe(asked: Asked) -> Found:
 
 def m2m100(asked: Asked) -> Found:
     """Time a training step with dropout, and Hugging Face's model with the same weights."""
-    from dense_step import LARGE, QUICK, our_step, peer_step
+    from dense_step import LARGE, QUICK, peer_step
     from support.m2m100_peer import m2m100_peer
 
     case, pairs = (QUICK, 16) if asked.quick else (LARGE, 512)
@@ -287,7 +285,8 @@ def m2m100(asked: Asked) -> Found:
     model = case.model(BFLOAT16, rates=rates).train()
     examples = random_examples(model.spec, sentences=pairs, seed=1, shortest=24, longest=40)
     batch = collate(examples, eos_id=EOS_ID).to(DEVICE)
-    ours, peer = our_step(model, batch), m2m100_peer(model, eos_id=EOS_ID, rates=rates).train()
+    ours = training_step(model, cycle([batch]))
+    peer = m2m100_peer(model, eos_id=EOS_ID, rates=rates).train()
     compiled = torch.compile(peer, dynamic=False, backend="eager" if asked.quick else "inductor")
     for name, module in (("M2M100 sdpa", peer), ("compiled M2M100", compiled)):
         found = ratio(asked, ours=ours, peer=peer_step(module, batch))

@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from ratios import interleaved
+from ratios import DEVICE, finish, interleaved
 from support.passes import passes_of
 from support.tiny_models import EOS_ID, random_examples
 from torch import Tensor
@@ -27,19 +27,14 @@ from torch.profiler import ProfilerActivity, profile
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.decoding.grid_search import Grids, begin_search
-from pipeline.decoding.hypotheses import Source
 from pipeline.distributed.world import World, distributed_world
 from pipeline.model.building import build_model
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, count_multiplied
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import training_loss
-from pipeline.training.settings import LossConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BFLOAT16 = torch.bfloat16
 TOKENS_OF_25 = f"decoding.tokens={25 * 5 * 32}"
 """The setting for 25 sentences of 32 tokens with 5 beams in a batch."""
@@ -97,14 +92,6 @@ def full_batches(model: Transformer, asked: Asked, number: int) -> list[Batch]:
     return [collate(examples, eos_id=EOS_ID).to(DEVICE) for examples in each]
 
 
-def forward_backward(model: Transformer, batch: Batch, loss: LossConfig) -> Tensor:
-    """Compute fresh gradients; return the objective."""
-    model.zero_grad(set_to_none=True)
-    objective = training_loss(model, batch, loss).objective
-    objective.backward()
-    return objective.detach()
-
-
 def repeated(work: Callable[[], object], times: int) -> None:
     """Do a work some times without waiting for the device."""
     for _ in range(times):
@@ -117,28 +104,6 @@ def operations(model: Transformer, batches: Sequence[Batch]) -> float:
     return OPERATIONS_PER_PARAMETER * sum(
         met.source * batch.num_source_tokens + met.target * batch.num_labels for batch in batches
     )
-
-
-def searched(
-    model: Transformer, examples: Sequence[Example], recipe: Recipe, *, length: int, at_once: int
-) -> Callable[[], object]:
-    """Return a beam search in which every sentence gets ``length`` tokens."""
-    sources = [
-        Source([*e.source_prefix, *e.source, EOS_ID], e.decoder_prompt, 0, 0) for e in examples
-    ]
-    limits = {"max_length_ratio": 0.0, "max_extra_length": length, "stopping": "huggingface"}
-    config = recipe.decoding.model_copy(update={**limits, "beam_size": 5})
-    starts = range(0, len(sources), at_once)
-    # Padding is never generated, so that no sentence ends before its limit.
-    eos_id, grids = model.spec.pad_id, Grids()
-
-    @torch.inference_mode()
-    def search() -> None:
-        for start in starts:
-            some = sources[start : start + at_once]
-            begin_search(model.eval(), some, config, eos_id=eos_id, grids=grids).run()
-
-    return search
 
 
 def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Callable[[], object]:
@@ -164,13 +129,14 @@ def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Cal
     )
 
 
-def estimates(recipe: Recipe, asked: Asked) -> dict[str, tuple[float, float]]:
+@cache
+def estimates(recipe: str, vocabulary: int) -> dict[str, tuple[float, float]]:
     """Return launches, and milliseconds of the kernels, of a training pass and a decoding step."""
     card = card_name().lower()
     device = next((name for name in ("a100", "h200") if name in card), "h100")
     sets = ("training.expert_parallel_size=1", "decoding.precision=bfloat16", TOKENS_OF_25)
     command = [sys.executable, "-m", "pipeline", "estimate", "--json", "--device", device]
-    command += [recipe.name, "--vocabulary", str(asked.vocabulary)]
+    command += [recipe, "--vocabulary", str(vocabulary)]
     command += [word for one in sets for word in ("--set", one)]
     found = json.loads(subprocess.check_output(command, cwd=ROOT))
     names = {"pass": "training micro-batch", "step": "decoding step"}
@@ -194,23 +160,11 @@ def card_name() -> str:
     return torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine()
 
 
-def finish() -> None:
-    """Wait until the device has done its work."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def seconds(asked: Asked, *, rounds: int = 8, **works: Callable[[], object]) -> list[float]:
     """Return the median time of each work until the device is done, in interleaved rounds."""
-
-    def until_done(work: Callable[[], object]) -> None:
-        work()
-        finish()
-
     gc.collect()
     gc.freeze()  # as in training
-    timed = {name: partial(until_done, work) for name, work in works.items()}
-    found = interleaved(timed, rounds=1 if asked.quick else rounds, warm_up=3)
+    found = interleaved(works, rounds=1 if asked.quick else rounds, warm_up=3)
     return [statistics.median(times) for times in found.values()]
 
 

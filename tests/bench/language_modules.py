@@ -7,10 +7,8 @@ folded checkpoint, which is a plain model. Sentences are the same everywhere.
     python tests/bench/language_modules.py [--quick] [--rounds N] [--json FILE]
 """
 
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from itertools import cycle
 
 if __name__ == "__main__":
     from pipeline.machine import prepare_process
@@ -18,20 +16,14 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
-from ratios import Options, Row, compare, interleaved, parse_options, report
+from ratios import Options, Row, compare, dtype_name, interleaved, parse_options, report
 from support.tiny_models import EOS_ID, random_examples, tiny_spec
+from work import beam_search, training_step
 
-from pipeline.batching.batch import Batch, Example, collate
+from pipeline.batching.batch import Example, collate
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.hypotheses import Source
-from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.building import build_model
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import training_loss
 from pipeline.training.settings import LossConfig
 
 CASES = {
@@ -83,29 +75,6 @@ def one_direction(examples: list[Example]) -> list[Example]:
     return [replace(one, target_language=1) for one in examples]
 
 
-def step_of(model: Transformer, batch: Batch, config: LossConfig) -> Callable[[], object]:
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        terms = training_loss(model, batch, config)
-        (terms.objective / batch.num_labels).backward()
-
-    return step
-
-
-def decode_of(model: Transformer, examples: list[Example], *, tokens: int) -> Callable[[], object]:
-    config = DecodingConfig(beam_size=5, max_length_ratio=0, max_extra_length=tokens)
-    sources = [
-        Source(
-            tokens=[*one.source_prefix, *map(int, one.source), EOS_ID],
-            prompt=one.decoder_prompt,
-            source_language=one.source_language,
-            target_language=one.target_language,
-        )
-        for one in examples
-    ]
-    return lambda: beam_search(model, sources, config, eos_id=EOS_ID)
-
-
 def steps(dtype: torch.dtype, options: Options) -> list[Row]:
     """Rows of training steps."""
     models = {
@@ -113,20 +82,20 @@ def steps(dtype: torch.dtype, options: Options) -> list[Row]:
         for name, modules in (("plain", None), ("low rank", LOW_RANK), ("shared", SHARED))
     }
     examples = examples_of(models["plain"], sentences=DIRECTIONS)
-    mixed = collate(examples, eos_id=EOS_ID)
-    homogeneous = collate(one_direction(examples), eos_id=EOS_ID)
-    plain, distilled = LossConfig(), LossConfig(objective="fuse_distillation")
+    mixed = cycle([collate(examples, eos_id=EOS_ID)])
+    homogeneous = cycle([collate(one_direction(examples), eos_id=EOS_ID)])
+    distilled = LossConfig(objective="fuse_distillation")
     seconds = interleaved(
         {
-            "plain": step_of(models["plain"], homogeneous, plain),
-            "LMS": step_of(models["low rank"], homogeneous, plain),
-            "LMS mixed": step_of(models["low rank"], mixed, plain),
-            "LMS + FD": step_of(models["shared"], homogeneous, distilled),
+            "plain": training_step(models["plain"], homogeneous),
+            "LMS": training_step(models["low rank"], homogeneous),
+            "LMS mixed": training_step(models["low rank"], mixed),
+            "LMS + FD": training_step(models["shared"], homogeneous, distilled),
         },
         rounds=options.rounds,
         warm_up=1,
     )
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     pairs = (
         ("LMS", "plain", 0.85, "step of LMS, one direction"),
         ("LMS mixed", "LMS", 0.95, f"step of LMS, {DIRECTIONS} directions"),
@@ -144,7 +113,6 @@ def steps(dtype: torch.dtype, options: Options) -> list[Row]:
     ]
 
 
-@torch.inference_mode()
 def decoding(options: Options) -> list[Row]:
     """Rows of beam search, in float32."""
     models = {
@@ -156,9 +124,9 @@ def decoding(options: Options) -> list[Row]:
     alike = one_direction(examples)
     seconds = interleaved(
         {
-            "plain": decode_of(models["plain"], alike, tokens=tokens),
-            "LMS": decode_of(models["low rank"], alike, tokens=tokens),
-            "LMS mixed": decode_of(models["low rank"], examples, tokens=tokens),
+            "plain": beam_search(models["plain"], alike, new_tokens=tokens),
+            "LMS": beam_search(models["low rank"], alike, new_tokens=tokens),
+            "LMS mixed": beam_search(models["low rank"], examples, new_tokens=tokens),
         },
         rounds=options.rounds,
         warm_up=1,

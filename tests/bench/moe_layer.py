@@ -11,11 +11,9 @@ A ratio of at least 1 means that ours takes no longer.
     python tests/bench/moe_layer.py [--quick] [--rounds N] [--threads N] [--json FILE]
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
@@ -25,12 +23,9 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
-from ratios import Options, Row, compare, interleaved, parse_options, report
+from ratios import DEVICE, Options, Row, compare, dtype_name, interleaved, parse_options, report
 from support.tiny_models import tiny_spec, tokens_in_groups
+from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights
@@ -50,7 +45,6 @@ CASES = {
     r"d 512, 29% padding, (float32|bfloat16), against full": "milliseconds",
 }
 BOUND = "our dense layer on twice the tokens"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Layer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """(N, D) → (N, D) and the balance loss."""
@@ -257,8 +251,6 @@ def train_once(module: nn.Module, layer: Layer, x_ND: Tensor) -> None:
     x_ND.grad = None
     y_ND, balance_loss = layer(x_ND)
     (y_ND.float().mean() + BALANCE_WEIGHT * balance_loss).backward()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def layer_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
@@ -268,7 +260,7 @@ def layer_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
         stream = inputs(shape, dtype, rounds=options.rounds + 1)
         timed[name] = _step(module, layer, stream)
     seconds = interleaved(timed, rounds=options.rounds)
-    case = f"d {shape.width}, {shape.num_experts} experts, {str(dtype).removeprefix('torch.')}"
+    case = f"d {shape.width}, {shape.num_experts} experts, {dtype_name(dtype)}"
     if shape is LARGE_SHAPE:
         case += f", {shape.tokens} tokens"
     rows = []
@@ -314,7 +306,7 @@ def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row
     }
     seconds = interleaved(timed, rounds=options.rounds)
     real = len(packing.index_N) / shape.tokens
-    case = f"d {shape.width}, {1 - real:.0%} padding, {str(dtype).removeprefix('torch.')}"
+    case = f"d {shape.width}, {1 - real:.0%} padding, {dtype_name(dtype)}"
     return compare(seconds, case=case, target=0.0 if options.quick else round(0.95 / real, 2))
 
 

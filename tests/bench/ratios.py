@@ -20,6 +20,11 @@ from pathlib import Path
 import torch
 from cases import declared_cases, is_declared
 
+# Scripts import this module before they import what the tests share.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WARM_UP = 8
 """Rounds not counted: kernels are generated, and the process comes to own the memory it needs."""
 QUICK_ROUNDS = 1
@@ -83,6 +88,16 @@ def parse_options(
     )
 
 
+def finish() -> None:
+    """Wait until the device has done its work."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def interleaved(
     contestants: Mapping[str, Callable[[], object]],
     *,
@@ -99,6 +114,7 @@ def interleaved(
         for name in names[shift:] + names[:shift]:
             started = clock()
             contestants[name]()
+            finish()
             seconds[name].append(clock() - started)
     return {name: values[warm_up:] for name, values in seconds.items()}
 

@@ -19,8 +19,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
-
+from feed import own_memory
 from ratios import Options, bounded, compare, interleaved, parse_options, report
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
@@ -165,7 +164,9 @@ class Upcycling:
 
     def _watch(self, process_id: int, done: threading.Event) -> None:
         while not done.wait(0.02):
-            self.peak_bytes = max(self.peak_bytes, sum(map(own_bytes, descendants(process_id))))
+            with suppress(OSError):  # one of them may end meanwhile
+                total = sum(map(own_memory, descendants(process_id)))
+                self.peak_bytes = max(self.peak_bytes, total)
 
 
 def descendants(process_id: int) -> list[int]:
@@ -176,15 +177,6 @@ def descendants(process_id: int) -> list[int]:
             for task in Path(f"/proc/{parent}/task").iterdir():
                 found += map(int, (task / "children").read_text(encoding="ascii").split())
     return found
-
-
-def own_bytes(process_id: int) -> int:
-    """Memory of a process that no file stands behind; 0 of one that has ended."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{process_id}/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.searched_models import banned_texts, full_score, model_of, rounded, source_of
-from support.tiny_models import EOS_ID, random_examples
+from support.searched_models import banned_texts, full_score, model_of, rounded
+from support.tiny_models import EOS_ID, random_examples, source_of
 
 from pipeline.batching.batch import Example
 from pipeline.decoding.beam_search import beam_search_n_best

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.m2m100_peer import m2m100_peer, padded
-from support.searched_models import Kind, model_of, next_log_p, rounded, source_of, translate
-from support.tiny_models import EOS_ID, PAD_ID, random_examples
+from support.searched_models import Kind, model_of, next_log_p, rounded, translate
+from support.tiny_models import EOS_ID, PAD_ID, random_examples, source_of
 
 from pipeline.batching.batch import collate
 from pipeline.checkpoints.names import named_slices

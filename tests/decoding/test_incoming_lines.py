@@ -85,15 +85,6 @@ def test_lines_that_are_there_come_together(pipe: tuple[int, int]) -> None:
     assert len(lines.take(64)) == 36
 
 
-def test_the_last_line_needs_no_end(pipe: tuple[int, int]) -> None:
-    reader, writer = pipe
-    os.write(writer, b"a\nb")
-    os.close(writer)
-    lines = IncomingLines(reader)
-    assert texts(everything(lines)) == ["a", "b"]
-    assert lines.take(1) == []
-
-
 def test_a_line_that_is_not_utf_8_has_its_number_and_an_empty_text(tmp_path: Path) -> None:
     path = tmp_path / "input"
     path.write_bytes(b"gut\nb\xffd\n\ngut\n")

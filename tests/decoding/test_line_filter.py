@@ -5,25 +5,22 @@ import os
 import re
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 import pytest
 from sentencepiece import SentencePieceProcessor
 from support.exported_models import own_checkpoint, own_sentencepiece
 from support.foreign_models import LINES
-from support.stored_checkpoints import make_checkpoint
-from support.tiny_models import tiny_model, tiny_spec
+from support.forked import start_command
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import attend_to_source, tiny_model, tiny_spec
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
-from pipeline.artifacts.tokenizer import ByteVocabulary
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_KEYBOARD
 from pipeline.decoding import line_filter
 from pipeline.decoding.line_filter import BATCH_LINES, find_direction
@@ -42,12 +39,8 @@ SECONDS = 120.0
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    vocabulary = ByteVocabulary.size + len(LANGUAGES)
-    spec = tiny_spec(vocabulary=vocabulary, max_positions=MAX_POSITIONS)
-    model = tiny_model(spec.model_copy(update={"pad_id": ByteVocabulary.pad_id}))
-    for layer in model.decoder_layers():  # so that translations differ with their sources
-        for name, parameter in layer.cross_attention.named_parameters():
-            parameter.data *= 6 if name.endswith("weight") else 1
+    model = tiny_model(byte_spec(max_positions=MAX_POSITIONS))
+    attend_to_source(model, factor=6)
     directory = make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint", model)
     settings = "".join(f"{name} = {value}\n" for name, value in SETTINGS.items())
     recipe = directory.parent / "recipe.toml"
@@ -88,38 +81,52 @@ def apart_from_invalid(error: str) -> str:
 # ---------------------------------------------------------------- within this process
 
 
-def pipe(
-    checkpoint: Artifact,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    data: bytes,
-    *,
-    source: str = "de",
-    target: str = "en",
-    more: Sequence[str] = (),
-) -> tuple[int, list[str]]:
+class Piped(Protocol):
     """Run the filter; return its exit code and output lines."""
-    (tmp_path / "input").write_bytes(data)
-    with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
-        monkeypatch.setattr("sys.stdin", given)
-        monkeypatch.setattr("sys.stdout", written)
-        code = cli.main([*arguments(checkpoint, source=source, target=target), *more])
-    output = (tmp_path / "output").read_bytes().decode()
-    assert output == "" or output.endswith("\n")
-    return code, output.split("\n")[:-1]
+
+    def __call__(
+        self,
+        data: bytes,
+        *,
+        source: str = "de",
+        target: str = "en",
+        more: Sequence[str] = (),
+        checkpoint: Artifact | None = None,
+    ) -> tuple[int, list[str]]: ...
+
+
+@pytest.fixture
+def piped(checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Piped:
+    of_module = checkpoint
+
+    def run(
+        data: bytes,
+        *,
+        source: str = "de",
+        target: str = "en",
+        more: Sequence[str] = (),
+        checkpoint: Artifact | None = None,
+    ) -> tuple[int, list[str]]:
+        (tmp_path / "input").write_bytes(data)
+        command = arguments(checkpoint or of_module, source=source, target=target)
+        with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
+            monkeypatch.setattr("sys.stdin", given)
+            monkeypatch.setattr("sys.stdout", written)
+            code = cli.main([*command, *more])
+        output = (tmp_path / "output").read_bytes().decode()
+        assert output == "" or output.endswith("\n")
+        return code, output.split("\n")[:-1]
+
+    return run
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 256])
 def test_one_line_comes_out_per_line_in_order_however_many_are_translated_at_once(
-    checkpoint: Artifact,
-    translated: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    at_once: int,
+    piped: Piped, translated: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
     lines = ["Ein kurzer Satz.", "", "Ja", "  ", "Der zweite Satz ist länger.", *"abcdefg"]
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, "\n".join(lines).encode())
+    code, found = piped("\n".join(lines).encode())
     assert code == 0
     assert found == [translated(line) for line in lines]
     assert found[1] == found[3] == ""
@@ -127,7 +134,7 @@ def test_one_line_comes_out_per_line_in_order_however_many_are_translated_at_onc
 
 
 def test_no_line_of_the_output_can_be_taken_for_two(
-    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    piped: Piped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -136,19 +143,16 @@ def test_no_line_of_the_output_can_be_taken_for_two(
         return [Hypothesis(f"{job.text}\n\u2028\x85\r\v{job.text}") for job in jobs]
 
     monkeypatch.setattr(Translator, "translate", broken)
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, "a\u2028b\nc\rd\r\n".encode())
+    code, found = piped("a\u2028b\nc\rd\r\n".encode())
     assert (code, found) == (0, ["a b     a b", "c d     c d"])
     assert sorted(asked) == ["a b", "c d"]
 
 
 def test_bytes_that_are_no_utf_8_are_dropped_and_counted(
-    checkpoint: Artifact,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    piped: Piped, checkpoint: Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ["Ein kurzer Satz.", "Ja", "", "Der zweite Satz ist länger."]
-    pipe(checkpoint, monkeypatch, tmp_path, "\n".join(lines).encode())
+    piped("\n".join(lines).encode())
     said = INVALID.search(capsys.readouterr().err)
     translator = Translator(checkpoint, DECODING)
     found = translator.translate(
@@ -161,15 +165,11 @@ def test_bytes_that_are_no_utf_8_are_dropped_and_counted(
 
 
 def test_long_lines_are_split_and_joined_and_that_is_said_once(
-    checkpoint: Artifact,
-    translated: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    piped: Piped, translated: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sentences = ["Der erste Satz ist kurz.", "Der zweite ist es auch!"]
     data = "\n".join(["Ja", " ".join(sentences), "Nein", " ".join(sentences * 2)])
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, data.encode())
+    code, found = piped(data.encode())
     assert code == 0
     parts = [translated(sentence).strip() for sentence in sentences]
     assert found[1] == " ".join(part for part in parts if part)
@@ -181,15 +181,11 @@ def test_long_lines_are_split_and_joined_and_that_is_said_once(
 
 
 def test_a_line_that_cannot_be_read_stands_as_an_empty_one_and_is_named(
-    checkpoint: Artifact,
-    translated: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    piped: Piped, translated: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = b"x" * (1024 * 1024 + 1)
     data = b"\n".join([b"Ja", b"b\xffse", long, b"Nein"])
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, data)
+    code, found = piped(data)
     assert code == EXIT_USER_ERROR
     assert found == [translated("Ja"), "", "", translated("Nein")]
     said = apart_from_invalid(capsys.readouterr().err).splitlines()
@@ -200,12 +196,9 @@ def test_a_line_that_cannot_be_read_stands_as_an_empty_one_and_is_named(
 
 
 def test_of_many_lines_that_cannot_be_read_the_first_are_named_and_all_counted(
-    checkpoint: Artifact,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    piped: Piped, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, b"\xff\n" * 500)
+    code, found = piped(b"\xff\n" * 500)
     assert (code, found) == (EXIT_USER_ERROR, [""] * 500)
     said = apart_from_invalid(capsys.readouterr().err).splitlines()
     assert len(said) == line_filter.NAMED_PROBLEMS + 1
@@ -216,11 +209,7 @@ def test_of_many_lines_that_cannot_be_read_the_first_are_named_and_all_counted(
     ("typed", "plain"), [("3\thours\u00a0ago", "3 hours ago"), ("Ma\u0308rz", "März")]
 )
 def test_text_is_read_as_people_type_it_and_unknown_characters_are_told_in_one_line(
-    typed: str,
-    plain: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    piped: Piped, typed: str, plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The vocabulary has no rule of its own, as those of earlier versions."""
     vocabulary = own_sentencepiece(["3 hours ago", "18. März 2020"] * 20)
@@ -232,7 +221,7 @@ def test_text_is_read_as_people_type_it_and_unknown_characters_are_told_in_one_l
     lines = [plain, typed, *(f"{plain} ж" for _ in range(40)), "\ufeff\u00ad\u200b"]
     checkpoint = open_artifact(made, kind="checkpoint")
     data = "\n".join(lines).encode()
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=["--n-best", "2"])
+    code, found = piped(data, more=["--n-best", "2"], checkpoint=checkpoint)
     assert (code, len(found)) == (0, 43)
     assert found[1] == found[0] != found[2]
     assert json.loads(found[-1])["n_best"] == []
@@ -244,17 +233,13 @@ def test_text_is_read_as_people_type_it_and_unknown_characters_are_told_in_one_l
 
 @pytest.mark.parametrize("at_once", [1, 256])
 def test_details_make_every_line_an_object_whose_text_is_the_translation(
-    checkpoint: Artifact,
-    translated: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    at_once: int,
+    piped: Piped, translated: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
     lines = ["Ein kurzer Satz.", "", "Ja"]
     asked = ["--n-best", "2", "--word-scores", "--alignments"]
     data = "\n".join(lines).encode()
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=asked)
+    code, found = piped(data, more=asked)
     assert code == 0
     records = [json.loads(line) for line in found]
     texts = [" ".join(record["text"].splitlines()) for record in records]
@@ -268,12 +253,10 @@ def test_details_make_every_line_an_object_whose_text_is_the_translation(
     assert records[1]["n_best"] == []
 
 
-def test_minimum_bayes_risk_prints_the_one_text_that_it_chooses_from_the_list(
-    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_minimum_bayes_risk_prints_the_one_text_that_it_chooses_from_the_list(piped: Piped) -> None:
     data = b"Ein kurzer Satz.\n\nJa\n"
     sampled = [f"--set=decoding.{one}" for one in ("search=sampling", "n_best=8", "top_k=3")]
-    code, listed = pipe(checkpoint, monkeypatch, tmp_path, data, more=sampled)
+    code, listed = piped(data, more=sampled)
     assert code == 0
     expected = []
     for line in listed:
@@ -281,22 +264,16 @@ def test_minimum_bayes_risk_prints_the_one_text_that_it_chooses_from_the_list(
         utility = expected_utility(texts) if texts else []
         best = texts[utility.index(max(utility))] if texts else ""
         expected.append(" ".join(best.splitlines()))
-    chosen = pipe(
-        checkpoint, monkeypatch, tmp_path, data, more=[*sampled, "--set=decoding.choose=mbr"]
-    )
+    chosen = piped(data, more=[*sampled, "--set=decoding.choose=mbr"])
     assert chosen == (0, expected)
 
 
 def test_a_translation_begins_with_what_stands_behind_the_tab(
-    checkpoint: Artifact,
-    translated: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    piped: Piped, translated: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = "Ja\tYes, \nNein\nSo\t" + "x" * 40 + "\nDoch\tab"
     more = ["--prefixes", "--banned", "ba"]
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, data.encode(), more=more)
+    code, found = piped(data.encode(), more=more)
     assert code == EXIT_USER_ERROR
     assert found[0].startswith("Yes, ")
     assert found[1] == translated("Nein")
@@ -309,9 +286,8 @@ def test_a_translation_begins_with_what_stands_behind_the_tab(
 
 
 def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
-    checkpoint: Artifact,
+    piped: Piped,
     translated: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -321,7 +297,7 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
     )
     data = "Ja\nNein\nSo\nDoch\n\n \n\u200b\n".encode()
     more = ["--must-file", str(wanted)]
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=more)
+    code, found = piped(data, more=more)
     assert code == EXIT_USER_ERROR
     assert "ab ba" in found[0]
     assert "x" in found[0]
@@ -334,7 +310,7 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
             for n in (6, 7)
         ),
     ]
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=["--must", "ab", *more])
+    code, found = piped(data, more=["--must", "ab", *more])
     assert all("ab" in line for line in (found[0], found[1], found[3]))
 
 
@@ -349,7 +325,7 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
 )
 @pytest.mark.parametrize("at_once", [1, 256])
 def test_a_file_of_phrases_with_another_number_of_lines_is_refused(
-    checkpoint: Artifact,
+    piped: Piped,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -361,7 +337,7 @@ def test_a_file_of_phrases_with_another_number_of_lines_is_refused(
     monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
     (tmp_path / "phrases").write_text(phrases, encoding="utf-8")
     more = ["--must-file", str(tmp_path / "phrases")]
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\nNein\nSo\n", more=more)
+    code, found = piped(b"Ja\nNein\nSo\n", more=more)
     assert (code, len(found)) == (EXIT_USER_ERROR, translated_lines)
     error = apart_from_invalid(capsys.readouterr().err)
     assert f"The file of required phrases {said}" in error
@@ -389,11 +365,11 @@ def test_a_banned_phrase_is_in_no_translation_in_whatever_pieces(
 
 @pytest.mark.parametrize("most", [1, 3, 4])
 def test_a_list_of_hypotheses_has_each_text_once_even_if_it_has_one_only(
-    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most: int
+    piped: Piped, checkpoint: Artifact, most: int
 ) -> None:
     lines = ["Ein kurzer Satz.", "Ja", "Nein", "Der zweite Satz ist l\u00e4nger."]
     more = ["--set=decoding.beam_size=8", f"--n-best={most}"]
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, "\n".join(lines).encode(), more=more)
+    code, found = piped("\n".join(lines).encode(), more=more)
     assert code == 0
     settings = DECODING.model_copy(update={"beam_size": 8, "n_best": 8})
     translator = Translator(checkpoint, settings)
@@ -410,10 +386,8 @@ def test_a_list_of_hypotheses_has_each_text_once_even_if_it_has_one_only(
 
 
 @pytest.mark.parametrize("data", ["\tYes, ", "  \tYes, "])
-def test_the_translation_of_an_empty_line_is_its_prefix(
-    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: str
-) -> None:
-    found = pipe(checkpoint, monkeypatch, tmp_path, data.encode(), more=["--prefixes"])
+def test_the_translation_of_an_empty_line_is_its_prefix(piped: Piped, data: str) -> None:
+    found = piped(data.encode(), more=["--prefixes"])
     assert found == (0, ["Yes, "])
 
 
@@ -429,49 +403,32 @@ def test_the_translation_of_an_empty_line_is_its_prefix(
     ],
 )
 def test_what_a_filter_cannot_be_asked_for_is_refused_in_one_sentence(
-    checkpoint: Artifact,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    more: Sequence[str],
-    said: str,
+    piped: Piped, capsys: pytest.CaptureFixture[str], more: Sequence[str], said: str
 ) -> None:
-    code, found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\n", more=more)
+    code, found = piped(b"Ja\n", more=more)
     assert (code, found) == (EXIT_USER_ERROR, [])
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_nothing_in_gives_nothing_out(
-    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert pipe(checkpoint, monkeypatch, tmp_path, b"") == (0, [])
+def test_nothing_in_gives_nothing_out(piped: Piped) -> None:
+    assert piped(b"") == (0, [])
 
 
 @pytest.mark.parametrize(
     ("source", "target"), [("deu_Latn", "eng"), ("ger", "en-GB"), ("DE", "eng_Latn")]
 )
 def test_languages_are_understood_in_all_their_spellings(
-    checkpoint: Artifact,
-    translated: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    source: str,
-    target: str,
+    piped: Piped, translated: Callable[[str], str], source: str, target: str
 ) -> None:
-    found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\n", source=source, target=target)
+    found = piped(b"Ja\n", source=source, target=target)
     assert found == (0, [translated("Ja")])
 
 
-def test_a_language_that_the_model_has_by_that_very_code_is_that_language(
-    tmp_path: Path,
-) -> None:
+def test_a_language_that_the_model_has_by_that_very_code_is_that_language(tmp_path: Path) -> None:
     """Though ``iw`` is the registry's ``he``."""
-    spec = tiny_spec(vocabulary=ByteVocabulary.size + 4)
-    languages = ("en", "fr", "iw", "ru")
-    changes = {"languages": languages, "pad_id": ByteVocabulary.pad_id}
-    model = tiny_model(spec.model_copy(update=changes))
+    model = tiny_model(byte_spec().model_copy(update={"languages": ("en", "fr", "iw", "ru")}))
     directory = make_checkpoint(tmp_path / "checkpoint", model)
     translator = Translator(open_artifact(directory, kind="checkpoint"), DECODING)
     assert find_direction(translator, source="iw", target="rus") == Direction("iw", "ru")
@@ -495,13 +452,9 @@ def test_one_language_twice_is_refused_however_it_is_spelt(checkpoint: Artifact)
 
 @pytest.mark.parametrize("target", ["dx", "zh-CN", "not a language", ""])
 def test_an_unknown_language_is_refused_before_anything_is_read(
-    checkpoint: Artifact,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
+    piped: Piped, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
-    found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\n", source="en", target=target)
+    found = piped(b"Ja\n", source="en", target=target)
     assert found == (EXIT_USER_ERROR, [])
     (said,) = apart_from_invalid(capsys.readouterr().err).splitlines()
     assert f"This model does not know the language {target!r}. It knows de, en, fr, ru" in said
@@ -537,21 +490,21 @@ def test_a_closed_stream_is_said_in_a_sentence(
 class Conversation:
     """The filter in a process of its own, to which lines are written one by one."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.process = process
-        self.stdin: IO[bytes] = process.stdin
-        self.stdout: IO[bytes] = process.stdout
-        self._answer = b""
+    def __init__(self, checkpoint: Artifact, folder: Path) -> None:
+        for name in ("stdin", "stdout"):
+            os.mkfifo(folder / name)
+        self.process = start_command(arguments(checkpoint), streams=folder)
+        self.stdin = (folder / "stdin").open("wb")
+        self.stdout = (folder / "stdout").open("rb")
+        self._errors, self._answer = folder / "stderr", b""
 
     def write(self, data: bytes) -> None:
         self.stdin.write(data)
         self.stdin.flush()
 
-    def read_line(self, *, seconds: float = SECONDS) -> str:
+    def read_line(self) -> str:
         """Return the next line of output; fail if it does not come in time."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self.stdout, selectors.EVENT_READ)
             while b"\n" not in self._answer:
@@ -562,46 +515,38 @@ class Conversation:
         line, self._answer = self._answer.split(b"\n", 1)
         return line.decode()
 
-    def end(self) -> tuple[int, str]:
+    def end(self) -> tuple[int | None, str]:
         """Exit code and what is said of the input, after that has ended."""
-        _, said = self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, apart_from_invalid(said.decode())
+        self.stdin.close()
+        self.process.join(SECONDS)
+        return self.process.exitcode, apart_from_invalid(self._errors.read_text(encoding="utf-8"))
 
 
-@contextmanager
-def conversation(checkpoint: Artifact) -> Iterator[Conversation]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", *arguments(checkpoint)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield Conversation(process)
-    finally:
-        process.kill()
-        process.communicate()
+@pytest.fixture
+def talk(checkpoint: Artifact, tmp_path: Path) -> Iterator[Conversation]:
+    talk = Conversation(checkpoint, tmp_path)
+    yield talk
+    talk.process.kill()
+    talk.stdin.close()
+    talk.stdout.close()
 
 
 @pytest.mark.slow
 def test_whoever_writes_a_line_and_waits_is_answered(
-    checkpoint: Artifact, translated: Callable[[str], str]
+    talk: Conversation, translated: Callable[[str], str]
 ) -> None:
-    with conversation(checkpoint) as talk:
-        for text in ("Ja", "Ein Satz.", "", "Noch ein Satz"):
-            talk.write(f"{text}\n".encode())
-            assert talk.read_line() == translated(text)
-        talk.write(b"schlecht \xff\n")
-        assert talk.read_line() == ""
-        talk.write(b"".join(b"%d\n" % i for i in range(BATCH_LINES + 9)))
-        answers = [talk.read_line() for _ in range(BATCH_LINES + 9)]
-        assert answers[:3] == [translated(text) for text in "012"]
-        talk.write(b"kein Ende")
-        talk.stdin.close()
-        assert talk.read_line() == translated("kein Ende")
-        talk.process.stdin = None
-        code, said = talk.end()
+    for text in ("Ja", "Ein Satz.", "", "Noch ein Satz"):
+        talk.write(f"{text}\n".encode())
+        assert talk.read_line() == translated(text)
+    talk.write(b"schlecht \xff\n")
+    assert talk.read_line() == ""
+    talk.write(b"".join(b"%d\n" % i for i in range(BATCH_LINES + 9)))
+    answers = [talk.read_line() for _ in range(BATCH_LINES + 9)]
+    assert answers[:3] == [translated(text) for text in "012"]
+    talk.write(b"kein Ende")
+    talk.stdin.close()
+    assert talk.read_line() == translated("kein Ende")
+    code, said = talk.end()
     assert code == EXIT_USER_ERROR
     assert said == (
         f"mmnmt translate: Line 5 is not UTF-8 (invalid start byte at byte 9). {AS_EMPTY}\n"
@@ -613,24 +558,22 @@ def test_whoever_writes_a_line_and_waits_is_answered(
     ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, EXIT_KEYBOARD)]
 )
 def test_a_signal_ends_it_at_once_and_what_was_answered_stays(
-    checkpoint: Artifact, translated: Callable[[str], str], number: int, code: int
+    talk: Conversation, translated: Callable[[str], str], number: int, code: int
 ) -> None:
-    with conversation(checkpoint) as talk:
-        talk.write(b"Ja\n")
-        assert talk.read_line() == translated("Ja")
-        talk.process.send_signal(number)
-        ended, said = talk.end()
+    talk.write(b"Ja\n")
+    assert talk.read_line() == translated("Ja")
+    assert talk.process.pid is not None
+    os.kill(talk.process.pid, number)
+    talk.process.join(SECONDS)
+    ended, said = talk.end()
     assert ended == code
     assert "Traceback" not in said
 
 
 @pytest.mark.slow
-def test_it_ends_when_nobody_reads_any_more(checkpoint: Artifact) -> None:
-    with conversation(checkpoint) as talk:
-        talk.write(b"Ja\n")
-        talk.read_line()
-        talk.stdout.close()
-        talk.process.stdout = None
-        talk.write(b"Nein\n")
-        ended, said = talk.end()
-    assert (ended, said) == (EXIT_BROKEN_PIPE, "")
+def test_it_ends_when_nobody_reads_any_more(talk: Conversation) -> None:
+    talk.write(b"Ja\n")
+    talk.read_line()
+    talk.stdout.close()
+    talk.write(b"Nein\n")
+    assert talk.end() == (EXIT_BROKEN_PIPE, "")

@@ -14,10 +14,9 @@ from support.searched_models import (
     model_of,
     next_log_p,
     rounded,
-    source_of,
     translate,
 )
-from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples
+from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples, source_of
 
 from pipeline.batching.batch import Example
 from pipeline.decoding.hypotheses import Translation

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from support.process_pool import ProcessPool
-from support.tiny_training import Inputs, changed, make_inputs, make_recipe, pretrain
+from support.tiny_training import Inputs, changed, make_recipe, pretrain
 
 from pipeline.batching.feed import SplitData
 from pipeline.distributed.busy_time import BusyTime
@@ -101,20 +101,6 @@ def test_the_wait_for_data_counts_and_the_time_between_waits_does_not(clock: Clo
 
 
 # Real ranks, one of which sleeps
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
-def pool3() -> Iterator[ProcessPool]:
-    pool = ProcessPool(3)
-    try:
-        yield pool
-    finally:
-        pool.close(kill=True)
 
 
 def pretrain_slowed(

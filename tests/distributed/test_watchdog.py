@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -274,113 +275,156 @@ def _rank(hang: Hang, world: World, stacks_dir: Path, reports: bool) -> None:
     leave(guarded("pretrain", stage, is_rank=True))
 
 
-def ends_of(processes: list[BaseProcess]) -> list[int | None]:
-    """Return the exit codes of processes that end within the bound; kill the others."""
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the ranks of a world that hangs."""
+
+    folder: Path
+    """The run directory, with the reports."""
+    codes: list[int | None]
+    printed: str
+    stacks: dict[str, str]
+    """By file."""
+
+
+def ends_of(processes: list[BaseProcess], folder: Path, *, stopped: int) -> Outcome:
+    """Wait for the ends of processes, within the bound; the first ones are stopped."""
     deadline = time.monotonic() + BOUND_SECONDS
-    for process in processes:
+    for process in processes[stopped:]:
         process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]
+    codes = [process.exitcode for process in processes[stopped:]]
     for process in processes:
         process.kill()
-    return codes
+    printed = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    stacks = {path.name: path.read_text() for path in (folder / "stacks").glob("*")}
+    return Outcome(folder, codes, printed, stacks)
 
 
-def run(
-    hang: Hang, tmp_path: Path, *, stopped: int = 0, reports: bool = True
-) -> tuple[list[int | None], str, dict[str, str]]:
-    """Return exit codes, what was printed, and the stacks by file; the first ranks are stopped."""
-    stacks_dir = tmp_path / "out.run" / "stacks"
-    stacks_dir.parent.mkdir(exist_ok=True)
-    processes = start(hang, stacks_dir, reports=reports)
-    codes = ends_of(processes[stopped:])
-    for process in processes[:stopped]:
-        process.kill()
-    printed = "".join(path.read_text() for path in sorted(stacks_dir.parent.glob("*.log")))
-    return codes, printed, {path.name: path.read_text() for path in stacks_dir.glob("*")}
+HANGS: dict[str, tuple[Hang, int]] = {
+    "sleep": (nap_in_native_code, 0),
+    "no file system": (nap_in_native_code, 0),
+    "meeting": (miss_a_meeting, 0),
+    "stuck": (hold_the_interpreter, 0),
+    "no store": (stop_the_rank_with_the_store, 1),
+    "no store in a meeting": (stop_it_before_a_meeting, 1),
+    "no store, no reports": (stop_the_rank_with_the_store, 1),
+    "error": (fail_beside_a_stopped_rank, 1),
+    "work": (work_for_longer_than_the_silence, 0),
+}
+"""What hangs, and how many of the first ranks are stopped."""
+AT_ONCE = 3
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What everything that hangs comes to; some hang at once, since most of it is waiting."""
+    found = {}
+    names = list(HANGS)
+    for first in range(0, len(names), AT_ONCE):
+        started = {}
+        for name in names[first : first + AT_ONCE]:
+            folder = tmp_path_factory.mktemp("hang") / "out.run"
+            folder.mkdir()
+            if name == "no file system":  # whoever opens a pipe that nobody reads waits for ever
+                for rank in range(3):
+                    os.mkfifo(unfinished_path(folder / f"rank-{rank}.json"))
+            hang, stopped = HANGS[name]
+            reports = name != "no store, no reports"
+            started[name] = start(hang, folder / "stacks", reports=reports), folder, stopped
+        for name, (processes, folder, stopped) in started.items():
+            found[name] = ends_of(processes, folder, stopped=stopped)
+    return found
 
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_in_native_code_is_named_and_all_leave_their_stacks(
-    tmp_path: Path,
+    outcomes: dict[str, Outcome],
 ) -> None:
-    codes, printed, stacks = run(nap_in_native_code, tmp_path)
-    assert codes == [EXIT_RUN_AGAIN] * 3
-    assert printed.count("No rank has advanced") == 1
-    reports = read_ends(tmp_path / "out.run")
-    assert [(one.end, f"mmnmt: {one.cause}\n") for one in reports] == [("again", printed)] * 3
-    assert f"Rank 1 on {NODE}: in nap_in_native_code (test_watchdog.py:" in printed
-    assert sorted(stacks) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
-    assert "nap_in_native_code" in stacks["rank-1.txt"]
-    assert "all_reduce" in stacks["rank-0.txt"]
-    assert "all_reduce" in stacks["rank-2.txt"]
+    found = outcomes["sleep"]
+    assert found.codes == [EXIT_RUN_AGAIN] * 3
+    assert found.printed.count("No rank has advanced") == 1
+    reports = read_ends(found.folder)
+    assert [(one.end, f"mmnmt: {one.cause}\n") for one in reports] == [("again", found.printed)] * 3
+    assert f"Rank 1 on {NODE}: in nap_in_native_code (test_watchdog.py:" in found.printed
+    assert sorted(found.stacks) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
+    assert "nap_in_native_code" in found.stacks["rank-1.txt"]
+    assert "all_reduce" in found.stacks["rank-0.txt"]
+    assert "all_reduce" in found.stacks["rank-2.txt"]
 
 
 @pytest.mark.slow
-def test_ranks_end_though_the_file_system_of_their_reports_hangs(tmp_path: Path) -> None:
-    """Whoever opens a pipe that nobody reads waits for ever."""
-    (tmp_path / "out.run").mkdir()
-    for rank in range(3):
-        os.mkfifo(unfinished_path(tmp_path / "out.run" / f"rank-{rank}.json"))
-    codes, printed, _ = run(nap_in_native_code, tmp_path)
-    assert codes == [EXIT_RUN_AGAIN] * 3
-    assert printed.count("No rank has advanced") == 1
+def test_ranks_end_though_the_file_system_of_their_reports_hangs(
+    outcomes: dict[str, Outcome],
+) -> None:
+    found = outcomes["no file system"]
+    assert found.codes == [EXIT_RUN_AGAIN] * 3
+    assert found.printed.count("No rank has advanced") == 1
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_waited_for_in_a_meeting_is_named_though_it_answers(
-    tmp_path: Path,
+    outcomes: dict[str, Outcome],
 ) -> None:
-    codes, printed, stacks = run(miss_a_meeting, tmp_path)
-    assert codes == [EXIT_RUN_AGAIN] * 3
-    assert f"Rank 2 on {NODE}: in miss_a_meeting" in printed
-    assert len(stacks) == 3
+    found = outcomes["meeting"]
+    assert found.codes == [EXIT_RUN_AGAIN] * 3
+    assert f"Rank 2 on {NODE}: in miss_a_meeting" in found.printed
+    assert len(found.stacks) == 3
 
 
 @pytest.mark.slow
 def test_a_rank_whose_interpreter_is_stuck_is_named_by_the_others_and_ends_too(
-    tmp_path: Path,
+    outcomes: dict[str, Outcome],
 ) -> None:
-    codes, printed, stacks = run(hold_the_interpreter, tmp_path)
-    assert codes == [EXIT_RUN_AGAIN, 1, EXIT_RUN_AGAIN]
-    assert f"Rank 1 on {NODE} does not answer" in printed
-    assert sorted(stacks) == ["rank-0.txt", "rank-2.txt"]
-    assert "in hold_the_interpreter" in printed  # its stacks, from the timer
+    found = outcomes["stuck"]
+    assert found.codes == [EXIT_RUN_AGAIN, 1, EXIT_RUN_AGAIN]
+    assert f"Rank 1 on {NODE} does not answer" in found.printed
+    assert sorted(found.stacks) == ["rank-0.txt", "rank-2.txt"]
+    assert "in hold_the_interpreter" in found.printed  # its stacks, from the timer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hang", [stop_the_rank_with_the_store, stop_it_before_a_meeting])
+@pytest.mark.parametrize("name", ["no store", "no store in a meeting"])
 def test_ranks_whose_store_does_not_answer_name_its_rank_and_leave_their_stacks(
-    tmp_path: Path, hang: Hang
+    outcomes: dict[str, Outcome], name: str
 ) -> None:
     """The first to end may break the connection of the other, which is then lost."""
-    codes, printed, stacks = run(hang, tmp_path, stopped=1)
-    assert EXIT_RUN_AGAIN in codes
-    assert None not in codes
-    assert not printed, "the launcher prints the reports"
-    ends = read_ends(tmp_path / "out.run")
+    found = outcomes[name]
+    assert EXIT_RUN_AGAIN in found.codes
+    assert None not in found.codes
+    assert not found.printed, "the launcher prints the reports"
+    ends = read_ends(found.folder)
     assert len(ends) == 2
-    found = {f"rank-{one.rank}.txt": one.cause for one in ends if one.end == "again"}
-    assert found
-    assert set(found) <= set(stacks)
-    for cause in found.values():
+    causes = {f"rank-{one.rank}.txt": one.cause for one in ends if one.end == "again"}
+    assert causes
+    assert set(causes) <= set(found.stacks)
+    for cause in causes.values():
         assert f"Rank 0 on {NODE} does not answer" in cause
 
 
 @pytest.mark.slow
 def test_ranks_without_a_launcher_that_reads_reports_print_which_rank_does_not_answer(
-    tmp_path: Path,
+    outcomes: dict[str, Outcome],
 ) -> None:
-    codes, printed, _ = run(stop_the_rank_with_the_store, tmp_path, stopped=1, reports=False)
+    found = outcomes["no store, no reports"]
     expected = f"mmnmt: Rank 0 on {NODE} does not answer"
-    assert printed.count(expected) == codes.count(EXIT_RUN_AGAIN) > 0
+    assert found.printed.count(expected) == found.codes.count(EXIT_RUN_AGAIN) > 0
 
 
 @pytest.mark.slow
-def test_an_error_beside_a_rank_that_does_not_answer_is_reported(tmp_path: Path) -> None:
-    codes, _, _ = run(fail_beside_a_stopped_rank, tmp_path, stopped=1)
-    assert codes == [EXIT_USER_ERROR] * 2
-    for report in read_ends(tmp_path / "out.run"):
+def test_an_error_beside_a_rank_that_does_not_answer_is_reported(
+    outcomes: dict[str, Outcome],
+) -> None:
+    assert outcomes["error"].codes == [EXIT_USER_ERROR] * 2
+    for report in read_ends(outcomes["error"].folder):
         assert (report.end, report.cause) == ("failed", "The disk is gone.")
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_that_advances_go_on(outcomes: dict[str, Outcome]) -> None:
+    found = outcomes["work"]
+    assert found.codes == [0, 0, 0]
+    assert not found.printed
+    assert not found.stacks
 
 
 def test_a_rank_that_waits_for_a_thread_of_its_own_is_where_it_waits() -> None:
@@ -388,14 +432,6 @@ def test_a_rank_that_waits_for_a_thread_of_its_own_is_where_it_waits() -> None:
         found = pool.submit(_whereabouts).result()
     here = "test_a_rank_that_waits_for_a_thread_of_its_own_is_where_it_waits"
     assert found.startswith(f"in {here} (test_watchdog.py:")
-
-
-@pytest.mark.slow
-def test_ranks_that_wait_for_one_that_advances_go_on(tmp_path: Path) -> None:
-    codes, printed, stacks = run(work_for_longer_than_the_silence, tmp_path)
-    assert codes == [0, 0, 0]
-    assert not printed
-    assert not stacks
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 """Tests of pipeline/distributed/world.py and its collectives."""
 
-import json
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.process_pool import ProcessPool
 
 from pipeline.distributed.collectives import (
     all_max,
@@ -18,6 +20,7 @@ from pipeline.distributed.collectives import (
     gather_objects,
     world_size,
 )
+from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import (
     World,
     discover,
@@ -26,7 +29,6 @@ from pipeline.distributed.world import (
     rank_of,
 )
 from pipeline.errors import ConfigError
-from pipeline.jobs.launch import launch
 
 SLURM = {
     "PATH": os.environ["PATH"],
@@ -39,35 +41,6 @@ SLURM = {
     "SLURM_JOB_ID": "123456",
     "SLURM_JOB_NODELIST": "n[01-02,7]",
 }
-
-RANK_SCRIPT = """
-import json, os, signal, sys
-import torch
-from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero, gather_objects
-from pipeline.distributed.signals import StopFlag
-from pipeline.distributed.world import distributed_world
-
-before = dict(os.environ)
-with distributed_world(timeout_seconds=60) as world, StopFlag() as flag:
-    unasked = flag.agreed()
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGUSR1)
-    found = {
-        "unasked": unasked,
-        "own": flag.requested,
-        "agreed": flag.agreed(),
-        "sum": all_sum(torch.tensor([1.0, world.rank])).tolist(),
-        "max": all_max(torch.tensor(10 * world.rank)).item(),
-        "gathered": gather_objects(f"rank {world.rank}"),
-        "from zero": from_rank_zero(world.rank),
-        "size": torch.distributed.get_world_size(),
-    }
-assert not torch.distributed.is_initialized()
-assert dict(os.environ) == before
-with open(f"{sys.argv[1]}/{world.rank}.json", "w") as stream:
-    json.dump(found, stream)
-"""
-
 
 LEAVING_SCRIPT = """
 import atexit, os, sys
@@ -185,12 +158,29 @@ def test_under_mpirun_without_libmpi_the_remedy_is_named(monkeypatch: pytest.Mon
         discover(environment)
 
 
+def exchanged(world: World) -> dict[str, Any]:
+    """Return what ranks find together; rank 1 is asked to stop."""
+    with StopFlag() as flag:
+        unasked = flag.agreed()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return {
+            "unasked": unasked,
+            "own": flag.requested,
+            "agreed": flag.agreed(),
+            "sum": all_sum(torch.tensor([1.0, world.rank])).tolist(),
+            "max": all_max(torch.tensor(10 * world.rank)).item(),
+            "gathered": gather_objects(f"rank {world.rank}"),
+            "from zero": from_rank_zero(world.rank),
+            "size": torch.distributed.get_world_size(),
+        }
+
+
 @pytest.mark.slow
-def test_two_ranks_sum_gather_and_agree_to_stop_when_one_of_them_was_asked(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(RANK_SCRIPT)
-    assert launch([str(script), str(tmp_path)], processes=2, threads=1) == 0
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+def test_two_ranks_sum_gather_and_agree_to_stop_when_one_of_them_was_asked(
+    pool2: ProcessPool,
+) -> None:
+    found = pool2.run(exchanged)
     assert [entry.pop("own") for entry in found] == [False, True]
     expected = {
         "unasked": False,

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from small_recipes import small_recipe
 from torch import Tensor
 
 from pipeline.config.recipe import Recipe, load_recipe
@@ -33,38 +34,6 @@ DENSE, EXPERTS = 800, 1050
 """Most launches of a pass of the papers' models."""
 
 
-def small_recipe(
-    *,
-    moe: dict[str, Any] | None = None,
-    front: dict[str, Any] | None = None,
-    tokens: int = 512,
-    layers: int = 2,
-    ranks: int = 1,
-    **loss: Any,
-) -> Recipe:
-    model = {
-        "width": 32,
-        "feed_forward_width": 64,
-        "num_heads": 4,
-        "encoder_layers": layers,
-        "decoder_layers": layers,
-        "moe": moe,
-        "front": front or {"kind": "subwords"},
-    }
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": model,
-            "batches": {"tokens": tokens},
-            "training": {
-                **{"dropout": 0.3, "attention_dropout": 0.1},
-                "expert_parallel_size": ranks,
-            },
-            "loss": loss,
-        }
-    )
-
-
 def counted(recipe: Recipe, *, vocabulary_size: int = 100) -> Counted:
     moe = recipe.model.moe
     by_group = moe is not None and moe.decoder_router == "language_group"
@@ -88,10 +57,7 @@ def test_no_count_grows_with_tokens_experts_or_smoothing_and_nothing_waits(
         assert few.kinds == more_experts.kinds
 
 
-def test_the_papers_dense_model_launches_few_operators_and_its_loss_very_few() -> None:
-    found = count_training(load_recipe("dense_opus100"), vocabulary_size=64000, num_groups=0)
-    assert 500 < len(found.launches) <= DENSE
-    assert not found.host_waits
+def test_a_loss_over_the_papers_vocabulary_launches_very_few_operators() -> None:
     logits_LV = torch.empty(4096, 64000, device=META, dtype=torch.bfloat16, requires_grad=True)
     labels_L = torch.zeros(4096, device=META, dtype=torch.int64)
     with LaunchCounter() as counter:
@@ -100,31 +66,29 @@ def test_the_papers_dense_model_launches_few_operators_and_its_loss_very_few() -
 
 
 @pytest.mark.parametrize(
-    "moe", [{}, {"dispatch": "dropless"}, {"batch_prioritized": False}], ids=str
+    ("name", "moe", "most"),
+    [
+        ("dense_opus100", None, DENSE),
+        ("moe_opus100", {}, EXPERTS),
+        ("moe_opus100", {"dispatch": "dropless"}, EXPERTS),
+        ("moe_opus100", {"batch_prioritized": False}, EXPERTS),
+    ],
+    ids=str,
 )
-def test_micro_batches_that_share_a_pass_add_no_launches_on_a_gpu(moe: dict[str, Any]) -> None:
-    dense, experts = load_recipe("dense_opus100"), load_recipe("moe_opus100")
-    assert experts.model.moe is not None
-    changed = experts.model.moe.model_copy(update=moe)
-    experts = experts.model_copy(
-        update={
-            "model": experts.model.model_copy(update={"moe": changed}),
-            "training": experts.training.model_copy(update={"expert_parallel_size": 1}),
-        }
-    )
+def test_the_papers_models_launch_few_operators_and_no_more_for_shared_passes(
+    name: str, moe: dict[str, Any] | None, most: int
+) -> None:
+    settings = {"model": {"moe": moe}} if moe else {}
+    recipe = load_recipe(name, {**settings, "training": {"expert_parallel_size": 1}})
     with meta_stands_for(DEVICES["h100"].capability):
-        of_dense, of_experts = (
-            [
-                count_training(recipe, vocabulary_size=64101, num_groups=0, per_pass=per_pass)
-                for per_pass in (1, 8)
-            ]
-            for recipe in (dense, experts)
+        alone, shared = (
+            count_training(recipe, vocabulary_size=64101, num_groups=0, per_pass=per_pass)
+            for per_pass in (1, 8)
         )
-    for alone, shared in (of_dense, of_experts):
-        assert alone.kinds == shared.kinds
-        assert not shared.host_waits
-    assert 500 < len(of_dense[0].launches) <= DENSE
-    assert len(of_experts[0].launches) <= EXPERTS
+    assert alone.kinds == shared.kinds
+    assert not alone.host_waits
+    assert not shared.host_waits
+    assert 500 < len(alone.launches) <= most
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -132,8 +96,8 @@ def test_experts_add_a_bounded_number_of_launches_to_a_layer(form: str) -> None:
     """Some launches are shared by the layers of a side."""
     more_than_dense = []
     for layers in (2, 6):
-        dense = counted(small_recipe(layers=layers))
-        moe = counted(small_recipe(moe=FORMS[form], layers=layers))
+        dense = counted(small_recipe(layers=(layers, layers)))
+        moe = counted(small_recipe(moe=FORMS[form], layers=(layers, layers)))
         more_than_dense.append(len(moe.launches) - len(dense.launches))
     few, many = more_than_dense
     each = (many - few) / 4
@@ -233,8 +197,8 @@ def test_a_front_adds_a_bounded_number_of_launches_and_no_wait(
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_front_adds_as_many_launches_to_a_deep_encoder_as_to_a_shallow_one(front: str) -> None:
     more = [
-        len(counted(small_recipe(front=FRONTS[front], layers=layers)).launches)
-        - len(counted(small_recipe(layers=layers)).launches)
+        len(counted(small_recipe(front=FRONTS[front], layers=(layers, layers))).launches)
+        - len(counted(small_recipe(layers=(layers, layers))).launches)
         for layers in (4, 6)
     ]
     assert more[0] == more[1]
@@ -301,74 +265,61 @@ def test_a_fused_kernel_is_one_launch_that_moves_its_tensors_once() -> None:
     assert mode.counted.launches[0].bytes == 2 * 8 * 16 * 2
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x.tolist(),
-        lambda x: x.cpu(),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 0],
-        lambda x: bool((x > 0).any()),
-        lambda _: torch.tensor([1, 2], device=META),
-        lambda _: torch.as_tensor([1, 2], device=META),
-        lambda x: x.new_tensor([1, 2]),
-        lambda _: torch.zeros(2).to(META),
-        lambda x: x.copy_(torch.zeros(5)),
-        lambda _: torch.zeros(2).to(META, non_blocking=True),
-        lambda x: x.copy_(torch.zeros(5), non_blocking=True),
-        lambda x: x[torch.zeros(3, dtype=torch.int64)],
-        lambda x: x[[0, 1]],
-        lambda x: x.index_put_((torch.zeros(5, dtype=torch.int64),), x.clone()),
-        lambda x: x.index_put_((x > 0,), x.clone()),
-        lambda x: x.index_put_((x > 0,), x.sum()),
-        lambda x: x.index_put_((x > 0,), torch.zeros(()), accumulate=True),
-        lambda x: x.expand(5, 5).contiguous().__setitem__(torch.ones(5, 5) > 0, x[:1]),
-    ],
-    ids=[
-        *("item", "tolist", "cpu", "nonzero", "Boolean index", "bool"),
-        *(
-            "tensor",
-            "as_tensor",
-            "new_tensor",
-            "to",
-            "copy_",
-            "to, not pinned",
-            "copy_, not pinned",
-        ),
-        *("index on the host", "list as index", "index_put_ with an index on the host"),
-        *("index_put_ with a mask", "index_put_ with a mask and a number of the device"),
-        *("index_put_ with a mask that adds", "matrix of Booleans on the host"),
-    ],
-)
-def test_a_copy_that_the_host_waits_for_is_counted_instead_of_failing(copy: Any) -> None:
+COPIES: dict[str, Any] = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "Boolean index": lambda x: x[x > 0],
+    "bool": lambda x: bool((x > 0).any()),
+    "tensor": lambda _: torch.tensor([1, 2], device=META),
+    "as_tensor": lambda _: torch.as_tensor([1, 2], device=META),
+    "new_tensor": lambda x: x.new_tensor([1, 2]),
+    "to": lambda _: torch.zeros(2).to(META),
+    "copy_": lambda x: x.copy_(torch.zeros(5)),
+    "to, not pinned": lambda _: torch.zeros(2).to(META, non_blocking=True),
+    "copy_, not pinned": lambda x: x.copy_(torch.zeros(5), non_blocking=True),
+    "index on the host": lambda x: x[torch.zeros(3, dtype=torch.int64)],
+    "list as index": lambda x: x[[0, 1]],
+    "index_put_ with an index on the host": lambda x: x.index_put_(
+        (torch.zeros(5, dtype=torch.int64),), x.clone()
+    ),
+    "index_put_ with a mask": lambda x: x.index_put_((x > 0,), x.clone()),
+    "index_put_ with a mask and a number of the device": lambda x: x.index_put_((x > 0,), x.sum()),
+    "index_put_ with a mask that adds": lambda x: x.index_put_(
+        (x > 0,), torch.zeros(()), accumulate=True
+    ),
+    "matrix of Booleans on the host": lambda x: (
+        x.expand(5, 5).contiguous().__setitem__(torch.ones(5, 5) > 0, x[:1])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_that_the_host_waits_for_is_counted_instead_of_failing(name: str) -> None:
     x: Tensor = torch.empty(5, device=META)
     with LaunchCounter() as mode:
-        copy(x)
+        COPIES[name](x)
     assert len(mode.counted.host_waits) == 1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda _: copied_to(META, torch.zeros(2)),
-        lambda x: x.index_put_((x > 0,), torch.zeros(())),
-        lambda x: x.index_put_((x.long(),), x.clone()),
-        lambda x: x.masked_fill_(x > 0, 1.0),
-        lambda _: torch.arange(2, device=META),
-        lambda _: torch.tensor([1, 2]),
-        lambda x: torch.as_tensor(x, device=META),
-        lambda x: x + 1.0,
-    ],
-    ids=[
-        *("copied_to", "index_put_ with a mask and a number", "index_put_", "masked_fill_"),
-        *("arange", "on the host", "as_tensor of a tensor", "number"),
-    ],
-)
-def test_what_the_host_does_not_wait_for_is_not_counted(make: Any) -> None:
+OTHERS: dict[str, Any] = {
+    "copied_to": lambda _: copied_to(META, torch.zeros(2)),
+    "index_put_ with a mask and a number": lambda x: x.index_put_((x > 0,), torch.zeros(())),
+    "index_put_": lambda x: x.index_put_((x.long(),), x.clone()),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 1.0),
+    "arange": lambda _: torch.arange(2, device=META),
+    "on the host": lambda _: torch.tensor([1, 2]),
+    "as_tensor of a tensor": lambda x: torch.as_tensor(x, device=META),
+    "number": lambda x: x + 1.0,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_the_host_does_not_wait_for_is_not_counted(name: str) -> None:
     x: Tensor = torch.empty(5, device=META)
     with LaunchCounter() as mode:
-        make(x)
+        OTHERS[name](x)
     assert not mode.counted.host_waits
 
 

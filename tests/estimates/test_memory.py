@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -96,7 +97,40 @@ def kept_bytes(model: Transformer, batch: Batch) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def assert_is_kept(
+    spec: ModelSpec,
+    batch: Batch,
+    dtype: torch.dtype,
+    *,
+    rates: Regularization = NO_DROPOUT,
+    device: Device = "cpu",
+) -> MicroBatchShape:
+    """Check that a forward pass keeps what the closed forms say; return its shape.
+
+    As on a GPU, it is traced on the meta device, which has no values.
+    """
+    model = build_model(spec, regularization=rates, device=META if device == "cuda" else None)
+    if device == "cpu":
+        initialize_weights(model, seed=1)
+    model.to(dtype).train()
+    shape = MicroBatchShape(
+        tokens=len(batch.source_N),
+        length=batch.source.length,
+        value=dtype.itemsize,
+        device=device,
+        regularization=rates,
+    )
+    with LaunchCounter() if device == "cuda" else nullcontext():
+        kept = kept_bytes(model, batch)
+    found = activation_bytes(shape_of_model(spec), shape)
+    assert sum(found.values()) == pytest.approx(kept, rel=0.1)
+    return shape
+
+
+@DTYPES
 @pytest.mark.parametrize("rates", [DROPOUT, NO_DROPOUT], ids=["dropout", "no dropout"])
 @pytest.mark.parametrize(
     "spec",
@@ -118,77 +152,40 @@ def kept_bytes(model: Transformer, batch: Batch) -> int:
 def test_a_forward_pass_keeps_what_the_closed_forms_say(
     spec: ModelSpec, rates: Regularization, dtype: torch.dtype
 ) -> None:
-    model = build_model(spec, regularization=rates)
-    initialize_weights(model, seed=1)
-    model.to(dtype).train()
-    shape = MicroBatchShape(
-        tokens=TOKENS, length=LENGTH, value=dtype.itemsize, device="cpu", regularization=rates
-    )
-    parts = activation_bytes(shape_of_model(spec), shape)
-    assert sum(parts.values()) == pytest.approx(kept_bytes(model, full_batch(spec)), rel=0.1)
+    assert_is_kept(spec, full_batch(spec), dtype, rates=rates)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("modules", [None, *MODULES])
 def test_a_forward_pass_on_a_gpu_keeps_what_the_estimate_says_for_any_mixture_of_languages(
     modules: str | None, activation: Activation, dtype: torch.dtype
 ) -> None:
-    """Traced on the meta device, which has no values, with CUDA's attention and dropout."""
+    """With CUDA's attention and dropout."""
     spec = wide_spec(
         activation=activation, model={"language_modules": modules and MODULES[modules]}
     )
-    model = build_model(spec, regularization=DROPOUT, device=META).to(dtype).train()
-    shape = MicroBatchShape(
-        tokens=16 * TOKENS,
-        length=LENGTH,
-        value=dtype.itemsize,
-        device="cuda",
-        regularization=DROPOUT,
-    )
     batch = full_batch(spec, sentences=16 * SENTENCES).to(META)
-    with LaunchCounter():
-        kept = kept_bytes(model, batch)
-    parts = activation_bytes(shape_of_model(spec), shape)
-    assert sum(parts.values()) == pytest.approx(kept, rel=0.1)
+    assert_is_kept(spec, batch, dtype, rates=DROPOUT, device="cuda")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_forward_pass_keeps_what_the_front_is_said_to_add(front: str, dtype: torch.dtype) -> None:
     spec = fronted_spec(FRONTS[front], width=64, feed_forward_width=256)
-    model = build_model(spec, regularization=NO_DROPOUT)
-    initialize_weights(model, seed=1)
-    model.to(dtype).train()
-    shape = MicroBatchShape(
-        tokens=TOKENS, length=LENGTH, value=dtype.itemsize, device="cpu", regularization=NO_DROPOUT
-    )
-    parts = activation_bytes(shape_of_model(spec), shape)
-    assert sum(parts.values()) == pytest.approx(kept_bytes(model, full_batch(spec)), rel=0.1)
+    assert_is_kept(spec, full_batch(spec), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("length", [95, 96], ids=["plain", "fused"])
 def test_scores_are_kept_of_what_is_too_short_for_the_fused_kernel(
     length: int, dtype: torch.dtype
 ) -> None:
     """Four heads of width 16, where 96 tokens are 1,536 numbers: about as much as all the rest."""
     spec = wide_spec(max_positions=length)
-    model = build_model(spec, regularization=NO_DROPOUT)
-    initialize_weights(model, seed=1)
-    model.to(dtype).train()
-    shape = MicroBatchShape(
-        tokens=2 * length,
-        length=length,
-        value=dtype.itemsize,
-        device="cpu",
-        regularization=NO_DROPOUT,
-    )
-    parts = activation_bytes(shape_of_model(spec), shape)
+    shape = assert_is_kept(spec, full_batch(spec, length=length, sentences=2), dtype)
     is_kept = length == 95 or dtype == torch.bfloat16
     assert (shape.score_bytes(head_width=16) > 0) == is_kept
-    batch = full_batch(spec, length=length, sentences=2)
-    assert sum(parts.values()) == pytest.approx(kept_bytes(model, batch), rel=0.1)
 
 
 def make_recipe(

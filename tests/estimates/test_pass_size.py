@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import make_call
+from support.stage_runs import make_call
 
 from pipeline.batching.world_sizes import even_per_pass, passes_per_update
 from pipeline.config.ds_config import AUTO, PER_PASS, load_ds_config, micro_batches_per_pass

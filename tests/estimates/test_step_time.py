@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_recipes import small_recipe
 from torch import Tensor
 
 from pipeline.config.recipe import Recipe
@@ -131,25 +132,8 @@ def test_the_kinds_add_up_to_the_kernels_of_a_step() -> None:
     assert document["host_seconds"] == LAUNCH_SECONDS * len(found.launches)
 
 
-def recipe_of(
-    moe: dict[str, Any] | None,
-    *,
-    size: int,
-    modules: dict[str, Any] | None = None,
-    objective: str = "cross_entropy",
-    recomputes: bool = False,
-) -> Recipe:
-    model = {"width": 32, "feed_forward_width": 64, "num_heads": 4}
-    layers = {"encoder_layers": 4, "decoder_layers": 2}
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {**model, **layers, "moe": moe, "language_modules": modules},
-            "batches": {"tokens": 256},
-            "training": {"expert_parallel_size": size, "recompute_layers": recomputes},
-            "loss": {"objective": objective},
-        }
-    )
+def recipe_of(moe: dict[str, Any] | None, *, size: int, **more: Any) -> Recipe:
+    return small_recipe(moe=moe, ranks=size, tokens=256, layers=(4, 2), **more)
 
 
 @pytest.mark.parametrize(

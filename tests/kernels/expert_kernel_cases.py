@@ -1,6 +1,6 @@
 """Kernels of experts against plain PyTorch.
 
-:mod:`test_triton_experts` runs this file in a process of its own with ``TRITON_INTERPRET=1``, which
+:mod:`test_fused_kernels` runs this file in a process of its own with ``TRITON_INTERPRET=1``, which
 Triton reads when it is loaded.
 """
 

@@ -14,12 +14,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.passes import join
-from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+from support.tiny_models import (
+    EOS_ID,
+    random_batch,
+    random_examples,
+    source_of,
+    tiny_model,
+    tiny_spec,
+)
 from torch import Tensor, nn
 
 from pipeline.decoding import grid_search
 from pipeline.decoding.beam_search import beam_search_n_best
-from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.kernels import activations, logits, products, residuals
 from pipeline.kernels.activations import activated_linear
@@ -37,7 +43,7 @@ from pipeline.kernels.logits import (
     fused_best_tokens,
     summed_cross_entropy,
 )
-from pipeline.kernels.noise import Dropout, Noise, keep
+from pipeline.kernels.noise import Dropout, Noise
 from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation
 from pipeline.kernels.residuals import (
@@ -55,7 +61,7 @@ from pipeline.training.settings import LossConfig
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.bfloat16]
-SITES = [256, 2**31 - 256]
+LAST_SITE = 2**31 - 256
 
 
 @pytest.fixture(autouse=True)
@@ -129,15 +135,6 @@ def assert_same(
         assert_close(gradient(x), gradient(z), tolerance=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.7])
-def test_noise_is_a_hash_of_its_keys_and_drops_the_rate(site: int, rate: float) -> None:
-    noise = noise_of(20, 30)
-    found = keep(noise, site, 400, rate)
-    assert torch.equal(found, kept(noise, site, 400, rate))
-    assert abs(found.float().mean() - (1 - rate)) < 0.01
-
-
 def test_fused_kernels_run_only_where_they_may() -> None:
     x = torch.zeros(2, 2)
     assert is_fused(x)
@@ -150,7 +147,12 @@ def test_fused_kernels_run_only_where_they_may() -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width", "rate", "site"),
-    [((0,), 48, 0.3, 256), ((1,), 16, 0.0, 256), ((5, 9), 48, 0.6, SITES[1]), ((9,), 24, 0.3, 512)],
+    [
+        ((0,), 48, 0.3, 256),
+        ((1,), 16, 0.0, 256),
+        ((5, 9), 48, 0.6, LAST_SITE),
+        ((9,), 24, 0.3, 512),
+    ],
 )
 def test_residual_kernels_equal_pytorch(
     rows: tuple[int, ...], width: int, rate: float, site: int, has_bias: bool, dtype: torch.dtype
@@ -340,7 +342,7 @@ OTHER_LENGTHS = [[33], [], [6, 2, 17, 70, 1, 33, 4, 1, 1]]
 def test_packed_attention_equals_attention_of_each_sentence(
     width: int, case: int, is_causal: bool, rate: float, dtype: torch.dtype
 ) -> None:
-    heads, site = 2, SITES[1]
+    heads, site = 2, LAST_SITE
     queries, keys = (
         spans_of(LENGTHS[case]),
         spans_of((LENGTHS if is_causal else OTHER_LENGTHS)[case]),
@@ -455,10 +457,7 @@ def test_a_search_with_fused_kernels_finds_the_translations_of_the_plain_search(
     monkeypatch.setattr(grid_search, "has_grouped_products", lambda _: True)
     model = tiny_model(tiny_spec(moe=moe)).eval()
     examples = random_examples(model.spec, sentences=3, seed=4, shortest=1, longest=5)
-    sources = [
-        Source([*one.source_prefix, *one.source, EOS_ID], one.decoder_prompt, 0, 0)
-        for one in examples
-    ]
+    sources = [source_of(one) for one in examples]
     config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=8)
     grids = grid_search.Grids()
     with fused_kernels_off():

@@ -329,14 +329,6 @@ def test_the_padded_forms_mask_is_made_once_for_all_layers_and_adds_numbers_on_a
     assert half.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("lengths", [[3, 1, 4], [2, 2]])
-def test_a_packing_knows_where_its_sentences_start(lengths: list[int]) -> None:
-    packing = Packing.from_lengths(lengths)
-    sentences = packing.sentence_N.tensor_split(packing.bound_B[1:-1].tolist())
-    assert [row.unique().tolist() for row in sentences] == [[i] for i in range(len(lengths))]
-    assert [len(row) for row in sentences] == lengths
-
-
 def attended(query_RD: Tensor, key_PD: Tensor, value_PD: Tensor, listed: list[list[int]]) -> Tensor:
     """Row by row, two heads, in double precision."""
     rows = []

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels import attention
+from pipeline.errors import ConfigError
+from pipeline.kernels import attention, launching
 from pipeline.kernels.attention import Spans, attend_packed
 from pipeline.kernels.launching import is_fused, launches_counted_by
 from pipeline.kernels.logits import summed_cross_entropy
@@ -44,13 +45,14 @@ def run_with_triton(*arguments: object, interprets: bool) -> str:
 
 @pytest.mark.slow
 def test_fused_kernels_equal_pytorch_in_the_interpreter() -> None:
-    cases = ROOT / "tests/kernels/fused_kernel_cases.py"
-    run_with_triton("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, interprets=True)
+    folder = ROOT / "tests/kernels"
+    cases = [folder / f"{name}_kernel_cases.py" for name in ("fused", "expert")]
+    run_with_triton("-m", "pytest", "-q", "-p", "no:cacheprovider", *cases, interprets=True)
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_an_h100_without_spilling_registers() -> None:
-    output = run_with_triton(ROOT / "tests/support/compiled_kernels.py", interprets=False)
+    output = run_with_triton(ROOT / "tests/kernels/compiled_kernels.py", interprets=False)
     used = json.loads(output)
     kernels = {name.split()[0] for name in used}
     assert kernels == {
@@ -117,21 +119,12 @@ def test_long_sentences_use_flash_attention_without_gradients(
     assert counted == ["flash", "attention_forward", "attention_forward"]
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [("off", "False"), ("on", "True"), ("0", "MMNMT_FUSED_KERNELS is '0'")]
-)
-def test_a_machine_can_turn_fused_kernels_off(value: str, said: str) -> None:
-    program = (
-        "import torch\ntry:\n from pipeline.kernels.launching import is_fused\n"
-        " print(is_fused(torch.empty(1, device='meta')))\n"
-        "except Exception as error: print(error)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MMNMT_FUSED_KERNELS": value},
-        cwd=ROOT,
-        check=True,
-    )
-    assert said in done.stdout
+def test_a_machine_can_turn_fused_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(1, device="meta")
+    for value, is_on in (("off", False), ("on", True)):
+        monkeypatch.setenv(launching.SWITCH, value)
+        monkeypatch.setattr(launching._Settings, "uses_fused_kernels", launching._is_on())
+        assert is_fused(x) == is_on
+    monkeypatch.setenv(launching.SWITCH, "0")
+    with pytest.raises(ConfigError, match="MMNMT_FUSED_KERNELS is '0'"):
+        launching._is_on()

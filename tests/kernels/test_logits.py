@@ -24,7 +24,7 @@ def logits_and_labels(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 100])
 def test_any_chunks_give_the_plain_computation(
     rows: int, smoothing: float, dtype: torch.dtype, is_cpu: bool, monkeypatch: pytest.MonkeyPatch
@@ -37,6 +37,7 @@ def test_any_chunks_give_the_plain_computation(
     expected = F.cross_entropy(theirs.float(), labels_L, label_smoothing=smoothing, reduction="sum")
     torch.testing.assert_close(smoothed, expected, rtol=1e-6, atol=0)
     exact = F.cross_entropy(logits_LV.double(), labels_L, reduction="sum")
+    assert smoothed.dtype == plain.dtype == torch.float32
     assert plain.item() == pytest.approx(exact.item(), rel=1e-6)
     assert not plain.requires_grad
     (2 * smoothed).backward()

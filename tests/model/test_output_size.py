@@ -1,21 +1,27 @@
 """A model whose translations consist of the first ids alone, the others being of source text."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+from support.tiny_models import (
+    EOS_ID,
+    random_batch,
+    random_examples,
+    source_of,
+    tiny_model,
+    tiny_spec,
+)
 from support.tiny_training import changed
 
-from pipeline.batching.batch import Example, collate
+from pipeline.batching.batch import collate
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.forced_pass import forced_pass
-from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.quantization import quantize
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.estimates.memory import estimate
@@ -43,18 +49,6 @@ def whole_beside(model: Transformer) -> Transformer:
             state[name] = torch.cat([state[name], torch.randn(len(value) - OUTPUT, 16)])
     whole.load_state_dict(state)
     return whole
-
-
-def sources_of(examples: Sequence[Example]) -> list[Source]:
-    return [
-        Source(
-            [*one.source_prefix, *one.source, EOS_ID],
-            one.decoder_prompt,
-            one.source_language,
-            one.target_language,
-        )
-        for one in examples
-    ]
 
 
 @pytest.mark.parametrize("model", [{}, UNTIED], ids=["tied", "untied"])
@@ -98,7 +92,7 @@ def test_translations_have_ids_of_the_output_alone(is_quantized: bool) -> None:
     model = tiny_model(spec_of()).eval()
     if is_quantized:
         quantize(model)
-    sources = sources_of(random_examples(model.spec, sentences=12, seed=2))
+    sources = [source_of(one) for one in random_examples(model.spec, sentences=12, seed=2)]
     with torch.inference_mode():
         found = beam_search(model, sources, DecodingConfig(beam_size=3), eos_id=EOS_ID)
     tokens = [token for one in found for token in one.tokens]
@@ -112,7 +106,7 @@ def test_a_forced_translation_is_scored_though_its_tags_cannot_be_predicted() ->
     (example,) = random_examples(model.spec, sentences=1, seed=3)
     tokens = [min(token, OUTPUT - 1) for token in example.target]
     assert max(example.decoder_prompt) >= OUTPUT
-    (source,) = sources_of([example])
+    source = source_of(example)
     with torch.inference_mode():
         translation = Translation(tuple(tokens), 0.0)
         (found,) = forced_pass(model, [source], [translation], eos_id=EOS_ID)

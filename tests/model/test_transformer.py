@@ -1,6 +1,5 @@
 """The whole model: equal to Hugging Face's, causal, and blind to padding."""
 
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.m2m100_peer import copy_weights, padded, peer_name, peer_settings
 from support.tiny_models import (
     EOS_ID,
     PAD_ID,
@@ -28,103 +28,28 @@ from transformers import (
     MBartForConditionalGeneration,
 )
 
-from pipeline.batching.batch import Example, Packing, collate
+from pipeline.batching.batch import Batch, Packing, collate
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Residual
-from pipeline.model.transformer import Transformer
-
-PEER_NAMES = (
-    (r"embedding\.weight", "model.shared.weight"),
-    (r"embedding\.output_weight", "lm_head.weight"),
-    (r"(\w+coder)\.positions\.weight", r"model.\1.embed_positions.weight"),
-    (r"(\w+coder)\.embedding_norm\.(\w+)", r"model.\1.layernorm_embedding.\2"),
-    (r"(\w+coder)\.final_norm\.(\w+)", r"model.\1.layer_norm.\2"),
-    (r"(.+)\.self_attention\.query\.(\w+)", r"model.\1.self_attn.q_proj.\2"),
-    (r"(.+)\.self_attention\.key\.(\w+)", r"model.\1.self_attn.k_proj.\2"),
-    (r"(.+)\.self_attention\.value\.(\w+)", r"model.\1.self_attn.v_proj.\2"),
-    (r"(.+)\.self_attention\.output\.(\w+)", r"model.\1.self_attn.out_proj.\2"),
-    (r"(.+)\.self_attention_norm\.(\w+)", r"model.\1.self_attn_layer_norm.\2"),
-    (r"(.+)\.cross_attention\.query\.(\w+)", r"model.\1.encoder_attn.q_proj.\2"),
-    (r"(.+)\.cross_attention\.key\.(\w+)", r"model.\1.encoder_attn.k_proj.\2"),
-    (r"(.+)\.cross_attention\.value\.(\w+)", r"model.\1.encoder_attn.v_proj.\2"),
-    (r"(.+)\.cross_attention\.output\.(\w+)", r"model.\1.encoder_attn.out_proj.\2"),
-    (r"(.+)\.cross_attention_norm\.(\w+)", r"model.\1.encoder_attn_layer_norm.\2"),
-    (r"(.+)\.feed_forward\.up\.(\w+)", r"model.\1.fc1.\2"),
-    (r"(.+)\.feed_forward\.down\.(\w+)", r"model.\1.fc2.\2"),
-    (r"(.+)\.feed_forward_norm\.(\w+)", r"model.\1.final_layer_norm.\2"),
-)
-"""Our names and Hugging Face's, which M2M-100, mBART and BART share."""
-
-
-def peer_name(name: str) -> str:
-    (found,) = (
-        re.sub(ours, theirs, name) for ours, theirs in PEER_NAMES if re.fullmatch(ours, name)
-    )
-    return found
-
-
-def copy_weights(model: Transformer, peer: nn.Module) -> None:
-    """Give the peer our weights; every tensor of both must be accounted for."""
-    theirs = dict(peer.named_parameters())
-    ours = dict(model.named_parameters())
-    assert {peer_name(name) for name in ours} == set(theirs)
-    with torch.no_grad():
-        for name, value in ours.items():
-            theirs[peer_name(name)].copy_(value)
-
-
-def peer_settings(spec: ModelSpec) -> dict[str, object]:
-    model = spec.model
-    return {
-        "vocab_size": spec.vocabulary_size,
-        "d_model": model.width,
-        "encoder_layers": model.encoder_layers,
-        "decoder_layers": model.decoder_layers,
-        "encoder_attention_heads": model.num_heads,
-        "decoder_attention_heads": model.num_heads,
-        "encoder_ffn_dim": model.feed_forward_width,
-        "decoder_ffn_dim": model.feed_forward_width,
-        "activation_function": model.activation,
-        "scale_embedding": model.scale_embedding,
-        "max_position_embeddings": model.max_positions,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "activation_dropout": 0.0,
-        "pad_token_id": PAD_ID,
-        "bos_token_id": 0,
-        "eos_token_id": EOS_ID,
-        "decoder_start_token_id": EOS_ID,
-        "forced_eos_token_id": None,
-    }
 
 
 def make_peer(model_type: Any, config_type: Any, spec: ModelSpec, **more: object) -> nn.Module:
-    """In evaluation mode: in training, Hugging Face's layers are dropped at random."""
-    peer: nn.Module = model_type(config_type(**peer_settings(spec), **more))
+    peer: nn.Module = model_type(config_type(**peer_settings(spec, eos_id=EOS_ID), **more))
     return peer.eval()
 
 
-def padded(sequences: list[list[int]]) -> Tensor:
-    length = max(map(len, sequences))
-    return torch.tensor([tokens + [PAD_ID] * (length - len(tokens)) for tokens in sequences])
-
-
-def peer_logits(peer: nn.Module, examples: list[Example]) -> Tensor:
+def peer_logits(peer: nn.Module, batch: Batch) -> Tensor:
     """Logits of the peer at every label, sentence after sentence."""
-    source = padded([[*e.source_prefix, *map(int, e.source), EOS_ID] for e in examples])
-    target = padded([[*e.decoder_prompt, *map(int, e.target)] for e in examples])
+    source = padded(batch.source_N, batch.source, fill=PAD_ID)
+    target = padded(batch.target_N, batch.target, fill=PAD_ID)
     logits_BTV = peer(
         input_ids=source, attention_mask=(source != PAD_ID).long(), decoder_input_ids=target
     ).logits
-    parts = []
-    for row, example in enumerate(examples):
-        first = len(example.decoder_prompt) - 1
-        parts.append(logits_BTV[row, first : first + len(example.target) + 1])
-    return torch.cat(parts)
+    return batch.target.pack(logits_BTV)[batch.label_rows_L]
 
 
 def assert_equals_peer(spec: ModelSpec, peer: nn.Module) -> None:
@@ -133,7 +58,7 @@ def assert_equals_peer(spec: ModelSpec, peer: nn.Module) -> None:
     copy_weights(model, peer)
     examples = random_examples(spec, sentences=5, seed=3, shortest=1, longest=12)
     batch = collate(examples, eos_id=EOS_ID)
-    ours, theirs = model(batch).logits_LV, peer_logits(peer, examples)
+    ours, theirs = model(batch).logits_LV, peer_logits(peer, batch)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     for logits in (ours, theirs):
         F.cross_entropy(logits, batch.labels_L).backward()

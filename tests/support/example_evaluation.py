@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import sacrebleu.tokenizers.tokenizer_spm as sacrebleu_models
-import sentencepiece
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.averages import assess, by_group, quality, system_scores
@@ -30,6 +29,7 @@ from pipeline.evaluation.scores import (
     SystemScores,
 )
 from pipeline.evaluation.tables import Table, headings, row
+from support.pieces import train_pieces
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 MADE = "2024-02-29 12:30 UTC, mmnmt 1.2.3"
@@ -176,13 +176,6 @@ def place_flores_model(
     """Put a model of pieces of some texts where sacreBLEU keeps the one that it fetches."""
     stored = folder / "models" / Path(sacrebleu_models.SPM_MODELS[option]["url"]).name
     stored.parent.mkdir()
-    with stored.open("wb") as stream:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=stream,
-            vocab_size=60,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
+    stored.write_bytes(train_pieces(texts, size=60, character_coverage=0.9995))
     monkeypatch.setattr(sacrebleu_models, "SACREBLEU_DIR", str(folder))
     monkeypatch.setattr(sacrebleu_models, "download_file", None)

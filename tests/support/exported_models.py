@@ -1,11 +1,9 @@
 """Checkpoints of ours with random weights that are well spread, to be written for others."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
 import torch
 import transformers
 from transformers import AutoTokenizer, M2M100Tokenizer, NllbTokenizer, NllbTokenizerFast
@@ -20,7 +18,9 @@ from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, marks_of_vocabulary
 from pipeline.model.transformer import Transformer
-from support.foreign_models import LINES
+from support.foreign_models import LINES, spread_values
+from support.pieces import train_pieces
+from support.tiny_models import embedding_table
 
 HUNDRED = ("de", "en", "fr")
 """Languages that M2M-100 has."""
@@ -43,24 +43,15 @@ def own_sentencepiece(
     **settings: Any,
 ) -> bytes:
     """A SentencePiece model as ``train_tokenizer`` makes it."""
-    stream = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=stream,
+    return train_pieces(
+        lines,
+        size=size,
         model_type=model_type,
-        vocab_size=size,
-        character_coverage=1.0,
         normalization_rule_name=normalization,
-        hard_vocab_limit=False,
-        pad_id=SPECIALS["pad"],
-        bos_id=SPECIALS["bos"],
-        eos_id=SPECIALS["eos"],
-        unk_id=SPECIALS["unk"],
+        **{f"{name}_id": SPECIALS[name] for name in ("pad", "bos", "eos", "unk")},
         num_threads=1,
-        minloglevel=2,
         **settings,
     )
-    return stream.getvalue()
 
 
 def own_tokenizer(languages: Sequence[str], model: bytes | None = None) -> TokenizerFiles:
@@ -118,7 +109,7 @@ def own_checkpoint(
         tag_scheme=tag_scheme,
         **marks_of_vocabulary(config, built),
     )
-    filled = spread_values(build_model(spec), eos_id=built.eos_id)
+    filled = spread(build_model(spec), eos_id=built.eos_id)
     with new_artifact(
         directory, kind="checkpoint", stage="pretrain", config={"loss": {}}, inputs={}
     ) as writer:
@@ -130,21 +121,11 @@ def own_checkpoint(
     return own_source(open_artifact(directory, kind="checkpoint"))
 
 
-def spread_values(model: Transformer, *, eos_id: int, seed: int = 1) -> Transformer:
+def spread(model: Transformer, *, eos_id: int) -> Transformer:
     """As ``foreign_models.spread``, of a model of ours."""
-    generator = torch.Generator().manual_seed(seed)
+    spread_values(model, SPREAD)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if "norm" in name and name.endswith("weight"):
-                value = 1 + 0.2 * value
-            elif parameter.dim() > 1:
-                value *= SPREAD * parameter.shape[-1] ** -0.5
-            else:
-                value *= 0.2
-            parameter.copy_(value)
-        assert model.embedding.weight is not None
-        model.embedding.weight[eos_id] *= 1.5
+        embedding_table(model)[eos_id] *= 1.5
     return model
 
 

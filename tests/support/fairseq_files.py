@@ -16,7 +16,7 @@ from transformers import BartConfig, FSMTConfig, M2M100Config, MBartConfig, Nllb
 
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
-from support.foreign_models import SPECIALS, pieces_of, sentencepiece_model
+from support.foreign_models import SETTINGS, SPECIALS, pieces_of, sentencepiece_model
 
 LANGUAGES = ("de", "en", "ru")
 POSITIONS = 64
@@ -69,14 +69,7 @@ def vocabulary_files(
 def peer_config(kind: Any, *, size: int, **changes: object) -> Any:
     """A configuration of transformers of the sizes in ``SIZES``."""
     shared: dict[str, object] = {
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "max_position_embeddings": POSITIONS,
+        **SETTINGS,
         "activation_function": "relu",
         "pad_token_id": 1,
         "bos_token_id": 0,

@@ -22,18 +22,8 @@ from transformers import (
     NllbTokenizer,
 )
 
-from support.foreign_models import SIZES, m2m100_folder, sentencepiece_model, spread
+from support.foreign_models import SETTINGS, m2m100_folder, sentencepiece_model, spread
 
-SETTINGS: dict[str, object] = {
-    **SIZES,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 64,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-}
 VOCABULARY_FILE = "sentencepiece.bpe.model"
 MBART_SEED = 3
 """Of values with which mBART's beam search tells sentences apart."""

@@ -4,7 +4,6 @@ A model with fresh weights hardly looks at its source and repeats one token; sca
 nonsense that differs from sentence to sentence, so that one wrong weight changes what is found.
 """
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import sentencepiece
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import M2M100Config, M2M100ForConditionalGeneration, M2M100Tokenizer
 
 from pipeline.artifacts.tokenizer import Tokenizer, tags
@@ -24,6 +23,7 @@ from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.building import build_model
 from pipeline.model.transformer import Transformer
+from support.pieces import train_pieces
 
 LINES = [
     "Das ist ein Satz.",
@@ -37,7 +37,12 @@ LINES = [
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 """Source and target, of different lengths: a batch of them is padded."""
 SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-SIZES = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+SETTINGS: dict[str, object] = {
+    **{"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    **{"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
+    **{"max_position_embeddings": 64, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+}
+"""Of the configurations of transformers."""
 SPREAD = 1.5
 
 
@@ -51,17 +56,7 @@ def sentencepiece_model(
 
     ``specials``: other ids, as SentencePiece's trainer takes them.
     """
-    stream = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(list(lines) * 20),
-        model_writer=stream,
-        vocab_size=vocabulary,
-        character_coverage=1.0,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **(specials or {}),
-    )
-    return stream.getvalue()
+    return train_pieces(list(lines) * 20, size=vocabulary, **(specials or {}))
 
 
 def pieces_of(model: bytes) -> list[str]:
@@ -70,22 +65,28 @@ def pieces_of(model: bytes) -> list[str]:
     return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
 
 
-def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
-    """Random values of every parameter, buffers of zeros aside; attention to the source strong.
-
-    Padding, which ours never generates, has a logit of 0, as in models that were trained.
-    """
+def spread_values(model: nn.Module, spread: float, *, seed: int = 1) -> None:
+    """Random values of every parameter, buffers of zeros aside; matrices have a wide spread."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if "norm" in name and name.endswith("weight"):
                 value = 1 + 0.2 * value
-            elif parameter.dim() == 2:
-                value *= SPREAD * parameter.shape[-1] ** -0.5
+            elif parameter.dim() > 1:
+                value *= spread * parameter.shape[-1] ** -0.5
             else:
                 value *= 0.2
             parameter.copy_(value)
+
+
+def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
+    """Spread the values; attention to the source is strong.
+
+    Padding, which ours never generates, has a logit of 0, as in models that were trained.
+    """
+    spread_values(model, SPREAD, seed=seed)
+    with torch.no_grad():
         model.get_input_embeddings().weight[eos_id] *= 1.5
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.weight[model.config.pad_token_id] = 0
@@ -108,19 +109,8 @@ def m2m100_folder(
     tokenizer.save_pretrained(directory)
     (directory / "spm.model").unlink()
     config_type: Any = M2M100Config
-    settings: dict[str, object] = {
-        **SIZES,
-        "vocab_size": len(vocabulary) + 100 + 8,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "max_position_embeddings": 64,
-        "encoder_layerdrop": 0.0,
-        "decoder_layerdrop": 0.0,
-        **changes,
-    }
-    peer = spread(M2M100ForConditionalGeneration(config_type(**settings)), eos_id=2)
+    config = config_type(**SETTINGS | {"vocab_size": len(vocabulary) + 100 + 8} | changes)
+    peer = spread(M2M100ForConditionalGeneration(config), eos_id=2)
     peer.save_pretrained(directory)
     return peer
 

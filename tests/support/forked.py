@@ -47,9 +47,12 @@ def forking() -> ForkServerContext:
     return context
 
 
-def start_command(arguments: Sequence[str]) -> ForkServerProcess:
-    """Start ``mmnmt ARGUMENTS`` in a forked process; what it launches is forked, too."""
-    return _start(_command, arguments, folder=Path.cwd(), streams=None)
+def start_command(arguments: Sequence[str], *, streams: Path | None = None) -> ForkServerProcess:
+    """Start ``mmnmt ARGUMENTS`` in a forked process; what it launches is forked, too.
+
+    A folder of ``streams`` has its files or pipes ``stdin``, ``stdout`` and ``stderr``.
+    """
+    return _start(_command, arguments, folder=Path.cwd(), streams=streams)
 
 
 def run_command(
@@ -146,7 +149,13 @@ def _become(
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
             os.dup2(os.open(streams / name, flags), number)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        # Those of the server remember that what they stood for can be sought in.
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(  # noqa: SIM115
+                number, "w" if number else "r", buffering=1, encoding="utf-8", closefd=False
+            )
+            for number in range(3)
+        )
     program(arguments)
 
 

@@ -6,11 +6,13 @@ that raises is reported with its traceback. A pool of which only some ranks fail
 long, is ended, since the others may wait for it for ever; it is started anew when next used.
 """
 
+import gc
 import os
 import pickle
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Concatenate, ParamSpec, TypeVar
@@ -25,6 +27,8 @@ R = TypeVar("R")
 
 GRACE_SECONDS = 5.0
 """What the other ranks get to end in when one has failed."""
+JOBS_PER_COLLECTION = 20
+"""Garbage of so many jobs is collected together."""
 
 
 class RankFailed(Exception):
@@ -130,11 +134,15 @@ def _serve(world: World, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(world.environment())
     with distributed_world(timeout_seconds=60):
-        while True:
+        for number in count():
             try:
                 job = connection.recv_bytes()
             except EOFError:
                 return
+            if number % JOBS_PER_COLLECTION == JOBS_PER_COLLECTION - 1:
+                gc.unfreeze()
+                gc.collect()
+            gc.freeze()  # see support/loaded.py; a training unfreezes all objects at its end
             try:
                 function, args, kwargs = pickle.loads(job)
                 answer = (True, function(world, *args, **kwargs))

@@ -9,7 +9,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.tokenizer import ByteVocabulary
 from support.corpora import make_corpus
 from support.stored_checkpoints import byte_spec, make_checkpoint
-from support.tiny_models import tiny_model
+from support.tiny_models import attend_to_source, tiny_model
 
 TEXTS = {
     "de-en": {
@@ -33,9 +33,7 @@ def routed_checkpoint(directory: Path, *, tokens: tuple[int, ...] = (), **front:
     with torch.no_grad():
         for name, parameter in model.front.named_parameters():
             parameter.mul_(8 if name == "router.weight" else 1)
-        for layer in model.decoder_layers():  # so that translations differ with their sources
-            for name, parameter in layer.cross_attention.named_parameters():
-                parameter.mul_(6 if name.endswith("weight") else 1)
+    attend_to_source(model, factor=6)
     directory.mkdir(parents=True, exist_ok=True)
     return open_artifact(make_checkpoint(directory / "checkpoint", model), kind="checkpoint")
 

@@ -11,11 +11,19 @@ from torch import Tensor
 from pipeline.batching.batch import Example, collate
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.constraints import BannedTexts
-from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
-from support.tiny_models import EOS_ID, PAD_ID, embedding_table, tiny_model, tiny_spec
+from support.tiny_models import (
+    EOS_ID,
+    PAD_ID,
+    attend_to_source,
+    embedding_table,
+    source_of,
+    tiny_model,
+    tiny_spec,
+)
 
 TOKEN_MOE = MoEConfig(num_experts=4, top_k=2, every=1)
 CAPACITY_MOE = MoEConfig(num_experts=4, top_k=2, every=2, dispatch="capacity", capacity_factor=0.5)
@@ -33,10 +41,8 @@ def model_of(kind: Kind, *, seed: int = 1, vocabulary: int = 20, **model: object
     groups = 3 if kind == "moe-lgr" else 0
     spec = tiny_spec(moe=moe, groups=groups, vocabulary=vocabulary, languages=4, model=model)
     made = tiny_model(spec, seed=seed).eval()
+    attend_to_source(made, factor=5)
     with torch.no_grad():
-        for layer in made.decoder_layers():
-            for parameter in layer.cross_attention.parameters():
-                parameter.mul_(5 if parameter.dim() == 2 else 1)
         embedding_table(made).mul_(1.5)
         embedding_table(made)[EOS_ID] += raising_logit(made, by=2)
     return made
@@ -46,15 +52,6 @@ def raising_logit(model: Transformer, *, by: float) -> Tensor:
     """What, added to a token's embedding, raises its logit on average."""
     norm = model.decoder.final_norm or list(model.decoder_layers())[-1].feed_forward_norm
     return by * norm.bias / norm.bias.dot(norm.bias)
-
-
-def source_of(example: Example) -> Source:
-    return Source(
-        tokens=[*example.source_prefix, *map(int, example.source), EOS_ID],
-        prompt=example.decoder_prompt,
-        source_language=example.source_language,
-        target_language=example.target_language,
-    )
 
 
 def banned_texts(*sequences: Sequence[int], vocabulary: int = 20) -> BannedTexts:

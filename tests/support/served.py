@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.forked import start_command
 from support.stored_checkpoints import byte_spec, make_checkpoint
-from support.tiny_models import tiny_model
+from support.tiny_models import attend_to_source, tiny_model
 
 JSON = "application/json"
 SETTINGS = ["decoding.beam_size=3", "decoding.max_length_ratio=0.3", "decoding.max_extra_length=6"]
@@ -154,7 +154,5 @@ def make_model(folder: Path, *, codes: Sequence[str] = (), **settings: Any) -> s
         settings["languages"] = len(codes)
     spec = byte_spec(max_positions=40, **settings)
     model = tiny_model(spec.model_copy(update={"languages": tuple(codes) or spec.languages}))
-    for layer in model.decoder_layers():  # so that translations differ with their sources
-        for name, parameter in layer.cross_attention.named_parameters():
-            parameter.data *= 6 if name.endswith("weight") else 1
+    attend_to_source(model, factor=6)
     return str(make_checkpoint(folder, model))

@@ -1,4 +1,4 @@
-"""Run a stage in this process, and open what it makes."""
+"""Calls of stages in this process."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -9,7 +9,32 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.recipe import Recipe
 from pipeline.registry import STAGES
-from pipeline.stage import StageCall
+from pipeline.stage import StageCall, stage_config
+
+
+def make_call(
+    stage_name: str,
+    recipe: Recipe,
+    artifacts: Mapping[str, Artifact],
+    out_dir: Path,
+    *,
+    raw: RawInput | None = None,
+    processes: int = 1,
+    overwrite: bool = False,
+    ds_config: str = "cpu_fp32",
+) -> StageCall:
+    stage = STAGES[stage_name]
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw={} if raw is None else {"raw": raw},
+        out_dir=out_dir,
+        records={name: artifact.as_input for name, artifact in artifacts.items()},
+        config=stage_config(stage, recipe=recipe, ds_config=ds_config),
+        processes=processes,
+        overwrite=overwrite,
+    )
 
 
 def run_stage(
@@ -20,20 +45,12 @@ def run_stage(
     *,
     raw: RawInput | None = None,
     processes: int = 1,
+    overwrite: bool = False,
     **sections: Any,
 ) -> Artifact:
     """Return what a stage makes of its inputs, by a recipe or by sections of one."""
-    stage = STAGES[name]
     chosen = recipe or Recipe.model_validate({"name": "test", **sections})
-    call = StageCall(
-        stage=stage,
-        recipe=chosen,
-        artifacts=artifacts,
-        raw={} if raw is None else {"raw": raw},
-        out_dir=out_dir,
-        records={},
-        config=chosen.sections(stage.sections),
-        processes=processes,
-    )
-    import_module(stage.module).run(call)
-    return open_artifact(out_dir, kind=stage.makes)
+    options: dict[str, Any] = {"raw": raw, "processes": processes, "overwrite": overwrite}
+    call = make_call(name, chosen, artifacts, out_dir, **options)
+    import_module(call.stage.module).run(call)
+    return open_artifact(out_dir, kind=call.stage.makes)

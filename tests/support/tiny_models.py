@@ -1,4 +1,4 @@
-"""Tiny models and batches for tests (``from tiny_models import …``).
+"""Tiny models and batches for tests.
 
 Ids are fairseq's: 1 is padding, 2 end-of-sentence; the language tokens are the last ids.
 """
@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.names import initialize_weights, named_slices
+from pipeline.decoding.hypotheses import Source
 from pipeline.kernels.noise import Noise
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model
@@ -119,6 +120,16 @@ def random_examples(
     return examples
 
 
+def source_of(example: Example, *, eos_id: int = EOS_ID) -> Source:
+    """Return the sentence of an example as a search takes it."""
+    return Source(
+        tokens=[*example.source_prefix, *map(int, example.source), eos_id],
+        prompt=example.decoder_prompt,
+        source_language=example.source_language,
+        target_language=example.target_language,
+    )
+
+
 def random_batch(
     spec: ModelSpec, *, sentences: int, seed: int, shortest: int = 2, longest: int = 9
 ) -> Batch:
@@ -140,6 +151,14 @@ def tokens_in_groups(group_N: torch.Tensor) -> Tokens:
         language_group_B=group_N,
         noise=Noise(torch.zeros_like(number_N).int(), number_N.int()),
     )
+
+
+def attend_to_source(model: Transformer, *, factor: float) -> None:
+    """Make attention to the source stronger, so that translations differ with their sources."""
+    with torch.no_grad():
+        for layer in model.decoder_layers():
+            for parameter in layer.cross_attention.parameters():
+                parameter.mul_(factor if parameter.dim() == 2 else 1)
 
 
 def embedding_table(model: Transformer) -> torch.nn.Parameter:

@@ -4,7 +4,8 @@ import json
 import os
 import random
 import signal
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep import make_shards, mix
-from pipeline.artifacts.artifact import Artifact, Kind, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Split, text_name
+from pipeline.artifacts.artifact import Artifact, Kind, open_artifact
+from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.checkpoints.names import initialize_weights, tensor_shapes
@@ -26,11 +26,13 @@ from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
-from pipeline.registry import STAGES
-from pipeline.stage import StageCall, stage_config
 from pipeline.stages.pretrain import model_spec
+from pipeline.training import loop
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
+from pipeline.training.validation import ValidationResult
+from support.corpora import make_corpus, writing
+from support.stage_runs import make_call, run_stage
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
@@ -93,32 +95,6 @@ def changed(recipe: Recipe, section: str, **values: object) -> Recipe:
     return recipe.model_copy(update={section: part})
 
 
-def make_call(
-    stage_name: str,
-    recipe: Recipe,
-    artifacts: dict[str, Artifact],
-    out_dir: Path,
-    *,
-    overwrite: bool = False,
-    ds_config: str = "cpu_fp32",
-) -> StageCall:
-    stage = STAGES[stage_name]
-    return StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts=artifacts,
-        raw={},
-        out_dir=out_dir,
-        records={name: artifact.as_input for name, artifact in artifacts.items()},
-        config=stage_config(stage, recipe=recipe, ds_config=ds_config),
-        overwrite=overwrite,
-    )
-
-
-def write_artifact(directory: Path, kind: Kind, stage: str) -> Any:
-    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs={})
-
-
 def make_inputs(
     directory: Path, *, lengths: tuple[int, int] = (1, 14), recipe: Recipe | None = None
 ) -> Inputs:
@@ -126,37 +102,29 @@ def make_inputs(
     recipe = recipe or make_recipe()
     generator = random.Random(1)
     codes = sorted({code for pair in PAIRS for code in pair.split("-")})
-    with write_artifact(directory / "corpus", "corpus", "clean") as writer:
-        writer.statistics["pairs"] = {
-            pair: {"train": lines, "valid": VALID_LINES[pair]} for pair, lines in PAIRS.items()
-        }
-        for pair, train_lines in PAIRS.items():
-            counts: dict[Split, int] = {"train": train_lines, "valid": VALID_LINES[pair]}
-            for split, count in counts.items():
-                lines = [
-                    "".join(generator.choices("abcd", k=generator.randint(*lengths)))
-                    for _ in range(count)
-                ]
-                for code in pair.split("-"):
-                    text = "".join(f"{line}\n" for line in lines)
-                    writer.path(text_name(split, pair, code)).write_text(text)
-    with write_artifact(directory / "tokenizer", "tokenizer", "train_tokenizer") as writer:
+    texts: dict[Split, dict[str, dict[str, list[str]]]] = {"train": {}, "valid": {}}
+    for pair, train_lines in PAIRS.items():
+        counts: dict[Split, int] = {"train": train_lines, "valid": VALID_LINES[pair]}
+        for split, count in counts.items():
+            lines = [
+                "".join(generator.choices("abcd", k=generator.randint(*lengths)))
+                for _ in range(count)
+            ]
+            texts[split][pair] = dict.fromkeys(pair.split("-"), lines)
+    corpus = make_corpus(directory / "corpus", texts)
+    with writing(directory / "tokenizer", "tokenizer") as writer:
         description = TokenizerDescription(
             kind="bytes", languages=tuple(codes), language_token_scheme="underscores"
         )
         write_tokenizer(writer.directory, description=description, model=None)
-    with write_artifact(directory / "groups", "groups", "group_languages") as writer:
+    with writing(directory / "groups", "groups") as writer:
         writer.write_json("groups.json", {"groups": {c: int(c == "ru") for c in codes}})
-    corpus = open_artifact(directory / "corpus", kind="corpus")
-    tokenizer = open_artifact(directory / "tokenizer", kind="tokenizer")
-    texts = {"corpus": corpus, "tokenizer": tokenizer}
-    make_shards.run(make_call("make_shards", recipe, texts, directory / "shards"))
-    shards = open_artifact(directory / "shards", kind="shards")
-    mix.run(make_call("mix", recipe, {"shards": shards}, directory / "mixture"))
+    kinds: tuple[Kind, ...] = ("tokenizer", "groups")
+    tokenizer, groups = (open_artifact(directory / kind, kind=kind) for kind in kinds)
+    given = {"corpus": corpus, "tokenizer": tokenizer}
+    shards = run_stage("make_shards", directory / "shards", given, recipe)
     return Inputs(
-        shards,
-        open_artifact(directory / "mixture", kind="mixture"),
-        open_artifact(directory / "groups", kind="groups"),
+        shards, run_stage("mix", directory / "mixture", {"shards": shards}, recipe), groups
     )
 
 
@@ -198,6 +166,18 @@ def pretrain(
         except Interrupted as stopped:
             return str(stopped)
     return "done"
+
+
+@contextmanager
+def scripted_validations(perplexities: Mapping[int, float]) -> Iterator[None]:
+    """Let the validation after an update find what stands there for it."""
+    keep = loop.TrainingRun._keep_if_best
+
+    def keep_scripted(run: loop.TrainingRun, found: ValidationResult) -> None:
+        keep(run, replace(found, perplexity=perplexities[run.position.update]))
+
+    with mock.patch.object(loop.TrainingRun, "_keep_if_best", keep_scripted):
+        yield
 
 
 def sharing_passes(tmp_path: Path, per_pass: int) -> str:
@@ -265,3 +245,11 @@ def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     assert expected
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def assert_same_runs(found: Path, expected: Path, *, state: int = 0) -> None:
+    """Compare weights and curves, and the training state after an update if one is named."""
+    assert_same_tensors(read_weights(found), read_weights(expected))
+    assert read_metrics(found / "metrics.jsonl") == read_metrics(expected / "metrics.jsonl")
+    if state:
+        assert_same_tensors(read_state(found, state), read_state(expected, state))

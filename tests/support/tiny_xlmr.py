@@ -1,16 +1,15 @@
 """A tiny random XLM-R in a folder of Hugging Face's, and text for it to learn from."""
 
-import io
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
-import sentencepiece
 import torch
 from transformers import XLMRobertaConfig, XLMRobertaModel
 
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
+from support.pieces import train_pieces
 
 TOKENS = ("Anna", "Bonn", "lives", "in", "sees", "the", "big", "house", "of", "Acme", "and", ",")
 NAMES = {"Anna": "B-PER", "Bonn": "B-LOC", "Acme": "B-ORG"}
@@ -19,17 +18,7 @@ SPREAD = 0.3
 
 def pieces_model(lines: Sequence[str], *, vocabulary: int = 120, kind: str = "unigram") -> bytes:
     """A SentencePiece model as XLM-R's: unk, bos and eos first, no padding."""
-    stream = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=stream,
-        vocab_size=vocabulary,
-        character_coverage=1.0,
-        model_type=kind,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return stream.getvalue()
+    return train_pieces(lines, size=vocabulary, model_type=kind)
 
 
 def tiny_config(vocabulary_size: int, **changes: object) -> XLMRobertaConfig:

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.corpora import make_corpus
 from support.process_pool import ProcessPool, RankFailed
+from support.stage_runs import make_call, run_stage
 from support.tiny_training import (
     Inputs,
-    make_call,
     make_inputs,
     make_recipe,
     pretrain,
-    write_artifact,
 )
 
-from data_prep import make_shards, mix, train_tokenizer
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.corpus import text_name
+from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData
@@ -51,30 +50,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Artifa
     folder = tmp_path_factory.mktemp("equal")
     generator = random.Random(1)
     words = {"ru": ["домик", "книга", "и"], "de": ["größer", "Haus", "und"], "en": ["a", "house"]}
-    with write_artifact(folder / "corpus", "corpus", "clean") as writer:
-        writer.statistics["pairs"] = {
-            pair: {"train": count, "valid": 2} for pair, count in LINES.items()
-        }
-        for pair, count in LINES.items():
-            for split, number in (("train", count), ("valid", 2)):
-                lengths = [generator.randint(1, 12) for _ in range(number)]
-                for code in pair.split("-"):
-                    lines = [" ".join(generator.choices(words[code], k=k)) for k in lengths]
-                    path = writer.path(text_name(split, pair, code))  # type: ignore[arg-type]
-                    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    corpus = open_artifact(folder / "corpus", kind="corpus")
+    texts: dict[Split, dict[str, dict[str, list[str]]]] = {"train": {}, "valid": {}}
+    for pair, count in LINES.items():
+        for split, by_pair in texts.items():
+            lengths = [generator.randint(1, 12) for _ in range(count if split == "train" else 2)]
+            by_pair[pair] = {
+                code: [" ".join(generator.choices(words[code], k=k)) for k in lengths]
+                for code in pair.split("-")
+            }
+    corpus = make_corpus(folder / "corpus", texts)
     found = {}
     for name in VOCABULARIES:
         recipe, place = recipe_of(name), folder / name
-        train_tokenizer.run(
-            make_call("train_tokenizer", recipe, {"corpus": corpus}, place / "tokenizer")
-        )
-        tokenizer = open_artifact(place / "tokenizer", kind="tokenizer")
-        texts = {"corpus": corpus, "tokenizer": tokenizer}
-        make_shards.run(make_call("make_shards", recipe, texts, place / "shards"))
-        shards = open_artifact(place / "shards", kind="shards")
-        mix.run(make_call("mix", recipe, {"shards": shards}, place / "mixture"))
-        mixture = open_artifact(place / "mixture", kind="mixture")
+        given = {"corpus": corpus}
+        given["tokenizer"] = run_stage("train_tokenizer", place / "tokenizer", given, recipe)
+        shards = run_stage("make_shards", place / "shards", given, recipe)
+        mixture = run_stage("mix", place / "mixture", {"shards": shards}, recipe)
         found[name] = {"shards": shards, "mixture": mixture}
     return found
 

@@ -16,11 +16,10 @@ from support.plain_training import LEARNING_RATE, UPDATES, make_recipe, plain_tr
 from support.process_pool import ProcessPool, RankFailed
 from support.tiny_training import (
     Inputs,
+    assert_same_runs,
     assert_same_tensors,
-    make_inputs,
     pretrain,
     read_metrics,
-    read_weights,
 )
 from support.tiny_training import make_recipe as make_training_recipe
 from torch import Tensor
@@ -170,11 +169,6 @@ def test_a_scale_that_is_taken_up_again_goes_on_as_if_nothing_had_been(pool1: Pr
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="module")
 def ds_config(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A scale that is too large at first, and grows again after every second update."""
     return write_ds_config(tmp_path_factory.mktemp("ds_config") / "fp16.json")
@@ -246,8 +240,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_loss_scale(
     )
     assert all(ending.startswith("stopped after update") for ending in stopped)
     assert pool2.run(pretrain_in_fp16, inputs, out_dir, recipe, **options) == ["done"] * 2
-    assert_same_tensors(read_weights(out_dir), read_weights(straight))
-    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+    assert_same_runs(out_dir, straight)
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run(

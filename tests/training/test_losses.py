@@ -9,37 +9,11 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 
 from pipeline.batching.batch import Example, collate
 from pipeline.batching.settings import TagScheme
-from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.model.moe.routing import z_loss
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import translation_loss
 from pipeline.training.settings import LossConfig
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_cross_entropy_and_its_gradient_equal_those_of_pytorch(smoothing: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits_LV = 3 * torch.randn(12, 30, generator=generator)
-    labels_L = torch.randint(30, (12,), generator=generator)
-    inputs = [logits_LV.clone().requires_grad_() for _ in range(2)]
-    smoothed, plain = summed_cross_entropy(inputs[0], labels_L, smoothing=smoothing)
-    expected = F.cross_entropy(inputs[1], labels_L, label_smoothing=smoothing, reduction="sum")
-    torch.testing.assert_close(smoothed, expected, rtol=1e-6, atol=0)
-    probability_L = logits_LV.double().softmax(-1)[torch.arange(12), labels_L]
-    assert plain.item() == pytest.approx(-probability_L.log().sum().item(), rel=1e-6)
-    smoothed.backward()
-    expected.backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=1e-6)
-
-
-def test_half_precision_logits_are_summed_in_single_precision() -> None:
-    logits_LV = torch.randn(2000, 10, generator=torch.Generator().manual_seed(1)).bfloat16()
-    labels_L = torch.arange(2000) % 10
-    smoothed, plain = summed_cross_entropy(logits_LV, labels_L, smoothing=0.1)
-    exact = F.cross_entropy(logits_LV.double(), labels_L, reduction="sum")
-    assert smoothed.dtype == plain.dtype == torch.float32
-    assert plain.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
 @torch.no_grad()

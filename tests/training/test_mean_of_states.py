@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from support.folder_listing import names_in
 from support.process_pool import ProcessPool, RankFailed
+from support.stage_runs import make_call
 from support.tiny_training import (
     Inputs,
     assert_same_tensors,
     changed,
-    make_call,
-    make_inputs,
     make_recipe,
     pretrain,
     read_metrics,
     read_state,
     read_weights,
+    scripted_validations,
 )
 from torch import Tensor
 
@@ -49,7 +48,6 @@ from pipeline.training.resuming import averaged_updates, describe_missing, updat
 from pipeline.training.saving import Publishing
 from pipeline.training.settings import TrainingConfig
 from pipeline.training.translation import training_data
-from pipeline.training.validation import ValidationResult
 
 UPDATES = 7
 AVERAGED = [4, 6, 7]
@@ -85,11 +83,6 @@ def mean_by_hand(out_dir: Path, updates: list[int]) -> dict[str, Tensor]:
 def assert_is_mean(out_dir: Path, updates: list[int]) -> None:
     found = {name: value.flatten() for name, value in read_weights(out_dir).items()}
     assert_same_tensors(found, mean_by_hand(out_dir, updates))
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -389,14 +382,7 @@ def test_the_mean_of_a_run_that_ends_early_is_of_its_last_states(
 
 
 def pretrain_scripted(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> str:
-    perplexities = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.0, 5: 3.5}
-    keep = loop.TrainingRun._keep_if_best
-
-    def keep_scripted(run: loop.TrainingRun, found: ValidationResult) -> None:
-        keep(run, replace(found, perplexity=perplexities[run.position.update]))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.TrainingRun, "_keep_if_best", keep_scripted)
+    with scripted_validations({1: 5.0, 2: 4.0, 3: 3.0, 4: 3.0, 5: 3.5}):
         return pretrain(world, inputs, out_dir, recipe)
 
 

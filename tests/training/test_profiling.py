@@ -14,16 +14,12 @@ import pytest
 import torch
 from support.folder_listing import names_in
 from support.process_pool import ProcessPool
+from support.stage_runs import make_call
 from support.tiny_training import (
     Inputs,
-    assert_same_tensors,
-    make_call,
-    make_inputs,
+    assert_same_runs,
     make_recipe,
     pretrain,
-    read_metrics,
-    read_state,
-    read_weights,
 )
 
 from pipeline.artifacts.artifact import open_artifact
@@ -35,11 +31,6 @@ from pipeline.stage import StageCall
 from pipeline.training.profiling import Profiling
 
 Event = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def events_of(path: Path) -> list[Event]:
@@ -182,9 +173,7 @@ def test_a_run_with_a_profile_is_that_of_one_without_bit_for_bit(
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
     assert pool2.run(pretrain, inputs, plain, make_recipe()) == ["done"] * 2
     assert pool2.run(pretrain, inputs, profiled, make_recipe(), profile=(3, 4)) == ["done"] * 2
-    assert_same_tensors(read_weights(profiled), read_weights(plain))
-    assert_same_tensors(read_state(profiled, 6), read_state(plain, 6))
-    assert read_metrics(profiled / "metrics.jsonl") == read_metrics(plain / "metrics.jsonl")
+    assert_same_runs(profiled, plain, state=6)
     kept = [open_artifact(path, kind="checkpoint").manifest for path in (plain, profiled)]
     assert kept[0].key == kept[1].key
     assert kept[0].config == kept[1].config

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from support.fp16_on_cpu import fp16_on_cpu
 from support.process_pool import ProcessPool, RankFailed
+from support.stage_runs import make_call
 from support.tiny_training import (
     UPDATES,
     Inputs,
+    assert_same_runs,
     assert_same_tensors,
     changed,
-    make_call,
-    make_inputs,
     make_recipe,
     pretrain,
     read_metrics,
@@ -206,11 +206,6 @@ def _add_and_die(self: Quarantine, entries: list[LeftOut]) -> None:
 # ---------------------------------------------------------------- runs
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 def skipping_recipe(**training: Any) -> Recipe:
     settings = {"skip_nonfinite_after": 2, "checkpoint_every": 1, "validate_every": UPDATES}
     return make_recipe(**{**settings, **training})
@@ -393,8 +388,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_quarantine(
     )
     assert all(ending.startswith("stopped after update") for ending in stopped)
     assert pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence) == ["done"] * 2
-    assert_same_tensors(read_weights(out_dir), read_weights(straight))
-    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+    assert_same_runs(out_dir, straight)
     assert recorded(out_dir) == recorded(straight)
 
 
@@ -415,6 +409,7 @@ def test_without_the_setting_training_ends_and_names_it(
     with pytest.raises(RankFailed, match=r"update 3 is not a number.*skip_nonfinite_after"):
         pool2.run(pretrain_poisoned, inputs, tmp_path / "model", recipe, sentence)
     assert not (tmp_path / "model.run" / "quarantine.jsonl").exists()
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_model_that_spoils_every_micro_batch_ends_the_run(

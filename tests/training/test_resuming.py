@@ -6,7 +6,8 @@ from typing import cast
 
 import pytest
 import torch
-from support.tiny_training import make_call, make_recipe
+from support.stage_runs import make_call
+from support.tiny_training import make_recipe
 
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.checkpoints.resharding import Fills, Piece, Target, write_pieces

@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -233,40 +231,28 @@ def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- one writer at a time
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from pipeline.distributed.world import World
-from pipeline.training.run_directory import RunDirectory
-
-world = World(0, 1, 0, 1, "127.0.0.1", 0)
-directory = RunDirectory(Path(sys.argv[1]), stage="pretrain", config={}, inputs={}, world=world)
-with directory.locked():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+def hold(connection: Connection, tmp_path: Path) -> None:
+    with run_directory(tmp_path).locked():
+        connection.send("held")
+        connection.recv()
 
 
 @pytest.mark.slow
 def test_a_second_run_is_refused_with_the_holders_name_until_the_first_is_dead(
     tmp_path: Path,
 ) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "model")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout is not None
+    ours, theirs = forking().Pipe()
+    holder = forking().Process(target=hold, args=(theirs, tmp_path), daemon=True)
+    holder.start()
     try:
-        assert holder.stdout.readline() == "held\n"
+        assert ours.recv() == "held"
         directory = run_directory(tmp_path)
         refusal = pytest.raises(ArtifactError, match=f"written by process {holder.pid} on ")
         with refusal, directory.locked():
             pytest.fail("two runs hold one folder")
     finally:
         holder.kill()
-        holder.communicate(timeout=30)
+        holder.join(30)
     with directory.locked():
         pass
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 from support.folder_listing import names_in
-from support.tiny_training import changed, make_call, make_recipe
+from support.stage_runs import make_call
+from support.tiny_training import changed, make_recipe
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact

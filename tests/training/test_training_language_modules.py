@@ -10,7 +10,6 @@ from support.process_pool import ProcessPool, RankFailed
 from support.tiny_training import (
     Inputs,
     assert_same_tensors,
-    make_inputs,
     make_recipe,
     pretrain,
     read_metrics,
@@ -41,11 +40,6 @@ def recipe_of(name: str, *, moe: dict[str, object] | None = None, **training: An
     document["model"] |= {"moe": moe, "language_modules": modules}
     document["loss"] |= loss
     return Recipe.model_validate(document)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def test_two_ranks_with_shares_of_the_languages_make_the_model_of_one(

@@ -15,7 +15,8 @@ from types import FrameType
 
 import pytest
 from support.page_commands import PAGES
-from support.tiny_training import make_call, make_inputs, make_recipe
+from support.stage_runs import make_call
+from support.tiny_training import make_inputs, make_recipe
 
 from pipeline.registry import STAGES
 from pipeline.stages import pretrain

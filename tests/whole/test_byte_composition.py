@@ -10,25 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.corpora import make_corpus
 from support.process_pool import ProcessPool
+from support.stage_runs import make_call, run_stage
 from support.tiny_training import (
     UPDATES,
     Inputs,
-    assert_same_tensors,
+    assert_same_runs,
     changed,
-    make_call,
-    make_inputs,
     make_recipe,
     pretrain,
     read_metrics,
-    read_state,
     read_weights,
     terminate_at_call,
-    write_artifact,
 )
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.corpus import text_name
 from pipeline.checkpoints.averaging import average_checkpoints
 from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.config.recipe import Recipe
@@ -37,7 +34,6 @@ from pipeline.errors import Interrupted
 from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
 from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.model.regularization import Regularization
-from pipeline.stages import evaluate, translate, upcycle
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 
@@ -45,6 +41,7 @@ pytestmark = pytest.mark.slow
 
 FRONT = AdaMshaConfig(language_vector=True, max_scale=3)
 TEST_LINES = ["abcd dcba", "b", "äß Ω"]
+"""Alike on both sides; some letters have more than a byte."""
 
 
 def recipe_of(*, experts: bool = True) -> Recipe:
@@ -52,11 +49,6 @@ def recipe_of(*, experts: bool = True) -> Recipe:
     recipe = changed(recipe, "model", front=FRONT, moe=recipe.model.moe if experts else None)
     recipe = changed(recipe, "decoding", beam_size=2, max_extra_length=3, max_length_ratio=1.0)
     return changed(recipe, "evaluation", language_accuracy=False)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def finetune(
@@ -86,16 +78,6 @@ def finetune(
     return "done"
 
 
-def corpus_of_tests(path: Path) -> Artifact:
-    """Test lines of one pair, alike on both sides, some of more than a byte a letter."""
-    with write_artifact(path, "corpus", "clean") as writer:
-        writer.statistics["pairs"] = {"de-en": {"test": len(TEST_LINES)}}
-        for code in ("de", "en"):
-            text = "".join(f"{line}\n" for line in TEST_LINES)
-            writer.path(text_name("test", "de-en", code)).write_text(text, encoding="utf-8")
-    return open_artifact(path, kind="corpus")
-
-
 def test_a_byte_encoder_before_routed_experts_goes_the_whole_way(
     inputs: Inputs, pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -104,11 +86,8 @@ def test_a_byte_encoder_before_routed_experts_goes_the_whole_way(
     dense = open_artifact(tmp_path / "dense", kind="checkpoint")
 
     parts = dict.fromkeys(("embeddings", "encoder", "decoder"), dense)
-    assembly = make_call(
-        "upcycle", recipe, {**parts, "groups": inputs.groups}, tmp_path / "assembled"
-    )
-    upcycle.run(assembly)
-    assembled = open_artifact(tmp_path / "assembled", kind="checkpoint")
+    given = {**parts, "groups": inputs.groups}
+    assembled = run_stage("upcycle", tmp_path / "assembled", given, recipe)
     spec = read_spec(assembled)
     assert spec.model.front == FRONT
     assert spec.num_groups == 2
@@ -128,16 +107,16 @@ def test_a_byte_encoder_before_routed_experts_goes_the_whole_way(
 
     average_checkpoints([tmp_path / "assembled", tuned], out_dir=tmp_path / "mean")
     mean = open_artifact(tmp_path / "mean", kind="checkpoint")
-    corpus = corpus_of_tests(tmp_path / "tests")
+    corpus = make_corpus(
+        tmp_path / "tests", {"test": {"de-en": dict.fromkeys(("de", "en"), TEST_LINES)}}
+    )
     given = {"checkpoint": mean, "corpus": corpus}
-    translate.run(make_call("translate", recipe, given, tmp_path / "translated"))
-    translations = open_artifact(tmp_path / "translated", kind="translations")
+    translations = run_stage("translate", tmp_path / "translated", given, recipe)
     assert translations.statistics["lines"] == 2 * len(TEST_LINES)
     assert translations.statistics["truncated"] == 0
 
     given = {"corpus": corpus, "systems/mean": translations}
-    evaluate.run(make_call("evaluate", recipe, given, tmp_path / "evaluation"))
-    scores = open_artifact(tmp_path / "evaluation", kind="evaluation")
+    scores = run_stage("evaluate", tmp_path / "evaluation", given, recipe)
     assert set(scores.statistics["systems"]) == {"mean"}
 
 
@@ -150,9 +129,6 @@ def test_the_ranks_of_a_world_stopped_and_resumed_make_the_same_ada_msha(
     messages = pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(1, 3))
     assert all(message.startswith("stopped after update ") for message in messages)
     assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
-    assert_same_tensors(read_weights(out_dir), read_weights(straight))
-    assert_same_tensors(read_state(out_dir, UPDATES), read_state(straight, UPDATES))
-    found, expected = (read_metrics(path / "metrics.jsonl") for path in (out_dir, straight))
-    assert found == expected
+    assert_same_runs(out_dir, straight, state=UPDATES)
     model = load_model(open_artifact(out_dir, kind="checkpoint"))
     assert isinstance(model.front, AdaMsha)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import source_of
 
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import Example, collate
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig
@@ -116,15 +116,7 @@ def small_model(front: dict[str, Any]) -> Transformer:
 def shares_exact(model: Transformer, held_out: list[Line]) -> dict[str, float]:
     """Return the share of lines that are translated letter by letter, greedily, of every task."""
     tokenizer, examples = byte_tokenizer(), [example(line) for line in held_out]
-    sources = [
-        Source(
-            [*one.source_prefix, *map(int, one.source), tokenizer.eos_id],
-            one.decoder_prompt,
-            one.source_language,
-            one.target_language,
-        )
-        for one in examples
-    ]
+    sources = [source_of(one, eos_id=tokenizer.eos_id) for one in examples]
     greedy = DecodingConfig(beam_size=1, max_extra_length=15)
     found = beam_search(model.eval(), sources, greedy, eos_id=tokenizer.eos_id)
     exact: dict[str, list[bool]] = {task: [] for task in TASKS}

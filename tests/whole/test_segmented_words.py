@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.corpora import make_corpus
+from support.corpora import make_corpus, writing
 from support.fronted_models import fronted_byte_spec
 from support.process_pool import ProcessPool
-from support.tiny_models import tiny_model
-from support.tiny_training import Inputs, pretrain, write_artifact
+from support.tiny_models import attend_to_source, tiny_model
+from support.tiny_training import Inputs, pretrain
 
 from data_prep.make_shards import pair_jobs
 from data_prep.pair_shards import Sharding, shard_pair
@@ -146,9 +146,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def write_checkpoint(directory: Path, spec: ModelSpec, tokenizer_dir: Path) -> Artifact:
     """A checkpoint that nothing has trained, whose translations differ with their sources."""
     model = tiny_model(spec)
-    for layer in model.decoder_layers():
-        for name, parameter in layer.cross_attention.named_parameters():
-            parameter.data *= 6 if name.endswith("weight") else 1
+    attend_to_source(model, factor=6)
     with new_artifact(
         directory, kind="checkpoint", stage="pretrain", config={}, inputs={}
     ) as writer:
@@ -363,7 +361,7 @@ def test_lines_of_a_pipe_are_translated_by_their_words(made: Made, checkpoint: A
 def test_pretraining_takes_the_words_and_names_no_language_without_spaces(
     made: Made, pool1: ProcessPool, tmp_path: Path
 ) -> None:
-    with write_artifact(tmp_path / "groups", "groups", "group_languages") as writer:
+    with writing(tmp_path / "groups", "groups") as writer:
         writer.write_json(
             "groups.json", {"groups": {code: int(code == "de") for code in LANGUAGES}}
         )

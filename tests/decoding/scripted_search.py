@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.tiny_models import EOS_ID, PAD_ID
 from torch import Tensor
 
 from pipeline.decoding.hypotheses import Source, Translation, length_limit
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.kernels.logits import log_normalizer
-from support.tiny_models import EOS_ID, PAD_ID
 
 POSITIONS = 64
 
