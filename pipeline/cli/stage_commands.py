@@ -130,11 +130,24 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
             threads=_threads(call.processes),
         )
     with sole_writer(call.out_dir) if own_rank() == 0 else nullcontext():
-        importlib.import_module(stage.module).run(call)  # imports all that the stage needs
+        try:
+            importlib.import_module(stage.module).run(call)  # imports all that the stage needs
+        except FileNotFoundError as error:
+            _refuse_if_removed(error.filename, out_dir=call.out_dir)
+            raise
     manifest = read_manifest(call.out_dir) if own_rank() == 0 else None
     for line in manifest.summary if manifest else ():
         say(f"mmnmt {stage.name}: {line}")
     return 0
+
+
+def _refuse_if_removed(name: str | None, *, out_dir: Path) -> None:
+    """Refuse to go on if a file of the stage's own folders, which begin with its name, is gone."""
+    own = os.path.relpath(name or "/", out_dir.parent).lstrip(".")
+    if own.startswith(out_dir.name):
+        raise ArtifactError(
+            f"{name} was removed while the stage worked. Remove nothing while it runs; run it again."
+        )
 
 
 def _set_training_aside(call: StageCall) -> None:
