@@ -146,7 +146,7 @@ def _refuse_if_removed(name: str | None, *, out_dir: Path) -> None:
     own = os.path.relpath(name or "/", out_dir.parent).lstrip(".")
     if own.startswith(out_dir.name):
         raise ArtifactError(
-            f"{name} was removed while the stage worked. Remove nothing while it runs; run it again."
+            f"{name} was removed while the stage worked. Remove nothing meanwhile, and run again."
         )
 
 

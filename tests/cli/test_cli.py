@@ -679,6 +679,27 @@ def test_a_signal_before_a_stage_handles_it_ends_it_cleanly(
     assert names_in(bench.folder) == ["recipe.toml"]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_folder_that_is_removed_under_a_stage_is_named_without_a_traceback(
+    bench: Bench, capsys: pytest.CaptureFixture[str], is_new: bool
+) -> None:
+    def work(call: StageCall) -> None:
+        with call.new_artifact() as writer:
+            folder = writer.directory if is_new else run_dir(call.out_dir)
+            folder.mkdir(exist_ok=True)
+            folder.rmdir()
+            (folder / "part").write_text("")
+
+    bench.action = work
+    assert bench.read() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "/part was removed while the stage worked. Remove nothing meanwhile, and run" in said
+    assert said.count("\n") == 1
+    bench.action = lambda _: (bench.folder / "other").read_text()
+    with pytest.raises(FileNotFoundError):
+        bench.read()
+
+
 SIGNALED = """
 import os, sys
 _, module, number, *sys.argv[1:] = sys.argv

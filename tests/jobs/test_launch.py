@@ -196,6 +196,9 @@ def test_a_rank_that_a_signal_killed_counts_as_128_and_its_number() -> None:
     assert launch(arguments, processes=1, threads=1) == 137
     assert describe_exit(137) == describe_exit(-9) == "signal SIGKILL"
     assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-signal.SIGBUS).startswith(
+        "signal SIGBUS: a file that it read was cut off"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
