@@ -355,7 +355,7 @@ def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
         def batches_of(columns: list[str]) -> Iterable[Any]:
             for number in range(table.num_row_groups):
                 _refuse_bomb(path, table.metadata.row_group(number), columns)
-            return table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
+            yield from table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
 
         yield table.schema_arrow.names, batches_of
 
@@ -363,7 +363,8 @@ def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
 def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
     """Refuse a row group of which some columns take little space, and much memory."""
     parts = [group.column(number) for number in range(group.num_columns)]
-    parts = [part for part in parts if part.path_in_schema.split(".")[0] in columns]
+    begins = tuple(f"{name}." for name in columns)
+    parts = [part for part in parts if f"{part.path_in_schema}.".startswith(begins)]
     listed = sum(part.num_values - group.num_rows for part in parts)  # in lists, at no cost
     unpacked = sum(part.total_uncompressed_size for part in parts) + 16 * listed
     packed = min(sum(part.total_compressed_size for part in parts), path.stat().st_size)
