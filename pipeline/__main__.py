@@ -1,16 +1,15 @@
 """Run the command line: the script ``mmnmt``, and ``python -m pipeline`` for launchers.
 
-SIGINT stays blocked while the command line is imported, so that Ctrl-C in that second ends in one
-sentence and not in a traceback.
+Signals that ask for a stop stay blocked while the command line is imported: one that comes in that
+second ends in the same sentence as later, and not in a traceback or without a word.
 """
 
 import signal
-from typing import NoReturn
 
 
-def command() -> NoReturn:
-    """Import and run the command line, which unblocks SIGINT once it can handle it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def command() -> None:
+    """Import and run the command line, which lets signals in once it can handle them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     from pipeline import cli
 
     cli.command()

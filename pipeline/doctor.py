@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.settings import SEGMENTERS
-from pipeline import installed_version
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import (
     discard_working,
@@ -64,7 +63,7 @@ from pipeline.errors import (
 from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.site import load_site
-from pipeline.machine import prepare_process, visible_gpus
+from pipeline.machine import installed_version, prepare_process, visible_gpus
 from pipeline.terminal import counted, listed
 
 Mark = Literal["ok", "note", "wrong"]

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from pipeline.kernels.allocator import keep_freed_memory
@@ -25,6 +26,14 @@ from pipeline.kernels.allocator import keep_freed_memory
 BF16_CAPABILITY = 8.0
 """CUDA compute capability from which GPUs compute in bfloat16 (Ampere)."""
 _ASK_SECONDS = 20.0
+
+
+def installed_version() -> str:
+    """Return the installed version of mmnmt; a clone can also be used without installing it."""
+    try:
+        return metadata.version("mmnmt")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 @dataclass(frozen=True)

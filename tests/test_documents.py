@@ -160,5 +160,7 @@ def test_a_pipe_is_refused_and_not_waited_for(
     tmp_path: Path, read: Callable[[Path], object]
 ) -> None:
     os.mkfifo(tmp_path / "recipe.toml")
-    with pytest.raises(UserError, match=r"recipe.toml is a pipe.* Write its text to a file"):
-        read(tmp_path / "recipe.toml")
+    (tmp_path / "device.toml").symlink_to("/dev/full")  # it has no end
+    for name in ("recipe", "device"):
+        with pytest.raises(UserError, match=rf"{name}.toml is a pipe.* Write its text to a file"):
+            read(tmp_path / f"{name}.toml")

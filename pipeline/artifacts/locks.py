@@ -57,6 +57,7 @@ _PAUSE_SECONDS = 0.1
 _LONGEST_LOOK_SECONDS = 1.0
 """Seconds that count at most between two looks at the holder's file."""
 _VANISHED = (errno.ENOENT, errno.ESTALE)
+_GONE = "its lock is gone"
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,10 @@ class Lock:
         """
         loss = self.loss()
         if loss is not None:
+            other = "Wait for the other one, or stop it, then run again."
             raise ArtifactError(
                 f"{self.what}: {loss}. This run stops, because two would damage each other's "
-                "files. Wait for the other one, or stop it, then run again."
+                f"files. {f'{self.path} was removed: run again.' if loss == _GONE else other}"
             )
 
     def loss(self) -> str | None:
@@ -249,7 +251,7 @@ class Lock:
                 return None, f"its lock cannot be read ({error.strerror or error})"
             holder = None
         if holder is None:
-            return None, "its lock is gone"
+            return None, _GONE
         return holder.owner, f"it is being written by {holder.owner or 'another process'}"
 
     def beat(self, number: int) -> None:

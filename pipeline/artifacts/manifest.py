@@ -440,7 +440,8 @@ def raw_digest(path: Path) -> str:
     if path.is_file():
         return json_digest(_in_chunks(path).model_dump())
     if not path.is_dir():
-        raise ArtifactError(f"{path} does not exist. Name an existing file or folder.")
+        problem = "is a pipe or a device" if path.exists() else "does not exist"
+        raise ArtifactError(f"{path} {problem}. Name an existing file or folder.")
     files = sorted(_files_below(path))
     for entry in files:
         if not is_text(str(entry)):

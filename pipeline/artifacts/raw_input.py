@@ -144,6 +144,12 @@ ZSTD_WINDOW_BYTES = 2**27
 
 PARQUET, ARROW = ".parquet", ".arrow"
 _BATCH_ROWS = 1000
+_PARQUET_ROWS = 64
+"""Rows of a Parquet file that are read at once, although each may repeat one long text, of which
+the file has one copy."""
+_LARGE_BYTES = 2**24
+_MOST_TIMES = 100
+"""Times that a row group above ``_LARGE_BYTES`` may be as large unpacked; usual text: below 20."""
 _BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
 """Returns batches of rows, of these columns."""
 
@@ -345,9 +351,27 @@ def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as table:
-        yield (
-            table.schema_arrow.names,
-            lambda columns: table.iter_batches(batch_size=_BATCH_ROWS, columns=columns),
+
+        def batches_of(columns: list[str]) -> Iterable[Any]:
+            for number in range(table.num_row_groups):
+                _refuse_bomb(path, table.metadata.row_group(number), columns)
+            yield from table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
+
+        yield table.schema_arrow.names, batches_of
+
+
+def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
+    """Refuse a row group of which some columns take little space, and much memory."""
+    parts = [group.column(number) for number in range(group.num_columns)]
+    begins = tuple(f"{name}." for name in columns)
+    parts = [part for part in parts if f"{part.path_in_schema}.".startswith(begins)]
+    listed = sum(part.num_values - group.num_rows for part in parts)  # in lists, at no cost
+    unpacked = sum(part.total_uncompressed_size for part in parts) + 16 * listed
+    packed = min(sum(part.total_compressed_size for part in parts), path.stat().st_size)
+    if unpacked > max(_LARGE_BYTES, _MOST_TIMES * packed):
+        raise DataError(
+            f"{path} unpacks {packed:,} bytes to {unpacked:,}, which no text does. Remove it, "
+            "or write it as JSON lines if you trust it."
         )
 
 

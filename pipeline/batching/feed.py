@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,18 @@ class _Pair:
     name: str
     languages: tuple[str, str]
     sides: tuple[Shard, Shard]
+    files: dict[Path, int]
+    """Its files with their bytes, as checked."""
+
+    def refuse_cut_off(self) -> None:
+        """Refuse files that changed in size: reading beyond the end of one kills a process."""
+        for path, size in self.files.items():
+            found = path.stat().st_size if path.exists() else 0
+            if found != size:
+                raise ArtifactError(
+                    f"{path} has {found:,} bytes, and had {size:,} when this run began. Restore it "
+                    "from a copy or run its stage again, and change nothing meanwhile."
+                )
 
 
 class _Files:
@@ -87,6 +100,8 @@ class _Files:
 
         ``with_begins`` adds 1 where a token of the sources begins a word that a segmenter found.
         """
+        for number in np.unique(plan.pair_B):
+            self._pairs[number].refuse_cut_off()
         start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
         where = (plan.pair_B, plan.reverse_B, plan.line_B)
         locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)
@@ -433,4 +448,8 @@ def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collecti
             f"{shards.directory} has {len(sides[0]):,} and {len(sides[1]):,} sentences of "
             f"{split}/{name}, its statistics say {counted:,}. Run make_shards again."
         )
-    return _Pair(name, languages, sides)
+    files = {
+        shards.directory / file: shards.manifest.files[file].size
+        for file in shards.names(f"{split}/{name}/")
+    }
+    return _Pair(name, languages, sides, files)

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from pipeline import installed_version
 from pipeline.cli.commands import COMMANDS
 from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.parser import Command, CommandParser, refuse_paths
 from pipeline.cli.stage_commands import commands_of_stages, find_stage, stage_main
+from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import leave
-from pipeline.machine import prepare_process
+from pipeline.machine import installed_version, prepare_process
 from pipeline.registry import STAGES
 
 __all__ = ["command", "main", "stage_main"]
@@ -53,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen: Command = options.chosen
 
     def act() -> int:
-        refuse_paths(options)
-        return chosen.action(options)
+        with interruptible():
+            refuse_paths(options)
+            return chosen.action(options)
 
     # ``upcycle`` is a stage, too: the job that starts it waits for a report of its end.
     return guarded(chosen.name, act, is_rank=chosen.name in STAGES, leads=True)

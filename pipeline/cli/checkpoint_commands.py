@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeline.artifacts.locks import sole_writer
 from pipeline.cli.ending import say
-from pipeline.distributed.signals import interruptible
 from pipeline.errors import ConfigError
 from pipeline.terminal import counted
 
@@ -19,7 +18,7 @@ def making(make: Callable[..., str]) -> Callable[[argparse.Namespace], int]:
 
     def act(options: argparse.Namespace) -> int:
         given: dict[str, Any] = {"out_dir": options.out, "overwrite": options.overwrite}
-        with interruptible(), sole_writer(options.out):
+        with sole_writer(options.out):
             line = make(options, **given)
         print(line)
         return 0
@@ -38,7 +37,7 @@ def upcycle(options: argparse.Namespace) -> int:
         return 0
     if options.out is None:
         raise ConfigError("An assembly needs a directory. Pass --out DIR, or --dry-run.")
-    with interruptible(), sole_writer(options.out):
+    with sole_writer(options.out):
         summary = make_declared(
             assembly, out_dir=options.out, processes=options.processes, overwrite=options.overwrite
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.artifacts.artifact import UNWRITABLE
 from pipeline.distributed import progress
 from pipeline.distributed.rounds import node_name
-from pipeline.distributed.signals import let_ctrl_c_in
+from pipeline.distributed.signals import let_signals_in
 from pipeline.distributed.watchdog import BEFORE_END
 from pipeline.distributed.world import rank_of
 from pipeline.errors import (
@@ -80,7 +80,7 @@ def guarded(
 
 def _guarded(name: str, action: Callable[[], int], *, reports: "_Reports", leads: bool) -> int:
     try:
-        let_ctrl_c_in()
+        let_signals_in()
         code = action()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader had enough: leave nothing to flush at exit
@@ -89,12 +89,12 @@ def _guarded(name: str, action: Callable[[], int], *, reports: "_Reports", leads
         return EXIT_BROKEN_PIPE
     except Interrupted as error:
         reason = str(error) or "stopped as asked"
-        say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")
         is_alone = (launched_size(os.environ) or 1) == 1
         # SIGTERM may be no request, but what srun sends because another rank was killed.
         is_free = is_alone or (leads and signal.SIGTERM.name not in reason)
         is_agreed = is_free or isinstance(error, AgreedStop)
-        reports.write("again" if is_agreed else "lost", reason)
+        reports.write("again" if is_agreed else "lost", reason)  # at once: see ``noting_sigterm``
+        say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")
         return EXIT_RUN_AGAIN
     except UserError as error:
         reports.write_or_print("lost" if isinstance(error, RankLost) else "failed", error)

@@ -109,7 +109,8 @@ def serve(options: argparse.Namespace) -> int:
 
 def _read_key(path: Path, *, most: int) -> str:
     try:
-        key = path.read_text(encoding="utf-8").strip()
+        with path.open(encoding="utf-8") as stream:
+            key = stream.read(2 * most).strip()  # a device has no end
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"--key-file {path} cannot be read ({error}). Name a text file."

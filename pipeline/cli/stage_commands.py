@@ -94,11 +94,12 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def act() -> int:
-        options = parser_of(stage, arguments).parse_args(arguments)
-        refuse_paths(options)
-        if "chosen" in options:
-            return FILTER.action(options)
-        return _stage_command(stage, options, arguments)
+        with interruptible():
+            options = parser_of(stage, arguments).parse_args(arguments)
+            refuse_paths(options)
+            if "chosen" not in options:
+                return _stage_command(stage, options, arguments)
+        return FILTER.action(options)  # nothing to go on with: a signal ends it by default
 
     return guarded(name, act, is_rank=True, leads=stage.parallel != "ranks")
 
@@ -128,12 +129,25 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
             processes=call.processes,
             threads=_threads(call.processes),
         )
-    with interruptible(), sole_writer(call.out_dir) if own_rank() == 0 else nullcontext():
-        importlib.import_module(stage.module).run(call)  # imports all that the stage needs
+    with sole_writer(call.out_dir) if own_rank() == 0 else nullcontext():
+        try:
+            importlib.import_module(stage.module).run(call)  # imports all that the stage needs
+        except FileNotFoundError as error:
+            _refuse_if_removed(error.filename, out_dir=call.out_dir)
+            raise
     manifest = read_manifest(call.out_dir) if own_rank() == 0 else None
     for line in manifest.summary if manifest else ():
         say(f"mmnmt {stage.name}: {line}")
     return 0
+
+
+def _refuse_if_removed(name: str | None, *, out_dir: Path) -> None:
+    """Refuse to go on if a file of the stage's own folders, which begin with its name, is gone."""
+    own = os.path.relpath(name or "/", out_dir.parent).lstrip(".")
+    if own.startswith(out_dir.name):
+        raise ArtifactError(
+            f"{name} was removed while the stage worked. Remove nothing meanwhile, and run again."
+        )
 
 
 def _set_training_aside(call: StageCall) -> None:

@@ -135,8 +135,10 @@ def read_bytes(
     Raises:
         UserError: of the given type: it cannot be read, or is longer.
     """
-    if path.is_fifo():  # it would wait for somebody to write
-        raise error(f"{path} is a pipe, and is read more than once. Write its text to a file.")
+    if path.exists() and not (path.is_file() or path.is_dir()):  # it could wait for somebody
+        raise error(
+            f"{path} is a pipe or a device, and is read more than once. Write its text to a file."
+        )
     try:
         with path.open("rb") as stream:
             content = stream.read(limit + 1)

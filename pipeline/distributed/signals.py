@@ -94,14 +94,13 @@ def deferred() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def ctrl_c_held_back() -> AbstractContextManager[None]:
-    """Block SIGINT within the block; processes started there block it until they unblock it."""
-    return held_back((signal.SIGINT,))
-
-
-def let_ctrl_c_in() -> None:
-    """Unblock SIGINT, including one that is pending."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+def let_signals_in() -> None:
+    """Unblock signals to stop; raise Interrupted or KeyboardInterrupt for one that came before."""
+    asked = signal.sigpending().intersection(ASKED_FROM_OUTSIDE)
+    number = signal.sigwait(asked) if asked else None  # it reaches no handler
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if number is not None:
+        _interrupt(signal.Signals(number))
 
 
 class StopFlag:

@@ -23,7 +23,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
-from pipeline.distributed.signals import ctrl_c_held_back
+from pipeline.distributed.signals import held_back
 from pipeline.errors import ConfigError, Interrupted, UserError
 
 C = TypeVar("C")
@@ -112,7 +112,7 @@ class WorkerPool(Pool, ProcessPoolExecutor):
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Hand a call to a worker, starting one if none is idle."""
-        with ctrl_c_held_back():
+        with held_back((signal.SIGINT,)):
             return super().submit(function, *args, **kwargs)
 
     def __exit__(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import sub
 
-from pipeline import installed_version
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_hypotheses, read_lines
 from pipeline.artifacts.spelling import is_blank
@@ -42,6 +41,7 @@ from pipeline.evaluation.tables import (
     section_of_notes,
 )
 from pipeline.languages import language, without_region
+from pipeline.machine import installed_version
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted, listed
 

@@ -204,7 +204,9 @@ def describe_exit(code: int) -> str:
     """Return ``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
     number = -code if code < 0 else code - 128
     with contextlib.suppress(ValueError):
-        return f"signal {signal.Signals(number).name}"
+        name = signal.Signals(number).name
+        reason = ": a file that it read was cut off, or its disk failed" if name == "SIGBUS" else ""
+        return f"signal {name}{reason}"
     return f"exit code {code}"
 
 

@@ -76,6 +76,8 @@ def _rows(
         return [shown, *_start_rows(ended)]
     ended = _ended(task)
     last = ended[-1] if ended and job_of(ended[-1].attempt) == known.id else None
+    if last and job and job.state == "CANCELLED" and job.attempt != last.attempt:
+        last = None  # it waited to start again
     if job is None and not known.id:
         about = "; ".join(filter(None, (about, "its job was not submitted; submit again")))
         return [[name, state, "", "", about], *_start_rows(ended)]

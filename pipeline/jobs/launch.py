@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
-from pipeline.distributed.signals import ctrl_c_held_back, handled_by
+from pipeline.distributed.signals import handled_by, held_back
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR
 from pipeline.jobs.job_endings import (
@@ -103,8 +103,8 @@ def launch(
     If one fails, or stops although no other was to, the others are asked to end, and killed after
     ``grace_seconds``; if one ends since all agreed to stop, the others are killed after
     ``leaving_seconds``. A signal to stop is forwarded, and the children decide; a caller that wants
-    to know of it passes ``requests``, already entered. SIGINT stays pending in a child until that
-    unblocks it, as the command line does once it can handle it (``signals.let_ctrl_c_in``).
+    to know of it passes ``requests``, already entered. Signals stay pending in a child until that
+    unblocks them, as the command line does once it can handle them (``signals.let_signals_in``).
 
     Returns:
         0; EXIT_RUN_AGAIN if a child said so and none failed before; else the code of the child that
@@ -121,7 +121,7 @@ def launch(
         try:
             for rank in range(processes):
                 world = World(rank, processes, rank, processes, LOOPBACK, port)
-                with ctrl_c_held_back():  # until the child can handle SIGINT
+                with held_back():  # until the child can handle them
                     children.append(_start(arguments, variables | world.environment()))
             asked.watch(children)
             grace = (grace_seconds, leaving_seconds)

@@ -22,7 +22,14 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.overrides import override_texts
-from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
+from pipeline.errors import (
+    EXIT_RUN_AGAIN,
+    EXIT_USER_ERROR,
+    ArtifactError,
+    ConfigError,
+    Interrupted,
+    UserError,
+)
 from pipeline.jobs.freshness import (
     change_of_files,
     forecast,
@@ -62,12 +69,13 @@ def run_plan(
     stage of ranks then has one process, and all divide their threads.
 
     Returns:
-        0; the exit code of the stage that failed; EXIT_RUN_AGAIN if none did and a signal came.
+        0; the exit code of the stage that failed.
 
     Raises:
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
         ArtifactError: another run holds the folder, training would be thrown away, or a stage
             reads from one that is left out and not made yet.
+        Interrupted: a signal came, and no stage failed.
     """
     resolved.require_inputs()
     check_rebuild(resolved, rebuild)
@@ -195,11 +203,7 @@ class _Run:
             return 0
         failed = [name for name, code in codes.items() if code != EXIT_RUN_AGAIN]
         if self._requests.received is not None and not failed:
-            self._say(
-                f"mmnmt run: stopped as asked ({self._requests.received.name}) in {listed(codes)}; "
-                "run the same command again to go on."
-            )
-            return EXIT_RUN_AGAIN
+            raise Interrupted(f"stopped by {self._requests.received.name} in {listed(codes)}")
         if refusals:
             raise refusals[0]
         code = codes[failed[0]]

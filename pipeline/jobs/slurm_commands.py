@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.errors import SchedulerError
+from pipeline.jobs.plan import seconds_of
 from pipeline.jobs.site import Allocation
 
 ANSWER_SECONDS = 30.0
@@ -128,6 +129,7 @@ class Request:
             "account": self.account,
             "qos": queue.qos,
             "time": asked.time,
+            "signal": _warning(seconds_of(asked.time) or 0),
             "nodes": asked.nodes,
             "ntasks": asked.tasks,
             "ntasks-per-node": asked.tasks_per_node,
@@ -148,6 +150,15 @@ class Request:
         """Return the command as one line of bash; jobs ``$NAME`` stay variables."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, *map(_quoted, self.command())])
+
+
+def _warning(limit: int) -> str | None:
+    """Return when a stage is asked to stop, if 300 s would take most of its time.
+
+    SLURM asks up to 60 s earlier than told. With 0 it does not ask, but ends the job, which then
+    has ``KillWait`` to save.
+    """
+    return f"B:USR1@{max(0, limit - 60) // 3}" if 0 < limit < 960 else None
 
 
 def _quoted(word: str) -> str:

@@ -452,6 +452,9 @@ def test_a_raw_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: 
     )
     with pytest.raises(ArtifactError, match=r"does not exist\. Name an existing file or folder"):
         raw_digest(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ArtifactError, match=r"fifo is a pipe or a device\. Name an existing file"):
+        raw_digest(tmp_path / "fifo")
 
 
 def test_a_work_of_no_time_is_recorded_as_such(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Raw inputs: what options may name, and what a manifest says of it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.artifacts.artifact import raw_digest
-from pipeline.artifacts.raw_input import HubDataset, RawPaths, raw_input
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.artifacts.raw_input import HubDataset, RawPaths, raw_input, table_rows
+from pipeline.errors import ArtifactError, ConfigError, DataError
 
 COMMIT = "805090dc28bf78897da9641cdf08b61287580df9"
 
@@ -76,3 +77,60 @@ def test_where_one_path_is_wanted_several_or_a_data_set_are_refused() -> None:
         raw_input(["a", "b"]).only_path()
     with pytest.raises(ConfigError, match="is a data set of the hub where a path is wanted"):
         HubDataset("a/b", COMMIT).only_path()
+
+
+# ---------------------------------------------------------------- small files of large tables
+
+
+def write_table(path: Path, columns: dict[str, Any], **options: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table(columns)
+    parquet.write_table(table, path, compression="zstd", store_schema=False, **options)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_text_that_all_rows_repeat_takes_the_memory_of_few_rows(
+    tmp_path: Path, is_nested: bool
+) -> None:
+    """The file has the text once, in a dictionary."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
+    path, text = tmp_path / "a.parquet", "x" * 200_000
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), pyarrow.array([text]))
+    if is_nested:
+        column = pyarrow.StructArray.from_arrays([column], ["de"])
+    write_table(path, {"de": column})
+    assert path.stat().st_size < 2000
+    before = pyarrow.default_memory_pool()
+    measured = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(measured)
+    try:
+        rows = [row["de"] for row in table_rows(path, ["de"])]
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert rows == [{"de": text} if is_nested else text] * 1000
+    assert measured.max_memory() < 50_000_000
+
+
+@pytest.mark.parametrize("kind", ["one text", "texts", "a list"])
+def test_a_table_that_unpacks_to_far_more_than_text_does_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
+    path, number = tmp_path / "a.parquet", 2**21
+    match kind:
+        case "one text":
+            column = pyarrow.array(["x" * 10 * number])
+        case "texts":
+            column = pyarrow.array(["x" * 1000] * 20_000)
+        case _:
+            column = pyarrow.array([[None] * number], pyarrow.list_(pyarrow.string()))
+    write_table(
+        path, {"de": column, "en": pyarrow.array(["one"] * len(column))}, use_dictionary=False
+    )
+    assert path.stat().st_size < 30_000
+    with pytest.raises(
+        DataError, match=r"a\.parquet unpacks [\d,]+ bytes to [\d,]+, which no text"
+    ):
+        next(iter(table_rows(path, ["de"])))
+    assert next(iter(table_rows(path, ["en"]))) == {"en": "one"}

@@ -5,6 +5,8 @@ seen, and a published run can be done again.
 """
 
 import hashlib
+import os
+import shutil
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -28,6 +30,7 @@ from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.settings import BatchesConfig
+from pipeline.errors import ArtifactError
 from pipeline.seeds import derive_seed
 from pipeline.temperature_sampling import temperature_probabilities
 
@@ -284,6 +287,22 @@ def test_passes_leave_micro_batches_out(corpora: Path) -> None:
     taken = update.step.micro_batches[first]
     assert isinstance(passes[1].batch, Batch)
     assert passes[1].batch.line_B.tolist() == taken.line_B[:1].tolist()
+
+
+@pytest.mark.parametrize(("ending", "size"), [(".tokens", 0), (".offsets.npy", 2**13)])
+def test_a_file_that_changes_in_size_under_a_run_is_named(
+    corpora: Path, tmp_path: Path, ending: str, size: int
+) -> None:
+    """To read pages beyond the end of a file that was cut off ends a process by SIGBUS."""
+    shutil.copytree(corpora, tmp_path / "copy")
+    data = open_data(tmp_path / "copy", "usual")
+    plan = next(data.planner.steps((0, 0))).micro_batches[0]
+    assert data.train.batch(plan).num_labels > 0
+    for path in (tmp_path / "copy").rglob(f"train/*/*{ending}"):
+        os.truncate(path, size)
+    said = rf"copy/.*{ending} has {size:,} bytes, and had [\d,]+ when this run began\. Restore"
+    with pytest.raises(ArtifactError, match=said):
+        data.train.batch(plan)
 
 
 def test_a_line_beyond_its_pair_is_refused(corpora: Path) -> None:

@@ -679,6 +679,74 @@ def test_a_signal_before_a_stage_handles_it_ends_it_cleanly(
     assert names_in(bench.folder) == ["recipe.toml"]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_folder_that_is_removed_under_a_stage_is_named_without_a_traceback(
+    bench: Bench, capsys: pytest.CaptureFixture[str], is_new: bool
+) -> None:
+    def work(call: StageCall) -> None:
+        with call.new_artifact() as writer:
+            folder = writer.directory if is_new else run_dir(call.out_dir)
+            folder.mkdir(exist_ok=True)
+            folder.rmdir()
+            (folder / "part").write_text("")
+
+    bench.action = work
+    assert bench.read() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "/part was removed while the stage worked. Remove nothing meanwhile, and run" in said
+    assert said.count("\n") == 1
+    bench.action = lambda _: (bench.folder / "other").read_text()
+    with pytest.raises(FileNotFoundError):
+        bench.read()
+
+
+SIGNALED = """
+import os, sys
+_, module, number, *sys.argv[1:] = sys.argv
+
+class Asking:
+    def find_spec(name, *_):
+        if name == module:
+            os.kill(os.getpid(), int(number))
+
+sys.meta_path.insert(0, Asking)
+from pipeline.__main__ import command
+assert not sys.modules.keys() & {"importlib.metadata", "typing"}, "imported while signals come in"
+command()
+"""
+"""Run the command line, and send a signal when a module is imported."""
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "number"),
+    [
+        ("import_corpus --recipe demo_dense", "pipeline.cli", signal.SIGTERM),
+        ("import_corpus --recipe demo_dense", "pipeline.config.recorded", signal.SIGINT),
+        ("import_corpus --recipe demo_dense", "data_prep.import_corpus", signal.SIGUSR1),
+        ("run demo --only corpus", "pipeline.cli", signal.SIGUSR1),
+        ("checkpoint average c --last 2", "pipeline.cli.parser", signal.SIGTERM),
+    ],
+)
+def test_a_signal_says_the_same_from_the_first_import_to_the_work_of_a_command(
+    tmp_path: Path, command: str, module: str, number: signal.Signals
+) -> None:
+    words = [*command.split(), "--out", "out"]
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALED, module, str(int(number)), *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    name = " ".join(words[: 1 + (words[0] == "checkpoint")])
+    again = f"stopped by {number.name}: run the same command again to go on."
+    said = "stopped by Ctrl-C." if number == signal.SIGINT else again
+    assert ended.stderr == f"mmnmt {name}: {said}\n"
+    assert ended.returncode == (130 if number == signal.SIGINT else EXIT_RUN_AGAIN)
+    assert (ended.stdout, names_in(tmp_path)) == ("", [])
+
+
 def test_a_second_writer_of_the_same_artifact_is_refused(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,6 +161,15 @@ def test_a_job_whose_artifact_is_finished_ends_with_0(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setup", ["kill -USR1 $$", "(sleep 0.2; kill -USR1 $$) & sleep 0.5"])
+def test_a_request_to_stop_while_a_job_is_set_up_does_not_end_it(bench: Bench, setup: str) -> None:
+    """SLURM sends it at once if the time limit is shorter than the warning."""
+    bench.variables["MMNMT_SETUP"] = setup
+    assert bench.run(f"{PUBLISH}[end(rank, 'done') for rank in range(4)]") == 0
+    assert bench.verdict().verdict == "done"
+
+
+@pytest.mark.slow
 def test_a_step_that_ends_with_0_but_without_its_artifact_failed(bench: Bench) -> None:
     assert bench.run("[end(rank, 'done') for rank in range(4)]") == 1
     assert "failed: ended without an error but left no finished artifact" in bench.ended.stderr

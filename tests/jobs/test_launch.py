@@ -17,7 +17,7 @@ from pipeline.errors import EXIT_RUN_AGAIN
 from pipeline.jobs.job_endings import describe_exit
 from pipeline.jobs.launch import StopRequests, launch
 
-WAIT_FOR_EVER = "import time; time.sleep(60)"
+WAIT_FOR_EVER = "import signal, time; signal.pthread_sigmask(2, []); time.sleep(60)"
 IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
 
 
@@ -196,6 +196,9 @@ def test_a_rank_that_a_signal_killed_counts_as_128_and_its_number() -> None:
     assert launch(arguments, processes=1, threads=1) == 137
     assert describe_exit(137) == describe_exit(-9) == "signal SIGKILL"
     assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-signal.SIGBUS).startswith(
+        "signal SIGBUS: a file that it read was cut off"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -204,9 +207,9 @@ def test_a_signal_to_the_launcher_reaches_every_rank(
 ) -> None:
     child = (
         "import os, signal, sys, time\n"
-        "from pipeline.distributed.signals import let_ctrl_c_in\n"
+        "from pipeline.distributed.signals import let_signals_in\n"
         f"signal.signal({int(number)}, lambda *_: sys.exit({EXIT_RUN_AGAIN}))\n"
-        "let_ctrl_c_in()\n"
+        "let_signals_in()\n"
         "open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').close()\n"
         "time.sleep(60)\n"
     )
@@ -292,7 +295,7 @@ def test_the_folder_of_a_launcher_that_was_killed_goes_at_the_next_start(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    wait = ["-c", "import time; time.sleep(60)"]
+    wait = ["-c", WAIT_FOR_EVER]
     killed, running = (
         subprocess.Popen(_launcher_command(wait, processes=1), start_new_session=True)
         for _ in range(2)

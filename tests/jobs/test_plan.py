@@ -30,7 +30,7 @@ from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.config.ds_config import AUTO, load_ds_config
 from pipeline.config.recipe import load_recipe
-from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError, Interrupted
 from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import ResolvedPlan, load_plan, plan_names, resolve_plan, stage_order
@@ -1277,7 +1277,7 @@ def test_a_stage_that_failed_is_named_though_a_signal_stops_its_neighbor(
     code, said = setup.run()
     assert code == shards
     assert "mmnmt run: stage shards failed (" in said
-    assert "stopped as asked" not in said
+    assert "run: stopped" not in said
     assert [row.split()[:2] for row in said.splitlines()[-2:]] == [
         ["shards", "failed"],
         ["twin", "stopped"],
@@ -1305,10 +1305,9 @@ def test_a_signal_ends_the_plan_after_the_stage_it_reached_and_says_how_to_go_on
             return super().__call__(arguments, **options)
 
     setup.workshop = Interrupting()
-    code, said = setup.run()
-    assert (code, setup.workshop.started) == (EXIT_RUN_AGAIN, ["corpus"])
-    assert "stopped as asked (SIGTERM)" in said
-    assert "run the same command again" in said
+    with pytest.raises(Interrupted, match="stopped by SIGTERM in shards"):
+        setup.run()
+    assert setup.workshop.started == ["corpus"]
     setup.workshop = Workshop()
     assert setup.run()[0] == 0
     assert setup.workshop.started == ["shards", "model"]
@@ -1389,12 +1388,15 @@ import driver, sys
 from pathlib import Path
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.jobs.plan import load_plan, resolve_plan
+from pipeline.cli.ending import guarded
 from pipeline.jobs.runner import run_plan
 resolved = resolve_plan(
     load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawPaths((Path("raw"),))})
 jobs = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-sys.exit(run_plan(resolved, jobs=jobs, program=("driver.py",)))
+sys.exit(guarded("run", lambda: run_plan(resolved, jobs=jobs, program=("driver.py",))))
 """
+
+AGAIN = "run the same command again to go on."
 
 
 @pytest.fixture
@@ -1424,7 +1426,11 @@ def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finis
 ) -> None:
     (real / "slow").touch()
     runner = subprocess.Popen(
-        [sys.executable, "runner.py"], cwd=real, stdout=subprocess.PIPE, text=True
+        [sys.executable, "runner.py"],
+        cwd=real,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         deadline = time.monotonic() + 30
@@ -1435,7 +1441,7 @@ def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finis
     finally:
         runner.kill()
     assert runner.returncode == EXIT_RUN_AGAIN
-    assert "stopped as asked (SIGTERM) in shards" in said
+    assert said.splitlines()[-1] == f"mmnmt run: stopped by SIGTERM in shards: {AGAIN}"
     assert names_in(real / "out dir") == ["corpus"]
 
 
@@ -1448,7 +1454,11 @@ def test_a_signal_to_the_run_ends_all_stages_that_run_side_by_side(
     plan = real / "tiny.toml"
     plan.write_text(plan.read_text() + TWIN.format(name="twin", recipe="recipe.toml"))
     runner = subprocess.Popen(
-        [sys.executable, "runner.py", "2"], cwd=real, stdout=subprocess.PIPE, text=True
+        [sys.executable, "runner.py", "2"],
+        cwd=real,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         deadline = time.monotonic() + 60
@@ -1459,5 +1469,5 @@ def test_a_signal_to_the_run_ends_all_stages_that_run_side_by_side(
     finally:
         runner.kill()
     assert runner.returncode == EXIT_RUN_AGAIN, said
-    assert f"stopped as asked ({number.name}) in " in said
+    assert f"mmnmt run: stopped by {number.name} in " in said.splitlines()[-1]
     assert names_in(real / "out dir") == ["corpus"]

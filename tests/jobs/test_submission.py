@@ -152,6 +152,27 @@ def test_every_stage_is_a_job_that_waits_for_exactly_the_stages_it_reads_from(
     assert slurm.jobs == before
 
 
+@pytest.mark.parametrize(
+    ("limit", "asked"),
+    [
+        ("1", "B:USR1@0"),
+        ("5", "B:USR1@80"),
+        ("00:15:00", "B:USR1@280"),
+        ("16", None),
+        ("1-00", None),
+        ("0", None),
+        (None, None),
+    ],
+)
+def test_a_job_is_asked_to_stop_after_most_of_a_short_time_limit(
+    slurm: FakeSlurm, out: Path, limit: str | None, asked: str | None
+) -> None:
+    """The job script asks for 300 seconds; SLURM sends a signal up to 60 seconds too early."""
+    submit_plan(graph(out), SITE.model_copy(update={"time": limit}))
+    options = slurm.jobs[slurm.ids()["dense"]]["options"]
+    assert [one for one in options if "signal" in one] == ([f"--signal={asked}"] if asked else [])
+
+
 def test_resources_and_the_site_reach_the_job(slurm: FakeSlurm, out: Path) -> None:
     site = SITE.model_copy(
         update={
@@ -471,6 +492,21 @@ def test_a_stage_that_ended_well_while_the_scheduler_was_asked_is_done(
     said: list[str] = []
     show_jobs(resolved, scheduler=Slow(), say=said.append)
     assert said[0].splitlines()[2].split()[:2] == ["corpus", "done"]
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_a_job_that_is_canceled_while_it_waits_to_start_again_has_no_cause_of_an_earlier_start(
+    slurm: FakeSlurm, out: Path, restarts: int
+) -> None:
+    submit(graph(out))
+    job = slurm.ids()["dense"]
+    before = f"{job}.{restarts - 1}"
+    end(out / "dense", before, "again", "preempted on node1", update=5)
+    slurm.become(job, "CANCELLED", restarts=restarts, reason="None")
+    found = status(graph(out))
+    assert found["dense"].startswith(f"dense canceled {job}.{restarts} ")
+    assert "preempted" not in found["dense"]
+    assert found[f"dense {before}"].endswith("preempted on node1 (update 5)")
 
 
 def test_the_row_of_a_canceled_stage_tells_where_it_stopped(slurm: FakeSlurm, out: Path) -> None:

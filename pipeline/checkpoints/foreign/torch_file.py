@@ -7,6 +7,7 @@ constructed. Archives are mapped, not read: entries that are not used, such as t
 state, take no memory.
 """
 
+import errno
 import pickle
 import re
 import zipfile
@@ -92,6 +93,8 @@ def _is_archive(path: Path) -> bool:
     is refused. So are files of other forms, which torch may read, but with advice to trust them.
     """
     try:
+        if path.is_fifo() or path.is_char_device():  # it could wait for somebody to write
+            raise OSError(errno.ESPIPE, "it is no ordinary file")
         with path.open("rb") as stream:
             start = stream.read(len(_OLDER))
     except OSError as error:

@@ -11,7 +11,7 @@ from pipeline.errors import ArtifactError, ConfigError
 
 Split = Literal["train", "dev", "test"]
 Example = TypeVar("Example")
-MAX_BYTES = 2**31
+MAX_BYTES = 2**28
 """Largest text of a file; the largest of TyDiQA-GoldP has 60 MB."""
 
 _LANGUAGE = r"[a-z]{2,3}(?:_[A-Za-z]{2,8})?"

@@ -141,6 +141,7 @@ def a_list(path: Path) -> None:
         pytest.param(compressed, id="compressed"),
         pytest.param(truncated(True), id="truncated archive"),
         pytest.param(truncated(False), id="truncated older file"),
+        *(os.mkfifo, lambda path: path.symlink_to("/dev/full")),
         *(text, empty, tar_file, tar_file_that_begins_as_an_older_file, script, other_zip, a_list),
     ],
 )
