@@ -174,7 +174,8 @@ class StageCall:
         digests = {name: record.digest for name, record in self.records.items()}
         given = gather_objects({**self.config, "inputs": digests})
         for rank, of_rank in enumerate(given):
-            if (change := describe_change(given[0], of_rank)) is not None:
+            if of_rank != given[0]:
+                change = describe_change(given[0], of_rank)
                 raise ConfigError(
                     f"Rank {rank} was given other settings or inputs than rank 0 ({change}). Copy "
                     "the same recipe, ds_config and inputs to all nodes."

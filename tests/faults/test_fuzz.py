@@ -1,7 +1,7 @@
 """Whatever a file or a request holds, the answer is a result or one sentence, and nothing else.
 
 Hypothesis edits files that are in order, one of every form that is read, and requests to a server.
-``--every-case`` tries 500 edits per reader, ``--hypothesis-seed N`` other edits.
+``--every-case`` tries 200 edits per reader instead of 25, ``--hypothesis-seed N`` other edits.
 """
 
 import contextlib
@@ -194,7 +194,7 @@ def guard() -> Guard:
     return Guard()
 
 
-def limits(config: pytest.Config, *, usually: int, at_most: int = 500) -> settings:
+def limits(config: pytest.Config, *, usually: int, at_most: int) -> settings:
     """How many examples are tried; they are the same ones unless a seed is given."""
     return settings(
         max_examples=at_most if config.getoption("--every-case") else usually,
@@ -215,7 +215,7 @@ def test_an_edited_file_gives_a_result_or_one_sentence(
     directory = shelf.path(reader.of)
     names = targets(reader, directory)
 
-    @limits(pytestconfig, usually=12)
+    @limits(pytestconfig, usually=25, at_most=200)
     @given(st.data())
     def holds(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(names))
@@ -257,7 +257,7 @@ REQUESTS = (
 def test_an_edited_request_is_answered_or_refused(
     served: Served, pytestconfig: pytest.Config
 ) -> None:
-    @limits(pytestconfig, usually=150, at_most=3000)
+    @limits(pytestconfig, usually=150, at_most=2000)
     @given(st.data())
     def holds(data: st.DataObject) -> None:
         sent = data.draw(st.sampled_from(REQUESTS))
