@@ -27,7 +27,9 @@ from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
-from pipeline.config.recorded import undeciding, without_settings
+from pipeline.config.recorded import describe_change, undeciding, without_settings
+from pipeline.distributed.collectives import gather_objects
+from pipeline.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,18 @@ class StageCall:
         does without: each file is then compared when it is asked for.
 
         Raises:
+            ConfigError: A rank was given other settings or inputs, as on a node with old files.
             ArtifactError: A file is missing or damaged; the same error on all ranks.
         """
+        digests = {name: record.digest for name, record in self.records.items()}
+        given = gather_objects({**self.config, "inputs": digests})
+        for rank, of_rank in enumerate(given):
+            if of_rank != given[0]:
+                change = describe_change(given[0], of_rank)
+                raise ConfigError(
+                    f"Rank {rank} was given other settings or inputs than rank 0 ({change}). Copy "
+                    "the same recipe, ds_config and inputs to all nodes."
+                )
         check_together(*self.artifacts.values())
         return self.artifacts
 

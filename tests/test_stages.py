@@ -1,16 +1,21 @@
 """The table of stages: what each reads of a recipe, and which of it decides the result."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.process_pool import ProcessPool, RankFailed
+from support.readable_artifacts import RECIPE, stage_call
 
+from pipeline.artifacts.artifact import InputRecord
 from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe
 from pipeline.config.recorded import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
 from pipeline.config.settings import Settings
+from pipeline.distributed.world import World
 from pipeline.registry import STAGES
 from pipeline.stage import named_path, stage_config
 
@@ -234,3 +239,39 @@ def test_the_settings_said_to_decide_little_are_settings(entry: str) -> None:
 @pytest.mark.parametrize("path", ["runs/dense", "/data/lr=1/x", "a\\=b"])
 def test_a_plan_hands_a_name_with_an_equals_sign_to_its_stage(name: str, path: str) -> None:
     assert named_paths([named_path(name, path)], "--systems") == {name: Path(path)}
+
+
+def open_on_one_rank_of_two(
+    world: World, stage: str, section: str, settings: dict[str, Any], digest: str
+) -> None:
+    """Open the inputs of a call that has other settings, or another input, on rank 1."""
+    recipe = RECIPE
+    if world.rank == 1 and settings:
+        part = getattr(recipe, section).model_copy(update=settings)
+        recipe = recipe.model_copy(update={section: part})
+    call = stage_call(stage, Path("out"), {}, recipe=recipe)
+    record = InputRecord(kind="shards", path="shards", digest=digest if world.rank else "a")
+    replace(call, records={"shards": record}).open_inputs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "section", "settings", "digest", "change"),
+    [
+        ("pretrain", "optimizer", {"learning_rate": 0.5}, "a", "optimizer.learning_rate: "),
+        ("translate", "decoding", {"beam_size": 9}, "a", "decoding.beam_size: 5 → 9"),
+        ("finetune", "", {}, "b", "inputs.shards: a → b"),
+    ],
+)
+def test_a_rank_with_another_recipe_or_input_is_named_on_all_ranks(
+    stage: str,
+    section: str,
+    settings: dict[str, Any],
+    digest: str,
+    change: str,
+    pool2: ProcessPool,
+) -> None:
+    with pytest.raises(RankFailed, match=rf"Rank 1 was given other .*{change}") as caught:
+        pool2.run(open_on_one_rank_of_two, stage, section, settings, digest)
+    assert caught.value.by_all
+    pool2.run(open_on_one_rank_of_two, stage, section, {}, "a")

@@ -58,6 +58,7 @@ from pipeline.artifacts.places import (
 from pipeline.config.documents import read_json
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank, world_size
+from pipeline.distributed.world import rank_of
 from pipeline.errors import ArtifactError, to_write
 from pipeline.terminal import an_artifact
 
@@ -98,6 +99,9 @@ _INTACT: dict[Path, _Intact] = {}
 
 RECENT_NANOSECONDS = 50_000_000
 """Age up to which a changed file is not remembered: another change might leave the same time."""
+
+SHOWN_LATE_SECONDS = 60.0
+"""Time in which NFS may deny a new file to other nodes (acdirmax)."""
 
 
 @dataclass(frozen=True)
@@ -355,6 +359,12 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
     Raises:
         ArtifactError: Missing, unfinished, of another kind or of another format version.
     """
+    give_up = time.monotonic() + SHOWN_LATE_SECONDS
+    # Rank 0 refuses a missing artifact at once, which ends the other ranks.
+    while not (path / MANIFEST_NAME).exists() and rank_of(os.environ):
+        if time.monotonic() > give_up:
+            break
+        time.sleep(0.1)
     manifest = finished_manifest(path, wanted=kind)
     if manifest.kind != kind:
         raise ArtifactError(

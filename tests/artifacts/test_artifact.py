@@ -266,6 +266,26 @@ def test_an_artifact_that_is_not_there_names_what_makes_it(tmp_path: Path) -> No
         open_artifact(tmp_path / "shards", kind="shards")
 
 
+@pytest.mark.parametrize("kind", ["shards", "training_state"])
+@pytest.mark.parametrize("shown", ["manifest.json", "folder"])
+def test_an_artifact_that_another_rank_sees_late_is_waited_for(
+    kind: Kind, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_artifact(tmp_path / "a", kind=kind, stage="made", config={}, inputs={}) as writer:
+        writer.write_json("made.json", 1)
+    place = tmp_path / "a" / MANIFEST_NAME if shown == MANIFEST_NAME else tmp_path / "a"
+    hidden = place.rename(tmp_path / "hidden")
+    looks = iter([lambda: None, lambda: None, lambda: hidden.rename(place)])
+    monkeypatch.setattr(time, "sleep", lambda _: next(looks)())
+    with pytest.raises(ArtifactError, match=r"does not exist|not a finished"):
+        open_artifact(tmp_path / "a", kind=kind)
+    monkeypatch.setenv("RANK", "1")
+    assert open_artifact(tmp_path / "a", kind=kind).manifest.kind == kind
+    monkeypatch.setattr(artifacts, "SHOWN_LATE_SECONDS", 0.0)
+    with pytest.raises(ArtifactError, match="does not exist"):
+        open_artifact(tmp_path / "b", kind=kind)
+
+
 def test_a_folder_without_manifest_is_not_finished(tmp_path: Path) -> None:
     make(tmp_path / "corpus")
     (tmp_path / "corpus" / MANIFEST_NAME).unlink()

@@ -1,6 +1,7 @@
 """Checkpoints from elsewhere: weights that are no numbers, shapes that are not the files'."""
 
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.exported_models import own_checkpoint, tokenizer_of_two
-from support.readable_artifacts import Shelf, build_shelf
+from support.readable_artifacts import Shelf, build_shelf, stage_call
 from support.readers_sweep import reseal
 
 from pipeline import cli
-from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles, load_tokenizer
 from pipeline.checkpoints.checkpoint import (
     load_model,
     open_checkpoint,
     read_spec,
     refuse_other_tokenizer,
 )
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.stages.finetune import refuse_other_model
 
 Change = Callable[[dict[str, torch.Tensor], str], torch.Tensor]
 
@@ -196,3 +198,18 @@ def test_a_tokenizer_of_another_model_is_refused(
     grown.output_size += 1  # as many ids, more of them the target's
     with pytest.raises(CheckpointError, match=r"\(ids of the target: 36 and \d+\)"):
         refuse_other_tokenizer(open_checkpoint(tmp_path / "two"), grown)
+
+
+@pytest.mark.parametrize("languages", [("de", "en"), ("de", "en", "ru")], ids=len)
+def test_shards_of_another_tokenizer_are_refused_with_both_artifacts(
+    languages: tuple[str, ...], shelf: Shelf, tmp_path: Path
+) -> None:
+    given = {"checkpoint": shelf.open("dense"), "shards": shelf.open("shards")}
+    call = stage_call("finetune", tmp_path / "out", given)
+    other = TokenizerDescription(
+        kind="bytes", languages=languages, language_token_scheme="underscores"
+    )
+    fingerprint = TokenizerFiles(other, None).build().fingerprint
+    both = f"The tokenizers of {shelf.path('dense')} and {shelf.path('shards')} differ."
+    with pytest.raises(ConfigError, match=re.escape(both)):
+        refuse_other_model(call, fingerprint=fingerprint)

@@ -93,8 +93,8 @@ def json_values(content: bytes, *, below: str = "", most: int = 24) -> Iterator[
         if not str(path[0]).startswith(below):
             continue
         for value in HOSTILE_VALUES:
-            yield f"{path} = {value!r}", _json(_replaced(document, path, value))
-        yield f"without {path}", _json(_replaced(document, path, ...))
+            yield f"{path} = {value!r}", _json(replaced(document, path, value))
+        yield f"without {path}", _json(replaced(document, path, ...))
 
 
 def paths(
@@ -112,7 +112,7 @@ def paths(
             yield from paths(entry, (*prefix, key), most=most)
 
 
-def _replaced(document: Any, path: tuple[str | int, ...], value: object) -> Any:
+def replaced(document: Any, path: tuple[str | int, ...], value: object) -> Any:
     copy = json.loads(json.dumps(document))
     inner = copy
     for part in path[:-1]:

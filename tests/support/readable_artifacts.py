@@ -280,7 +280,7 @@ def _import(_: Shelf, raw: Path, scratch: Path) -> None:
     import_corpus.run(stage_call("import_corpus", scratch / "out", {}, raw=raw))
 
 
-def _import_from(source: str) -> Read:
+def import_from(source: str) -> Read:
     """Import by another reader than that of trees."""
     corpus = RECIPE.corpus.model_validate({"source": source})
     recipe = RECIPE.model_copy(update={"corpus": corpus})
@@ -480,10 +480,10 @@ _BIG = (*_WEIGHTS, "metrics.jsonl")
 READERS: tuple[Reader, ...] = (
     Reader("import_corpus", "raw", _import, files="de-en/train"),
     Reader("import_corpus of gzip", "packed", _import, files="de-en/train.de"),
-    Reader("import_corpus of TMX", "memories", _import_from("tmx")),
-    Reader("import_corpus of TSV", "tables", _import_from("tsv")),
-    Reader("import_corpus of JSON lines", "rows", _import_from("columns")),
-    Reader("import_corpus of CSV", "cells", _import_from("columns")),
+    Reader("import_corpus of TMX", "memories", import_from("tmx")),
+    Reader("import_corpus of TSV", "tables", import_from("tsv")),
+    Reader("import_corpus of JSON lines", "rows", import_from("columns")),
+    Reader("import_corpus of CSV", "cells", import_from("columns")),
     Reader("import_tests", "tests", _import_tests, files="eng"),
     Reader("clean", "corpus", _clean, files="train/de-en/"),
     Reader("train_tokenizer", "corpus", _train_tokenizer, files="train/de-en/"),

@@ -142,7 +142,7 @@ def _outcome(
             reader.read(shelf, directory, scratch)
     except UserError as error:
         said = str(error)
-        if "\n" in said or not said.endswith(".") or len(said) > LONGEST_SENTENCE:
+        if "\n" in said or not said.endswith((".", "?")) or len(said) > LONGEST_SENTENCE:
             return f"no sentence: {said[:400]!r}", True
         return None, True
     except BaseException as error:

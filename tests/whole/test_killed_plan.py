@@ -98,11 +98,17 @@ STAGES = [
 ]
 
 
+ODD_NAME = 'it\'s a "plan"; $(touch made) `touch made` & more ü'
+"""Of the folder of everything: a shell would run parts of it."""
+
+
 def write_plan(folder: Path) -> Path:
+    folder.mkdir()
     dense, moe, plan = folder / "dense.toml", folder / "moe.toml", folder / "plan.toml"
     dense.write_text(RECIPE, encoding="utf-8")
-    moe.write_text(MOE_RECIPE.format(parent=dense), encoding="utf-8")
-    plan.write_text(PLAN.format(dense=dense, moe=moe), encoding="utf-8")
+    names = {name: str(path).replace('"', '\\"') for name, path in (("dense", dense), ("moe", moe))}
+    moe.write_text(MOE_RECIPE.format(parent=names["dense"]), encoding="utf-8")
+    plan.write_text(PLAN.format(**names), encoding="utf-8")
     return plan
 
 
@@ -126,9 +132,13 @@ def kill_at(plan: Path, out_dir: Path, stage: str) -> bool:
 
 
 @pytest.mark.timeout(600)
-def test_a_plan_killed_at_every_stage_completes_with_the_same_result(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path)
-    interrupted, straight = tmp_path / "interrupted", tmp_path / "straight"
+def test_a_plan_killed_at_every_stage_completes_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / ODD_NAME
+    plan = write_plan(folder)
+    interrupted, straight = folder / "interrupted", folder / "straight"
     killed = [stage for stage in STAGES if kill_at(plan, interrupted, stage)]
     assert {"dense", "tuned"} <= set(killed)
     for out_dir in (interrupted, straight):
@@ -144,3 +154,4 @@ def test_a_plan_killed_at_every_stage_completes_with_the_same_result(tmp_path: P
     leftovers = (".unfinished", ".run")
     assert not [path for path in interrupted.iterdir() if path.name.endswith(leftovers)]
     assert (interrupted / "evaluation" / MANIFEST_NAME).is_file()
+    assert [path.name for path in tmp_path.iterdir()] == [ODD_NAME], "no shell has read the name"

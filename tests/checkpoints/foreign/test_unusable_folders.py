@@ -1,6 +1,7 @@
 """Folders that are not what they say, or hold what our models lack: one sentence, nothing left."""
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,18 @@ def test_missing_and_pickled_weights_are_refused_with_the_way_to_write_others(
     said = refusal(folder)
     assert "has only pickled weights" in said
     assert "model.save_pretrained(DIR)" in said
+
+
+@pytest.mark.parametrize(
+    "content", [b"", struct.pack("<Q", 22) + b'{"__metadata__": "a"} ', b"\xff" * 8]
+)
+def test_weights_that_are_no_safetensors_are_refused_with_what_to_do(
+    folder: Path, content: bytes
+) -> None:
+    (folder / WEIGHTS).write_bytes(content)
+    said = refusal(folder)
+    assert f"{WEIGHTS} cannot be read as safetensors" in said
+    assert said.endswith("). Restore it from where it was published.")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ NUM_EXPERTS, WIDTH, HIDDEN_WIDTH = 4, 6, 10
 
 # Rows per expert of each rank: rank 1 has none at all, and expert 2 gets none from ranks 0 and 2.
 COUNTS = ((3, 0, 0, 5), (0, 0, 0, 0), (1, 2, 0, 0), (2, 1, 4, 0))
+ALL_TO_ONE = ((0, 0, 0, 8), (0, 0, 0, 3), (0, 0, 0, 1), (0, 0, 0, 9))
+NONE_AT_ALL = ((0, 0, 0, 0),) * 4
+Counts = tuple[tuple[int, ...], ...]
 
 TOKENS = (7, 0, 4, 9)
 """Tokens of each rank, for the whole layer."""
@@ -121,11 +124,11 @@ def rows_of(rank: int, count: int) -> tuple[Tensor, Tensor]:
     return x, values(count, WIDTH, seed=2000 + rank)
 
 
-def run_experts(world: World, size: int) -> RankResult:
+def run_experts(world: World, size: int, counts_of_ranks: Counts) -> RankResult:
     parallel = open_group(world, size)
     local = NUM_EXPERTS // size
     experts = build_experts(num_experts=local, first_expert=parallel.rank * local)
-    counts = COUNTS[world.rank]
+    counts = counts_of_ranks[world.rank]
     x, arriving = rows_of(world.rank, sum(counts))
     row_counts = parallel.exchange_counts(torch.tensor(counts))
     assert row_counts.num_sent == len(x)
@@ -161,9 +164,10 @@ def layer_result(layer: MixtureOfExperts, rank: int) -> RankResult:
     )
 
 
-def plain_experts(rank: int, leaves: dict[int, list[Tensor]]) -> tuple[Tensor, Tensor]:
+def plain_experts(
+    rank: int, counts: tuple[int, ...], leaves: dict[int, list[Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Output and input gradient of a rank's rows, expert by expert; adds to the leaves' grads."""
-    counts = COUNTS[rank]
     x, arriving = rows_of(rank, sum(counts))
     outputs = []
     for expert, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
@@ -188,10 +192,13 @@ def pool_of(request: pytest.FixtureRequest, size: int) -> ProcessPool:
 
 
 @pytest.mark.parametrize(("world_size", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    "counts", [COUNTS, ALL_TO_ONE, NONE_AT_ALL], ids=["uneven", "all to one", "none at all"]
+)
 def test_rows_sent_to_other_ranks_come_back_as_if_all_experts_were_here(
-    request: pytest.FixtureRequest, world_size: int, size: int
+    request: pytest.FixtureRequest, world_size: int, size: int, counts: Counts
 ) -> None:
-    results = pool_of(request, world_size).run(run_experts, size)
+    results = pool_of(request, world_size).run(run_experts, size, counts)
     for rank, result in enumerate(results):
         everything = build_experts(num_experts=NUM_EXPERTS, first_expert=0)
         leaves = {
@@ -199,7 +206,7 @@ def test_rows_sent_to_other_ranks_come_back_as_if_all_experts_were_here(
             for expert in range(NUM_EXPERTS)
         }
         for member in group_of(rank, size):
-            output, input_gradient = plain_experts(member, leaves)
+            output, input_gradient = plain_experts(member, counts[member], leaves)
             if member == rank:
                 torch.testing.assert_close(result.output, output)
                 torch.testing.assert_close(result.input_gradient, input_gradient)
