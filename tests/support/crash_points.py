@@ -1,7 +1,7 @@
 """Ends a stage of a plan at a call that changes state, goes on, and compares with no such end.
 
-``python -m support.crash_points FOLDER [--stages NAME…] [--rank R] [--minutes M] [--part I/N]``
-tries every point, or those of a part, until the time is over; it prints one line a stage.
+``python -m support.crash_points FOLDER`` tries every point, or with ``--part I/N`` one in N, until
+the ``--minutes`` are over; it prints a line for each of the ``--stages``.
 
 The run of the plan, its stage and the tasks of its workers are one process, forked from one that
 has loaded all code. It is killed before its k-th call, or, where that is a write, after half of it.
@@ -18,16 +18,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest import mock
 
 from pipeline import cli
 from pipeline.artifacts import locks
-from pipeline.artifacts.artifact import read_manifest
+from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest
 from pipeline.distributed import workers
 from pipeline.distributed.signals import StopFlag
 from pipeline.jobs import launch, runner
@@ -38,8 +38,8 @@ from support.tiny_plan import in_this_process
 from support.tiny_training import read_metrics
 
 LONGEST_SECONDS = 240.0
-TRAINING_ON_RANKS = "tuned"
-"""The stage of the plan that has two processes."""
+How = Literal["anew", "asked to stop", "in place"]
+"""Whether a stage begins anew, is asked to stop after every update, or replaces an artifact."""
 
 
 class _InThisProcess(workers.Pool):
@@ -65,8 +65,7 @@ class Point:
     number: int | None
     """None to count the calls and end nothing."""
     rank: int | None = None
-    is_asked: bool = False
-    """Whether training is asked to stop after its first update."""
+    how: How = "anew"
 
 
 def _run(plan: Path, out_dir: Path, point: Point, count_path: Path, log_path: Path) -> None:
@@ -98,9 +97,10 @@ def _run(plan: Path, out_dir: Path, point: Point, count_path: Path, log_path: Pa
         else:
             forked = SimpleNamespace(Popen=_Launched)
             stack.enter_context(mock.patch.object(launch, "subprocess", forked))
-        if point.is_asked:
+        if point.how == "asked to stop":
             asked = property(lambda _: True, lambda *_: None)
             stack.enter_context(mock.patch.object(StopFlag, "requested", asked, create=True))
+            stack.enter_context(mock.patch.object(runner, "MAX_RERUNS", 0))
         stack.enter_context(seeing(out_dir, see))
         code = cli.main(["run", str(plan), "--out", str(out_dir), "--until", point.stage])
     count_path.write_text(str(int.from_bytes(counted[:], "little")))
@@ -108,64 +108,61 @@ def _run(plan: Path, out_dir: Path, point: Point, count_path: Path, log_path: Pa
     os._exit(code)
 
 
-@dataclass
-class Found:
-    """What a sweep of a stage met."""
-
-    points: int = 0
-    ended: int = 0
-    """Points at which the stage was really ended; after the last call there is none."""
-    problems: list[str] = field(default_factory=list)
-
-
 class Sweep:
     """A plan, what lies in its folder after each stage, and ends at any call of a stage."""
 
     def __init__(self, folder: Path, *, stages: Iterable[str] = STAGES) -> None:
-        self._folder, self._out_dir = folder, folder / "runs"
+        self._folder, self.out_dir = folder, folder / "runs"
         folder.mkdir(parents=True, exist_ok=True)
         self._plan = write_plan(folder)
-        self.counts: dict[str, int] = {}
-        """Stage → its number of calls."""
         last = max(STAGES.index(stage) for stage in stages)
         self._kept("").mkdir(parents=True)
         for stage in STAGES[: last + 1]:
-            self.counts[stage] = self.undisturbed(Point(stage, None))
+            self.undisturbed(Point(stage, None))
 
     def undisturbed(self, point: Point) -> int:
         """Run a stage to its end, keep the result to compare with, and return its calls."""
-        self.restore_before(point.stage)
+        self.restore_before(point)
         code = self._act(point)
-        assert code == 0, f"{point}: exit code {code}: {self._said()}"
-        shutil.rmtree(self._kept(point.stage), ignore_errors=True)
-        shutil.copytree(self._out_dir, self._kept(point.stage), symlinks=True)
+        assert code == 0 or point.how == "asked to stop", f"{point}: {code}: {self._said()}"
+        if point.how == "anew":
+            shutil.rmtree(self._kept(point.stage), ignore_errors=True)
+            shutil.copytree(self.out_dir, self._kept(point.stage), symlinks=True)
         return int(self._count_path.read_text())
 
-    def restore_before(self, stage: str) -> None:
+    def restore_before(self, point: Point) -> None:
         """Put back what lay in the plan's folder before a stage."""
-        before = ["", *STAGES][STAGES.index(stage)]
-        shutil.rmtree(self._out_dir, ignore_errors=True)
-        shutil.copytree(self._kept(before), self._out_dir, symlinks=True)
+        before = ["", *STAGES][STAGES.index(point.stage)]
+        shutil.rmtree(self.out_dir, ignore_errors=True)
+        shutil.copytree(self._kept(before), self.out_dir, symlinks=True)
+        if point.how == "in place":
+            place = self.out_dir / point.stage
+            shutil.copytree(self._kept(point.stage) / point.stage, place)
+            manifest = json.loads((place / MANIFEST_NAME).read_text())
+            manifest["key"] = "of other inputs"
+            for made_from in manifest["inputs"].values():
+                made_from["digest"] = "of another time"
+            (place / MANIFEST_NAME).write_text(json.dumps(manifest))
 
     def end_and_go_on(self, point: Point) -> tuple[bool, list[str]]:
         """Return whether a stage was ended at a point, and what is wrong after it went on."""
-        self.restore_before(point.stage)
+        self.restore_before(point)
         code = self._act(point)
-        expected = (-signal.SIGKILL,) if point.rank is None else (1, 137)
-        if code == 0:
-            return False, self._differences(point)
-        problems = [] if code in expected else [f"{point}: exit code {code}: {self._said()}"]
-        code = self._act(Point(point.stage, None, point.rank))
+        is_ended = code == -signal.SIGKILL if point.rank is None else code != 0
+        problems = ["it hangs"] if code is None else []
+        code = self._act(replace(point, number=None, how="anew"))
         if code != 0:
-            return True, [*problems, f"{point}: then exit code {code}: {self._said()}"]
-        return True, problems + self._differences(point)
+            problems.append(f"then exit code {code}: {self._said()}")
+        else:
+            problems += self.wrong_after(point)
+        return is_ended, [f"{point}: {problem}" for problem in problems]
 
     def _said(self) -> str:
         return self._log_path.read_text(errors="replace")[-1500:]
 
     def _act(self, point: Point) -> int | None:
         self._log_path.unlink(missing_ok=True)
-        given = (self._plan, self._out_dir, point, self._count_path, self._log_path)
+        given = (self._plan, self.out_dir, point, self._count_path, self._log_path)
         process = forking().Process(target=_run, args=given)
         process.start()
         process.join(LONGEST_SECONDS)
@@ -175,13 +172,13 @@ class Sweep:
             return None
         return process.exitcode
 
-    def _differences(self, point: Point) -> list[str]:
+    def wrong_after(self, point: Point) -> list[str]:
+        """Return what is left, missing or different after a stage has gone on."""
         expected = self._kept(point.stage)
-        found, wanted = names_below(self._out_dir), names_below(expected)
+        found, wanted = names_below(self.out_dir), names_below(expected)
         if found != wanted:
-            return [f"{point}: left {found - wanted}, misses {wanted - found}"]
-        mine, theirs = (folder / point.stage for folder in (self._out_dir, expected))
-        return [f"{point}: {problem}" for problem in differences(mine, theirs)]
+            return [f"left {found - wanted}, misses {wanted - found}"]
+        return differences(self.out_dir / point.stage, expected / point.stage)
 
     @property
     def _count_path(self) -> Path:
@@ -228,28 +225,25 @@ def _main() -> int:
     parser.add_argument("--rank", type=int)
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--how", default="anew", choices=get_args(How))
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     part, parts = map(int, options.part.split("/"))
     sweep = Sweep(options.folder, stages=options.stages)
-    print(json.dumps(sweep.counts), flush=True)
     problems = 0
     for stage in options.stages:
-        total, found = sweep.counts[stage], Found()
-        if options.rank is not None:
-            total = sweep.undisturbed(Point(stage, None, options.rank))
-        for number in range(part, total, parts):
+        first = Point(stage, None, options.rank, options.how)
+        numbers = range(part, sweep.undisturbed(first), parts)
+        done = ends = 0
+        for number in numbers:
             if time.monotonic() > deadline:
                 break
-            ended, wrong = sweep.end_and_go_on(Point(stage, number, options.rank))
-            found.points += 1
-            found.ended += ended
-            found.problems += wrong
+            is_ended, wrong = sweep.end_and_go_on(replace(first, number=number))
+            done, ends, problems = done + 1, ends + is_ended, problems + len(wrong)
             for problem in wrong:
                 print(problem, flush=True)
-        problems += len(found.problems)
-        counts = f"{found.points} of {len(range(part, total, parts))} points, {found.ended} ends"
-        print(f"{stage}: {counts}, {len(found.problems)} problems", flush=True)
+        print(f"{stage}: {done} of {len(numbers)} points, {ends} ends", flush=True)
+    print(f"{problems} problems", flush=True)
     return int(problems > 0)
 
 
