@@ -59,6 +59,8 @@ class Soak:
         assert (self._expected / STAGES[-1] / MANIFEST_NAME).is_file(), "it failed undisturbed"
         self._made: set[str] = set()
         self._trained: dict[str, str] = {}
+        self._in_vain = 0
+        """Runs since the last that made an artifact."""
 
     def _start(self, out_dir: Path) -> BaseProcess:
         process = start_command(["run", str(self._plan), "--out", str(out_dir)])
@@ -81,8 +83,8 @@ class Soak:
                 self._compare()
 
     def _wait_for_moment(self, process: BaseProcess) -> None:
-        """Wait a random time, or until an artifact or a state is being written."""
-        until = time.monotonic() + self._random.uniform(0.0, 12.0)
+        """Wait a random time, longer while nothing is made, or until something is written."""
+        until = time.monotonic() + self._random.uniform(0.0, 3.0 * (1 + self._in_vain))
         is_event = self._random.random() < 0.5
         before = self._being_written()
         while process.is_alive() and time.monotonic() < until:
@@ -116,6 +118,9 @@ class Soak:
         if process.is_alive():
             self.counts["hangs"] += 1
             process.kill()
+        with suppress(ChildProcessError):  # processes that were left and have ended since
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         give_up = time.monotonic() + LEAVING_SECONDS
         while left := set(children_of(os.getpid())) - self._spared - {process.pid}:
             if time.monotonic() > give_up:
@@ -134,6 +139,7 @@ class Soak:
             newest = max(state_names(self._out_dir / f"{name}.run"), default="")
             lost |= {name} if newest < self._trained.get(name, "") else set()
             self._trained[name] = newest
+        self._in_vain = 0 if made - self._made else self._in_vain + 1
         self._made = made
         self.counts["lost"] += len(lost)
         for name in lost:

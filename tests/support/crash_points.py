@@ -9,6 +9,7 @@ With ``--rank``, the plan's run starts two ranks, and the rank of that number is
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -235,14 +236,14 @@ def _main() -> int:
         first = Point(stage, None, options.rank, options.how)
         numbers = range(part, sweep.undisturbed(first), parts)
         done = ends = 0
-        for number in numbers:
-            if time.monotonic() > deadline:
-                break
-            is_ended, wrong = sweep.end_and_go_on(replace(first, number=number))
-            done, ends, problems = done + 1, ends + is_ended, problems + len(wrong)
-            for problem in wrong:
-                print(problem, flush=True)
-        print(f"{stage}: {done} of {len(numbers)} points, {ends} ends", flush=True)
+        try:
+            for number in itertools.takewhile(lambda _: time.monotonic() < deadline, numbers):
+                is_ended, wrong = sweep.end_and_go_on(replace(first, number=number))
+                done, ends, problems = done + 1, ends + is_ended, problems + len(wrong)
+                for problem in wrong:
+                    print(problem, flush=True)
+        finally:
+            print(f"{stage}: {done} of {len(numbers)} points, {ends} ends", flush=True)
     print(f"{problems} problems", flush=True)
     return int(problems > 0)
 
