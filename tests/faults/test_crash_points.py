@@ -1,6 +1,7 @@
 """A plan that is ended at any call that changes its folder goes on to the same artifacts."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +31,12 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
 def test_a_stage_that_is_killed_at_any_call_goes_on_to_the_same_artifact_and_leaves_nothing(
     sweep: Sweep, first: Point, request: pytest.FixtureRequest
 ) -> None:
-    numbers = range(sweep.undisturbed(first))
+    numbers: Sequence[int] = range(sweep.undisturbed(first))
     assert len(numbers) > 20
     if not request.config.getoption("--every-case"):
         numbers = sorted(random.Random(str(first)).sample(numbers, SAMPLE // len(BEGINNINGS)))
-    problems, ends = [], 0
+    problems: list[str] = []
+    ends = 0
     for number in numbers:
         is_ended, wrong = sweep.end_and_go_on(replace(first, number=number))
         ends, problems = ends + is_ended, problems + wrong

@@ -149,7 +149,8 @@ def _is_sound(path: Path, kind: str) -> bool:
     return True
 
 
-CASES = {
+Act = Callable[[Path], object]
+CASES: dict[str, tuple[Act, Act, Callable[[Path], bool]]] = {
     "an artifact": (lambda out: write(out, "old"), lambda out: write(out, "new"), has_artifact),
     "a state": (lambda out: save(out, 1), lambda out: save(out, 2), has_state),
 }

@@ -114,4 +114,4 @@ def _path(place: Any, folder: int | None) -> str:
         return os.readlink(f"/proc/self/fd/{place}")  # noqa: PTH115
     if folder is not None:
         return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), place)  # noqa: PTH115, PTH118
-    return os.fspath(place)
+    return str(place)
