@@ -27,7 +27,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return Sweep(tmp_path_factory.mktemp("crash_points"))
 
 
-@pytest.mark.parametrize("first", BEGINNINGS, ids=lambda p: f"{p.stage} {p.how} {p.rank or ''}")
+@pytest.mark.parametrize("first", BEGINNINGS, ids=lambda p: f"{p.stage} {p.how} {p.rank}")
 def test_a_stage_that_is_killed_at_any_call_goes_on_to_the_same_artifact_and_leaves_nothing(
     sweep: Sweep, first: Point, request: pytest.FixtureRequest
 ) -> None:
