@@ -24,8 +24,8 @@ SAMPLED_CASES = 6
 """Of the sweep of broken files, one case in so many runs by default."""
 
 LONGEST_FIRST = (
-    *("test_benchmarks_run", "test_byte_systems_learn", "test_parity", "test_paper_rows"),
-    *("test_many_ranks", "test_watchdog"),
+    *("test_crash_points", "test_benchmarks_run", "test_byte_systems_learn", "test_parity"),
+    *("test_paper_rows", "test_many_ranks", "test_watchdog"),
     *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
     *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
     *("test_language_module_rows", "test_beam_search", "test_variants_model"),
@@ -37,11 +37,11 @@ LONGEST_FIRST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of ``make test-faults``."""
+    """Add the option for whole sweeps."""
     parser.addoption(
         "--every-case",
         action="store_true",
-        help=f"run every case of the sweep of broken files, not one in {SAMPLED_CASES}",
+        help="run every case of the sweeps of broken files and of crash points, not a sample",
     )
 
 

@@ -513,7 +513,10 @@ def seal_artifact(
     manifest_path = writer.directory / MANIFEST_NAME
     manifest_path.write_text(to_json(manifest.model_dump()), encoding="utf-8")
     sync(manifest_path)
-    sync(writer.directory)
+    # Syncing a folder keeps the names in it, but not those in the folders below.
+    folders = {PurePath(), *(parent for name in files for parent in PurePath(name).parents)}
+    for folder in sorted(folders):
+        sync(writer.directory / folder)
 
 
 def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, FileRecord]:

@@ -316,6 +316,16 @@ def refuse_if_lost(path: Path) -> None:
         lock.refuse_if_lost()
 
 
+def is_abandoned(path: Path) -> bool:
+    """Return whether a lock is certainly what a process of this machine left when it was killed."""
+    try:
+        with _opened(path) as folder:
+            holder = _highest(folder)
+    except (OSError, _ForeignError):
+        return False
+    return holder is None or (holder.owner is not None and holder.owner.is_running() is False)
+
+
 @contextmanager
 def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
     """Hold the lock ``path`` of the folder ``what`` within the block; parent folders are made.

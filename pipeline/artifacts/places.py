@@ -281,7 +281,7 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
     restore(out_dir)
     new = read_manifest(new_dir)
     refuse_to_overwrite(out_dir, overwrite=True, kind=new.kind if new else None)
-    _clear_replaced(out_dir)
+    clear_replaced(out_dir)
     aside = replaced_dir(out_dir)
     if out_dir.exists():
         out_dir.rename(aside)
@@ -295,10 +295,10 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
             aside.rename(out_dir)
         raise
     with contextlib.suppress(OSError):  # the next stage here removes the rest
-        _clear_replaced(out_dir)
+        clear_replaced(out_dir)
 
 
-def _clear_replaced(out_dir: Path) -> None:
+def clear_replaced(out_dir: Path) -> None:
     """Remove the replaced output, or keep it if it is trained and its replacement is not.
 
     It is kept only once the new artifact is in its place: :func:`restore` finds it after an earlier

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.locks import Lock, exclusive, sole_writer
+from pipeline.artifacts.locks import Lock, exclusive, is_abandoned, sole_writer
 from pipeline.artifacts.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
@@ -26,15 +26,19 @@ from pipeline.artifacts.manifest import (
     updates_of_name,
 )
 from pipeline.artifacts.places import (
+    clear_replaced,
     discard_working,
     entries,
     free_place_aside,
     is_plain,
+    lock_path,
     refuse_to_overwrite,
     remove_artifact,
+    replaced_dir,
     run_dir,
     sync,
     unfinished_dir,
+    unfinished_dirs,
 )
 from pipeline.config.recorded import (
     DECIDE_NOTHING,
@@ -272,19 +276,26 @@ def withdraw_removal(run_folder: Path) -> None:
 
 
 def finish_removal(out_dir: Path) -> str | None:
-    """Remove the run folder of a finished model if a kill prevented it.
+    """Remove what a kill left next to a finished output: its lock, what it replaced, a run folder.
 
     Return a sentence if something stays: foreign files, or files that this user cannot remove.
     """
-    folder = run_dir(out_dir)
-    if not _is_due(out_dir):
+    folder, is_due = run_dir(out_dir), _is_due(out_dir)
+    has_rest = is_abandoned(lock_path(out_dir)) or os.path.lexists(replaced_dir(out_dir))
+    if not is_due and not has_rest:
         return None
     try:
-        with sole_writer(out_dir), exclusive(folder / LOCK_NAME, what=str(folder)):
-            remove_contents(folder)
-        return remove_emptied(folder)
+        with sole_writer(out_dir):
+            clear_replaced(out_dir)
+            for leftover in unfinished_dirs(out_dir):
+                discard_working(leftover)
+            if is_due:
+                with exclusive(folder / LOCK_NAME, what=str(folder)):
+                    remove_contents(folder)
+        return remove_emptied(folder) if is_due else None
     except (UserError, OSError) as error:
-        return f"{folder} is of no more use, and could not be removed: {error}"
+        what = folder if is_due else f"What was left next to {out_dir}"
+        return f"{what} is of no more use, and could not be removed: {error}"
 
 
 def _is_due(out_dir: Path) -> bool:

@@ -3,18 +3,21 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.corpora import writing
 from support.folder_listing import names_in
+from support.lock_holders import elsewhere, leave
 
 from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
-from pipeline.artifacts.locks import exclusive, sole_writer
+from pipeline.artifacts.locks import Owner, exclusive, sole_writer
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import lock_path, run_dir
+from pipeline.artifacts.places import lock_path, replaced_dir, run_dir, unfinished_dir
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
     announce_removal,
@@ -117,6 +120,30 @@ def test_a_removal_killed_at_any_point_is_finished_by_the_next_start(tmp_path: P
     assert number > 12, "three artifacts, curves, lock, note, marker and folders"
     assert not folder.exists()
     assert names_in(out_dir.parent) == ["model"]
+
+
+@pytest.mark.parametrize("is_signed", [True, False], ids=["signed", "empty"])
+def test_what_a_kill_left_next_to_a_finished_output_goes_when_it_is_found_done(
+    tmp_path: Path, is_signed: bool
+) -> None:
+    """The lock of a process that has ended, what the output replaced, and a work folder."""
+    out_dir = tmp_path / "out"
+    with writing(out_dir, "corpus", "x") as writer:
+        writer.path("new.txt").touch()
+    lock_path(out_dir).mkdir()
+    if is_signed:
+        leave(lock_path(out_dir), replace(Owner.new(), started="1"))
+    shutil.copytree(out_dir, replaced_dir(out_dir))
+    unfinished_dir(out_dir, token="0" * 8).mkdir()
+    assert finish_removal(out_dir) is None
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_the_lock_of_a_live_process_stays_next_to_a_finished_output(tmp_path: Path) -> None:
+    for owner in (Owner.new(), elsewhere()):
+        lock = leave(lock_path(tmp_path / "out"), owner)
+        assert finish_removal(tmp_path / "out") is None
+        assert lock.exists()
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,7 @@ def test_a_scheduler_that_is_silent_or_absent_is_one_sentence(
 def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "a run; of $HOME's 100 % & \"touch\" `touch made` hé"
+    out = tmp_path / 'a run; of $HOME\'s 100 % & "touch" `touch made` hé'
     site = SITE.model_copy(update={"setup": "module load 'gcc'\nset -o nounset"})
     ours = install(tmp_path / "one", monkeypatch)
     submit_plan(graph(out), site, say=lambda _: None)

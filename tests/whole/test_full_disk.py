@@ -1,8 +1,6 @@
 """A full disk at any write of ours: one sentence, and what was there before is kept."""
 
-import builtins
 import errno
-import io
 import os
 import re
 import shutil
@@ -10,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.folder_listing import names_in
+from support.state_changes import TAKING_ROOM, seeing
 from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
@@ -27,16 +25,6 @@ from pipeline.terminal import JsonLines
 from pipeline.training.run_directory import RunDirectory
 
 
-class _FullFile(io.FileIO):
-    """A file whose writes are counted, and fail when it is their turn."""
-
-    disk: "Disk"
-
-    def write(self, data: Any) -> int:
-        self.disk.count(self.name)
-        return super().write(data)
-
-
 class Disk:
     """Counts everything that takes room below a folder; number ``fails_at`` finds none."""
 
@@ -44,70 +32,21 @@ class Disk:
         self.root, self.fails_at, self.counted = str(root), -1, 0
         self.failed_on = ""
 
-    def count(self, what: object) -> None:
-        if not str(what).startswith(self.root):
-            return
+    def count(self, _name: str, path: str, _half: object) -> None:
         if self.counted == self.fails_at:
             self.counted += 1
-            self.failed_on = str(what)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(what))
+            self.failed_on = path
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         self.counted += 1
-
-    def opened(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(
-            file: Any,
-            mode: str = "r",
-            buffering: int = -1,
-            encoding: str | None = None,
-            errors: str | None = None,
-            newline: str | None = None,
-            **options: Any,
-        ) -> Any:
-            if not isinstance(file, str | Path) or not set(mode) & set("wax+"):
-                return original(file, mode, buffering, encoding, errors, newline, **options)
-            self.count(file)
-            kind = mode.replace("b", "").replace("t", "")
-            raw = _FullFile(str(file), kind, opener=options.get("opener"))  # of a file without name
-            raw.disk = self
-            buffered = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
-            if "b" in mode:
-                return buffered
-            return io.TextIOWrapper(buffered, encoding, errors, newline)
-
-        return call
-
-    def counting(self, original: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if isinstance(arguments[place], int):
-                self.count(Path(f"/proc/self/fd/{arguments[place]}").readlink())
-            else:
-                self.count(arguments[place])
-            return original(*arguments, **options)
-
-        return call
-
-    def opened_by_number(self, original: Callable[..., int]) -> Callable[..., int]:
-        def call(path: Any, flags: int, *rest: Any, **options: Any) -> int:
-            if flags & os.O_CREAT:
-                self.count(path)
-            return original(path, flags, *rest, **options)
-
-        return call
 
 
 @pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def disk(tmp_path: Path) -> Iterator[Disk]:
     """The disk below ``tmp_path / "disk"``."""
     root = tmp_path / "disk"
     root.mkdir()
     disk = Disk(root)
-    with monkeypatch.context() as patch:
-        patch.setattr(io, "open", disk.opened(io.open))
-        patch.setattr(builtins, "open", disk.opened(builtins.open))
-        patch.setattr(os, "open", disk.opened_by_number(os.open))
-        for name in ("mkdir", "rename", "fsync", "write", "pwrite", "replace"):
-            patch.setattr(os, name, disk.counting(getattr(os, name)))
-        patch.setattr(os, "link", disk.counting(os.link, place=1))
+    with seeing(root, disk.count, calls=TAKING_ROOM):
         yield disk
 
 
