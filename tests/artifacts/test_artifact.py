@@ -275,8 +275,8 @@ def test_an_artifact_that_another_rank_sees_late_is_waited_for(
         writer.write_json("made.json", 1)
     place = tmp_path / "a" / MANIFEST_NAME if shown == MANIFEST_NAME else tmp_path / "a"
     hidden = place.rename(tmp_path / "hidden")
-    looks = iter([lambda: None, lambda: None, lambda: hidden.rename(place)])
-    monkeypatch.setattr(time, "sleep", lambda _: next(looks)())
+    looks = iter((False, False, True))
+    monkeypatch.setattr(time, "sleep", lambda _: next(looks) and hidden.rename(place))
     with pytest.raises(ArtifactError, match=r"does not exist|not a finished"):
         open_artifact(tmp_path / "a", kind=kind)
     monkeypatch.setenv("RANK", "1")

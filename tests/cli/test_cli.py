@@ -695,7 +695,7 @@ def test_a_folder_that_is_removed_under_a_stage_is_named_without_a_traceback(
     said = capsys.readouterr().err
     assert "/part was removed while the stage worked. Remove nothing meanwhile, and run" in said
     assert said.count("\n") == 1
-    bench.action = lambda _: (bench.folder / "other").read_text()
+    bench.action = lambda _: (bench.folder / "other").unlink()
     with pytest.raises(FileNotFoundError):
         bench.read()
 
