@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import BACK_TRANSLATED, aligned_lines, language_of, text_name
-from pipeline.artifacts.manifest import file_records
+from pipeline.artifacts.digests import file_records
 from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import ShardWriter

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
-from pipeline.artifacts.manifest import InputRecord, json_digest, raw_digest
+from pipeline.artifacts.digests import raw_digest
+from pipeline.artifacts.manifest import InputRecord, json_digest
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError
 
 HUB = "hub:"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.folder_listing import names_in
 
 from pipeline.artifacts import artifact as artifacts
-from pipeline.artifacts import manifest as digests
+from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import (
     FORMAT_VERSION,
     MANIFEST_NAME,

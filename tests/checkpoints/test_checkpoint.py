@@ -19,7 +19,7 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.artifacts import artifact as artifacts
-from pipeline.artifacts import manifest as digests
+from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.manifest import FileRecord
 from pipeline.artifacts.tokenizer import load_tokenizer

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, refuse_changed, stage_key
-from pipeline.artifacts.manifest import FileRecord, read_manifest, write_hashed
+from pipeline.artifacts.digests import write_hashed
+from pipeline.artifacts.manifest import FileRecord, read_manifest
 from pipeline.artifacts.places import refuse_inputs, refuse_to_overwrite
 from pipeline.checkpoints.assembly.declaration import Assembly, plan_assembly
 from pipeline.checkpoints.assembly.diversity import is_diverse

@@ -16,7 +16,8 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.artifacts.manifest import to_json, write_hashed
+from pipeline.artifacts.digests import write_hashed
+from pipeline.artifacts.manifest import to_json
 from pipeline.artifacts.spelling import with_any_rule
 from pipeline.artifacts.tokenizer import piece_field
 from pipeline.checkpoints.checkpoint import ModelSource

@@ -14,7 +14,8 @@ The families share most of their configuration:
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.manifest import InputRecord, raw_digest
+from pipeline.artifacts.digests import raw_digest
+from pipeline.artifacts.manifest import InputRecord
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import folder_tokenizer
 from pipeline.checkpoints.foreign.model_folder import (

@@ -1,0 +1,158 @@
+"""Compute and compare the digests of files, of artifacts and of raw text.
+
+Several threads hash, because hashing and reading release the interpreter.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from pipeline.artifacts.manifest import FileRecord, as_text, is_text, json_digest
+from pipeline.distributed import progress
+from pipeline.errors import ArtifactError
+
+T = TypeVar("T")
+R = TypeVar("R")
+READ_BYTES = 2**20
+"""Bytes that a hashing thread holds in memory."""
+CHUNK_BYTES = 2**26
+"""Bytes of a chunk, which has a digest of its own in manifests of earlier versions."""
+SYNC_BYTES = 2**26
+"""Bytes between two syncs of a file that is written."""
+MAX_THREADS = 4
+
+
+def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
+    """Return size and digest of files, each read once."""
+    sizes = [path.stat().st_size for path in paths]
+    records = zip(paths, sizes, file_digests(paths), strict=True)
+    return {path: FileRecord(size=size, sha256=digest) for path, size, digest in records}
+
+
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Return the digests of files, in their order."""
+    return _by_threads(_file_digest, paths)
+
+
+def are_intact(files: Sequence[tuple[Path, FileRecord]]) -> list[bool]:
+    """Return for each file whether its content has the recorded digest."""
+    return _by_threads(_is_intact, files)
+
+
+def _by_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    threads = min(MAX_THREADS, os.cpu_count() or 1, len(items))
+    if threads <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+        return list(pool.map(function, items))
+
+
+def _is_intact(file: tuple[Path, FileRecord]) -> bool:
+    path, record = file
+    if record.chunks is None:
+        return _file_digest(path) == record.sha256
+    return _in_chunks(path) == record
+
+
+def _in_chunks(path: Path) -> FileRecord:
+    """Return the record of a file with a digest for each chunk, as earlier versions made it."""
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as stream:
+        chunks = tuple(_digest(stream, CHUNK_BYTES) for _ in range(0, size, CHUNK_BYTES))
+    return FileRecord(size=size, chunks=chunks)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb", buffering=0) as stream:
+        return _digest(stream, path.stat().st_size)
+
+
+def _digest(stream: BinaryIO, size: int) -> str:
+    """Return the digest of the next ``size`` bytes, or of those that are left."""
+    digest = hashlib.sha256()
+    while content := stream.read(min(size, READ_BYTES)):
+        digest.update(content)
+        size -= len(content)
+        progress.advance()
+    return digest.hexdigest()
+
+
+def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
+    """Write the pieces as a file that is on disk when this returns, and return its record.
+
+    A thread hashes and syncs while the next bytes are written. The file is at most twice
+    ``SYNC_BYTES`` ahead of the disk, and a slow disk shows its progress to the watchdog.
+
+    Raises:
+        OSError: The file cannot be written; the error names it.
+    """
+    digest, size, synced = hashlib.sha256(), 0, 0
+    waiting: list[Future[None]] = []
+
+    def settle(part: memoryview, is_sync_due: bool) -> None:
+        digest.update(part)
+        if is_sync_due:
+            os.fsync(stream.fileno())
+            progress.advance()
+
+    try:
+        with path.open("wb") as stream, ThreadPoolExecutor(1, "hash") as pool:
+            for piece in pieces:
+                for start in range(0, piece.nbytes, SYNC_BYTES):
+                    part = piece[start : start + SYNC_BYTES]
+                    size += stream.write(part)
+                    is_sync_due = size - synced >= SYNC_BYTES
+                    if is_sync_due:
+                        _raise_error_of(waiting)
+                        stream.flush()
+                        synced = size
+                    waiting.append(pool.submit(settle, part, is_sync_due))
+            stream.flush()
+            waiting.append(pool.submit(settle, memoryview(b""), is_sync_due=True))
+            _raise_error_of(waiting)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    return FileRecord(size=size, sha256=digest.hexdigest())
+
+
+def _raise_error_of(waiting: list[Future[None]]) -> None:
+    """Wait for all, and raise the first error."""
+    while waiting:
+        waiting.pop(0).result()
+
+
+def raw_digest(path: Path) -> str:
+    """Return the digest of a file, or of every file below a folder by name and content.
+
+    Folders that are linked in count as folders, once each. The digest has the form of earlier
+    versions: the inputs of their runs have not changed.
+    """
+    if path.is_file():
+        return json_digest(_in_chunks(path).model_dump())
+    if not path.is_dir():
+        problem = "is a pipe or a device" if path.exists() else "does not exist"
+        raise ArtifactError(f"{path} {problem}. Name an existing file or folder.")
+    files = sorted(_files_below(path))
+    for entry in files:
+        if not is_text(str(entry)):
+            raise ArtifactError(
+                f"{as_text(entry)} has a name that is not UTF-8. Rename it, or move it away."
+            )
+    records = zip(files, _by_threads(_in_chunks, files), strict=True)
+    return json_digest(
+        {str(entry.relative_to(path)): record.model_dump() for entry, record in records}
+    )
+
+
+def _files_below(root: Path) -> Iterable[Path]:
+    seen: set[tuple[int, int]] = set()
+    for folder, folder_names, names in os.walk(root, followlinks=True):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folder_names.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield from (path for name in names if (path := Path(folder) / name).is_file())
