@@ -77,7 +77,7 @@ class ModelFolder:
     @cached_property
     def tensors(self) -> TensorFolder:
         """Return the tensors of all weight files."""
-        return TensorFolder(self.origin, self.weight_files(), fix=_RESTORE_CLAUSE)
+        return TensorFolder(self.origin, self.weight_files(), fix=RESTORE)
 
     def weight_files(self) -> list[Path]:
         """Return the paths of the weight files, in order."""
