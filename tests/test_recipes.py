@@ -159,6 +159,10 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
     ("text", "said"),
     [
         ('[corpus]\nlanguages = "de"', 'corpus.languages is de. Write a list, ["de"].'),
+        ('[corpus]\nlanguages = "de, en,fr"', 'Write a list, ["de", "en", "fr"].'),
+        ('[decoding]\ntargets = "de,en"', 'targets is de,en. Write a list, ["de", "en"].'),
+        ('[decoding]\ntargets = "de en, fr"', 'Write a list, ["de en, fr"].'),
+        ("[corpus]\npivt = 1\nsorce = 2", "'pivot'? There is no setting 'corpus.sorce'. Did"),
         ('[evaluation.language_sets]\nLong = "my"', 'Long is my. Write a list, ["my"].'),
         ('corpus = "tmx"', "corpus is tmx. Write it as a table, [corpus]."),
         ("[corpus]\npivot = 3", "corpus.pivot is 3. Write text in quotes."),

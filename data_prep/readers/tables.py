@@ -174,7 +174,8 @@ def _column_names(
     if languages is None or len(languages) < 2:
         raise DataError(
             f"Nothing says which languages {file.path} has. Set corpus.columns, for instance "
-            '{ de = "source", en = "target" }, or put the file into a folder named like de-en.'
+            '{ de = "source", en = "target" }, or name the file like '
+            f"train.de-en.{file.ending}."
         )
     if file.ending.startswith("json") and _begins_with(file.path, b"["):
         raise DataError(

@@ -33,6 +33,7 @@ from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput, iterate_blocks
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
+from pipeline.languages import code_of_name
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))
 """Elements with content that is not text."""
@@ -226,7 +227,8 @@ class UnitParser:
             return None
         spelling = without_variant(tag)
         if spelling is None:
-            self._refuse(f"{tag[:40]!r} is not a language code")
+            named = code_of_name(tag)
+            self._refuse(f"{tag[:40]!r} is not a language code" + (f", {named!r} is" * bool(named)))
         return spelling
 
     def _refuse_entity(self, name: str, *_: object) -> NoReturn:

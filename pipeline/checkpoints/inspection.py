@@ -164,8 +164,8 @@ def verify(directory: Path) -> str:
         artifact.check([name])
     size = sum(record.size for record in files.values())
     return (
-        f"{directory}: all of {counted(len(files), 'file')} ({counted(size, 'byte')}) of this "
-        f"{artifact.manifest.kind} is as its manifest says."
+        f"{directory}: this {artifact.manifest.kind} with {counted(len(files), 'file')} "
+        f"({counted(size, 'byte')}) is as its manifest says."
     )
 
 

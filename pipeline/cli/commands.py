@@ -208,7 +208,7 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "--experts": whole_number(MAX_EXPERTS),
     "--from": {"dest": "source"},
     "--groups": whole_number(MAX_GROUPS),
-    "--input": {"action": "extend", "default": []},
+    "--input": {"default": []},
     "--jobs": {"type": whole_number(MAX_PROCESSES), "default": 1},
     "--keep-mass": share,
     "--last": whole_number(MAX_STATES),
@@ -270,7 +270,7 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
 _MARKS: Mapping[str, dict[str, Any]] = {
     "!": {"required": True},
     "...": {"action": "append", "default": []},
-    "+": {"nargs": "+"},
+    "+": {"nargs": "+", "action": "extend"},
     "*": {"nargs": "*"},
 }
 _ROW = re.compile(

@@ -30,7 +30,8 @@ class _Help(argparse.HelpFormatter):
 class CommandParser(argparse.ArgumentParser):
     """The parser of one command; its subparsers are of the same class.
 
-    The error for an unknown option suggests the nearest known one. Options cannot be abbreviated.
+    The error for an unknown option suggests the nearest known one. Options cannot be abbreviated,
+    and one that takes one value cannot be repeated: all values but the last would be lost.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -41,21 +42,30 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does, after checking that every long option exists."""
         given = list(sys.argv[1:] if args is None else args)
-        if self._subparsers is None:  # else options belong to the command that comes before them
-            self._refuse_unknown_options(given)
-        return super().parse_known_args(given, namespace)
+        if self._subparsers is not None:  # options belong to the command that comes before them
+            return super().parse_known_args(given, namespace)
+        self._refuse_wrong_options(given)
+        found, unread = super().parse_known_args(given, namespace)
+        if unread:
+            self.error(f"nothing reads {shown(' '.join(unread))!r}. Leave it out")
+        return found, unread
 
-    def _refuse_unknown_options(self, given: Sequence[str]) -> None:
+    def _refuse_wrong_options(self, given: Sequence[str]) -> None:
         known = [
             name
             for action in self._actions
             for name in action.option_strings
             if name.startswith("--") and action.help != argparse.SUPPRESS
         ]
+        seen: set[str] = set()
         for word in given:
             name = word.partition("=")[0]
             if name == "--":
                 return
+            if name in seen:
+                self.error(f"{name} is there twice. Pass it once")
+            if isinstance(self._option_string_actions.get(name), argparse._StoreAction):
+                seen.add(name)
             if name[:2] == "--" and " " not in word and name not in self._option_string_actions:
                 self.error(f"there is no option {name!r}{hint(name, known)}")
 

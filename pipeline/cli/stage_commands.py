@@ -295,7 +295,8 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     for name, wanted in stage.inputs.items():
         form: dict[str, Any] = {"required": wanted.required, "type": Path}
         if wanted.many or wanted.kind == "raw":
-            form |= {"nargs": "+", "type": str, "default": [] if wanted.many else None}
+            many: dict[str, Any] = {"nargs": "+", "action": "extend", "type": str}
+            form |= many | {"default": [] if wanted.many else None}
         metavar = "NAME=DIR" if wanted.many else "PATH" if wanted.kind == "raw" else "DIR"
         about = wanted.help if wanted.required else f"{wanted.help} (optional)"
         parser.add_argument(f"--{name}", metavar=metavar, help=about, **form)

@@ -156,7 +156,8 @@ def describe_validation(
     )
     if len(findings) > MAX_FINDINGS:
         described.append(f"And {len(findings) - MAX_FINDINGS:,} more")
-    return " ".join(one if one[-1] in ".?" else f"{one}." for one in described)
+    text = " ".join(one if one[-1] in ".?" else f"{one}." for one in described)
+    return re.sub(r"(?<=[.?] )t(?=here is no setting )", "T", text)
 
 
 def _with_choices_once(sentences: Sequence[str]) -> list[str]:
@@ -186,7 +187,10 @@ def _describe_finding(
         case "value_error":
             return f"{where} is {_given(finding['input'])}. {finding['ctx']['error']}"
         case "list_type" | "tuple_type":
-            example = shown(json.dumps([finding["input"]], ensure_ascii=False, default=str))
+            entries = [finding["input"]]
+            if isinstance(entries[0], str) and not re.search(r"[^,]\s", entries[0]):
+                entries = entries[0].replace(" ", "").split(",")  # de,en as many tools take it
+            example = shown(json.dumps(entries, ensure_ascii=False, default=str))
             return f"{where} is {shown(finding['input'])}. Write a list, {example}"
         case "string_type":
             return f"{where} is {shown(finding['input'])}. Write text in quotes"

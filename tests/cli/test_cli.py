@@ -95,8 +95,9 @@ class Bench:
         )
 
     def train(self, *options: str, out: str = "model") -> int:
-        given = ["--recipe", str(self.recipe_path), "--corpus", self.at("corpus")]
-        return cli.main(["train", *given, *options, "--out", self.at(out)])
+        given = {"--recipe": str(self.recipe_path), "--corpus": self.at("corpus")}
+        kept = [word for option in given.items() if option[0] not in options for word in option]
+        return cli.main(["train", *kept, *options, "--out", self.at(out)])
 
     def at(self, name: str) -> str:
         return str(self.folder / name)
@@ -267,6 +268,22 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
             ["checkpoint", "fold", "x", "--ouput", "y"],
             "mmnmt checkpoint fold: error: there is no option '--ouput'. Did you mean '--out'?",
         ),
+        (
+            ["run", "demo", "--with", "a", "--with=b"],
+            "mmnmt run: error: --with is there twice. Pass it once",
+        ),
+        (
+            ["train", "--recipe", "a", "--corpus", "x", "--recipe", "b", "--out", "y"],
+            "mmnmt train: error: --recipe is there twice. Pass it once",
+        ),
+        (
+            ["run", "demo", "--only", "corpus", "clean"],
+            "mmnmt run: error: nothing reads 'clean'. Leave it out",
+        ),
+        (
+            ["translate", "--from", "en", "--to", "de", "a.txt", "b.txt"],
+            "mmnmt translate: error: nothing reads 'a.txt b.txt'. Leave it out",
+        ),
     ],
 )
 def test_a_slip_in_a_command_or_an_option_is_answered_with_the_nearest(
@@ -277,6 +294,17 @@ def test_a_slip_in_a_command_or_an_option_is_answered_with_the_nearest(
     assert ended.value.code == EXIT_USER_ERROR
     assert capsys.readouterr().err.splitlines()[-1] == said
     assert bench.calls == []
+
+
+@pytest.mark.parametrize(
+    "values", [["--others", "a=x", "--others", "a=y"], ["--others", "a=x", "a=y"]]
+)
+def test_an_option_of_several_values_joins_them_however_often_it_is_there(
+    bench: Bench, capsys: pytest.CaptureFixture[str], values: list[str]
+) -> None:
+    bench.read()
+    assert bench.train(*values) == EXIT_USER_ERROR
+    assert "--others names 'a' twice" in capsys.readouterr().err
 
 
 def test_a_value_that_looks_like_an_option_is_taken_as_a_value(
@@ -1304,7 +1332,7 @@ def test_an_artifact_is_inspected_and_verified(
     assert cli.main(["checkpoint", "inspect", artifact, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == {"text.json": len('"read"\n')}
     assert cli.main(["checkpoint", "verify", artifact]) == 0
-    assert capsys.readouterr().out.startswith(f"{artifact}: all of 1 file (")
+    assert capsys.readouterr().out.startswith(f"{artifact}: this corpus with 1 file (")
     (bench.folder / "corpus" / "text.json").write_text('"Read"\n')
     assert cli.main(["checkpoint", "verify", artifact]) == EXIT_USER_ERROR
     said = capsys.readouterr()

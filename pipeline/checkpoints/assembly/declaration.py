@@ -146,10 +146,13 @@ def plan_assembly(assembly: Assembly, *, model: ModelConfig | None = None) -> As
         artifact = open_artifact(Path(assembly.groups), kind="groups")
         inputs["groups"] = artifact.as_input
         groups = read_groups(artifact)
-    tokenizer = _with_new_languages(assembly, present.get("embeddings"), tokenizer)
-    resembling = {code: like for code, like in assembly.languages.items() if like != FRESH}
+    embeddings = present.get("embeddings")
+    tokenizer = _with_new_languages(assembly, embeddings, tokenizer)
+    known = embeddings.tokenizer.build().languages if embeddings else ()
+    named_likes = {code: like for code, like in assembly.languages.items() if like != FRESH}
+    resembling = {code: find_code(like, known) or like for code, like in named_likes.items()}
     model = model or _declared_model(assembly, present)
-    rows = _planned_rows(assembly, present.get("embeddings"), tokenizer, resembling)
+    rows = _planned_rows(assembly, embeddings, tokenizer, resembling)
     refuse_misfit(present, model)
     built = tokenizer.build()
     numbers = known_groups(present.get("decoder"), groups, resembling=resembling)

@@ -83,9 +83,9 @@ def _open(
     usual_tokenizer: str,
     expert_output_scale: float = 1.0,
 ) -> ModelSource:
-    """Open a folder of any family; ``usual_tokenizer`` applies if the folder names no class."""
+    """Open a folder of any family; ``usual_tokenizer`` applies if no file names a class."""
     files, tag_scheme = folder_tokenizer(
-        folder, usual_class=usual_tokenizer, size=config.vocab_size
+        folder, usual_class=config.tokenizer_class or usual_tokenizer, size=config.vocab_size
     )
     tokenizer = files.build()
     ids = config.pad_token_id, config.eos_token_id
@@ -131,6 +131,7 @@ class M2M100Config(Described):
     encoder_ffn_dim: int
     decoder_ffn_dim: int
     max_position_embeddings: int = 1024
+    tokenizer_class: str | None = None
     activation_function: Activation = "relu"
     scale_embedding: bool = True
     tie_word_embeddings: bool = True

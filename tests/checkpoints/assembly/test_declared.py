@@ -246,8 +246,10 @@ def test_bfloat16_rounds_every_tensor_once() -> None:
 
 
 @pytest.mark.usefixtures("at_shelf")
-def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id() -> None:
-    text = ALL_DENSE.format(source="m2m100", ratio=0.0) + '[languages]\ngsw = "de"\nlad = "fresh"\n'
+@pytest.mark.parametrize("like", ["de", "deu_Latn", "de-DE"])
+def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id(like: str) -> None:
+    added = f'[languages]\ngsw = "{like}"\nlad = "fresh"\n'
+    text = ALL_DENSE.format(source="m2m100", ratio=0.0) + added
     assert main(["upcycle", declare(text), "--out", "made"]) == 0
     made = open_artifact(Path("made"), kind="checkpoint")
     old, new = open_model(Path("m2m100")).tokenizer.build(), read_tokenizer(made)
@@ -346,6 +348,7 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "already knows the language 'de'"),
         (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "language 'deu', as 'de'"),
         (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
+        (("[upcycling]", "[languages]\ngsw = 'german'\n[upcycling]"), "Write 'de'."),
     ],
 )
 def test_a_declaration_that_cannot_be_is_one_sentence(

@@ -153,7 +153,9 @@ def test_missing_and_pickled_weights_are_refused_with_the_way_to_write_others(
     folder: Path,
 ) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
-    assert "model-1.safetensors cannot be read" in refusal(folder)
+    said = refusal(folder)
+    assert "model-1.safetensors cannot be read" in said
+    assert said.endswith("). Restore it from where it was published.")
     (folder / INDEX).unlink()
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
@@ -310,3 +312,15 @@ def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
     specials = [ours.bos_id, ours.pad_id, ours.eos_id, ours.unk_id]
     assert specials == theirs.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>"])
     assert (ours.eos_id, ours.bos_id) == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["NllbTokenizer", "NllbTokenizerFast"])
+def test_the_model_s_configuration_names_the_tokenizer_if_no_other_file_does(
+    name: str, folder: Path
+) -> None:
+    tokens = NllbTokenizer.from_pretrained(folder).get_added_vocab()
+    (folder / "tokenizer_config.json").unlink()
+    assert "vocab.json cannot be read" in refusal(folder)
+    edit_json(folder / "config.json", tokenizer_class=name)
+    ours = open_foreign(folder).tokenizer.build()
+    assert ours.language_token_id("de") == tokens["deu_Latn"]

@@ -527,7 +527,7 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
         ("de-en/a.csv", "de;en\nHallo, Welt;Hello, world\n", "has ';' between its columns"),
         ("de-en/a.csv", '"de";"en"\n"Hallo, Welt";"Hello, world"\n', "has ';' between"),
         ("de-en/a.csv", "de\ten\nEins\tone\n", r"has '\\t' between its columns"),
-        ("a.jsonl", json_lines({"de": "x", "en": "y"}), "Nothing says which languages"),
+        ("a.jsonl", json_lines({"de": "x", "en": "y"}), "or name the file like train.de-en.jsonl"),
         ("a.de-en.en-fr.jsonl", "", "is named as text of de-en and en-fr"),
     ],
 )
