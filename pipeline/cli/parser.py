@@ -112,7 +112,7 @@ def place(text: str) -> str:
     return text
 
 
-def path(text: str) -> Path:
+def path_option(text: str) -> Path:
     """Parse an option: a path."""
     return Path(place(text))
 

@@ -39,7 +39,7 @@ from pipeline.cli.parser import (
     add_options,
     chosen_recipe,
     named_paths,
-    path,
+    path_option,
     place,
     refuse_paths,
     whole_number,
@@ -280,7 +280,7 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     if stage.sections:
         add_options(parser, ((name, given[name]) for name in ("--recipe", "--set")))
     for name, wanted in stage.inputs.items():
-        form: dict[str, Any] = {"required": wanted.required, "type": path}
+        form: dict[str, Any] = {"required": wanted.required, "type": path_option}
         if wanted.many or wanted.kind == "raw":
             form |= {"nargs": "+", "type": place, "default": [] if wanted.many else None}
         metavar = "NAME=DIR" if wanted.many else "PATH" if wanted.kind == "raw" else "DIR"
