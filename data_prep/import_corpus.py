@@ -58,7 +58,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.languages import count_scripts
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
@@ -95,6 +95,11 @@ def read_raw(call: StageCall) -> RawText:
         case "tree":
             return read_trees(raw, config)
         case "cldr":
+            if raw is not None:
+                raise ConfigError(
+                    "corpus.source 'cldr' makes its own text. Leave --raw out, or choose a source "
+                    "that reads it."
+                )
             return read_phrases(config)
         case "hub":
             return read_hub(raw, config)

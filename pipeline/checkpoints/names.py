@@ -6,7 +6,7 @@ under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever t
 modules are stacked, too, and have a tensor per language under its code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,18 @@ def dense_name(name: str) -> str | None:
 def is_router(name: str) -> bool:
     """Return whether a tensor belongs to a feed-forward's router."""
     return ".feed_forward.router." in name
+
+
+def select_experts(router: Tensor, experts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a router's tensor for these of its experts.
+
+    A router may have any tensors, such as a bias (E,) or preferences (languages, E): the dimension
+    of the experts is the one that differs from the shape of the result.
+    """
+    for dimension, (before, after) in enumerate(zip(router.shape, shape, strict=True)):
+        if before != after:
+            router = router.index_select(dimension, torch.tensor(experts))
+    return router
 
 
 def added_tensor(name: str) -> AddedTensor | None:

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_derived
-from pipeline.checkpoints.names import num_parameters, tensor_shapes
+from pipeline.checkpoints.names import num_parameters, select_experts, tensor_shapes
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.variants import SHARED
 from pipeline.errors import ArtifactError, ConfigError
@@ -227,7 +226,8 @@ def _pruned(
     """Yield the tensors of the pruned model, each made from one tensor of the whole one."""
     files = TensorFiles(checkpoint, "weights/")
     kept = {entry.layer: entry.experts for entry in plan.layers}
-    for name in track(tensor_shapes(target), label="prune"):
+    shapes = tensor_shapes(target)
+    for name in track(shapes, label="prune"):
         layer, _, inner = name.partition(".feed_forward.")
         slot, _, rest = inner.partition(".")
         match slot:
@@ -235,9 +235,8 @@ def _pruned(
                 new_id, _, parameter = rest.partition(".")
                 old_id = kept[layer][int(new_id)]
                 yield name, files.read(f"{layer}.feed_forward.experts.{old_id}.{parameter}")
-            case "router":  # (E, D), or (G, E, D) of a router per language group
-                rows = torch.tensor(kept[layer])
-                yield name, files.read(name).index_select(-2, rows)
+            case "router":
+                yield name, select_experts(files.read(name), kept[layer], shapes[name])
             case _:
                 yield name, files.read(name)
 

@@ -3,12 +3,11 @@
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from data_prep.settings import MAX_VOCABULARY
 from pipeline.cli import checkpoint_commands, plan_commands, recipe_commands, result_commands
-from pipeline.cli.parser import Command, Option, share, update_window, whole_number
+from pipeline.cli.parser import Command, Option, path_option, share, update_window, whole_number
 from pipeline.config.ds_config import AUTO, ds_config_names
 from pipeline.config.settings import MAX_EXPERTS, MAX_GROUPS, MAX_STATES, Route
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -218,14 +217,14 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "--profile": update_window,
     "--rank": whole_number(MAX_RANKS, least=0),
     "--route": {"choices": get_args(Route)},
-    "--scores": Path,
+    "--scores": path_option,
     "--set": {"dest": "overrides"},
     "--vocabulary": whole_number(MAX_VOCABULARY),
     "--with": {"dest": "overlay", "default": ""},
-    "checkpoint diff first": Path,
-    "checkpoint diff second": Path,
+    "checkpoint diff first": path_option,
+    "checkpoint diff second": path_option,
     "checkpoint import --languages": {"default": []},
-    "checkpoint import source": Path,
+    "checkpoint import source": path_option,
     "checkpoint prune --languages": {"required": True},
     "describe --languages": whole_number(MAX_GROUPS),
     "doctor plan": {"nargs": "?"},
@@ -234,7 +233,7 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "estimate --processes": whole_number(MAX_RANKS),
     "export --license": {"default": "unknown"},
     "export --to": {"choices": checkpoint_commands.FORMATS, "required": True},
-    "export checkpoint": Path,
+    "export checkpoint": path_option,
     "serve --host": {"default": "127.0.0.1"},
     "serve --max-characters": {"type": whole_number(10**5), "default": 5000},
     "serve --max-requests": {"type": whole_number(10**5), "default": 64},
@@ -293,7 +292,7 @@ def _option(row: str, command: str) -> Option:
     further = _SETTINGS.get(f"{command} {name}", _SETTINGS.get(name, {}))
     found: dict[str, Any] = {"help": cells["help"], **_MARKS.get(cells["mark"] or "", {})}
     if metavar is not None:
-        found |= {"metavar": metavar, **({"type": Path} if metavar in _PATHS else {})}
+        found |= {"metavar": metavar, **({"type": path_option} if metavar in _PATHS else {})}
     elif name.startswith("--") and not further:
         found["action"] = "store_true"
     return name, found | ({"type": further} if callable(further) else further)

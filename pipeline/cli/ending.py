@@ -207,9 +207,12 @@ def say(text: str) -> None:
 def own_rank() -> int:
     """Return this process's rank according to its launcher; 0 without one."""
     try:
-        return rank_of(os.environ)
+        rank = rank_of(os.environ)
     except ConfigError:  # a rank that cannot be read: it will be reported where it is used
         return 0
+    # No launcher sets RANK outside WORLD_SIZE: a variable that was left does not silence a command.
+    is_left = "RANK" in os.environ and not 0 <= rank < (launched_size(os.environ) or 0)
+    return 0 if is_left else rank
 
 
 def launched_size(environment: Mapping[str, str]) -> int | None:

@@ -115,6 +115,18 @@ _DIGITS = 20
 """Digits from which a number is out of every range."""
 
 
+def place(text: str) -> str:
+    """Parse an option: a path, or words with one; an empty path would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty. Name a path; . is the current folder")
+    return text
+
+
+def path_option(text: str) -> Path:
+    """Parse an option: a path."""
+    return Path(place(text))
+
+
 def whole_number(most: int, *, least: int = 1) -> Callable[[str], int]:
     """Return an option type: whole numbers from ``least`` to ``most``."""
 

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.artifact import (
@@ -40,6 +39,8 @@ from pipeline.cli.parser import (
     add_options,
     chosen_recipe,
     named_paths,
+    path_option,
+    place,
     refuse_paths,
     whole_number,
 )
@@ -293,9 +294,9 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     if stage.sections:
         add_options(parser, ((name, given[name]) for name in ("--recipe", "--set")))
     for name, wanted in stage.inputs.items():
-        form: dict[str, Any] = {"required": wanted.required, "type": Path}
+        form: dict[str, Any] = {"required": wanted.required, "type": path_option}
         if wanted.many or wanted.kind == "raw":
-            many: dict[str, Any] = {"nargs": "+", "action": "extend", "type": str}
+            many: dict[str, Any] = {"nargs": "+", "action": "extend", "type": place}
             form |= many | {"default": [] if wanted.many else None}
         metavar = "NAME=DIR" if wanted.many else "PATH" if wanted.kind == "raw" else "DIR"
         about = wanted.help if wanted.required else f"{wanted.help} (optional)"

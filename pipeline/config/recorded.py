@@ -66,12 +66,17 @@ def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     """Return ``section.setting: old → new`` for every setting that differs, sorted."""
     before, after = _flatten(old), _flatten(new)
     return [
-        f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
+        f"{name}: {_shown(name, before)} → {_shown(name, after)}"
         for name in sorted({*before, *after})
         if before.get(name, "unset") != after.get(name, "unset")
         and (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name)
         and (name in before or name not in NEWER)
     ]
+
+
+def _shown(name: str, flat: Mapping[str, Any]) -> Any:
+    is_table = any(other.startswith(f"{name}.") for other in flat)
+    return flat.get(name, "a table" if is_table else "unset")
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

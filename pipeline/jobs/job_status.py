@@ -117,15 +117,15 @@ def _ended_row(
     if last is not None and last.verdict == "done":
         cause = f"it was made, but {task.out_dir} is not seen here; submit again to make it anew"
         return [task.name, "missing", *times, cause]
-    log = f"its log is in {log_dir(task.out_dir)}"
-    next_step = f"{log}; submit again to go on" if task.stage.work else f"{log}; submit again"
+    path = log_dir(task.out_dir) / f"{known.id}.log"
+    log = f"its log is in {path.parent}; " if last is not None or path.exists() else ""
+    next_step = f"{log}submit again{' to go on' if task.stage.work else ''}"
     cause = last.cause if last is not None else ""
     if job is None:
         cause = cause or "SLURM does not know the job any more"
     elif job.state == "CANCELLED":
         return [task.name, "canceled", *times, "; ".join(filter(None, (cause, next_step)))]
     elif not cause:
-        path = log_dir(task.out_dir) / f"{known.id}.log"
         cause = f"SLURM ended it as {job.state}"
         if line := _last_line(path):
             cause = f"{cause} before the stage started: {line}"

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.folder_listing import names_in
+from support.sigmoid_router import SigmoidRouter
 from support.stored_checkpoints import LANGUAGES, LAYERS, SPEC, make_checkpoint, stored
 from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
 from torch import Tensor, nn
@@ -116,6 +117,34 @@ def test_without_experts_that_are_never_chosen_a_model_has_its_other_tensors_and
     assert all(torch.equal(after[name], before[name]) for name in unchanged)
     routers = 2 + (groups > 0)
     assert len(after) == len(unchanged) + 4 * 4 * 2 + routers
+
+
+class BiasedRouter(SigmoidRouter):
+    """A router as the guide adds one, with a tensor of one dimension, too."""
+
+    def __init__(self, moe: MoEConfig, spec: ModelSpec) -> None:
+        super().__init__(moe, spec)
+        self.bias = nn.Parameter(torch.empty(moe.num_experts))
+
+
+def test_all_tensors_of_a_router_of_ones_own_keep_the_kept_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_router(spec: ModelSpec, moe: MoEConfig, **_: object) -> nn.Module:
+        return BiasedRouter(moe, spec)
+
+    monkeypatch.setattr("pipeline.model.moe.layer.build_router", build_router)
+    model = tiny_model(tiny_spec(moe=MoEConfig(num_experts=6, every=2)))
+    whole = make_checkpoint(tmp_path / "whole", model, routing=count_routes(model)[0])
+    plan = prune_experts(whole, languages=["de"], experts=4, out_dir=tmp_path / "pruned")
+    load_model(open_artifact(tmp_path / "pruned", kind="checkpoint"))
+    before, after = stored(whole), stored(tmp_path / "pruned")
+    for entry in plan.layers:
+        router, kept = f"{entry.layer}.feed_forward.router", list(entry.experts)
+        for name in ("weight", "bias"):
+            assert torch.equal(after[f"{router}.{name}"], before[f"{router}.{name}"][kept])
+        preference = before[f"{router}.preference"]  # a row per language
+        assert torch.equal(after[f"{router}.preference"], preference[:, kept])
 
 
 def restrict(model: Transformer, plan: PruningPlan) -> None:

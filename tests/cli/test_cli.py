@@ -593,6 +593,7 @@ def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
     bench.read()
     bench.action = _raise(error)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     capsys.readouterr()
     assert bench.train() in (EXIT_USER_ERROR, EXIT_RUN_AGAIN)
     assert capsys.readouterr().err == said
@@ -1177,6 +1178,41 @@ def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(
     said = capsys.readouterr().err
     assert said.startswith(f"mmnmt checkpoint average: {out} cannot be written (")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "demo", "--dry-run", "--out", ""],
+        ["import_corpus", "--recipe", "demo_dense", "--out", "corpus", "--raw", ""],
+        ["clean", "--recipe", "demo_dense", "--out", "clean", "--corpus", ""],
+        ["checkpoint", "average", "a", "", "--out", "mean"],
+        ["checkpoint", "verify", ""],
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == EXIT_USER_ERROR
+    assert "it is empty. Name a path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", [{"RANK": "5"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1"}])
+def test_a_rank_that_no_launcher_gave_does_not_silence_a_command(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    left: dict[str, str],
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    bench.read()
+    assert len(bench.calls) == 1
+    assert cli.main(["run", "demo", "--dry-run", "--out", "runs/none"]) == 0
+    assert "corpus: would run (missing)" in capsys.readouterr().out
 
 
 NOT_UTF_8 = os.fsdecode(b"o\xff")

@@ -486,6 +486,12 @@ def test_cldr_phrases_are_english_centric_with_zero_shot_tests(out: Path) -> Non
     assert len(set(german)) == 7
 
 
+def test_text_given_to_a_source_that_makes_its_own_is_refused(raw: Path, out: Path) -> None:
+    raw.mkdir()
+    with pytest.raises(ConfigError, match=r"'cldr' makes its own text\. Leave --raw out"):
+        imported(out, raw, CorpusConfig(source="cldr", cldr=CLDR))
+
+
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     config = CorpusConfig(source="cldr", cldr=CLDR, max_train_lines=8)
     first, second = (imported(tmp_path / name, None, config) for name in "ab")

@@ -571,6 +571,7 @@ def test_status_tells_why_stages_wait_and_why_they_were_canceled(
     assert "SLURM ended it as FAILED" in found["corpus"]
     assert found["clean"].endswith("a stage that it needs failed or was canceled")
     assert found["lengths"].startswith(f"lengths canceled {ids['lengths']}.0")
+    assert "log" not in found["lengths"].split(), "it never started"
     assert "a limit of the account" in found["tokenizer"]
     assert "down, drained or reserved" in found["shards"]
 

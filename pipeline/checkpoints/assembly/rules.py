@@ -26,6 +26,7 @@ from pipeline.checkpoints.names import (
     initial_value,
     is_router,
     named_slices,
+    select_experts,
 )
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import Tensors
@@ -193,7 +194,10 @@ class _PartSource:
                 return shape[1:] if experts is None else (experts.num_in_source, *shape[2:])
             case "rows of more experts":
                 assert experts is not None
-                return (*shape[:-2], experts.num_in_source, shape[-1])
+                growth = experts.num_in_source, experts.num_in_result
+                if len(stored) == len(shape):
+                    pairs = zip(stored, shape, strict=True)
+                    return tuple(pair[0] if pair == growth else pair[1] for pair in pairs)
             case "rows by piece":
                 return (stored[0], *shape[1:]) if stored else shape
         return shape
@@ -312,7 +316,8 @@ class AssemblyPlan:
                 experts = self.experts[entry.part]
                 if experts is None or experts.unchanged:
                     return source
-                return source.index_select(-2, torch.tensor(experts.ids))  # (E, D) or (G, E, D)
+                wanted = self.shape(entry.target)[-source.dim() :]  # a group router has one more
+                return select_experts(source, experts.ids, wanted)
         fresh = initial_value(self.targets[entry.target], self.spec, seed=self.config.seed)
         if entry.rule == "fresh":
             return fresh

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.sigmoid_router import SigmoidRouter
 from support.stored_checkpoints import byte_spec
 from support.tiny_models import random_batch, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
@@ -223,6 +224,29 @@ def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> No
     assert torch.equal(router, expected[[index % 4 for index in range(10)]])
     rules = {entry.rule for entry in plan}
     assert rules == {"copied", "expert of expert", "rows of more experts"}
+
+
+def test_more_experts_lengthen_all_tensors_of_a_router_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_router(spec: ModelSpec, moe: MoEConfig, **_: object) -> nn.Module:
+        router = SigmoidRouter(moe, spec)
+        router.bias = nn.Parameter(torch.empty(moe.num_experts))
+        return router
+
+    monkeypatch.setattr("pipeline.model.moe.layer.build_router", build_router)
+    model = tiny_model(byte_spec(moe=MOE))
+    source = make_checkpoint(tmp_path / "moe", model)
+    more = byte_spec(moe=MOE.model_copy(update={"num_experts": 6}))
+    _, tensors = assembled(more, [source, source, source], COPY)
+    before = {entry.name: entry.value for entry in named_slices(model)}
+    rows = [0, 1, 2, 3, 0, 1]
+    for router in ("encoder", "decoder"):
+        name = f"{router}.layers.1.feed_forward.router"
+        for inner in ("weight", "bias"):
+            assert torch.equal(tensors[f"{name}.{inner}"], before[f"{name}.{inner}"][rows])
+        preference = before[f"{name}.preference"]  # a row per language
+        assert torch.equal(tensors[f"{name}.preference"], preference[:, rows])
 
 
 @pytest.mark.parametrize(
