@@ -40,7 +40,7 @@ COMPARED = (
     ("(7) Enc(1)-Dec(fresh)", "dense, longer"),
     ("(10) Enc(1)-Dec(1)", "dense, longer"),
     ("(12) Enc(1)-Dec(5)", "dense, longer"),
-    ("ours", "dense with the same extras"),
+    ("ours", "dense, same extras"),
 )
 """Systems of the protocol's claims, each with the system that it is compared with."""
 GROUPS = {
