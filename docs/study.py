@@ -86,6 +86,10 @@ def _run(scored: Mapping[str, Any], training: Mapping[str, Any], curve: Any) -> 
         raise SystemExit(f"{scored['name']!r} names no seed. Name the system NAME@SEED.")
     total = training["total"]
     new = training["new"] or total
+    if None in (total["operations"], new["operations"]):
+        raise SystemExit(
+            f"The training of {scored['name']} is not where it was. Evaluate where it lies."
+        )
     before, flop = total["updates"] - new["updates"], total["operations"] - new["operations"]
     losses = {} if curve is None else curve["directions"]
     points = [] if curve is None else curve["validation"]
@@ -160,7 +164,7 @@ def study_pages(results: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     study = json.loads(path.read_text(encoding="utf-8"))
-    pages, parts = {}, []
+    pages, parts = dict[str, str](), list[str]()
     for size, one in study.items():
         parts += _parts(size, one)
         for name, chart in (("losses", losses_chart(one)), ("gains", gains_chart(one))):
@@ -357,9 +361,12 @@ def gains_chart(study: Study) -> str:
     gains = gains_of(study)
     if not gains:
         return ""
+    _, pairs, into, out = zip(*gains, strict=True)
     series = [
-        Series(name, tuple(sorted((float(row[1]), row[place]) for row in gains)), place - 2)
-        for place, name in ((2, "into English"), (3, "out of English"))
+        Series(name, tuple(sorted(zip(pairs, values, strict=True))), place)
+        for place, (name, values) in enumerate(
+            {"into English": into, "out of English": out}.items()
+        )
     ]
     title = "Languages by training pairs and gain of experts"
     return line_chart(
