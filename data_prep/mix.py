@@ -321,9 +321,11 @@ def how_drawn(
 ) -> list[str]:
     """Summarize temperature, targets, capped pairs and phases."""
     unit = "target tokens" if config.sampling_unit == "tokens" else config.sampling_unit
-    lines = [
-        f"temperature {config.sampling_temperature:g} over {config.sampling_over}, by their {unit}"
+    temperatures = [
+        f"{phase.sampling_temperature or config.sampling_temperature:g}"
+        for phase in config.phases or (PhaseConfig(),)
     ]
+    lines = [f"temperature {temperatures[0]} over {config.sampling_over}, by their {unit}"]
     if config.targets:
         lines.append(f"into {listed(config.targets)} only")
     if config.synthetic_share is not None:
@@ -333,9 +335,10 @@ def how_drawn(
             f"held at {config.max_upsampling:g} times the share they would have at temperature 1: "
             f"{listed(held)}"
         )
-    for phase in phases[1:]:
+    for phase, temperature in zip(phases[1:], temperatures[1:], strict=True):
         drawn = sum(probability > 0 for probability in phase.probabilities.values())
-        lines.append(f"from update {phase.from_update:,}: {counted(drawn, 'pair')}")
+        pairs = counted(drawn, "pair")
+        lines.append(f"from update {phase.from_update:,}: {pairs}, temperature {temperature}")
     return lines
 
 

@@ -1,7 +1,8 @@
-"""Generate the pages of ``docs/reference`` and ``docs/benchmarks.md``.
+"""Generate the pages of ``docs/reference``, ``docs/benchmarks.md`` and the page of a study.
 
-The pages follow from the code (commands, settings, recipes, plans, artifacts) and from the
-result files of the benchmarks. They are committed; a test fails when one is out of date.
+The pages follow from the code (commands, settings, recipes, plans, artifacts), from the result
+files of the benchmarks, and from ``docs/results/hundred.json`` (``docs/study.py``). They are
+committed; a test fails when one is out of date.
 
     python docs/generate.py [--check] [--docs DIR]
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 from pydantic import WrapValidator
 from pydantic.fields import FieldInfo
+from study import study_pages
 
 from pipeline import cli
 from pipeline.artifacts.manifest import FORMAT_VERSION, Kind
@@ -602,14 +604,15 @@ def _figure(value: object) -> str:
 # ---------------------------------------------------------------- writing
 
 
-def pages(results: Path) -> dict[str, str]:
-    """Return all generated pages, by their paths within ``docs``."""
+def pages(results: Path, docs: Path) -> dict[str, str]:
+    """Return all generated pages and pictures, by their paths within ``docs``."""
     return {
         "reference/commands.md": commands_page(),
         "reference/settings.md": settings_page(),
         "reference/recipes.md": recipes_page(),
         "reference/artifacts.md": artifacts_page(),
         "benchmarks.md": benchmarks_page(results),
+        **study_pages(docs / "results"),
     }
 
 
@@ -623,7 +626,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     stale = 0
-    for name, text in pages(given.results).items():
+    for name, text in pages(given.results, given.docs).items():
         path = given.docs / name
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue

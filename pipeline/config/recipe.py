@@ -119,10 +119,10 @@ class CoreRecipe(Settings):
 
     @model_validator(mode="after")
     def _check_phases(self) -> Self:
-        if self.training.updates_of != "tokens" and self.mixture.phases:
+        if self.training.updates_of == "bytes" and self.mixture.phases:
             raise ValueError(
-                f'training.updates_of is "{self.training.updates_of}", and mixture.phases begin at '
-                "updates, whose number then depends on the model. Leave one of them out"
+                'training.updates_of is "bytes", and mixture.phases begin at updates, whose number '
+                "then depends on the text. Leave one of them out"
             )
         return self
 

@@ -40,8 +40,10 @@ class Bar:
     interval: Point | None = None
 
 
-def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
-    """Return a line chart; at least one series has points."""
+def line_chart(
+    series: Sequence[Series], *, title: str, x_label: str, y_label: str, joined: bool = True
+) -> str:
+    """Return a line chart, or its points if they are not joined; a series at least has points."""
     ys = [y for line in series for _, y in (*line.points, *line.low, *line.high)]
     x_ticks = nice_ticks(0.0, max(x for line in series for x, _ in line.points), about=4)
     y_ticks = nice_ticks(min(ys), max(ys))
@@ -59,8 +61,10 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
         if one.upright is not None:
             at = x(one.upright)
             parts.append(_rule(f"upright {_color(one)}", at, TOP, at, FLOOR))
-        parts.append(f'<polyline class="line {_color(one)}" points="{line}"/>')
-        parts += [_dot(one, x(a), y(b)) for a, b in one.points if len(one.points) == 1]
+        parts += [f'<polyline class="line {_color(one)}" points="{line}"/>'] if joined else []
+        parts += [
+            _dot(one, x(a), y(b)) for a, b in one.points if not joined or len(one.points) == 1
+        ]
     return _svg(title, FLOOR + 48, parts, legend=series)
 
 

@@ -8,7 +8,7 @@ directions, since ``metrics.jsonl`` does not have their tokens.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, TypeGuard, get_args
 
@@ -44,6 +44,8 @@ class Curve:
     before: int | None = 0
     """Updates of the earlier runs; None if some of them can no longer be found."""
     pivot: str | None = None
+    directions: Mapping[str, float] = field(default_factory=dict)
+    """Direction (``de-en``) → its loss at the last validation."""
 
 
 def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
@@ -69,7 +71,7 @@ def is_count(value: object) -> TypeGuard[int]:
 def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curve:
     """Return the losses of a run; a loss that was not finite leaves a gap."""
     pivot, tiers = read_tiers(checkpoint)
-    points = []
+    points, last = list[CurvePoint](), dict[str, float]()
     for entry in read_metrics(checkpoint):
         if entry.get("kind") != "validation" or not is_number(entry.get("loss")):
             continue
@@ -77,9 +79,10 @@ def read_curve(system: str, checkpoint: Artifact, *, before: int | None) -> Curv
         losses = {"all": entry["loss"], **(resources if isinstance(resources, dict) else {})}
         if isinstance(directions, dict):
             losses |= mean_losses(directions, pivot=pivot, tiers=tiers)
+            last = {name: loss for name, loss in directions.items() if is_number(loss)}
         losses = {key: loss for key, loss in losses.items() if is_number(loss)}
         points.append(CurvePoint(entry["update"], losses))
-    return Curve(system, tuple(points), before, pivot)
+    return Curve(system, tuple(points), before, pivot, last)
 
 
 def read_tiers(checkpoint: Artifact) -> tuple[str | None, dict[str, Resource]]:

@@ -198,6 +198,8 @@ def verdict(evaluation: Evaluation) -> Iterator[str]:
     means, leads, sure = _means(evaluation, column), dict[str, list[str]](), list[str]()
     for mean in means:
         values = {one.name: mean.value(one.averages) or 0.0 for one in evaluation.systems}
+        if len({*values.values()}) == 1 < len(values):
+            continue  # equal systems, for example without a translation, have no leader
         leader = best(values, key=values.__getitem__)
         place = f"{mean.heading.title} {values[leader]:.{column.decimals}f}"
         place += f", {NOT_DECIDED}" if NOT_DECIDED in mean.heading.note else ""
@@ -205,7 +207,7 @@ def verdict(evaluation: Evaluation) -> Iterator[str]:
         if mean.compared is not None and mean.compared.best == leader:
             sure.append(mean.heading.title)
     named = "; ".join(f"{name} ({', '.join(places)})" for name, places in leads.items())
-    yield f"Best by mean {column.heading}: {named or 'no type of directions has it'}."
+    yield f"Best by mean {column.heading}: {named or 'no system is ahead'}."
     if len(evaluation.systems) > 1 and any(mean.compared for mean in means):
         which = f"The lead in {listed(sure)}" if sure else "No lead"
         yield f"{which} over all other systems is significant at 95 %."

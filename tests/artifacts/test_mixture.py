@@ -230,10 +230,18 @@ def test_phases_draw_the_pairs_they_name_and_share_the_updates(tmp_path: Path) -
     epochs = {pair: drawn[pair] / COUNTS[pair] for pair in drawn}
     assert made.statistics["expected_epochs"] == pytest.approx(epochs)
     assert made.manifest.summary[2:5] == (
-        "from update 21: 3 pairs",
-        "from update 46: 1 pair",
-        "from update 1,000: 3 pairs",
+        "from update 21: 3 pairs, temperature 2",
+        "from update 46: 1 pair, temperature 1",
+        "from update 1,000: 3 pairs, temperature 2",
     )
+
+
+@pytest.mark.parametrize(("own", "stated"), [({}, "2"), ({"sampling_temperature": 1.5}, "1.5")])
+def test_the_summary_states_the_temperature_of_the_first_phase(
+    own: dict[str, float], stated: str, tmp_path: Path
+) -> None:
+    summary = mixture(tmp_path, phases=[own, {"from_update": 9}]).manifest.summary
+    assert f"temperature {stated} over pairs, by their sentences" in summary
 
 
 def test_a_phase_of_a_pair_without_training_lines_is_refused(tmp_path: Path) -> None:

@@ -77,6 +77,14 @@ def test_the_report_opens_with_a_verdict_what_it_covers_and_a_table_of_contents(
     assert len(links) > 8
 
 
+def test_of_equal_systems_none_is_called_best() -> None:
+    found = evaluation()
+    equal = tuple(replace(found.systems[0], name=one.name) for one in found.systems)
+    found = replace(found, systems=equal)
+    made = evaluation_report(found, history("experts"), [], made=MADE, covers=COVERS)
+    assert "Best by mean chrF++: no system is ahead." in render_markdown(made)
+
+
 def test_a_report_of_many_directions_has_maps_and_sorted_differences_and_folds_long_tables() -> (
     None
 ):

@@ -1,11 +1,15 @@
 """Every score of a study on the papers' pages stands in a committed report of that study."""
 
 import gzip
+import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.page_commands import ROOT
@@ -87,3 +91,108 @@ def test_the_script_of_the_page_cuts_pairs_to_short_verses(tmp_path: Path) -> No
         "zero-shot/de-fr/test.de.gz": ["a" * 110, "é" * 110],
         "zero-shot/de-fr/test.fr.gz": ["b" * 110, "ü" * 110],
     }
+
+
+FAMILIES = {"de-en": "into_pivot", "en-de": "out_of_pivot", "de-fr": "zero_shot"}
+
+
+def write_evaluation(folder: Path, runs: Mapping[str, tuple[float, list[float]]]) -> Path:
+    """Write what ``evaluate`` writes of runs: name → chrF++ from German into English, losses."""
+    systems, trainings, curves = [], [], []
+    for name, (score, losses) in runs.items():
+        scores: Any = {
+            way: {"scores": {"chrf": score + place, "bleu": 5.0, "language_lid176": 50.0}}
+            for place, way in enumerate(FAMILIES)
+        }
+        systems.append({"name": name, "runs": [], "directions": scores})
+        spent = {"updates": 30, "operations": 3e15, "target_tokens": 90, "seconds": 4.0}
+        trainings.append(
+            {"system": name, "total": spent, "new": None, "parameters": [10**6, 10**6]}
+        )
+        points = [{"update": 10 * n, "losses": {"all": x}} for n, x in enumerate(losses, start=1)]
+        last = {"de-en": losses[-1], "en-de": losses[-1] + 2}
+        curves.append({"system": name, "validation": points, "directions": last})
+    directions = [
+        {
+            "direction": dict(zip(("source", "target"), way.split("-"), strict=True)),
+            "family": family,
+            "resource": None if family == "zero_shot" else "low",
+            "training_lines": 300,
+            "test_lines": 2,
+        }
+        for way, family in FAMILIES.items()
+    ]
+    files = {
+        "block/scores.json": {"directions": directions, "systems": systems},
+        "block/history.json": {"trainings": trainings, "curves": curves},
+        "translate_dense/hypotheses/de-en.jsonl": [],
+        "clean/test/de-en/de.txt": [],
+        "clean/train/de-en/de.txt": [],
+        "dense/weights/all.json": [],
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder / "block"
+
+
+def make(script: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "docs" / script), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.slow
+def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(tmp_path: Path) -> None:
+    first = {"dense@1": (10.0, [3.0, 2.0, 1.5]), "MoE@1": (10.0, [3.1, 1.9, 1.4])}
+    later = {
+        **{"dense@2": (11.0, [3.0, 2.0, 1.5]), "MoE@2": (12.0, [3.1, 1.9, 1.4])},
+        **{"dense@3": (12.0, [3.0, 2.0, 1.5]), "MoE@3": (14.0, [3.1, 1.9, 1.4])},
+    }
+    for number, runs in enumerate((first, later)):
+        place = write_evaluation(tmp_path / f"run{number}", runs)
+        done = make("study.py", f"card={place}", "--out", "docs/results", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    study = json.loads((tmp_path / "docs/results/hundred.json").read_text(encoding="utf-8"))
+    kept = study["card"]["runs"]
+    assert [(run["system"], run["seed"]) for run in kept] == [
+        *(("dense", 1), ("MoE", 1), ("dense", 2), ("MoE", 2), ("dense", 3), ("MoE", 3))
+    ]
+    assert kept[3]["FLOP"] == 3e15
+    assert kept[3]["curve"] == [[10, 1e15, 3.1], [20, 2e15, 1.9], [30, 3e15, 1.4]]
+    assert kept[3]["directions"]["en-de"] == {
+        **{"bleu": 5.0, "chrf++": 13.0, "lid.176": 50.0, "loss": 3.4}
+    }
+    with tarfile.open(tmp_path / "docs/results/hundred-card.tar.xz") as packed:
+        assert packed.getnames() == [
+            "clean/test/de-en/de.txt",
+            "translate_dense/hypotheses/de-en.jsonl",
+        ]
+    made = make("generate.py", "--docs", "docs", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    page = (tmp_path / "docs/results/hundred.md").read_text(encoding="utf-8")
+    # Differences into English are 0, 1 and 2: 1 ± 4.303 (Student's t, two degrees) / √3
+    row = next(line for line in page.splitlines() if line.startswith("| MoE − dense"))
+    assert row.startswith("| MoE − dense | 1, 2, 3 | +1.0 (−1.5 to +3.5) | +1.0 (−1.5 to +3.5) |")
+    assert row.endswith("| −0.100 (−0.100 to −0.100) | 2 |")  # from 2 PFLOP on, not at 1
+    assert "| de | 300 | +1.0 | +1.0 |" in page
+    for name in re.findall(r"\(\.\./(pictures/[\w.]+)\)", page):
+        assert "<svg" in (tmp_path / "docs" / name).read_text(encoding="utf-8")
+    assert page.count("](../pictures/") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argument", "told"), [("card={}", "names no seed"), ("{}", "is not SIZE=EVALUATION")]
+)
+def test_a_run_without_a_seed_or_a_size_is_refused(
+    argument: str, told: str, tmp_path: Path
+) -> None:
+    place = write_evaluation(tmp_path / "run", {"dense": (10.0, [3.0])})
+    done = make("study.py", argument.format(place), "--out", "kept", folder=tmp_path)
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "kept" / "hundred.json").exists()
