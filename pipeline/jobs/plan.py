@@ -89,8 +89,6 @@ MAX_CPUS = 4096
 _UNITS = {"": 2**20, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 """Suffix of a size as sbatch reads it → bytes; without one it counts MiB."""
 _SIZE = re.compile(r"(\d{1,9})([KMGT]?)B?", re.IGNORECASE)
-STOP_BEFORE_LIMIT = 300
-"""Seconds before a job's time limit at which it asks its stage to stop, as in stage.sbatch."""
 _TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,8})(?::(\d{1,8}))?(?::(\d{1,8}))?")
 
 
@@ -112,11 +110,7 @@ def seconds_of(time: str | None) -> int | None:
     parts = [int(part) for part in match.groups()[1:] if part is not None]
     units = [3600, 60, 1] if match[1] or len(parts) == 3 else [60, 1]
     clock = sum(part * unit for part, unit in zip(parts, units, strict=False))
-    seconds = int(match[1] or 0) * 86400 + clock
-    if 0 < seconds <= STOP_BEFORE_LIMIT:  # 0 is no limit
-        minutes = STOP_BEFORE_LIMIT // 60
-        raise ValueError(f"Write more than {minutes} minutes: stages stop so long before the limit")
-    return seconds
+    return int(match[1] or 0) * 86400 + clock
 
 
 def _as_written(read: Callable[[str | None], int | None]) -> AfterValidator:

@@ -6,7 +6,6 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import (
-    STOP_BEFORE_LIMIT,
     Task,
     load_plan,
     num_bytes,
@@ -112,8 +111,6 @@ def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
         ("shards", "gpus_per_process = 1", {}, "the site's nodes have none"),
         ("dense", 'memory = "600G"', {"memory": "512G"}, "600G of memory per node"),
         ("dense", 'memory = "much"', {}, 'job.memory is "much". Write a size of memory'),
-        ("dense", 'time = "5"', {}, 'job.time is "5". Write more than 5 minutes'),
-        ("shards", 'time = "0:00:59"', {}, 'job.time is "0:00:59". Write more than 5 minutes'),
         ("dense", 'time = "a day"', {}, 'job.time is "a day". Write a time limit, for example'),
     ],
 )
@@ -141,11 +138,6 @@ def test_what_a_node_cannot_hold_is_refused_in_one_sentence(
 )
 def test_time_limits_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
     assert seconds_of(text) == seconds
-
-
-def test_a_job_asks_its_stage_to_stop_when_the_plan_says() -> None:
-    script = EXAMPLE.parent / "stage.sbatch"
-    assert f"--signal=B:USR1@{STOP_BEFORE_LIMIT}\n" in script.read_text(encoding="utf-8")
 
 
 def test_sizes_are_read_as_sbatch_reads_them() -> None:
