@@ -159,7 +159,7 @@ def test_setting_changes_go_down_into_tables_and_name_what_comes_and_goes() -> N
     assert setting_changes(old, new) == [
         "a.b: 1 → 2",
         "a.e: unset → None",
-        "d: {} → unset",
+        "d: {} → a table",
         "d.f: unset → True",
     ]
 
