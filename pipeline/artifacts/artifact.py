@@ -56,7 +56,7 @@ from pipeline.artifacts.places import (
 from pipeline.config.documents import read_json
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank, world_size
-from pipeline.distributed.world import rank_of
+from pipeline.distributed.world import own_rank
 from pipeline.errors import ArtifactError, to_write
 from pipeline.terminal import an_artifact
 
@@ -359,7 +359,7 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
     """
     give_up = time.monotonic() + SHOWN_LATE_SECONDS
     # Rank 0 refuses a missing artifact at once, which ends the other ranks.
-    while not (path / MANIFEST_NAME).exists() and rank_of(os.environ):
+    while not (path / MANIFEST_NAME).exists() and own_rank():
         if time.monotonic() > give_up:
             break
         time.sleep(0.1)

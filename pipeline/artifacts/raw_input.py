@@ -148,7 +148,7 @@ _BATCH_ROWS = 1000
 _PARQUET_ROWS = 64
 """Rows of a Parquet file that are read at once, although each may repeat one long text, of which
 the file has one copy."""
-_LARGE_BYTES = 2**24
+_LARGE_BYTES = 2**28
 _MOST_TIMES = 100
 """Times that a row group above ``_LARGE_BYTES`` may be as large unpacked; usual text: below 20."""
 _BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
@@ -371,7 +371,7 @@ def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
     packed = min(sum(part.total_compressed_size for part in parts), path.stat().st_size)
     if unpacked > max(_LARGE_BYTES, _MOST_TIMES * packed):
         raise DataError(
-            f"{path} unpacks {packed:,} bytes to {unpacked:,}, which no text does. Remove it, "
+            f"{path} unpacks {packed:,} bytes to {unpacked:,}, as usual text does not. Remove it, "
             "or write it as JSON lines if you trust it."
         )
 

@@ -72,11 +72,14 @@ class _Pair:
     def refuse_cut_off(self) -> None:
         """Refuse files that changed in size: reading beyond the end of one kills a process."""
         for path, size in self.files.items():
-            found = path.stat().st_size if path.exists() else 0
-            if found != size:
+            try:
+                found = f"has {path.stat().st_size:,} bytes"
+            except OSError as error:
+                found = f"cannot be read ({error.strerror})"
+            if found != f"has {size:,} bytes":
                 raise ArtifactError(
-                    f"{path} has {found:,} bytes, and had {size:,} when this run began. Restore it "
-                    "from a copy or run its stage again, and change nothing meanwhile."
+                    f"{path} {found}, and had {size:,} when this run began. Restore it from a copy "
+                    "or run its stage again, and change nothing meanwhile."
                 )
 
 

@@ -18,7 +18,7 @@ from pipeline.distributed import progress
 from pipeline.distributed.rounds import node_name
 from pipeline.distributed.signals import let_signals_in
 from pipeline.distributed.watchdog import BEFORE_END
-from pipeline.distributed.world import rank_of
+from pipeline.distributed.world import launched_size, own_rank
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
     EXIT_USER_ERROR,
@@ -35,16 +35,6 @@ from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 EXIT_LOST = 1
 EXIT_KEYBOARD = 130
 EXIT_BROKEN_PIPE = 141
-
-_SIZE_NAMES = {
-    "RANK": ("WORLD_SIZE",),
-    "SLURM_STEP_ID": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
-    "PMI_RANK": ("PMI_SIZE",),
-}
-"""Variable that identifies a launcher → variables with its number of ranks, in order of
-precedence."""
-
 
 _LOCAL_RANK_NAMES = (
     *("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
@@ -202,23 +192,3 @@ def say_once(text: str) -> None:
 def say(text: str) -> None:
     """Print a line on standard output and flush it, before a child prints anything."""
     print(text, flush=True)
-
-
-def own_rank() -> int:
-    """Return this process's rank according to its launcher; 0 without one."""
-    try:
-        rank = rank_of(os.environ)
-    except ConfigError:  # a rank that cannot be read: it will be reported where it is used
-        return 0
-    # No launcher sets RANK outside WORLD_SIZE: a variable that was left does not silence a command.
-    is_left = "RANK" in os.environ and not 0 <= rank < (launched_size(os.environ) or 0)
-    return 0 if is_left else rank
-
-
-def launched_size(environment: Mapping[str, str]) -> int | None:
-    """Return how many ranks a launcher started; None if the environment does not tell."""
-    for mark, names in _SIZE_NAMES.items():
-        if mark in environment:
-            sizes = [environment[name] for name in names if name in environment]
-            return int(sizes[0]) if sizes and sizes[0].isdecimal() else None
-    return None

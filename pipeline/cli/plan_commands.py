@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from pipeline.artifacts.raw_input import RawInput, raw_input
-from pipeline.cli.ending import launched_size, say, say_once
+from pipeline.cli.ending import say, say_once
 from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import AUTO
 from pipeline.config.overrides import parse_overrides
-from pipeline.distributed.world import is_launched
+from pipeline.distributed.world import is_launched, launched_size
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import ResolvedPlan, Task, default_dir, load_plan, resolve_plan

@@ -34,7 +34,7 @@ from pipeline.artifacts.places import (
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
 from pipeline.cli.commands import FILTER, STAGE_OPTIONS
-from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
+from pipeline.cli.ending import guarded, say, say_once
 from pipeline.cli.parser import (
     CommandParser,
     add_options,
@@ -47,7 +47,7 @@ from pipeline.cli.parser import (
 )
 from pipeline.config.recipe import load_recipe
 from pipeline.distributed.signals import interruptible
-from pipeline.distributed.world import is_launched
+from pipeline.distributed.world import is_launched, launched_size, own_rank
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch

@@ -189,7 +189,7 @@ def _describe_finding(
         case "list_type" | "tuple_type":
             entries = [finding["input"]]
             if isinstance(entries[0], str) and not re.search(r"[^,]\s", entries[0]):
-                entries = entries[0].replace(" ", "").split(",")  # de,en as many tools take it
+                entries = [*filter(None, re.split("[, ]+", entries[0]))] or entries  # de,en
             example = shown(json.dumps(entries, ensure_ascii=False, default=str))
             return f"{where} is {shown(finding['input'])}. Write a list, {example}"
         case "string_type":

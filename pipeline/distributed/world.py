@@ -84,6 +84,16 @@ def discover(environment: Mapping[str, str]) -> World:
     return _from_mpi()
 
 
+_SIZE_NAMES = {
+    "RANK": ("WORLD_SIZE",),
+    "SLURM_STEP_ID": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
+    "PMI_RANK": ("PMI_SIZE",),
+}
+"""Variable that identifies a launcher → variables with its number of ranks, in order of
+precedence."""
+
+
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Return whether a launcher started this process as one rank of a world."""
     return _rank_name(environment) is not None
@@ -103,6 +113,26 @@ def _rank_name(environment: Mapping[str, str]) -> str | None:
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         return "SLURM_PROCID"
     return next((name for name in _MPI_RANK_NAMES if name in environment), None)
+
+
+def own_rank() -> int:
+    """Return this process's rank according to its launcher; 0 without one."""
+    try:
+        rank = rank_of(os.environ)
+    except ConfigError:  # a rank that cannot be read: it will be reported where it is used
+        return 0
+    # No launcher sets RANK outside WORLD_SIZE: a variable that was left does not silence a command.
+    is_left = "RANK" in os.environ and not 0 <= rank < (launched_size(os.environ) or 0)
+    return 0 if is_left else rank
+
+
+def launched_size(environment: Mapping[str, str]) -> int | None:
+    """Return how many ranks a launcher started; None if the environment does not tell."""
+    for mark, names in _SIZE_NAMES.items():
+        if mark in environment:
+            sizes = [environment[name] for name in names if name in environment]
+            return int(sizes[0]) if sizes and sizes[0].isdecimal() else None
+    return None
 
 
 def slurm_port(job: int) -> int:

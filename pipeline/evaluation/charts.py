@@ -43,7 +43,7 @@ class Bar:
 def line_chart(
     series: Sequence[Series], *, title: str, x_label: str, y_label: str, joined: bool = True
 ) -> str:
-    """Return a line chart, or its points if they are not joined; a series at least has points."""
+    """Return a line chart, or its points if they are not joined; at least one series has points."""
     ys = [y for line in series for _, y in (*line.points, *line.low, *line.high)]
     x_ticks = nice_ticks(0.0, max(x for line in series for x, _ in line.points), about=4)
     y_ticks = nice_ticks(min(ys), max(ys))

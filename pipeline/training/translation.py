@@ -48,6 +48,8 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
     if recipe.training.updates_of == "bytes":
         recipe = with_resolved_updates(recipe, data)
     call = replace(call, recipe=recipe)
+    if call.recipe.training.updates_of == "dense":
+        check_phases(data, recipe.training)
     check_tier(data, call.recipe.training)
     check_languages(data, model.spec)
     notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())
@@ -65,6 +67,20 @@ def with_updates_of_model(recipe: Recipe, spec: ModelSpec) -> Recipe:
     if recipe.training.updates_of != "dense":
         return recipe
     return with_share_of_updates(recipe, cost_without_experts(spec))
+
+
+def check_phases(data: TrainingData, training: TrainingConfig) -> None:
+    """Check that all phases of the mixture begin within the updates of this model.
+
+    Raises:
+        ConfigError: the last one does not.
+    """
+    begin, updates = data.mixture.phases[-1].from_update, training.updates
+    if begin > updates:
+        raise ConfigError(
+            f"A phase of the mixture begins at update {begin:,}, and this model makes {updates:,} "
+            'updates (training.updates_of = "dense"). Let the phase begin earlier (mixture.phases).'
+        )
 
 
 def check_tier(data: TrainingData, training: TrainingConfig) -> None:

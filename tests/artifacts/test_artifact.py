@@ -279,7 +279,10 @@ def test_an_artifact_that_another_rank_sees_late_is_waited_for(
     monkeypatch.setattr(time, "sleep", lambda _: next(looks) and hidden.rename(place))
     with pytest.raises(ArtifactError, match=r"does not exist|not a finished"):
         open_artifact(tmp_path / "a", kind=kind)
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "1")  # as a shell may have it, without a launcher
+    with pytest.raises(ArtifactError, match=r"does not exist|not a finished"):
+        open_artifact(tmp_path / "a", kind=kind)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert open_artifact(tmp_path / "a", kind=kind).manifest.kind == kind
     monkeypatch.setattr(artifacts, "SHOWN_LATE_SECONDS", 0.0)
     with pytest.raises(ArtifactError, match="does not exist"):

@@ -1,6 +1,7 @@
 """Updates counted in bytes: every vocabulary passes over the text equally often."""
 
 import random
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from support.tiny_training import (
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
-from pipeline.training.settings import OptimizerConfig
-from pipeline.training.translation import training_data
+from pipeline.training.settings import OptimizerConfig, TrainingConfig
+from pipeline.training.translation import check_phases, training_data
 
 LINES = {"en-ru": 300, "de-en": 200}
 UPDATES = 40
@@ -165,6 +167,21 @@ def test_a_model_with_experts_makes_the_updates_that_have_the_flop_of_a_dense_mo
     dense = 3 * attention + 2 * feed_forward + output
     further = 2 * (top_k - 1) * feed_forward + 2 * 16 * experts.num_experts  # experts and routers
     assert updates["experts"] == pytest.approx(30 * dense / (dense + further), abs=1)
+
+
+@pytest.mark.parametrize("updates", [19, 20])
+def test_a_phase_that_a_model_of_fewer_updates_never_reaches_is_refused(
+    made: dict[str, dict[str, Artifact]], tmp_path: Path, updates: int
+) -> None:
+    data = data_of("pieces", made["pieces"], tmp_path)
+    (phase,) = data.mixture.phases
+    data.mixture = Mixture((phase, replace(phase, from_update=20)))
+    training = TrainingConfig(updates=updates)
+    if updates == 20:
+        check_phases(data, training)
+        return
+    with pytest.raises(ConfigError, match="begins at update 20, and this model makes 19 updates"):
+        check_phases(data, training)
 
 
 def test_updates_that_cannot_be_counted_in_bytes_are_refused(
