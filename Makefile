@@ -50,11 +50,11 @@ test-versions-%:
 		tests/analysis tests/checkpoints tests/data_prep/readers tests/evaluation/test_comet.py \
 		tests/serving tests/tasks tests/test_translate_text.py
 
-# Faults on two cores within a quarter of an hour: a sample of all calls that change state, broken
-# files, of which make test runs a sample, and five minutes of signals to a running plan.
+# Faults on two cores within a quarter of an hour: a sample of all calls that change state; edited
+# and broken files, of which make test has fewer; five minutes of signals to a running plan.
 test-faults: $(VENV)/installed-dev
-	$(PYTEST) tests/faults
-	$(PYTEST) --every-case tests/whole/test_readers_sweep.py
+	$(PYTEST) $(PARALLEL) tests/faults --ignore tests/faults/test_fuzz.py
+	$(PYTEST) $(PARALLEL) --every-case tests/faults/test_fuzz.py tests/whole/test_readers_sweep.py
 	PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(VENV)/bin/python tests/faults/soak.py --minutes 5 --seed 1
 
 lint: $(VENV)/installed-dev

@@ -150,18 +150,23 @@ def test_the_stages_of_two_cards_have_options_and_recipes_that_exist() -> None:
 
 @NOT_ON_A_GPU
 @pytest.mark.parametrize(
-    ("options", "why"), [(["--quick"], "not measured: --quick"), ([], "not measured: needs a GPU")]
+    ("section", "options", "why"),
+    [
+        ("kernels", ["--quick"], "not measured: --quick"),
+        ("ctranslate2", ["--quick"], "not measured: --quick"),  # has a process that must end, too
+        ("kernels", [], "not measured: needs a GPU"),
+    ],
 )
-def test_the_result_file_has_a_row_for_every_case(
-    options: list[str], why: str, tmp_path: Path
+def test_the_script_ends_and_its_result_file_has_a_row_for_every_case(
+    section: str, options: list[str], why: str, tmp_path: Path
 ) -> None:
     from gpu_goals import GOALS
 
-    arguments = [*options, "--only", "kernels", "--json", "gpu.json"]
+    arguments = [*options, "--only", section, "--json", "gpu.json"]
     done = run_script(SCRIPT, arguments, folder=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {"processor", "torch", "commit", "clocks before", "clocks after"} <= found.keys()
     measured = {row["case"]: row["measured"] for row in found["rows"]}
     expected = {case: "not measured" for known in GOALS.values() for case in known}
-    assert measured == expected | dict.fromkeys(GOALS["kernels"], why)
+    assert measured == expected | dict.fromkeys(GOALS[section], why)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, lru_cache, partial
 from multiprocessing import get_context
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,7 +78,11 @@ def ctranslate2_search(
 @cache
 def _process() -> ProcessPoolExecutor:
     """Return the peer's process, which ends with this one."""
-    return ProcessPoolExecutor(1, get_context("spawn"))
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    # Before multiprocessing closes the pool's queues and waits for its process. The pool's own exit
+    # handler is one of threads, which a process does not call that ``leave`` or a fork ends.
+    Finalize(None, pool.shutdown, exitpriority=100)
+    return pool
 
 
 @lru_cache(maxsize=1)

@@ -15,10 +15,12 @@ import struct
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -26,11 +28,11 @@ from support.corruptions import HOSTILE_VALUES, paths, replaced
 from support.foreign_models import m2m100_folder
 from support.readable_artifacts import LINES, READERS, Reader, Shelf, build_shelf, import_from
 from support.readers_sweep import MEMORY, SLOW_SECONDS, broken_copy, outcome, targets
-from support.served import JSON, Served, body_of, make_model, serving
+from support.served import JSON, SECONDS, Served, answer_to, body_of, make_model, serving
 
 from pipeline.checkpoints.importing import import_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 SECRET = "secret.txt"
 """Lies beside the folder that a reader is given."""
@@ -128,7 +130,10 @@ def write_further(shelf: Shelf, name: str) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
     else:
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        # pyarrow 26 raises ImportError with numpy 1.
+        why = "pyarrow is not installed, or does not fit the installed numpy"
+        arrow = pytest.importorskip("pyarrow", reason=why, exc_type=ImportError)
+        parquet = pytest.importorskip("pyarrow.parquet", reason=why, exc_type=ImportError)
         (folder / "de-en").mkdir(parents=True)
         sides = dict(zip(("de", "en"), zip(*LINES["de-en"], strict=True), strict=True))
         parquet.write_table(arrow.table(sides), folder / "de-en" / "train.parquet")
@@ -207,7 +212,6 @@ def limits(config: pytest.Config, *, usually: int, at_most: int) -> settings:
 
 
 @pytest.mark.parametrize("reader", [*READERS, *FURTHER], ids=lambda reader: reader.name)
-@pytest.mark.timeout(7200)
 def test_an_edited_file_gives_a_result_or_one_sentence(
     reader: Reader, shelf: Shelf, guard: Guard, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -222,10 +226,10 @@ def test_an_edited_file_gives_a_result_or_one_sentence(
         content = data.draw(edited_file(name, (directory / name).read_bytes()))
         broken = broken_copy(directory, name, "edited", content, place=tmp_path)
         with guard.watching(tmp_path) as seen:
-            began = time.monotonic()
+            began = time.process_time()  # another's work does not count
             problem, _ = outcome(reader, shelf, broken, tmp_path / "scratch")
             assert (problem, seen) == (None, [])
-            assert time.monotonic() - began < SLOW_SECONDS
+            assert time.process_time() - began < SLOW_SECONDS
 
     holds()
 
@@ -254,10 +258,21 @@ REQUESTS = (
 )
 
 
+def needs_no_more(sent: bytes) -> bool:
+    """Whether a server can answer, or refuse, what it has received so far."""
+    reader = h11.Connection(h11.SERVER)
+    reader.receive_data(sent)
+    with contextlib.suppress(h11.RemoteProtocolError):
+        while not isinstance(event := reader.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                return False
+    return True
+
+
 def test_an_edited_request_is_answered_or_refused(
     served: Served, pytestconfig: pytest.Config
 ) -> None:
-    answers: set[int] = set()
+    answers = Counter[int]()
 
     @limits(pytestconfig, usually=150, at_most=2000)
     @given(st.data())
@@ -268,21 +283,24 @@ def test_an_edited_request_is_answered_or_refused(
             sent = request("/translate", data.draw(edited(body)))
         else:
             sent = data.draw(edited(sent))
-        with socket.create_connection(("127.0.0.1", served.port), timeout=SLOW_SECONDS) as client:
-            # A server that refuses a request closes the connection while the rest still arrives.
-            with contextlib.suppress(OSError):
+        is_whole = needs_no_more(sent)
+        with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as client:
+            # A server that refuses a request closes the connection while the rest still arrives;
+            # what it has answered can be read nevertheless.
+            with contextlib.suppress(ConnectionError):
                 client.sendall(sent)
-                client.shutdown(socket.SHUT_WR)
-            response = http.client.HTTPResponse(client)
+            if not is_whole:  # else the server would take it that nobody waits for its answer
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_WR)
             try:
-                response.begin()
-                body = response.read()
+                answer = answer_to(client)
             except (http.client.RemoteDisconnected, ConnectionResetError):
+                assert not is_whole, "it was not answered"
                 return
-        answers.add(response.status)
-        assert response.status < 500
-        assert response.status < 400 or set(json.loads(body)) == {"error"}
+        answers[answer.status] += 1
+        assert answer.status < 500
+        assert answer.status < 400 or answer.refusal()
 
     holds()
-    assert {200, 400} <= answers
+    assert min(answers[200], answers[400]) > 10, answers
     assert served.ask("/health").status == 200

@@ -11,14 +11,14 @@ import pytest
 from support.readable_artifacts import READERS, Reader
 from support.sweep_process import Sweep
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 Results = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def results(sweep: Sweep) -> Results:
-    errors = sweep.wait(timeout_seconds=1800)
+    errors = sweep.wait(timeout_seconds=1700)
     assert sweep.process.returncode == 0, errors[-3000:]
     found: Results = json.loads(sweep.results_path.read_text(encoding="utf-8"))
     return found
