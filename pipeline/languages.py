@@ -361,7 +361,12 @@ def parts_words_by_spaces(code: str) -> bool:
 
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
-    """Return up to three candidates spelled most like ``code``, the nearest first."""
+    """Return up to three candidates spelled most like ``code``, the nearest first.
+
+    Another spelling of the same language, if ``code`` is known to be one: es is no mistyped sw.
+    """
+    if (tag := _tag(code)) is not None and is_known(tag.language):
+        candidates = [one for one in candidates if canonical(one) == canonical(code)]
     return nearest_names(code.lower(), candidates, most=3, cutoff=0.5)
 
 

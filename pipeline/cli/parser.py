@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +34,9 @@ class CommandParser(argparse.ArgumentParser):
     and one that takes one value cannot be repeated: all values but the last would be lost.
     """
 
+    instead: Mapping[str, str] = {}
+    """Option of another form of the command → the end of a sentence that says what to do."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **settings})
 
@@ -47,7 +50,9 @@ class CommandParser(argparse.ArgumentParser):
         self._refuse_wrong_options(given)
         found, unread = super().parse_known_args(given, namespace)
         if unread:
-            self.error(f"nothing reads {shown(' '.join(unread))!r}. Leave it out")
+            has = "--recipe" in self._option_string_actions and "--recipe" not in given
+            fix = ", or name a recipe with --recipe" if has else ""
+            self.error(f"nothing reads {shown(' '.join(unread))!r}. Leave it out{fix}")
         return found, unread
 
     def _refuse_wrong_options(self, given: Sequence[str]) -> None:
@@ -67,7 +72,8 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(self._option_string_actions.get(name), argparse._StoreAction):
                 seen.add(name)
             if name[:2] == "--" and " " not in word and name not in self._option_string_actions:
-                self.error(f"there is no option {name!r}{hint(name, known)}")
+                fix = self.instead.get(name) or hint(name, known)
+                self.error(f"there is no option {name!r}{fix}")
 
     def refuse_unknown_command(self, name: str, known: Sequence[str]) -> None:
         """Exit with the usage if ``name`` is neither an option nor a known command."""
@@ -116,9 +122,12 @@ _DIGITS = 20
 
 
 def place(text: str) -> str:
-    """Parse an option: a path, or words with one; an empty path would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty. Name a path; . is the current folder")
+    """Parse a name, a path or NAME=PATH; an empty path would be the current folder."""
+    if not text or text.startswith("="):
+        lack = "has no name before =" if text else "is empty"
+        raise argparse.ArgumentTypeError(
+            f"it {lack}. Write a name or a path; . is the current folder"
+        )
     return text
 
 

@@ -1196,7 +1196,7 @@ def test_an_empty_path_is_not_the_current_folder(
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == EXIT_USER_ERROR
-    assert "it is empty. Name a path" in capsys.readouterr().err
+    assert "it is empty. Write a name or a path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", [{"RANK": "5"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1"}])
