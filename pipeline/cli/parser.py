@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from pipeline.artifacts.manifest import as_text, is_text
 from pipeline.artifacts.places import refuse_path
 from pipeline.config.overrides import parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
 from pipeline.stage import problem_of_name, split_named_path
@@ -50,9 +50,9 @@ class CommandParser(argparse.ArgumentParser):
         self._refuse_wrong_options(given)
         found, unread = super().parse_known_args(given, namespace)
         if unread:
-            has = "--recipe" in self._option_string_actions and "--recipe" not in given
-            fix = ", or name a recipe with --recipe" if has else ""
-            self.error(f"nothing reads {shown(' '.join(unread))!r}. Leave it out{fix}")
+            is_recipe = unread[0].partition("+")[0] in recipe_names()
+            fix = f"Pass --recipe {unread[0]}" if is_recipe else "Leave it out"
+            self.error(f"nothing reads {shown(' '.join(unread))!r}. {fix}")
         return found, unread
 
     def _refuse_wrong_options(self, given: Sequence[str]) -> None:
