@@ -365,9 +365,11 @@ def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
 
     Another spelling of the same language, if ``code`` is known to be one: es is no mistyped sw.
     """
-    if (tag := _tag(code)) is not None and is_known(tag.language):
-        candidates = [one for one in candidates if canonical(one) == canonical(code)]
-    return nearest_names(code.lower(), candidates, most=3, cutoff=0.5)
+    tag, tags = _tag(code), {one: _tag(one) for one in candidates}
+    if tag is not None and is_known(tag.language):
+        same = [one for one, other in tags.items() if other and other.language == tag.language]
+        return nearest_names(code.lower(), same, most=3, cutoff=0.0)
+    return nearest_names(code.lower(), tags, most=3, cutoff=0.5)
 
 
 @lru_cache(maxsize=1024)
