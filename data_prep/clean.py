@@ -452,10 +452,10 @@ def summary(
     ]
     if any(result.dropped for result in results):
         lines.append(f"dropped: {_dropped_by_rule(results)}")
-        losses = {one.pair: 1 - one.lines / one.read for one in results if one.read}
+        losses = {one.pair: round(1 - one.lines / one.read, 3) for one in results if one.read}
         worst = sorted(losses, key=lambda pair: (-losses[pair], pair))[:3]
-        shares = (f"{pair} {losses[pair]:.1%}" for pair in worst if losses[pair])
-        lines.append(f"most from: {', '.join(shares)}")
+        if shares := [f"{pair} {losses[pair]:.1%}" for pair in worst if losses[pair]]:
+            lines.append(f"most from: {', '.join(shares)}")
     if found := _largest_leaks(held_out, results):
         lines.append(f"held-out lines in training text, most: {', '.join(found)}")
     if joined:

@@ -507,7 +507,7 @@ def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataErr
     if found := re.search(r"set it to a value <= (\d+)", text):
         return ConfigError(
             f"{where} large for the sample, which allows at most {found[1]}. Set that or less, or "
-            "draw more sample_lines."
+            "draw a larger sample (more text or tokenizer.sample_lines)."
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return ConfigError(

@@ -101,5 +101,5 @@ def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
     """
     if near := nearest_names(name, known):
         return f". Did you mean {near[0]!r}?"
-    choices = f"Choose from {', '.join(known)}" if known else "There is none"
+    choices = f"Choose from {', '.join(known)}" if known else "It takes none: leave it out"
     return f". {choices}{otherwise and ', ' + otherwise}."

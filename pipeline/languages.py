@@ -361,8 +361,15 @@ def parts_words_by_spaces(code: str) -> bool:
 
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
-    """Return up to three candidates spelled most like ``code``, the nearest first."""
-    return nearest_names(code.lower(), candidates, most=3, cutoff=0.5)
+    """Return up to three candidates spelled most like ``code``, the nearest first.
+
+    Another spelling of the same language, if ``code`` is known to be one: es is no mistyped sw.
+    """
+    tag, tags = _tag(code), {one: _tag(one) for one in candidates}
+    if tag is not None and is_known(tag.language):
+        same = [one for one, other in tags.items() if other and other.language == tag.language]
+        return nearest_names(code.lower(), same, most=3, cutoff=0.0)
+    return nearest_names(code.lower(), tags, most=3, cutoff=0.5)
 
 
 @lru_cache(maxsize=1024)

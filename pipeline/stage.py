@@ -99,6 +99,11 @@ class Stage:
     set: its name."""
 
     @property
+    def called(self) -> str:
+        """The words of its command after ``mmnmt``."""
+        return self.command or self.name
+
+    @property
     def work(self) -> Work | None:
         """Kind of work that ``OUT.run`` keeps of an interrupted run, if any."""
         if self.name == "make_shards":

@@ -340,7 +340,9 @@ def test_codes_one_edit_away_are_those_with_one_letter_more_less_or_other() -> N
 
 def test_nearest_codes_come_nearest_first_and_only_from_the_candidates() -> None:
     assert nearest_codes("deu", ["de", "fr", "el"]) == ["de"]
-    assert nearest_codes("NB", ["nb", "nn"]) == ["nb", "nn"]
+    assert nearest_codes("dd", ["de", "fr"]) == ["de"]
+    assert nearest_codes("sw", ["es", "sv", "sw_Arab"]) == ["sw_Arab"]
+    assert nearest_codes("zh_Hant", ["zh", "ha"]) == ["zh"]
     assert nearest_codes("qq", ["de", "fr"]) == []
 
 

@@ -58,6 +58,12 @@ class Numbering(BaseModel):
     piece."""
     language_tokens: dict[str, TokenId]
 
+    @property
+    def num_unused(self) -> int:
+        """Number of ids that belong to nothing."""
+        specials = {self.pad, self.bos, self.eos, self.unk}
+        return self.size - len({*specials, *self.language_tokens.values(), *self.pieces} - {None})
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         specials = [self.pad, self.bos, self.eos, self.unk]

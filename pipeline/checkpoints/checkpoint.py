@@ -275,9 +275,10 @@ def refuse_misfit(
         listed = "; ".join(_listing(what, names) for what, names in problems.items() if names)
         saved = sum(torch.Size(tensors.shape(name)).numel() for name in found)
         expected = sum(shape.numel() for shape in wanted.values())
+        others = "other tensors" if saved == expected else f"{expected:,}"
         raise CheckpointError(
             f"{tensors.origin} holds {saved:,} parameters, but the model described there has "
-            f"{expected:,}; tensors {listed}. Name a checkpoint with files that belong together."
+            f"{others}; tensors {listed}. Name a checkpoint with files that belong together."
         )
 
 

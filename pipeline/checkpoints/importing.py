@@ -22,6 +22,7 @@ from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.weights import write_weights
+from pipeline.config.documents import refuse_pointer
 from pipeline.errors import CheckpointError
 from pipeline.terminal import track
 
@@ -92,6 +93,7 @@ def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> 
         CheckpointError: Its family is not known, or its files are invalid.
     """
     if path.is_file():
+        refuse_pointer(path, error=CheckpointError)
         return fairseq.open_file(path, vocabulary)
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, FileRecord
 from pipeline.artifacts.digests import write_hashed
+from pipeline.config.documents import refuse_pointer
 from pipeline.config.settings import one_line
 from pipeline.distributed import progress
 from pipeline.errors import CheckpointError
@@ -111,6 +112,7 @@ class TensorFolder:
                     self._file_of[header.name] = path
                     self._shapes[header.name] = header.shape
             except _UNREADABLE as error:
+                refuse_pointer(path, error=CheckpointError)
                 raise _unreadable(path, error, fix=fix) from error
 
     @classmethod

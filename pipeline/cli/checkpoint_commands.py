@@ -110,7 +110,15 @@ def import_(options: argparse.Namespace, **given: Any) -> str:
     source = import_checkpoint(options.source, vocabulary=vocabulary, **given)
     languages = counted(len(source.spec.languages), "language")
     parameters = f"{num_parameters(source.spec):,} parameters"
-    return f"{options.out}: {parameters}, {languages}, from {source.origin}"
+    summary = f"{options.out}: {parameters}, {languages}, from {source.origin}"
+    numbering = source.tokenizer.description.numbering
+    if numbering is None or not numbering.num_unused:
+        return summary
+    return (
+        f"{summary}\nwarning: {numbering.num_unused:,} of {numbering.size:,} rows of the embedding "
+        "have no token. Some models have a few such rows; many show that the vocabulary is another "
+        "model's."
+    )
 
 
 def prune(options: argparse.Namespace, **given: Any) -> str:

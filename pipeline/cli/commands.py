@@ -7,7 +7,15 @@ from typing import Any, TypeAlias, get_args
 
 from data_prep.settings import MAX_VOCABULARY
 from pipeline.cli import checkpoint_commands, plan_commands, recipe_commands, result_commands
-from pipeline.cli.parser import Command, Option, path_option, share, update_window, whole_number
+from pipeline.cli.parser import (
+    Command,
+    Option,
+    path_option,
+    place,
+    share,
+    update_window,
+    whole_number,
+)
 from pipeline.config.ds_config import AUTO, ds_config_names
 from pipeline.config.settings import MAX_EXPERTS, MAX_GROUPS, MAX_STATES, Route
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -220,7 +228,7 @@ _SETTINGS: Mapping[str, Type | dict[str, Any]] = {
     "--scores": path_option,
     "--set": {"dest": "overrides"},
     "--vocabulary": whole_number(MAX_VOCABULARY),
-    "--with": {"dest": "overlay", "default": ""},
+    "--with": {"dest": "overlay"},
     "checkpoint diff first": path_option,
     "checkpoint diff second": path_option,
     "checkpoint import --languages": {"default": []},
@@ -292,14 +300,17 @@ def _option(row: str, command: str) -> Option:
     further = _SETTINGS.get(f"{command} {name}", _SETTINGS.get(name, {}))
     found: dict[str, Any] = {"help": cells["help"], **_MARKS.get(cells["mark"] or "", {})}
     if metavar is not None:
-        found |= {"metavar": metavar, **({"type": path_option} if metavar in _PATHS else {})}
+        found |= {"metavar": metavar, **({"type": _TYPES[metavar]} if metavar in _TYPES else {})}
     elif name.startswith("--") and not further:
         found["action"] = "store_true"
     return name, found | ({"type": further} if callable(further) else further)
 
 
-_PATHS = ("DIR", "FILE", "OUT.run")
-"""Metavars of paths."""
+_TYPES: Mapping[str, Type] = {
+    **dict.fromkeys(("DIR", "FILE", "OUT.run", "ASSEMBLY.toml"), path_option),
+    **dict.fromkeys(("NAME", "OVERLAY", "RECIPE|PLAN", "RUN", "[NAME=]RUN", "STAGE"), place),
+}
+"""Metavars of paths, and of names and paths."""
 
 _ENTRIES = {name: (about, options) for name, about, options in _parsed(_TABLE)}
 STAGE_OPTIONS = dict(_ENTRIES["STAGE"][1])

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from pipeline.artifacts.manifest import as_text, is_text
 from pipeline.artifacts.places import refuse_path
 from pipeline.config.overrides import parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
 from pipeline.stage import problem_of_name, split_named_path
@@ -34,6 +34,9 @@ class CommandParser(argparse.ArgumentParser):
     and one that takes one value cannot be repeated: all values but the last would be lost.
     """
 
+    instead: Mapping[str, str] = {}
+    """Option of another form of the command → the end of a sentence that says what to do."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **settings})
 
@@ -47,7 +50,9 @@ class CommandParser(argparse.ArgumentParser):
         self._refuse_wrong_options(given)
         found, unread = super().parse_known_args(given, namespace)
         if unread:
-            self.error(f"nothing reads {shown(' '.join(unread))!r}. Leave it out")
+            is_recipe = unread[0].partition("+")[0] in recipe_names()
+            fix = f"Pass --recipe {unread[0]}" if is_recipe else "Leave it out"
+            self.error(f"nothing reads {shown(' '.join(unread))!r}. {fix}")
         return found, unread
 
     def _refuse_wrong_options(self, given: Sequence[str]) -> None:
@@ -67,7 +72,8 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(self._option_string_actions.get(name), argparse._StoreAction):
                 seen.add(name)
             if name[:2] == "--" and " " not in word and name not in self._option_string_actions:
-                self.error(f"there is no option {name!r}{hint(name, known)}")
+                fix = self.instead.get(name) or hint(name, known)
+                self.error(f"there is no option {name!r}{fix}")
 
     def refuse_unknown_command(self, name: str, known: Sequence[str]) -> None:
         """Exit with the usage if ``name`` is neither an option nor a known command."""
@@ -116,9 +122,12 @@ _DIGITS = 20
 
 
 def place(text: str) -> str:
-    """Parse an option: a path, or words with one; an empty path would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty. Name a path; . is the current folder")
+    """Parse a name, a path or NAME=PATH; an empty path would be the current folder."""
+    if not text or text.startswith("="):
+        lack = "has no name before =" if text else "is empty"
+        raise argparse.ArgumentTypeError(
+            f"it {lack}. Write a name or a path; . is the current folder"
+        )
     return text
 
 

@@ -107,7 +107,7 @@ def _placed_plan(
     return resolve_plan(
         load_plan(options.plan),
         out_dir=options.out,
-        overlay=options.overlay,
+        overlay=options.overlay or "",
         overrides=parse_overrides(options.overrides),
         given=_given(options.input),
         processes=processes,

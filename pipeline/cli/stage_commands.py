@@ -103,14 +103,19 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
                 return _stage_command(stage, options, arguments)
         return FILTER.action(options)  # nothing to go on with: a signal ends it by default
 
-    return guarded(name, act, is_rank=True, leads=stage.parallel != "ranks")
+    return guarded(stage.called, act, is_rank=True, leads=stage.parallel != "ranks")
 
 
 def parser_of(stage: Stage, arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of a stage's command line, or of the filter that ``translate`` can be."""
     given = {word.partition("=")[0] for word in arguments}
     is_filter = stage.name == "translate" and not given.isdisjoint(("--from", "--to"))
-    return FILTER.parser() if is_filter else stage_parser(stage)
+    if not is_filter:
+        return stage_parser(stage)
+    parser = FILTER.parser()
+    of_stage = "beside --from and --to, which translate standard input to standard output"
+    parser.instead = dict.fromkeys(("--out", "--corpus"), f" {of_stage}. Leave it out.")
+    return parser
 
 
 def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -118,7 +123,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
     call = make_call(stage, options)
     _prepare_output(call)
     if (options.if_stale or not call.overwrite) and _already_done(call):
-        say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
+        say_once(f"mmnmt {stage.called}: already done, {call.out_dir} is up to date.")
         _finish_removal(call)
         return 0
     refuse_to_overwrite(call.out_dir, overwrite=call.overwrite, kind=stage.makes)
@@ -139,7 +144,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
             raise
     manifest = read_manifest(call.out_dir) if own_rank() == 0 else None
     for line in manifest.summary if manifest else ():
-        say(f"mmnmt {stage.name}: {line}")
+        say(f"mmnmt {stage.called}: {line}")
     return 0
 
 
@@ -160,14 +165,14 @@ def _set_training_aside(call: StageCall) -> None:
         return
     with sole_writer(call.out_dir):
         done, place = training_done(call), set_aside(call.out_dir)
-    say_once(f"mmnmt {call.stage.name}: {done} set aside as {place} ({cause})")
+    say_once(f"mmnmt {call.stage.called}: {done} set aside as {place} ({cause})")
 
 
 def _finish_removal(call: StageCall) -> None:
     """Remove the run directory of a finished training that was killed before it could."""
     problem = finish_removal(call.out_dir) if own_rank() == 0 else None
     if problem is not None:
-        say_once(f"mmnmt {call.stage.name}: {problem}")
+        say_once(f"mmnmt {call.stage.called}: {problem}")
 
 
 def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
@@ -177,7 +182,7 @@ def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
     started = launched_size(os.environ)
     if started is not None and started != asked:
         say_once(
-            f"mmnmt {stage.name}: --processes {asked} is not used, since a launcher started "
+            f"mmnmt {stage.called}: --processes {asked} is not used, since a launcher started "
             f"{counted(started, 'rank')}. Leave it out, or change the launcher's number."
         )
 
@@ -284,9 +289,14 @@ def _threads(processes: int) -> int:
 def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     """Return the parser of one stage's options."""
     parser = CommandParser(
-        prog=f"mmnmt {stage.command or stage.name}",
+        prog=f"mmnmt {stage.called}",
         description=f"{stage.help[0].upper()}{stage.help[1:]}. Makes {an_artifact(stage.makes)}.",
     )
+    if stage.name == "translate_text":
+        parser.instead = {
+            "--from": " here. Write --set text.source=CODE.",
+            "--to": """ here. Write --set 'decoding.targets=["CODE"]'.""",
+        }
     given = {name: {**settings} for name, settings in STAGE_OPTIONS.items()}
     given["--recipe"]["required"] = stage.needs_recipe
     for name, text in (("SECTIONS", ", ".join(stage.sections)), ("MODULE", stage.module)):

@@ -30,6 +30,7 @@ MAX_JSON_BYTES = 2**24
 """Largest JSON file or line; routing statistics of 200 languages and 128 experts have 5 MB."""
 MAX_DEPTH = 64
 """Most levels of nested tables; settings nest 4 deep."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 RESTORE = "restore it from a copy or run its stage again"
 
@@ -87,6 +88,9 @@ def toml_path(name: str, *, folder: str, what: str) -> Path:
     if Path(f"{name}.toml").is_file():
         raise ConfigError(f"There is no {what} {name!r}. Did you mean '{name}.toml'?")
     choices = hint(name, [*shipped(folder)], otherwise="or give the path of a .toml file")
+    other = "plan" if folder == "recipes" else "recipe"
+    if name in shipped(f"{other}s"):
+        choices = f", but a {other} of that name. Name a {what}, or use a command for a {other}."
     raise ConfigError(f"There is no {what} {name!r}{choices}")
 
 
@@ -144,11 +148,19 @@ def read_bytes(
             content = stream.read(limit + 1)
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}") from problem
+    refuse_pointer(path, error=error)
     if len(content) > limit:
         raise error(
             f"{path} is larger than {limit:,} bytes, which no such file is. {_sentence(fix)}"
         )
     return content
+
+
+def refuse_pointer(path: Path, *, error: type[UserError]) -> None:
+    """Refuse a small file that a clone without Git LFS has in place of a large one."""
+    with suppress(OSError), path.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise error(f"{path} is only a pointer of Git LFS. Run git lfs pull in its folder.")
 
 
 def parse_json(content: bytes, *, what: str, error: type[UserError], fix: str) -> Any:

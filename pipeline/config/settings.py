@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
@@ -23,6 +24,8 @@ MAX_FINDINGS = 3
 """Most wrong settings that one error message lists."""
 _SHOWN = 40
 """Most characters of a value that an error message repeats."""
+_FORMATS = dict.fromkeys(("csv", "json", "jsonl", "parquet"), "columns")
+"""Format of files → value of ``corpus.source`` that reads it."""
 _LONGEST = 300
 """Most characters of another library's message that an error message repeats."""
 
@@ -202,7 +205,8 @@ def _describe_finding(
             context = finding["ctx"]
             choices = re.findall("'([^']*)'", context.get("expected", context.get("expected_tags")))
             given = str(context.get("tag", finding["input"]))
-            return f"{where} is {shown(given)}{hint(given, choices)}"
+            meant = _FORMATS.get(given, given)
+            return f"{where} is {shown(given)}{hint(meant, choices)}"
     return f"{where} is {shown(finding['input'])}: {finding['msg']}"
 
 
@@ -256,6 +260,7 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length():,} bits"
     try:
         text = value if isinstance(value, str) else repr(value)
+        text = value.isoformat() if isinstance(value, date | time) else text  # as TOML has it
     except ValueError:  # a list that contains such a number
         return f"a {type(value).__name__} with a number of thousands of digits"
     text = " ".join(text.split())

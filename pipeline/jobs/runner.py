@@ -10,7 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
-from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
+from pipeline.artifacts.artifact import (
+    MANIFEST_NAME,
+    open_artifact,
+    read_manifest,
+    refuse_changed,
+)
+from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.locks import exclusive, sole_writer
 from pipeline.artifacts.places import (
     plan_lock_path,
@@ -22,6 +28,7 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
 from pipeline.config.overrides import override_texts
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
     EXIT_USER_ERROR,
@@ -147,6 +154,25 @@ def refuse_missing_inputs(
             )
 
 
+def refuse_unfit_groups(resolved: ResolvedPlan, made: Task) -> None:
+    """Refuse language groups, once they are made, that a later stage would refuse after training.
+
+    Raises:
+        ConfigError: a recipe expects another number of groups; names its stage.
+    """
+    if made.stage.makes != "groups":
+        return
+    num_groups = len(set(read_groups(open_artifact(made.out_dir, kind="groups")).values()))
+    for task in resolved.tasks:
+        if made.name in task.planned.dependencies() and "model" in task.stage.sections:
+            moe = load_recipe(task.recipe or None, task.overrides).model.moe
+            if moe is not None and moe.num_groups not in (None, num_groups):
+                raise ConfigError(
+                    f"Stage {task.name} expects {moe.num_groups} language groups "
+                    f"(model.moe.num_groups), and {made.name} has {num_groups}. Change one of them."
+                )
+
+
 class _Run:
     """One run of a plan.
 
@@ -240,6 +266,7 @@ class _Run:
             if problem := finish_removal(task.out_dir):
                 self._say(f"{task.name}: {problem}")
             self.summary.append([task.name, "already done", ""])
+            refuse_unfit_groups(self._resolved, task)
             return 0
         refuse_losses(self._resolved, rebuild=self._rebuild)
         self._set_aside(task)
@@ -251,6 +278,8 @@ class _Run:
             code = EXIT_RUN_AGAIN
         state = "done" if code == 0 else "stopped" if code == EXIT_RUN_AGAIN else "failed"
         self.summary.append([task.name, state, f"{time.monotonic() - started:.1f}"])
+        if code == 0:
+            refuse_unfit_groups(self._resolved, task)
         return code
 
     def _say_what_is_stale(self, task: Task) -> None:

@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.artifacts.spelling import is_blank
+from pipeline.config.settings import shown
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.line_filter import written_record
 from pipeline.errors import ConfigError
@@ -336,9 +337,12 @@ def _error(status: int, sentence: str, headers: Mapping[str, str] | None = None)
     return JSONResponse({"error": sentence}, status_code=status, headers=headers)
 
 
-async def _no_such_endpoint(_: Request, error: Exception) -> Response:
+async def _no_such_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     sentence = f"{error.detail}: the page of this server is at /."
+    if error.status_code == 405:
+        allowed = (error.headers or {})["Allow"]
+        sentence = f"{request.url.path} does not take {shown(request.method)}. Send {allowed}."
     return _error(error.status_code, sentence, error.headers)
 
 

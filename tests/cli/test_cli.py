@@ -284,6 +284,30 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
             ["translate", "--from", "en", "--to", "de", "a.txt", "b.txt"],
             "mmnmt translate: error: nothing reads 'a.txt b.txt'. Leave it out",
         ),
+        (
+            ["describe", "demo_dense"],
+            "mmnmt describe: error: nothing reads 'demo_dense'. Pass --recipe demo_dense",
+        ),
+        (
+            ["translate", "--from", "en", "--to", "de", "--out", "x"],
+            "mmnmt translate: error: there is no option '--out' beside --from and --to, which "
+            "translate standard input to standard output. Leave it out.",
+        ),
+        (
+            ["translate", "--text", "x", "--from", "en"],
+            "mmnmt translate --text: error: there is no option '--from' here. Write --set "
+            "text.source=CODE.",
+        ),
+        (
+            ["translate", "--text", "x", "--to=de"],
+            "mmnmt translate --text: error: there is no option '--to' here. Write --set "
+            "'decoding.targets=[\"CODE\"]'.",
+        ),
+        (
+            ["report", "=x", "--out", "y"],
+            "mmnmt report: error: argument RUN: it has no name before =. Write a name or a path; . "
+            "is the current folder",
+        ),
     ],
 )
 def test_a_slip_in_a_command_or_an_option_is_answered_with_the_nearest(
@@ -1188,6 +1212,10 @@ def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(
         ["clean", "--recipe", "demo_dense", "--out", "clean", "--corpus", ""],
         ["checkpoint", "average", "a", "", "--out", "mean"],
         ["checkpoint", "verify", ""],
+        ["run", "demo", "--dry-run", "--with", ""],
+        ["report", "", "--out", "x"],
+        ["serve", ""],
+        ["describe", "--recipe", ""],
     ],
 )
 def test_an_empty_path_is_not_the_current_folder(
@@ -1196,7 +1224,7 @@ def test_an_empty_path_is_not_the_current_folder(
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == EXIT_USER_ERROR
-    assert "it is empty. Name a path" in capsys.readouterr().err
+    assert "it is empty. Write a name or a path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", [{"RANK": "5"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "-1"}])

@@ -1471,3 +1471,65 @@ def test_a_signal_to_the_run_ends_all_stages_that_run_side_by_side(
     assert runner.returncode == EXIT_RUN_AGAIN, said
     assert f"mmnmt run: stopped by {number.name} in " in said.splitlines()[-1]
     assert names_in(real / "out dir") == ["corpus"]
+
+
+GROUPS_PLAN = """
+name = "grouped"
+[stages]
+shards = {{ run = "make_shards", recipe = "smoke", inputs = {{ corpus = "c", tokenizer = "t" }} }}
+mixture = {{ run = "mix", recipe = "smoke", inputs = {{ shards = "shards" }} }}
+t = {{ run = "train_tokenizer", recipe = "smoke", inputs = {{ corpus = "c" }} }}
+c = {{ run = "import_corpus", recipe = "smoke", inputs = {{ raw = "$raw" }} }}
+groups = {{ run = "group_languages", recipe = "smoke", inputs = {{ shards = "shards" }} }}
+[stages.dense]
+run = "pretrain"
+recipe = "dense_opus100"
+inputs = {{ shards = "shards", mixture = "mixture" }}
+[stages.routed]
+run = "pretrain"
+recipe = "moe_lgr_opus100"
+set = {{ model.moe.num_groups = {number} }}
+inputs = {{ shards = "shards", mixture = "mixture", groups = "groups" }}
+[inputs]
+raw = "text"
+"""
+
+
+@pytest.mark.parametrize(("number", "found"), [(4, 3), (2, 5), (3, 3)])
+def test_groups_that_a_later_stage_would_refuse_stop_a_plan_before_it_trains(
+    number: int, found: int, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.toml").write_text(GROUPS_PLAN.format(number=number))
+    for kind in ("shards", "mixture"):
+        with new_artifact(tmp_path / "out" / kind, kind=kind, stage="x", config={}, inputs={}):
+            pass
+    started = []
+
+    def launcher(arguments: Sequence[str], **_: object) -> int:
+        started.append(arguments[2])
+        if arguments[2] != "group_languages":
+            return 9
+        made = tmp_path / "out" / "groups"
+        with new_artifact(made, kind="groups", stage="x", config={}, inputs={}) as writer:
+            writer.write_json("groups.json", {"groups": {f"l{n}": n % found for n in range(9)}})
+        return 0
+
+    resolved = resolve_plan(load_plan(str(tmp_path / "plan.toml")), out_dir=tmp_path / "out")
+    chosen = resolved.chosen(only=["groups", "dense", "routed"])
+    if number == found:
+        assert run_plan(chosen, launcher=launcher, say=lambda _: None) == 9
+        assert started == ["group_languages", "pretrain"]
+        return
+    said = f"routed expects {number} language groups .* groups has {found}. Change"
+    with pytest.raises(ConfigError, match=said):
+        run_plan(chosen, launcher=launcher, say=lambda _: None)
+    assert started == ["group_languages"]
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_groups_that_need_no_model_are_made_before_any_training(name: str) -> None:
+    plan = load_plan(name)
+    order = [plan.stages[stage] for stage in stage_order(plan)]
+    trained = next((i for i, one in enumerate(order) if STAGES[one.run].trains), len(order))
+    late = [one for one in order[trained:] if one.run == "group_languages"]
+    assert all("checkpoint" in one.inputs for one in late)

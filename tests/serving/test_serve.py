@@ -358,7 +358,9 @@ def test_what_cannot_be_translated_is_answered_in_one_sentence(
     assert answer.refusal()
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/x", 404), ("PUT", "/", 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/x", 404), ("PUT", "/translate", 405)]
+)
 def test_another_endpoint_is_refused_in_one_sentence(
     served: Served, method: str, path: str, status: int
 ) -> None:

@@ -40,6 +40,7 @@ from pipeline.checkpoints.foreign.model_folder import (
     described,
     described_model,
     refuse_other,
+    refuse_unequal,
 )
 from pipeline.checkpoints.foreign.tensor_names import (
     FAIRSEQ_OUTPUT,
@@ -212,7 +213,7 @@ def model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
             getattr(settings, f"encoder_{name}"),
             getattr(settings, f"decoder_{name}"),
         )
-        refuse_other(origin, **{f"decoder_{name}": (decoder, encoder)})
+        refuse_unequal(origin, **{name: (encoder, decoder)})
     if is_learned:
         positions = settings.max_target_positions, settings.max_source_positions
         refuse_other(origin, max_target_positions=positions)

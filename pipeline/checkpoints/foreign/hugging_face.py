@@ -25,6 +25,7 @@ from pipeline.checkpoints.foreign.model_folder import (
     described_model,
     refuse_other,
     refuse_quantized,
+    refuse_unequal,
 )
 from pipeline.checkpoints.foreign.tensor_names import (
     M2M100_TABLE,
@@ -70,9 +71,8 @@ def open_folder(path: Path) -> ModelSource:
             model = moe_model_config(path, moe)
             scale = 1 - moe.moe_token_dropout
             return _open(folder, moe, model, NLLB_MOE_TABLE, "NllbTokenizer", scale)
-    raise CheckpointError(
-        f"{path} holds a model of the unknown type {model_type!r}. Name one of {FAMILIES}."
-    )
+    unknown = "no model_type" if model_type is None else f"the unknown model_type {model_type!r}"
+    raise CheckpointError(f"{path / CONFIG_FILE} has {unknown}. Name a model of {FAMILIES}.")
 
 
 def _open(
@@ -178,10 +178,13 @@ def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelCon
         CheckpointError: A setting is not supported.
     """
     refuse_quantized(origin, config.quantization_config)
+    refuse_unequal(
+        origin,
+        attention_heads=(config.encoder_attention_heads, config.decoder_attention_heads),
+        ffn_dim=(config.encoder_ffn_dim, config.decoder_ffn_dim),
+    )
     refuse_other(
         origin,
-        decoder_attention_heads=(config.decoder_attention_heads, config.encoder_attention_heads),
-        decoder_ffn_dim=(config.decoder_ffn_dim, config.encoder_ffn_dim),
         pad_token_id=(config.pad_token_id, POSITION_OFFSET - 1),
         decoder_start_token_id=(config.decoder_start_token_id, config.eos_token_id),
     )
@@ -212,8 +215,9 @@ def moe_model_config(origin: Path, config: NllbMoeConfig) -> ModelConfig:
         router_bias=(config.router_bias, False),
         router_dtype=(config.router_dtype, "float32"),
         second_expert_policy=(config.second_expert_policy, "all"),
-        decoder_sparse_step=(config.decoder_sparse_step, config.encoder_sparse_step),
     )
+    steps = config.encoder_sparse_step, config.decoder_sparse_step
+    refuse_unequal(origin, sparse_step=steps)
     if not 0 <= config.moe_token_dropout < 1:
         raise CheckpointError(
             f"{origin} has moe_token_dropout = {config.moe_token_dropout}, which is no rate from 0 "

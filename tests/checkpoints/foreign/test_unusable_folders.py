@@ -1,6 +1,7 @@
 """Folders that are not what they say, or hold what our models lack: one sentence, nothing left."""
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import MBartTokenizer, NllbTokenizer
 
 from pipeline.checkpoints.importing import import_checkpoint, open_foreign
+from pipeline.cli import main
 from pipeline.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -212,12 +214,14 @@ def test_weights_of_another_floating_point_type_are_taken_over_as_they_are(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "t5"}, "a model of the unknown type 't5'"),
+        ({"model_type": "t5"}, "the unknown model_type 't5'"),
+        ({"model_type": None}, "has no model_type"),
         ({"model_type": "nllb-moe"}, "described there has"),
         ({"pad_token_id": 0}, "pad_token_id = 0"),
         ({"eos_token_id": 5, "decoder_start_token_id": 5}, "eos_token_id = (1, 5) in its model's"),
         ({"decoder_start_token_id": 0}, "decoder_start_token_id = 0"),
-        ({"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64"),
+        ({"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64; only equal values"),
+        ({"decoder_attention_heads": 4}, "encoder_attention_heads = 2 and decoder_attention_heads"),
         (
             {"activation_function": "swish"},
             "activation_function = swish (Input should be 'relu'",
@@ -246,6 +250,37 @@ def test_a_bias_of_the_logits_and_mbart_25_are_refused(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- vocabularies
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", VOCABULARY_FILE, "config.json"])
+def test_a_pointer_of_git_lfs_in_place_of_a_file_is_named(name: str, folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    (folder / name).write_text(pointer)
+    assert f"{name} is only a pointer of Git LFS. Run git lfs pull" in refusal(folder)
+
+
+@pytest.mark.parametrize("rows", [7, 100])
+def test_an_import_says_how_many_rows_of_the_embedding_have_no_token(
+    rows: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_, out = ["checkpoint", "import", str(folder), "--out"], str(tmp_path / "ours")
+
+    def unused(*more: str) -> int:
+        assert main([*import_, out, *more]) == 0
+        found = re.search(r"warning: ([\d,]+) of [\d,]+ rows of", capsys.readouterr().out)
+        return int(found[1].replace(",", "")) if found else 0
+
+    before = unused()
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+
+    def lengthen(tensors: dict[str, Tensor]) -> None:
+        for name, value in tensors.items():
+            if len(value) == size:
+                tensors[name] = torch.cat([value, value[:rows]])
+
+    edit_tensors(folder, lengthen)
+    edit_json(folder / "config.json", vocab_size=size + rows)
+    assert unused("--overwrite") == before + rows
 
 
 def test_a_folder_without_its_sentencepiece_model_is_refused_with_the_way_out(
