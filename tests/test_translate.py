@@ -52,6 +52,7 @@ from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.stages.translate import (
+    DoneLines,
     Selection,
     Tally,
     WorkingTime,
@@ -698,6 +699,34 @@ def test_an_interrupted_run_goes_on_and_translates_nothing_twice(
     assert len(translated) == len(set(translated)) == NUM_LINES
     assert_same(bench.found("out"), bench.found("whole"))
     assert not (bench.directory / "out.run").exists()
+
+
+@pytest.mark.parametrize("foreign", [None, "notes.txt", "chunk-of-mine.txt"])
+def test_a_run_that_ended_while_its_lines_were_removed_removes_the_rest_when_found_done(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    foreign: str | None,
+) -> None:
+    def end(done: DoneLines) -> None:
+        if (bench.directory / "out").exists():  # else it begins
+            (done.directory / "identity.json").unlink()
+            raise SystemExit(9)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(DoneLines, "remove", end)
+        bench.run("out")
+    folder = bench.directory / "out.run"
+    assert (folder / "rank-00000.jsonl").is_file()
+    if foreign:
+        (folder / foreign).write_text("mine")
+    assert bench.run("out") == 0
+    said = capsys.readouterr().err
+    assert "already done" in said
+    assert (names_in(folder) if folder.exists() else None) == (
+        [".made-by-mmnmt", foreign] if foreign else None
+    )
+    assert f"{folder} is removed but for {foreign}" in said or not foreign
 
 
 @pytest.mark.slow

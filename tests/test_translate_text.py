@@ -23,6 +23,7 @@ from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, DataError
+from pipeline.stages.translate import DoneLines
 
 MAX_POSITIONS = 40
 DECODING: Mapping[str, int | float] = {
@@ -397,6 +398,23 @@ def test_an_interrupted_run_goes_on_with_the_same_batches_and_repeats_no_finishe
     repeated = [translated[batches - 1]] if is_torn else []
     assert Counter(translated) == whole + Counter(repeated)
     assert bench.made("out").digest == bench.made("whole").digest
+    assert not (bench.directory / "out.run").exists()
+
+
+def test_a_run_that_ended_before_its_chunks_were_removed_removes_them_when_found_done(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.write({"a.txt": as_text(LINES)})
+
+    def end(_done: DoneLines) -> None:
+        if (bench.directory / "out").exists():  # else it begins
+            raise SystemExit(9)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(DoneLines, "remove", end)
+        bench.run("out")
+    assert (bench.directory / "out.run" / "chunk-00000000.jsonl").is_file()
+    assert bench.run("out") == 0
     assert not (bench.directory / "out.run").exists()
 
 

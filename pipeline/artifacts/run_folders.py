@@ -4,9 +4,9 @@
 as ``update-0000100``; ``training/run_directory`` describes the rest. Training resumes from its
 newest state if the state has the same settings and inputs, as far as they decide an update.
 
-Before a model is published, a note in its run folder announces the removal. If a kill comes in
-between, the next start finds both the model and the note and finishes the removal. Files that
-training did not write stay and are named.
+Before a model or translations are published, a note in the run folder announces the removal. If a
+kill comes in between, the next start finds both the output and the note and finishes the removal.
+Files that the stage did not write stay and are named.
 """
 
 import os
@@ -22,6 +22,7 @@ from pipeline.artifacts.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
     STATE_NAME,
+    Kind,
     read_manifest,
     updates_of_name,
 )
@@ -259,14 +260,21 @@ def replanned(state: Artifact, *, config: Mapping[str, Any]) -> list[dict[str, i
 
 LOCK_NAME = "lock"
 NOTE_NAME = "removed-when-done"
-"""File with the key (``artifact.stage_key``) of the model that makes the folder obsolete."""
+"""File with the key (``artifact.stage_key``) of the output that makes the folder obsolete."""
+
+TRANSLATION_FILES = (
+    *("identity.json", "seconds.json", ".seconds.json.unfinished"),
+    *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
+    *("chunk-*.jsonl", ".chunk-*.jsonl.unfinished"),
+)
+"""Files that stages which translate write into their run folders."""
 
 _LEFTOVER_NAME = re.compile(r"\.(update-\d+|best|mean)(\.[0-9a-f]{8})?\.(unfinished|replaced)")
 _FILES = ("metrics.jsonl", ".metrics.jsonl.unfinished")
 
 
 def announce_removal(run_folder: Path, *, key: str) -> None:
-    """Announce that the folder is obsolete once the model of this key is published."""
+    """Announce that the folder is obsolete once the output of this key is published."""
     (run_folder / NOTE_NAME).write_text(key, encoding="utf-8")
 
 
@@ -280,31 +288,34 @@ def finish_removal(out_dir: Path) -> str | None:
 
     Return a sentence if something stays: foreign files, or files that this user cannot remove.
     """
-    folder, is_due = run_dir(out_dir), _is_due(out_dir)
+    folder, kind = run_dir(out_dir), _kind_if_due(out_dir)
     has_rest = is_abandoned(lock_path(out_dir)) or os.path.lexists(replaced_dir(out_dir))
-    if not is_due and not has_rest:
+    if kind is None and not has_rest:
         return None
     try:
         with sole_writer(out_dir):
             clear_replaced(out_dir)
             for leftover in unfinished_dirs(out_dir):
                 discard_working(leftover)
-            if is_due:
+            if kind in ("translations", "translated_text"):
+                remove_files(folder, TRANSLATION_FILES)
+            elif kind is not None:
                 with exclusive(folder / LOCK_NAME, what=str(folder)):
                     remove_contents(folder)
-        return remove_emptied(folder) if is_due else None
+            is_empty = folder.is_dir() and {*entries(folder)} <= {MARKER_NAME}
+            return remove_emptied(folder) if kind is not None or is_empty else None
     except (UserError, OSError) as error:
-        what = folder if is_due else f"What was left next to {out_dir}"
+        what = folder if kind is not None else f"What was left next to {out_dir}"
         return f"{what} is of no more use, and could not be removed: {error}"
 
 
-def _is_due(out_dir: Path) -> bool:
+def _kind_if_due(out_dir: Path) -> Kind | None:
     try:
         key = (run_dir(out_dir) / NOTE_NAME).read_text(encoding="utf-8", errors="replace")
         manifest = read_manifest(out_dir)
     except (ArtifactError, OSError):
-        return False
-    return manifest is not None and manifest.key == key
+        return None
+    return manifest.kind if manifest is not None and manifest.key == key else None
 
 
 def remove_contents(run_folder: Path) -> None:
@@ -348,6 +359,6 @@ def remove_emptied(run_folder: Path) -> str | None:
         return None
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
     return (
-        f"{run_folder} is removed but for {others[0]}{more}, which training did not write: "
+        f"{run_folder} is removed but for {others[0]}{more}, which the stage did not write: "
         "move it away."
     )

@@ -38,7 +38,13 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.locks import held_lock
 from pipeline.artifacts.places import lock_path, run_dir
-from pipeline.artifacts.run_folders import claim_run_folder, remove_files
+from pipeline.artifacts.run_folders import (
+    NOTE_NAME,
+    TRANSLATION_FILES,
+    announce_removal,
+    claim_run_folder,
+    remove_files,
+)
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import unfinished_path
 from pipeline.config.recorded import describe_change, with_defaults
@@ -54,13 +60,6 @@ from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
 from pipeline.stage import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
-
-OWN_FILES = (
-    *("identity.json", "seconds.json", ".seconds.json.unfinished"),
-    *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
-    *("chunk-*.jsonl", ".chunk-*.jsonl.unfinished"),
-)
-"""Files that this stage writes into its run directory."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ class DoneLines:
 
     def remove(self) -> None:
         """Remove what this stage wrote, and the directory if nothing else is in it."""
-        remove_files(self.directory, OWN_FILES)
+        remove_files(self.directory, (*TRANSLATION_FILES, NOTE_NAME))
 
     def _read(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self.directory.glob("rank-*.jsonl")):
@@ -318,6 +317,7 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
         for direction in selection.taken
     }
     tally = Tally(selection.taken)
+    announce_removal(done.directory, key=call.key)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for direction, hypotheses in ordered.items():
             write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)

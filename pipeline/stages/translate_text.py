@@ -22,6 +22,7 @@ from typing import Any
 
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction, hypothesis_record, scores_name, translated_name
+from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.documents import read_json_lines, unfinished_path
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.text_files import Chunk, TextFile, chunks, find_texts
@@ -171,6 +172,7 @@ def publish(
 ) -> None:
     """Write the artifact from the finished chunks, and remove them."""
     tally = Tally(directions)
+    announce_removal(done.directory, key=call.key)
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for chunk in chunks(texts, copies=len(directions)):
             progress.advance()

@@ -156,7 +156,7 @@ def test_what_training_did_not_write_stays_and_is_named(tmp_path: Path, place: s
     problem = finish_removal(tmp_path / "model")
     assert problem is not None
     assert problem.startswith(f"{folder} is removed but for ")
-    assert "which training did not write: move it away." in problem
+    assert "which the stage did not write: move it away." in problem
     assert (folder / place).read_text() == "mine"
     assert not (folder / "states" / "update-0000006").exists()
     assert (folder / "states" / "update-0000004").exists() == ("update" in place)

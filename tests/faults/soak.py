@@ -1,7 +1,9 @@
 """Signals any process of a running plan at random, starts the plan again, and compares the result.
 
 ``PYTHONPATH=.:tests python tests/faults/soak.py --minutes N --seed S`` prints one line at its end,
-and exits with 1 if a run hung, a process was left, or an artifact was lost or is another one.
+also if it is asked to end, and exits with 1 if a run hung, a process was left, an artifact was lost
+or is another one, or no plan was finished and compared. The minutes include the undisturbed plan;
+when they are over, no signal is sent any more, and the plan goes on to its end.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +33,8 @@ LONGEST_SECONDS = 600.0
 """Seconds without a new file or an end after which a run hangs."""
 LEAVING_SECONDS = 60.0
 """Seconds in which every process has ended after the plan's."""
+FAULTS = ("hangs", "left", "lost", "differences")
+"""Counts of what must not happen."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -47,16 +52,24 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
+def kill(processes: Iterable[int]) -> None:
+    for number in processes:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
 class Soak:
     """One plan, its undisturbed result, and what was met so far."""
 
-    def __init__(self, folder: Path, *, seed: int) -> None:
+    def __init__(self, folder: Path, counts: Counter[str], *, seed: int) -> None:
         self._random, self._plan = random.Random(seed), write_plan(folder)
         self._out_dir, self._expected = folder / "runs", folder / "undisturbed"
         self._spared: set[int] = set()
-        self.counts: Counter[str] = Counter()
-        self._start(self._expected).join()
+        self.counts, began = counts, time.monotonic()
+        self._start(self._expected).join(LONGEST_SECONDS)
         assert (self._expected / STAGES[-1] / MANIFEST_NAME).is_file(), "it failed undisturbed"
+        self._longest_wait = (time.monotonic() - began) / 8
+        """Seconds between two signals at most, if each run makes an artifact."""
         self._made: set[str] = set()
         self._trained: dict[str, str] = {}
         self._in_vain = 0
@@ -69,22 +82,26 @@ class Soak:
         return process
 
     def disturb_until(self, deadline: float) -> None:
-        """Start the plan again and again, each time with signals to its processes."""
-        while time.monotonic() < deadline:
-            process = self._start(self._out_dir)
+        """Start the plan again and again, each time with signals; leave the last in peace."""
+        is_last = False
+        while not is_last:
+            is_last = time.monotonic() >= deadline
             self.counts["resumes" if self._out_dir.exists() else "beginnings"] += 1
+            process = self._start(self._out_dir)
             while process.is_alive() and time.monotonic() < deadline:
-                self._wait_for_moment(process)
-                if process.is_alive():
+                self._wait_for_moment(process, deadline)
+                if process.is_alive() and time.monotonic() < deadline:
                     self._signal_one(process)
-            self._end(process, is_over=time.monotonic() >= deadline)
+            self._end(process)
             self._look_for_losses()
             if process.exitcode == 0:
                 self._compare()
+                is_last = time.monotonic() >= deadline
 
-    def _wait_for_moment(self, process: BaseProcess) -> None:
+    def _wait_for_moment(self, process: BaseProcess, deadline: float) -> None:
         """Wait a random time, longer while nothing is made, or until something is written."""
-        until = time.monotonic() + self._random.uniform(0.0, 3.0 * (1 + self._in_vain))
+        seconds = self._random.uniform(0.0, self._longest_wait * (1 + self._in_vain))
+        until = min(time.monotonic() + seconds, deadline)
         is_event = self._random.random() < 0.5
         before = self._being_written()
         while process.is_alive() and time.monotonic() < until:
@@ -110,10 +127,8 @@ class Soak:
                 time.sleep(self._random.uniform(0.1, 3.0))
                 os.kill(target, signal.SIGCONT)
 
-    def _end(self, process: BaseProcess, *, is_over: bool) -> None:
+    def _end(self, process: BaseProcess) -> None:
         """Wait for the end of a run and of all its processes; kill what does not end."""
-        if is_over:
-            process.kill()
         process.join(LONGEST_SECONDS)
         if process.is_alive():
             self.counts["hangs"] += 1
@@ -125,9 +140,7 @@ class Soak:
         while left := set(children_of(os.getpid())) - self._spared - {process.pid}:
             if time.monotonic() > give_up:
                 self.counts["left"] += len(left)
-                for number in left:
-                    with suppress(ProcessLookupError):
-                        os.kill(number, signal.SIGKILL)
+                kill(left)
                 return
             time.sleep(0.05)
 
@@ -166,21 +179,32 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    deadline = time.monotonic() + 60 * options.minutes
     # Processes that a killed one leaves become children of this one, where they are seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     forking()
-    with tempfile.TemporaryDirectory(prefix="mmnmt-soak-") as folder:
-        soak = Soak(Path(folder), seed=options.seed)
-        soak.disturb_until(time.monotonic() + 60 * options.minutes)
-    counts = soak.counts
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    counts = Counter[str]()
+    try:
+        with tempfile.TemporaryDirectory(prefix="mmnmt-soak-") as folder:
+            try:
+                Soak(Path(folder), counts, seed=options.seed).disturb_until(deadline)
+            finally:
+                kill(children_of(os.getpid()))  # so that none writes into the folder
+    finally:
+        print(line_of(counts), flush=True)
+    return int(not counts["plans"] or any(counts[name] for name in FAULTS))
+
+
+def line_of(counts: Counter[str]) -> str:
+    """Return what was met, in one line."""
     kinds = ", ".join(f"{counts[n.name]} {n.name}" for n in dict.fromkeys(SIGNALS))
-    print(
+    return (
         f"{counts['signals']} signals ({kinds}; {counts['events']} while files were written), "
         f"{counts['resumes']} resumes, {counts['plans']} plans finished, {counts['hangs']} hangs, "
         f"{counts['left']} processes left, {counts['lost']} artifacts lost, "
         f"{counts['differences']} differences"
     )
-    return int(any(counts[name] for name in ("hangs", "left", "lost", "differences")))
 
 
 if __name__ == "__main__":
