@@ -27,7 +27,7 @@ from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
-from pipeline.config.recorded import describe_change, undeciding, without_settings
+from pipeline.config.recorded import setting_changes, undeciding, without_settings
 from pipeline.distributed.collectives import gather_objects
 from pipeline.errors import ConfigError
 
@@ -193,7 +193,7 @@ class StageCall:
         given = gather_objects({**self.config, "inputs": digests})
         for rank, of_rank in enumerate(given):
             if of_rank != given[0]:
-                change = describe_change(given[0], of_rank)
+                change = setting_changes(given[0], of_rank, every=True)[0]
                 raise ConfigError(
                     f"Rank {rank} was given other settings or inputs than rank 0 ({change}). Copy "
                     "the same recipe, ds_config and inputs to all nodes."

@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
             return super().parse_known_args(given, namespace)
         self._refuse_wrong_options(given)
         found, unread = super().parse_known_args(given, namespace)
-        if unread:
+        if unread := [word for word in unread if word != "--"]:
             is_recipe = unread[0].partition("+")[0] in recipe_names()
             fix = f"Pass --recipe {unread[0]}" if is_recipe else "Leave it out"
             self.error(f"nothing reads {shown(' '.join(unread))!r}. {fix}")

@@ -150,8 +150,8 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
 
 def _refuse_if_removed(name: str | None, *, out_dir: Path) -> None:
     """Refuse to go on if a file of the stage's own folders, which begin with its name, is gone."""
-    own = os.path.relpath(name or "/", out_dir.parent).lstrip(".")
-    if own.startswith(out_dir.name):
+    first = Path(os.path.relpath(name or "/", out_dir.parent)).parts[0].lstrip(".")
+    if f"{first}.".startswith(f"{out_dir.name}."):
         raise ArtifactError(
             f"{name} was removed while the stage worked. Remove nothing meanwhile, and run again."
         )

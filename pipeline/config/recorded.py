@@ -62,15 +62,20 @@ def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     return [name for name in names if not deciding.get(name, False)]
 
 
-def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return ``section.setting: old → new`` for every setting that differs, sorted."""
+def setting_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, every: bool = False
+) -> list[str]:
+    """Return ``section.setting: old → new`` for every setting that differs, sorted.
+
+    Unless ``every`` is set, settings that earlier versions had otherwise do not count.
+    """
     before, after = _flatten(old), _flatten(new)
     return [
         f"{name}: {_shown(name, before)} → {_shown(name, after)}"
         for name in sorted({*before, *after})
         if before.get(name, "unset") != after.get(name, "unset")
-        and (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name)
-        and (name in before or name not in NEWER)
+        and (every or (before.get(name), after.get(name)) != NEW_DEFAULTS.get(name))
+        and (every or name in before or name not in NEWER)
     ]
 
 

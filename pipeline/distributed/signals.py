@@ -96,11 +96,12 @@ def deferred() -> Iterator[None]:
 
 def let_signals_in() -> None:
     """Unblock signals to stop; raise Interrupted or KeyboardInterrupt for one that came before."""
-    asked = signal.sigpending().intersection(ASKED_FROM_OUTSIDE)
-    number = signal.sigwait(asked) if asked else None  # it reaches no handler
+    asked: list[signal.Signals] = []
+    while pending := signal.sigpending().intersection(ASKED_FROM_OUTSIDE):
+        asked.append(signal.Signals(signal.sigwait(pending)))  # it reaches no handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if number is not None:
-        _interrupt(signal.Signals(number))
+    if asked:
+        _interrupt(asked[0])
 
 
 class StopFlag:

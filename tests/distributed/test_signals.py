@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +87,23 @@ def test_a_signal_that_another_thread_receives_waits_for_the_end_of_the_block() 
         os.close(writing)
     assert is_done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_of_two_signals_that_came_before_one_is_told_and_none_is_left() -> None:
+    script = (
+        "import os, signal\n"
+        "from pipeline.distributed.signals import STOP_SIGNALS, let_signals_in\n"
+        "from pipeline.errors import Interrupted\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)\n"
+        "for number in (signal.SIGTERM, signal.SIGUSR1):\n"
+        "    os.kill(os.getpid(), number)\n"
+        "try:\n"
+        "    let_signals_in()\n"
+        "except Interrupted as error:\n"
+        "    print(error, signal.sigpending())\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "stopped by SIGUSR1 set()\n"
