@@ -359,14 +359,19 @@ def test_what_cannot_be_translated_is_answered_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/x", 404), ("PUT", "/translate", 405)]
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/x", 404, "the page of this server is at /"),
+        ("PUT", "/translate", 405, "/translate does not take PUT. Send POST"),
+        ("DELETE", "/health", 405, "/health does not take DELETE. Send"),
+    ],
 )
 def test_another_endpoint_is_refused_in_one_sentence(
-    served: Served, method: str, path: str, status: int
+    served: Served, method: str, path: str, status: int, said: str
 ) -> None:
     answer = served.ask(path, method=method)
     assert answer.status == status
-    assert answer.refusal()
+    assert said in answer.refusal()
 
 
 def test_a_body_in_chunks_is_read_up_to_its_limit(served: Served) -> None:
