@@ -47,8 +47,10 @@ test-versions-%:
 	$(PYTHON) -m venv --clear build/$*
 	build/$*/bin/python -m pip install --constraint build/$*.txt $(PIP_ARGS) --editable '.[$(EXTRAS)]'
 	OMP_NUM_THREADS=1 build/$*/bin/python -m pytest -q -m "not slow and not cluster" \
-		tests/analysis tests/checkpoints tests/data_prep/readers tests/evaluation/test_comet.py \
-		tests/serving tests/tasks tests/test_translate_text.py
+		tests/analysis tests/artifacts/test_raw_input.py tests/checkpoints tests/data_prep/readers \
+		tests/evaluation/test_comet.py tests/serving tests/tasks tests/test_translate_text.py
+	OMP_NUM_THREADS=1 build/$*/bin/python -m pytest -q tests/faults/test_fuzz.py \
+		-k "zstandard or Parquet"
 
 # Faults on two cores within a quarter of an hour: a sample of all calls that change state; edited
 # and broken files, of which make test has fewer; five minutes of signals to a running plan.

@@ -27,8 +27,11 @@ from pipeline.artifacts.run_folders import (
     remove_contents,
     remove_emptied,
     stacks_dir,
+    why_not_to_go_on,
     withdraw_removal,
 )
+from pipeline.config.recipe import Recipe
+from pipeline.config.recorded import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
 
 CONFIG = {"training": {"updates": 6}}
 
@@ -235,3 +238,34 @@ def test_a_folder_in_which_a_watchdog_alone_has_written_is_claimed_by_the_next_s
     claim_run_folder(folder, work="training")
     assert remove_emptied(folder) is None
     assert not folder.exists()
+
+
+CHANGES: dict[str, Any] = {
+    "training.checkpoint_every": 7,
+    "training.expert_parallel_size": 2,
+    "training.keep_last": 3,
+    "training.recompute_layers": True,
+    "training.resource_thresholds": [10, 20],
+    "training.skip_nonfinite_after": 5,
+    "batches.evaluation_tokens": 512,
+    "training.average_last": 2,
+    "training.best_by_route": "shared",
+    "training.patience": 3,
+    "training.validate_every": 7,
+}
+
+
+@pytest.mark.parametrize("name", sorted({*CHANGES, *DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS}))
+def test_a_run_goes_on_with_another_setting_that_changes_no_update(
+    tmp_path: Path, name: str
+) -> None:
+    recipe = Recipe(name="any").model_dump(mode="json")
+    before = {part: recipe[part] for part in ("training", "batches")}
+    section, _, setting = name.partition(".")
+    after = {**before, section: {**before[section], setting: CHANGES[name]}}
+    assert after != before
+    state = newest_state(make_run(tmp_path / "model", config=before))
+    assert state is not None
+    assert why_not_to_go_on(state, config=after, digests=None) is None
+    after["training"] = {**after["training"], "dropout": 0.5}
+    assert why_not_to_go_on(state, config=after, digests=None) == "training.dropout: 0.3 → 0.5"

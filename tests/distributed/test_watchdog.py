@@ -287,14 +287,13 @@ class Outcome:
     """By file."""
 
 
-def ends_of(processes: list[BaseProcess], folder: Path, *, stopped: int) -> Outcome:
-    """Wait for the ends of processes, within the bound; the first ones are stopped."""
-    deadline = time.monotonic() + BOUND_SECONDS
+def ends_of(
+    processes: list[BaseProcess], folder: Path, *, stopped: int, deadline: float
+) -> Outcome:
+    """Wait for the ends of processes until a deadline; the first ones are stopped."""
     for process in processes[stopped:]:
         process.join(max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes[stopped:]]
-    for process in processes:
-        process.kill()
     printed = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
     stacks = {path.name: path.read_text() for path in (folder / "stacks").glob("*")}
     return Outcome(folder, codes, printed, stacks)
@@ -322,6 +321,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     names = list(HANGS)
     for first in range(0, len(names), AT_ONCE):
         started = {}
+        deadline = time.monotonic() + BOUND_SECONDS
         for name in names[first : first + AT_ONCE]:
             folder = tmp_path_factory.mktemp("hang") / "out.run"
             folder.mkdir()
@@ -331,8 +331,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
             hang, stopped = HANGS[name]
             reports = name != "no store, no reports"
             started[name] = start(hang, folder / "stacks", reports=reports), folder, stopped
-        for name, (processes, folder, stopped) in started.items():
-            found[name] = ends_of(processes, folder, stopped=stopped)
+        try:
+            for name, (processes, folder, stopped) in started.items():
+                found[name] = ends_of(processes, folder, stopped=stopped, deadline=deadline)
+        finally:
+            for processes, _, _ in started.values():
+                for process in processes:
+                    process.kill()
     return found
 
 

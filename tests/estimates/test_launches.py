@@ -91,6 +91,11 @@ def test_the_papers_models_launch_few_operators_and_no_more_for_shared_passes(
     assert 500 < len(alone.launches) <= most
 
 
+def test_the_papers_dense_model_launches_few_operators_if_no_device_is_named() -> None:
+    found = count_training(load_recipe("dense_opus100"), vocabulary_size=64000, num_groups=0)
+    assert 500 < len(found.launches) <= DENSE
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_add_a_bounded_number_of_launches_to_a_layer(form: str) -> None:
     """Some launches are shared by the layers of a side."""

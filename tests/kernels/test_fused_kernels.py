@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -123,8 +124,8 @@ def test_a_machine_can_turn_fused_kernels_off(monkeypatch: pytest.MonkeyPatch) -
     x = torch.empty(1, device="meta")
     for value, is_on in (("off", False), ("on", True)):
         monkeypatch.setenv(launching.SWITCH, value)
-        monkeypatch.setattr(launching._Settings, "uses_fused_kernels", launching._is_on())
-        assert is_fused(x) == is_on
+        # A fresh copy, as the variable is read when the module is loaded.
+        assert runpy.run_path(launching.__file__)["is_fused"](x) == is_on
     monkeypatch.setenv(launching.SWITCH, "0")
     with pytest.raises(ConfigError, match="MMNMT_FUSED_KERNELS is '0'"):
         launching._is_on()
