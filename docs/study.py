@@ -1,20 +1,23 @@
 """Keep the scores of the study of a hundred languages in one file, and make its page of that file.
 
 The first command reads evaluations, the stages ``block_1`` or ``evaluation`` of the plan
-``hundred``, and writes ``hundred.json`` and, per size, the translations as ``hundred-SIZE.tar.xz``.
-A file ``hundred.json`` that is there keeps its other runs. ``docs/generate.py`` makes the page and
-its pictures::
+``hundred``, or folders that it wrote on other machines. It writes ``hundred.json`` and, per size,
+the translations as ``hundred-SIZE.tar.xz``; both keep what they have of other runs.
+``docs/generate.py`` makes the page and its pictures::
 
     python docs/study.py card=runs/hundred/block_1 --out docs/results
     python docs/generate.py
 """
 
 import argparse
+import io
 import json
+import lzma
 import re
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
@@ -27,6 +30,7 @@ from pipeline.evaluation.statistics import LEVEL, t_quantile
 
 Run = dict[str, Any]
 Study = dict[str, Any]
+FILE = "hundred.json"
 SCORES = {"bleu": "bleu", "chrf": "chrf++", "language": "langdetect", "language_lid176": "lid.176"}
 """Name of a score in an evaluation → its name in the file."""
 PARTS = ("*/manifest.json", "clean/*.json*", "clean/test/*/*", "translate_*/hypotheses/*")
@@ -55,12 +59,33 @@ GROUPS = {
     "validation loss": ("loss", "", None),
 }
 """Column of the page → score, family of directions (empty: any), resource tier (None: any)."""
+TITLES = ("Validation loss against FLOP", "Languages by training pairs and gain of experts")
+"""Titles of the two charts."""
 
 
 # ---------------------------------------------------------------- keeping
 
 
-def kept(evaluation: Path) -> Study:
+@contextmanager
+def read(place: Path, fix: str) -> Iterator[None]:
+    """End with one sentence where files of a place are missing or damaged."""
+    try:
+        yield
+    except (
+        *(OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+        *(tarfile.TarError, lzma.LZMAError),
+    ) as problem:
+        raise SystemExit(f"{place} {fix}") from problem
+
+
+def read_study(path: Path) -> dict[str, Study]:
+    """Return the studies of a file by size; none without the file."""
+    with read(path, "is damaged. Restore it from a copy, or remove it to begin anew."):
+        studies = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return {size: joined(None, study) for size, study in studies.items()}
+
+
+def evaluated(evaluation: Path) -> Study:
     """Return the directions of an evaluation and its runs, from its scores and its history."""
     scores, history = (
         json.loads((evaluation / name).read_text(encoding="utf-8"))
@@ -131,17 +156,30 @@ def joined(old: Study | None, new: Study) -> Study:
     return {"directions": old["directions"] | new["directions"], "runs": list(runs.values())}
 
 
-def pack(archive: Path, folders: Iterable[Path]) -> None:
-    """Pack the translations of run folders, with their test lines and manifests."""
-    found = {
-        path.relative_to(folder).as_posix(): path
-        for folder in folders
-        for part in PARTS
-        for path in sorted(folder.glob(part))
-    }
-    with tarfile.open(archive, "w:xz") as packed:
-        for name, path in sorted(found.items()):
-            packed.add(path, name)
+def pack(archive: Path, places: Iterable[Path]) -> None:
+    """Add the translations behind evaluations, with test lines and manifests, to an archive."""
+    found = unpacked(archive) if archive.exists() else {}
+    for place in places:
+        if (place / FILE).exists():
+            found |= unpacked(place / archive.name)
+            continue
+        run = place.resolve().parent
+        paths = chain(*(run.glob(part) for part in PARTS))
+        found |= {path.relative_to(run).as_posix(): path.read_bytes() for path in paths}
+    unfinished = archive.with_name(f".{archive.name}.unfinished")
+    with tarfile.open(unfinished, "w:xz") as packed:
+        for name, content in sorted(found.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            packed.addfile(member, io.BytesIO(content))
+    unfinished.replace(archive)
+
+
+def unpacked(archive: Path) -> dict[str, bytes]:
+    """Return the files of an archive by name."""
+    fix = "is missing or damaged. Join its parts with cat, or copy it once more."
+    with read(archive, fix), tarfile.open(archive) as packed:
+        return {one.name: packed.extractfile(one).read() for one in packed}  # type: ignore[union-attr]
 
 
 def text_of(study: Mapping[str, Study]) -> str:
@@ -160,16 +198,15 @@ def text_of(study: Mapping[str, Study]) -> str:
 
 def study_pages(results: Path) -> dict[str, str]:
     """Return the page and the pictures of a stored study, by their paths within ``docs``."""
-    path = results / "hundred.json"
-    if not path.is_file():
+    study = read_study(results / FILE)
+    if not study:
         return {}
-    study = json.loads(path.read_text(encoding="utf-8"))
     pages, parts = dict[str, str](), list[str]()
     for size, one in study.items():
-        parts += _parts(size, one)
-        for name, chart in (("losses", losses_chart(one)), ("gains", gains_chart(one))):
-            if chart:
-                pages[f"pictures/hundred_{size}_{name}.svg"] = picture(chart)
+        named = {"losses": losses_chart(one), "gains": gains_chart(one)}
+        charts = {f"pictures/hundred_{size}_{name}.svg": x for name, x in named.items() if x}
+        pages |= {path: picture(chart) for path, chart in charts.items()}
+        parts += _parts(size, one, charts)
     ran = " and ".join(SIZES.get(size, size) for size in study)
     first = f"# A hundred languages\n\nThis study ran with {ran}.\n"
     return {"results/hundred.md": "\n".join([first, NOTE, *parts]), **pages}
@@ -245,7 +282,7 @@ def _number(value: float | None, spec: str) -> str:
     return "–" if value is None else format(value, spec).replace("-", "−")
 
 
-def _parts(size: str, study: Study) -> Iterator[str]:
+def _parts(size: str, study: Study, charts: Iterable[str]) -> Iterator[str]:
     systems, directions = by_system(study), study["directions"]
     groups = [
         group
@@ -257,15 +294,10 @@ def _parts(size: str, study: Study) -> Iterator[str]:
     yield "Differences, with their 95 % intervals:\n"
     head = ["difference", "seeds", *groups, "loss below from, PFLOP"]
     yield _table(head, _difference_rows(systems, directions, groups))
-    if losses_chart(study):
-        yield f"![Validation loss against FLOP](../pictures/hundred_{size}_losses.svg)\n"
-    if gains_chart(study):
-        yield (
-            f"![Languages by training pairs and gain of experts]"
-            f"(../pictures/hundred_{size}_gains.svg)\n"
-        )
+    for path in charts:
+        yield f"![{TITLES['gains' in path]}](../{path})\n"
+    if gains := sorted(gains_of(study), key=lambda row: -sum(row[2:])):
         yield "chrF++ of MoE − dense by language, from the highest gain on:\n"
-        gains = sorted(gains_of(study), key=lambda row: -sum(row[2:]))
         rows = [
             [name, f"{pairs:,}", *(_number(one, "+.1f") for one in two)]
             for name, pairs, *two in gains
@@ -305,14 +337,9 @@ def _difference_rows(
                 cells.append("–")
                 continue
             value, half = difference(*pairs)  # type: ignore[arg-type]
-            ends = (
-                ""
-                if half is None
-                else " ("
-                + " to ".join(_number(value + sign * half, f"+{_spec(group)}") for sign in (-1, 1))
-                + ")"
-            )
-            cells.append(_number(value, f"+{_spec(group)}") + ends)
+            ends = [] if half is None else [value - half, value + half]
+            middle, *ends = (_number(one, f"+{_spec(group)}") for one in (value, *ends))
+            cells.append(f"{middle} ({' to '.join(ends)})" if ends else middle)
         point = crossing(*sides) if all(run["curve"] for run in chain(*sides)) else None
         named = ", ".join(map(str, seeds))
         yield [f"{ours} − {theirs}", named, *cells, "–" if point is None else f"{point / 1e15:.4g}"]
@@ -330,8 +357,7 @@ def losses_chart(study: Study) -> str:
         series.append(Series(system, tuple(points), place))
     if not any(one.points for one in series):
         return ""
-    title = "Validation loss against FLOP"
-    return line_chart(series, title=title, x_label="FLOP", y_label="nats per token")
+    return line_chart(series, title=TITLES[0], x_label="FLOP", y_label="nats per token")
 
 
 def gains_of(study: Study) -> list[tuple[str, int, float, float]]:
@@ -368,10 +394,8 @@ def gains_chart(study: Study) -> str:
             {"into English": into, "out of English": out}.items()
         )
     ]
-    title = "Languages by training pairs and gain of experts"
-    return line_chart(
-        series, title=title, x_label="training pairs", y_label="chrF++, MoE − dense", joined=False
-    )
+    labels = {"x_label": "training pairs", "y_label": "chrF++, MoE − dense"}
+    return line_chart(series, title=TITLES[1], **labels, joined=False)
 
 
 # ---------------------------------------------------------------- command
@@ -383,21 +407,26 @@ def main() -> int:
     parser.add_argument("evaluations", nargs="+", metavar="SIZE=EVALUATION")
     parser.add_argument("--out", type=Path, required=True, help="folder of the files")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "hundred.json"
-    study = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    folders: dict[str, list[Path]] = {}
+    with read(given.out, "cannot be a folder. Give another path as --out."):
+        given.out.mkdir(parents=True, exist_ok=True)
+    study = read_study(given.out / FILE)
+    places: dict[str, list[Path]] = {}
     for argument in given.evaluations:
-        size, mark, place = argument.partition("=")
+        size, mark, name = argument.partition("=")
         if not mark or not re.fullmatch(r"\w+", size):
             raise SystemExit(
                 f"{argument!r} is not SIZE=EVALUATION, for example card=runs/x/block_1."
             )
-        study[size] = joined(study.get(size), kept(Path(place)))
-        folders.setdefault(size, []).append(Path(place).parent)
-    for size, those in folders.items():
-        pack(given.out / f"hundred-{size}.tar.xz", dict.fromkeys(those))
-    path.write_text(text_of(study), encoding="utf-8")
+        place = Path(name)
+        there = read_study(place / FILE)
+        with read(
+            place, f"has no evaluation of size {size}. Give a folder such as runs/x/block_1."
+        ):
+            study[size] = joined(study.get(size), there[size] if there else evaluated(place))
+        places.setdefault(size, []).append(place)
+    for size, those in places.items():
+        pack(given.out / f"hundred-{size}.tar.xz", those)
+    (given.out / FILE).write_text(text_of(study), encoding="utf-8")
     return 0
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -96,7 +97,9 @@ def test_the_script_of_the_page_cuts_pairs_to_short_verses(tmp_path: Path) -> No
 FAMILIES = {"de-en": "into_pivot", "en-de": "out_of_pivot", "de-fr": "zero_shot"}
 
 
-def write_evaluation(folder: Path, runs: Mapping[str, tuple[float, list[float]]]) -> Path:
+def write_evaluation(
+    folder: Path, runs: Mapping[str, tuple[float, list[float]]], translation: str = "dense_1"
+) -> Path:
     """Write what ``evaluate`` writes of runs: name → chrF++ from German into English, losses."""
     systems, trainings, curves = [], [], []
     for name, (score, losses) in runs.items():
@@ -125,7 +128,7 @@ def write_evaluation(folder: Path, runs: Mapping[str, tuple[float, list[float]]]
     files = {
         "block/scores.json": {"directions": directions, "systems": systems},
         "block/history.json": {"trainings": trainings, "curves": curves},
-        "translate_dense/hypotheses/de-en.jsonl": [],
+        f"translate_{translation}/hypotheses/de-en.jsonl": [],
         "clean/test/de-en/de.txt": [],
         "clean/train/de-en/de.txt": [],
         "dense/weights/all.json": [],
@@ -145,14 +148,22 @@ def make(script: str, *options: str, folder: Path) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(
+    elsewhere: bool, tmp_path: Path
+) -> None:
     first = {"dense@1": (10.0, [3.0, 2.0, 1.5]), "MoE@1": (10.0, [3.1, 1.9, 1.4])}
     later = {
         **{"dense@2": (11.0, [3.0, 2.0, 1.5]), "MoE@2": (12.0, [3.1, 1.9, 1.4])},
         **{"dense@3": (12.0, [3.0, 2.0, 1.5]), "MoE@3": (14.0, [3.1, 1.9, 1.4])},
     }
     for number, runs in enumerate((first, later)):
-        place = write_evaluation(tmp_path / f"run{number}", runs)
+        place = write_evaluation(tmp_path / f"run{number}", runs, f"dense_{number}")
+        if elsewhere:  # each block on a machine of its own, which gives back a folder
+            done = make("study.py", f"card={place}", "--out", f"kept{number}", folder=tmp_path)
+            assert done.returncode == 0, done.stderr
+            shutil.rmtree(place.parent)
+            place = tmp_path / f"kept{number}"
         done = make("study.py", f"card={place}", "--out", "docs/results", folder=tmp_path)
         assert done.returncode == 0, done.stderr
     study = json.loads((tmp_path / "docs/results/hundred.json").read_text(encoding="utf-8"))
@@ -168,7 +179,8 @@ def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(tmp_path: Path
     with tarfile.open(tmp_path / "docs/results/hundred-card.tar.xz") as packed:
         assert packed.getnames() == [
             "clean/test/de-en/de.txt",
-            "translate_dense/hypotheses/de-en.jsonl",
+            "translate_dense_0/hypotheses/de-en.jsonl",
+            "translate_dense_1/hypotheses/de-en.jsonl",
         ]
     made = make("generate.py", "--docs", "docs", folder=tmp_path)
     assert made.returncode == 0, made.stderr
@@ -196,3 +208,31 @@ def test_a_run_without_a_seed_or_a_size_is_refused(
     assert told in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "kept" / "hundred.json").exists()
+
+
+@pytest.mark.slow
+def test_folders_and_files_that_cannot_be_read_are_named_in_one_sentence(tmp_path: Path) -> None:
+    place = write_evaluation(tmp_path / "run", {"dense@1": (10.0, [3.0])})
+    for name in ("empty", "list", "kept", "damaged", "packed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "list" / "scores.json").write_text("[]")
+    (tmp_path / "list" / "history.json").write_text("[]")
+    (tmp_path / "kept" / "hundred.json").write_text('{"card": {"directions": {}, "runs": []}}')
+    (tmp_path / "damaged" / "hundred.json").write_text('{"card": {"runs": [')
+    (tmp_path / "packed" / "hundred-card.tar.xz").write_text("cut")
+    told = {
+        ("card=empty", "out"): "empty has no evaluation of size card. Give a folder",
+        ("card=list", "out"): "list has no evaluation of size card. Give a folder",
+        ("two_cores=kept", "out"): "kept has no evaluation of size two_cores. Give a folder",
+        ("card=kept", "out"): "hundred-card.tar.xz is missing or damaged. Join its parts",
+        (f"card={place}", "file"): "file cannot be a folder. Give another path",
+        (f"card={place}", "damaged"): "hundred.json is damaged. Restore it",
+        (f"card={place}", "packed"): "hundred-card.tar.xz is missing or damaged. Join its parts",
+    }
+    for (argument, out), sentence in told.items():
+        done = make("study.py", argument, "--out", out, folder=tmp_path)
+        assert done.returncode == 1
+        assert sentence in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert not (tmp_path / "out" / "hundred.json").exists()
