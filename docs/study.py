@@ -338,8 +338,8 @@ def _difference_rows(
                 continue
             value, half = difference(*pairs)  # type: ignore[arg-type]
             ends = [] if half is None else [value - half, value + half]
-            middle, *ends = (_number(one, f"+{_spec(group)}") for one in (value, *ends))
-            cells.append(f"{middle} ({' to '.join(ends)})" if ends else middle)
+            middle, *bounds = (_number(one, f"+{_spec(group)}") for one in (value, *ends))
+            cells.append(f"{middle} ({' to '.join(bounds)})" if bounds else middle)
         point = crossing(*sides) if all(run["curve"] for run in chain(*sides)) else None
         named = ", ".join(map(str, seeds))
         yield [f"{ours} − {theirs}", named, *cells, "–" if point is None else f"{point / 1e15:.4g}"]
