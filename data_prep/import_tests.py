@@ -303,7 +303,7 @@ def select_files(files: Sequence[SetFile], wanted: Sequence[str]) -> list[SetFil
         near = sorted({code for spelling in missing for code in nearest_codes(spelling, present)})
         raise ConfigError(
             f"tests.languages asks for {', '.join(missing)}, but no file is in it. Correct it "
-            f"(nearest codes that are there: {', '.join(near) or 'none'})."
+            f"(nearest codes that are there: {listed(near or present)})."
         )
     return [
         file for file in files if {codes[one] for one in file.languages} <= set(chosen.values())

@@ -84,7 +84,7 @@ def test_overrides_come_after_parents_and_overlays() -> None:
         ("training.updats=3", "there is no setting 'training.updats'. Did you mean 'updates'?"),
         ("trainng.updates=3", "there is no setting 'trainng'. Did you mean 'training'?"),
         ("training.updates=many", 'training.updates is "many". Choose a whole number from 1 to'),
-        ("training.updates=2024-01-01", "training.updates is datetime.date(2024, 1, 1). Choose"),
+        ("training.updates=2024-01-01", "training.updates is 2024-01-01. Choose"),
         ("training.updates=10", "optimizer.warmup_updates 60 is not below training.updates 10"),
         ("corpus.source=3", "corpus.source is 3"),
         ("name.x=3", "'name' is not a section"),

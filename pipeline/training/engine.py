@@ -57,7 +57,8 @@ from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Trained, Transformer
 from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
-from pipeline.training.losses import LossTerms, training_loss
+from pipeline.training.loss_terms import LossTerms
+from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
     GradientOrder,
     depends_on_order,

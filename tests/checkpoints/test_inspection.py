@@ -107,7 +107,7 @@ def test_any_kind_of_artifact_can_be_inspected_and_verified(tmp_path: Path) -> N
     found = inspect(tmp_path / "corpus")
     assert (found["kind"], list(found["files"])) == ("corpus", ["text.json"])
     assert inspection_text(found).startswith(f"{tmp_path / 'corpus'}: corpus made by clean, ")
-    assert "all of 1 file (8 bytes) of this corpus" in verify(tmp_path / "corpus")
+    assert "this corpus with 1 file (8 bytes) is" in verify(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("file", ["model.json", "weights/part-00001-000.safetensors"])
@@ -134,7 +134,7 @@ def test_what_is_no_artifact_or_is_damaged_is_named(tmp_path: Path, file: str) -
 def test_verifying_looks_at_every_file_and_names_the_one_that_differs(tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "model", tiny_model(SPEC))
     files = inspect(made)["files"]
-    assert f"all of {len(files)} files ({sum(files.values()):,} bytes)" in verify(made)
+    assert f"with {len(files)} files ({sum(files.values()):,} bytes)" in verify(made)
     for file in ("model.json", "tokenizer/tokenizer.json"):
         (made / file).rename(tmp_path / "aside")
         with pytest.raises(ArtifactError, match=f"{file} is missing"):

@@ -46,7 +46,8 @@ from pipeline.stages.pretrain import model_spec
 from pipeline.terminal import counted
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import Engine, Verdict
-from pipeline.training.losses import LossTerms, training_loss
+from pipeline.training.loss_terms import LossTerms
+from pipeline.training.losses import training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.settings import LossConfig
 from pipeline.training.translation import training_data

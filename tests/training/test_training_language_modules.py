@@ -118,7 +118,7 @@ def test_text_in_a_language_without_a_module_is_refused_before_training(
     document = recipe.model_dump()
     document["model"]["language_modules"]["languages"] = ["de", "en"]
     pruned = Recipe.model_validate(document)
-    sentence = r"text in fr, ru, for which the model has no language module: it has those of de, en"
+    sentence = r"text in fr, ru, for which the model has no language module: it has modules for de"
     with pytest.raises(RankFailed, match=sentence):
         pool1.run(pretrain, inputs, tmp_path / "model", pruned)
     assert not (tmp_path / "model.run").exists()

@@ -24,7 +24,7 @@ def test_they_are_counted_over_all_pairs_and_said_in_one_sentence() -> None:
     found = lines_under({"kind": "wsf", "layers": 1})
     assert found == {"th": 1, "zh": 34}
     (text,) = unspaced_notes(spec_of({"kind": "wsf", "layers": 1}), LINES)
-    assert "between those of th (1 line), zh (34 lines): " in text
+    assert "between words of th (1 line), zh (34 lines): " in text
     assert "\n" not in text
     assert not text.endswith(".")
 

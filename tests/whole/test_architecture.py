@@ -24,7 +24,10 @@ from pipeline.stages import pretrain
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds", "terminal", "languages", "temperature_sampling", "machine", "kernels"),
+    (
+        *("errors", "seeds", "terminal", "languages", "temperature_sampling", "machine"),
+        *("kernels", "config", "settings"),
+    ),
     ("distributed",),
     ("artifacts",),
     ("stage", "registry"),
@@ -231,7 +234,7 @@ def test_few_modules_are_passed_on_the_way_to_the_first_update(tmp_path: Path) -
         sys.setprofile(None)
     passed = list(entered)
     climbs = [(one, other) for one, other in pairwise(passed) if layer(other) > layer(one)]
-    assert len(passed) <= 47, passed
+    assert len(passed) <= 49, passed  # with digests and language groups, which readers look for
     assert len(climbs) <= 13, climbs
 
 

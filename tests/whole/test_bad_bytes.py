@@ -118,7 +118,7 @@ def test_every_stage_goes_on_and_says_what_became_of_bad_lines(folder: Path) -> 
     train = stage(folder, "pretrain", shards="make_shards", mixture="mix")
     done = run_command(train)
     assert done.returncode == 0, done.stderr
-    note = "which is not written between those of zh (17 lines)"
+    note = "which is not written between words of zh (17 lines)"
     assert done.stderr.count(note) == 1
     assert note in said(folder, "pretrain")
 

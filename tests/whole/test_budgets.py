@@ -127,7 +127,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("imports inside functions", 3, "someone who waits for no library that downloads"),
     ("pipeline/evaluation", 9, "someone who keeps a study in small files"),
     ("pipeline/jobs", 57, "someone whose job has minutes, or whose groups do not fit"),
-    ("pipeline/training", 7, "someone whose phase of sampling never begins"),
+    ("pipeline/training", 15, "someone whose phase of sampling never begins"),
     ("pipeline/checkpoints/foreign", 23, "someone who imports a model with a wrong tokenizer"),
     ("pipeline/cli", 50, "someone who passes an option twice, or an empty path"),
     ("pipeline/checkpoints", 11, "someone who prunes a router of one's own"),
@@ -137,12 +137,12 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/stages", 2, "someone whose translation was killed at its end"),
     ("pipeline", 130, "someone with another recipe on one node"),
     ("pipeline/serving", 4, "someone who sends a method that a server does not take"),
-    ("pipeline data_prep", 145, "someone whose run meets a fault, or who slips in a command"),
+    ("pipeline data_prep", 153, "someone whose run meets a fault, or who slips in a command"),
     ("tests", 876, "someone whose run meets a fault, or who slips in a command"),
-    ("tests/support", 156, "someone who wants to know that kills lose nothing"),
-    ("modules", 1, "a reader who looks for digests, sbatch and sampling"),
+    ("tests/support", 163, "someone who wants to know that kills lose nothing"),
+    ("modules", 2, "a reader who looks for digests, sbatch and sampling"),
     ("error messages", 7, "someone with other files on one rank"),
-    ("tests", 105, "someone whose run meets a fault, or who slips in a command"),
+    ("tests", 116, "someone whose run meets a fault, or who slips in a command"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 

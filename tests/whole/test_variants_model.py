@@ -71,7 +71,7 @@ TWO_ROUTES = '''"""The mean over both routes of a model."""
 from pipeline.batching.batch import Batch
 from pipeline.training.settings import LossConfig
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import LossTerms, loss_terms
+from pipeline.training.loss_terms import LossTerms, loss_terms
 
 
 def two_routes_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
