@@ -288,6 +288,8 @@ def finish_removal(out_dir: Path) -> str | None:
 
     Return a sentence if something stays: foreign files, or files that this user cannot remove.
     """
+    if not (out_dir / MANIFEST_NAME).is_file():  # the replaced output may be the only one
+        return None
     folder, kind = run_dir(out_dir), _kind_if_due(out_dir)
     has_rest = is_abandoned(lock_path(out_dir)) or os.path.lexists(replaced_dir(out_dir))
     if kind is None and not has_rest:

@@ -32,6 +32,7 @@ from pipeline.config.documents import read_bytes
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, find_code, nearest_codes
+from pipeline.terminal import listed
 
 Segmenter = Callable[[str], Sequence[str]]
 Flags = npt.NDArray[np.bool_]
@@ -160,7 +161,7 @@ def segmenter_records(
     for spelling, name in named.items():
         code = _code_of(spelling, languages)
         if code is None or code in records:
-            near = ", ".join(nearest_codes(spelling, languages))
+            near = listed(nearest_codes(spelling, languages) or languages)
             raise ConfigError(
                 f"tokenizer.segmenters names {spelling!r}, "
                 + ("a second time" if code else f"and the corpus has no such language ({near})")

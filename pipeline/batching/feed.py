@@ -3,6 +3,7 @@
 Taking the next items of an iterator in a thread while the last one is worked with.
 """
 
+import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,9 @@ Integers = npt.NDArray[np.int64]
 PASSES_AHEAD = 4
 """Passes of a rank that are assembled in advance."""
 
+LOOK_SECONDS = 1.0
+"""Least time between two looks at the sizes of a pair's files: a micro-batch can have hundreds of
+pairs, and takes a GPU a few milliseconds."""
 Read = Callable[[MicroBatch], AnyBatch]
 """Reads and assembles the sentences of a plan."""
 
@@ -91,6 +95,7 @@ class _Files:
 
     def __init__(self, pairs: Sequence[_Pair]) -> None:
         self._pairs = pairs  # keeps the files mapped
+        self._looked_P = np.full(len(pairs), -np.inf)  # when the sizes of files were seen last
         sides = [pair.sides for pair in pairs]
         self.size_P = np.array([len(first) for first, _ in sides], dtype=np.int64)
         self.offsets_P2 = _table([[side.offsets.ctypes.data for side in both] for both in sides])
@@ -103,8 +108,11 @@ class _Files:
 
         ``with_begins`` adds 1 where a token of the sources begins a word that a segmenter found.
         """
+        now = time.monotonic()
         for number in np.unique(plan.pair_B):
-            self._pairs[number].refuse_cut_off()
+            if now - self._looked_P[number] >= LOOK_SECONDS:
+                self._pairs[number].refuse_cut_off()
+                self._looked_P[number] = now
         start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
         where = (plan.pair_B, plan.reverse_B, plan.line_B)
         locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)

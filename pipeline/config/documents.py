@@ -148,7 +148,8 @@ def read_bytes(
             content = stream.read(limit + 1)
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}") from problem
-    refuse_pointer(path, error=error)
+    if content.startswith(_POINTER):
+        refuse_pointer(path, error=error)
     if len(content) > limit:
         raise error(
             f"{path} is larger than {limit:,} bytes, which no such file is. {_sentence(fix)}"

@@ -594,7 +594,7 @@ class _Searched:
 class Stream:
     """A search that lines join and leave while it runs; each is returned as soon as it is found.
 
-    Translations are as by :meth:`Translator.translate`. Lines join between two steps of a beam
+    It translates as :meth:`Translator.translate` does. Lines join between two steps of a beam
     search on CPU. On other devices, and with forced or banned tokens, lines are searched for in
     batches of similar length, one after the other, and a step may be up to 8 tokens. :meth:`add`
     translates at once what is sampled, goes through a pivot or does not fit into one search.

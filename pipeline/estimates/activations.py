@@ -40,7 +40,7 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch filled to the token budget, and properties that decide on states kept."""
+    """A micro-batch filled to the token budget, and what decides which states it keeps."""
 
     tokens: int  # N, of the source, and of the target
     length: int  # L, of every sentence

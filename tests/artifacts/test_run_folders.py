@@ -142,7 +142,17 @@ def test_what_a_kill_left_next_to_a_finished_output_goes_when_it_is_found_done(
     assert names_in(tmp_path) == ["out"]
 
 
+def test_a_replaced_output_without_its_replacement_stays(tmp_path: Path) -> None:
+    with writing(tmp_path / "out", "corpus", "x") as writer:
+        writer.path("text.txt").touch()
+    (tmp_path / "out").rename(replaced_dir(tmp_path / "out"))
+    assert finish_removal(tmp_path / "out") is None
+    assert open_artifact(replaced_dir(tmp_path / "out"), kind="corpus").names() == ["text.txt"]
+
+
 def test_the_lock_of_a_live_process_stays_next_to_a_finished_output(tmp_path: Path) -> None:
+    with writing(tmp_path / "out", "corpus", "x") as writer:
+        writer.path("text.txt").touch()
     for owner in (Owner.new(), elsewhere()):
         lock = leave(lock_path(tmp_path / "out"), owner)
         assert finish_removal(tmp_path / "out") is None

@@ -291,9 +291,10 @@ def test_passes_leave_micro_batches_out(corpora: Path) -> None:
 
 @pytest.mark.parametrize(("ending", "size"), [(".tokens", 0), (".offsets.npy", 2**13)])
 def test_a_file_that_changes_in_size_under_a_run_is_named(
-    corpora: Path, tmp_path: Path, ending: str, size: int
+    corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, size: int
 ) -> None:
     """To read pages beyond the end of a file that was cut off ends a process by SIGBUS."""
+    monkeypatch.setattr("pipeline.batching.feed.LOOK_SECONDS", 0.0)
     shutil.copytree(corpora, tmp_path / "copy")
     data = open_data(tmp_path / "copy", "usual")
     plan = next(data.planner.steps((0, 0))).micro_batches[0]

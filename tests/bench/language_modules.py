@@ -30,7 +30,7 @@ CASES = {
     r"step of LMS, one direction, (float32|bfloat16), against plain": "milliseconds",
     r"step of LMS, 16 directions, (float32|bfloat16), against LMS": "milliseconds",
     r"step of LMS \+ FD, (float32|bfloat16), against plain": "milliseconds",
-    r"decoding by LMS, (one direction|8 directions), against plain": "milliseconds",
+    r"search of equal lengths by LMS, (one direction|8 directions), against plain": "milliseconds",
 }
 DIRECTIONS = 16
 LANGUAGES = tuple(f"l{index:02}" for index in range(DIRECTIONS + 1))
@@ -136,7 +136,7 @@ def decoding(options: Options) -> list[Row]:
         for ours, case in (("LMS", "one direction"), ("LMS mixed", "8 directions"))
         for row in compare(
             {"plain": seconds["plain"], ours: seconds[ours]},
-            case=f"decoding by LMS, {case}",
+            case=f"search of equal lengths by LMS, {case}",
             target=0.90,
             ours=ours,
         )

@@ -2,8 +2,8 @@
 
 ``PYTHONPATH=.:tests python tests/faults/soak.py --minutes N --seed S`` prints one line at its end,
 also if it is asked to end, and exits with 1 if a run hung, a process was left, an artifact was lost
-or is another one, or no plan was finished and compared. The minutes include the undisturbed plan;
-when they are over, no signal is sent any more, and the plan goes on to its end.
+or is another one, the last run failed, or no plan was finished and compared. The minutes include
+the undisturbed plan; when they are over, no signal is sent, and the plan goes on to its end.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LONGEST_SECONDS = 600.0
 """Seconds without a new file or an end after which a run hangs."""
 LEAVING_SECONDS = 60.0
 """Seconds in which every process has ended after the plan's."""
-FAULTS = ("hangs", "left", "lost", "differences")
+FAULTS = ("hangs", "left", "lost", "differences", "failures")
 """Counts of what must not happen."""
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -97,6 +97,8 @@ class Soak:
             if process.exitcode == 0:
                 self._compare()
                 is_last = time.monotonic() >= deadline
+            elif is_last:  # no signal was sent to it
+                self.counts["failures"] += 1
 
     def _wait_for_moment(self, process: BaseProcess, deadline: float) -> None:
         """Wait a random time, longer while nothing is made, or until something is written."""
@@ -203,7 +205,7 @@ def line_of(counts: Counter[str]) -> str:
         f"{counts['signals']} signals ({kinds}; {counts['events']} while files were written), "
         f"{counts['resumes']} resumes, {counts['plans']} plans finished, {counts['hangs']} hangs, "
         f"{counts['left']} processes left, {counts['lost']} artifacts lost, "
-        f"{counts['differences']} differences"
+        f"{counts['differences']} differences, {counts['failures']} failures in peace"
     )
 
 

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import resource
 import shutil
 import sys
@@ -122,12 +121,6 @@ def captured(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
-FROM_OTHER_TESTS = re.compile(
-    r"^\[W\d+ [^\n]*TCPStore\.cpp.*\n(?:(?:Exception raised|frame #|<omitting).*\n|\n)*", re.M
-)
-"""Of threads that ranks in this process left, which ask a store that is gone."""
-
-
 def outcome(
     reader: Reader, shelf: Shelf, directory: Path, scratch: Path
 ) -> tuple[str | None, bool]:
@@ -135,7 +128,7 @@ def outcome(
     log_path = scratch.with_name("stderr")
     with captured(log_path):
         problem, refused = _outcome(reader, shelf, directory, scratch)
-    log = FROM_OTHER_TESTS.sub("", log_path.read_text(errors="replace"))
+    log = log_path.read_text(errors="replace")
     if problem is None and any(sign in log for sign in COMPLAINTS):
         return f"printed {log[:300]!r}", refused
     return problem, refused

@@ -132,17 +132,17 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/cli", 50, "someone who passes an option twice, or an empty path"),
     ("pipeline/checkpoints", 11, "someone who prunes a router of one's own"),
     ("pipeline/extensions/tasks", 1, "someone with a wide message of a task"),
-    ("pipeline/batching", 22, "someone whose shards are cut off under training"),
+    ("pipeline/batching", 30, "someone whose shards are cut off under training"),
     ("pipeline/distributed", 30, "someone who stops a command in its first second"),
     ("pipeline/stages", 2, "someone whose translation was killed at its end"),
-    ("pipeline", 130, "someone with another recipe on one node"),
+    ("pipeline", 131, "someone with another recipe on one node"),
     ("pipeline/serving", 4, "someone who sends a method that a server does not take"),
-    ("pipeline data_prep", 153, "someone whose run meets a fault, or who slips in a command"),
+    ("pipeline data_prep", 165, "someone whose run meets a fault, or who slips in a command"),
     ("tests", 876, "someone whose run meets a fault, or who slips in a command"),
     ("tests/support", 163, "someone who wants to know that kills lose nothing"),
     ("modules", 2, "a reader who looks for digests, sbatch and sampling"),
     ("error messages", 7, "someone with other files on one rank"),
-    ("tests", 116, "someone whose run meets a fault, or who slips in a command"),
+    ("tests", 126, "someone whose run meets a fault, or who slips in a command"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
