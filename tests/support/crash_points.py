@@ -230,7 +230,7 @@ def _main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     part, parts = map(int, options.part.split("/"))
-    sweep = Sweep(options.folder, stages=options.stages)
+    sweep = Sweep(options.folder.resolve(), stages=options.stages)
     problems = 0
     for stage in options.stages:
         first = Point(stage, None, options.rank, options.how)
