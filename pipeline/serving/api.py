@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -35,6 +34,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import LanguageDetector
 from pipeline.languages import find_code
 from pipeline.serving.bodies import Fields, Refused, read_fields
+from pipeline.serving.limits import ServerLimits
 from pipeline.serving.systems import System, Systems
 from pipeline.serving.worker import Worker
 
@@ -51,18 +51,6 @@ PAGE_HEADERS = {
 }
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """The largest load that a server takes."""
-
-    characters: int
-    """Most characters of a request's texts."""
-    requests: int
-    """Most requests that wait or are translated; more are refused."""
-    seconds: int
-    """Longest time of a request, from its first byte to its answer."""
 
 
 class Api:
