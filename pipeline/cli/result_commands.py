@@ -78,9 +78,9 @@ def _refuse_to_replace_another(out: Path) -> None:
 def serve(options: argparse.Namespace) -> int:
     """Answer requests until a signal comes."""
     try:
+        from pipeline.serving.api import listen, serve
         from pipeline.serving.bodies import MAX_FIELD
         from pipeline.serving.limits import ServerLimits
-        from pipeline.serving.server import listen, serve
         from pipeline.serving.systems import System
     except ImportError as error:
         raise ConfigError(

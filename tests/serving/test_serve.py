@@ -35,8 +35,8 @@ from support.served import (
 from pipeline import cli
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.errors import EXIT_USER_ERROR
+from pipeline.serving.api import listen
 from pipeline.serving.limits import SLOW_CONNECTIONS
-from pipeline.serving.server import listen
 
 pytestmark = pytest.mark.slow
 
