@@ -49,6 +49,7 @@ from data_prep.readers.raw_text import (
     RecordFile,
     Section,
     SkippedText,
+    unfit_source,
 )
 from data_prep.readers.tables import read_tables
 from data_prep.readers.tmx import read_tmx
@@ -58,7 +59,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from pipeline.languages import count_scripts
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
@@ -96,10 +97,8 @@ def read_raw(call: StageCall) -> RawText:
             return read_trees(raw, config)
         case "cldr":
             if raw is not None:
-                raise ConfigError(
-                    "corpus.source 'cldr' makes its own text. Leave --raw out, or choose a source "
-                    "that reads it."
-                )
+                fix = "Leave --raw out, or choose a source that reads it"
+                raise unfit_source("cldr", f"'cldr' makes its own text. {fix}")
             return read_phrases(config)
         case "hub":
             return read_hub(raw, config)

@@ -230,10 +230,7 @@ def check_text(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
     known = {language_of(side) for pair in sizes for side in pair.split("-")}
     unknown = [code for code in config.targets if code not in known]
     if unknown:
-        raise ConfigError(
-            f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it. "
-            f"Choose from {listed(sorted(known))}."
-        )
+        raise _not_in_shards("mixture.targets", unknown[0], sorted(known))
     if config.synthetic_share is not None and not any(map(is_synthetic, sizes)):
         raise ConfigError(
             f"mixture.synthetic_share is {config.synthetic_share:g}, and the shards have no "
@@ -251,11 +248,16 @@ def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
     named = {"-".join(sorted(pair.split("-"))): pair for pair in phase.pairs}
     unknown = [spelling for pair, spelling in named.items() if pair not in sizes]
     if unknown:
-        raise ConfigError(
-            f"mixture.phases, from update {phase.from_update:,}, names {unknown[0]!r}, and the "
-            f"shards have no training lines of it. Choose from {listed(sorted(sizes))}."
-        )
+        setting = f"mixture.phases, from update {phase.from_update:,},"
+        raise _not_in_shards(setting, unknown[0], sorted(sizes))
     return sorted(named) if named else sorted(sizes)
+
+
+def _not_in_shards(setting: str, name: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{setting} names {name!r}, and the shards have no training lines of it. Choose from "
+        f"{listed(known)}."
+    )
 
 
 def updates_by_phase(recipe: Recipe, phases: Sequence[Phase]) -> list[int]:

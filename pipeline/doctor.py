@@ -56,7 +56,7 @@ from pipeline.errors import (
     ConfigError,
     RankLost,
     UserError,
-    to_write,
+    unwritable,
 )
 from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 from pipeline.jobs.plan import ResolvedPlan, Task
@@ -593,10 +593,7 @@ def _await(condition: Callable[[], bool], *, patience: float) -> bool:
 def _unwritable(folder: Path, error: OSError | UserError) -> ArtifactError:
     if isinstance(error, UserError):
         return ArtifactError(str(error))
-    return ArtifactError(
-        f"{folder.parent} cannot be written ({error.strerror or error}): {to_write(error)}, or "
-        "name another --out."
-    )
+    return unwritable(folder.parent, error, "name another --out")
 
 
 def judge_sharing(found: Sequence[float]) -> Judgment:

@@ -19,13 +19,17 @@ from data_prep.readers.raw_text import (
     RawText,
     Section,
     SkippedText,
+    holds_no,
     is_pair_name,
     name_pairs,
+    one_language,
+    same_text,
     select_pairs,
+    unfit_source,
 )
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.raw_input import HubDataset, RawInput
-from pipeline.errors import ConfigError, DataError, Interrupted, UserError
+from pipeline.errors import ConfigError, DataError, Interrupted, UserError, lacks_package
 
 COLUMN = "translation"
 
@@ -39,10 +43,8 @@ def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
         DataError: The data set cannot be read, or is laid out otherwise.
     """
     if not isinstance(raw, HubDataset):
-        raise ConfigError(
-            "corpus.source is 'hub', but no data set of the hub was given. Pass "
-            "--raw hub:OWNER/NAME@REVISION, or set corpus.source to 'tree'."
-        )
+        fix = "Pass --raw hub:OWNER/NAME@REVISION, or choose another source"
+        raise unfit_source("hub", f"no data set of the hub was given. {fix}")
     if Path(raw.name).exists():
         raise ConfigError(
             f"{Path(raw.name).absolute()} would be read in place of {raw}. Run from another folder."
@@ -55,19 +57,13 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            "corpus.source is 'hub', which needs the package datasets. Run "
-            "pip install 'mmnmt[hub]'."
-        ) from error
+        raise lacks_package("corpus.source 'hub'", "datasets", error, extra="hub") from error
     library: ModuleType = datasets
     with _named_errors(dataset):
         names = library.get_dataset_config_names(dataset.name, revision=dataset.revision)
     named = name_pairs(sorted(filter(is_pair_name, names)), regions=config.regions)
     if not named:
-        raise DataError(
-            f"{dataset} has no configurations named like de-en. Name a data set laid out as "
-            "OPUS-100 is."
-        )
+        raise holds_no(dataset, "configurations named like de-en", "one laid out as OPUS-100")
     selected = select_pairs(named, config.languages)
     sections = [
         section
@@ -78,11 +74,8 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
     for section in sections:  # two splits of one meaning, or both de-en and en-de
         first = known.setdefault((section.pair, section.split), section)
         if first is not section:
-            raise DataError(
-                f"{first.sources[0].place} and {section.sources[0].place} are both {section.split} "
-                f"text of the pair {section.pair}. Name a data set that has it once, or leave "
-                "these languages out of corpus.languages."
-            )
+            places = first.sources[0].place, section.sources[0].place
+            raise same_text(*places, f"{section.split} text of the pair {section.pair}")
     left_out = SkippedText(pairs_not_selected=len(named) - len(selected))
     left_out.ignore(FOLDERS_IGNORED, [name for name in names if not is_pair_name(name)])
     return RawText(sections, left_out=left_out)
@@ -110,7 +103,7 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
         )
     first, second = sorted(zip(pair.codes, pair.spellings, strict=True))
     if first[0] == second[0]:
-        raise DataError(f"{dataset} pairs a language with itself in {pair.name}. Leave it out.")
+        raise one_language(dataset, pair.name)
     for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
         spellings = (first[1], second[1])
         one, other = (

@@ -18,7 +18,14 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord, json_digest
-from pipeline.errors import ConfigError, DataError, Interrupted, UserError
+from pipeline.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    UserError,
+    lacks_package,
+    unreadable,
+)
 
 HUB = "hub:"
 """Prefix of an option's value that names a data set of the hub."""
@@ -246,12 +253,17 @@ def open_bytes(path: Path) -> Iterator[ByteStream]:
             with path.open("rb") as plain:
                 yield plain
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path} is not a complete gzip file ({error}). Fetch it again, or unpack it and "
-            "remove the .gz from its name."
-        ) from error
+        raise _incomplete(path, "gzip", error) from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
+        raise DataError(unreadable(path, error, "Make it readable.")) from error
+
+
+def _incomplete(path: Path, kind: str, error: Exception) -> DataError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return DataError(
+        f"{path} is not a complete {kind} file ({reason}). Fetch it again, or rename it to its "
+        "form."
+    )
 
 
 class _ZstdFrames:
@@ -289,19 +301,15 @@ def _open_zstd(path: Path) -> Iterator[ByteStream]:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError(
-            f"{path} is a Zstandard file, which needs the package zstandard. Run "
-            "pip install 'mmnmt[zstd]', or unpack it."
+        raise lacks_package(
+            str(path), "zstandard", error, extra="zstd", otherwise=", or unpack it"
         ) from error
     unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
     try:
         with path.open("rb") as packed:
             yield _ZstdFrames(packed, unpacker.decompressobj)
     except (EOFError, zstandard.ZstdError) as error:
-        raise DataError(
-            f"{path} is not a complete Zstandard file ({error}). Fetch it again, or unpack it and "
-            "remove the .zst from its name."
-        ) from error
+        raise _incomplete(path, "Zstandard", error) from error
 
 
 def _lines_of(stream: ByteStream, *, longest: int) -> Iterator[bytes]:
@@ -393,11 +401,6 @@ def _named_errors(path: Path) -> Iterator[None]:
     except (UserError, Interrupted):
         raise
     except ImportError as error:
-        raise ConfigError(
-            f"{path} needs the package pyarrow ({error}). Run pip install 'mmnmt[parquet]'."
-        ) from error
+        raise lacks_package(str(path), "pyarrow", error, extra="parquet") from error
     except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise DataError(
-            f"{path} is not a complete {kind} file ({reason}). Fetch it again."
-        ) from error
+        raise _incomplete(path, kind, error) from error

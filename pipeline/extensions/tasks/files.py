@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError, ConfigError, unreadable
 
 Split = Literal["train", "dev", "test"]
 Example = TypeVar("Example")
@@ -104,7 +104,7 @@ def read_text(path: Path) -> str:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise ArtifactError(f"{path} cannot be read ({error}). Name a complete file.") from error
+        raise ArtifactError(unreadable(path, error, "Name a complete file.")) from error
     if len(content) > MAX_BYTES:
         raise ArtifactError(f"{path} holds more than {MAX_BYTES:,} bytes. Name a smaller file.")
     try:
