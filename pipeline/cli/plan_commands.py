@@ -9,7 +9,7 @@ from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import say, say_once
 from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import AUTO
-from pipeline.config.overrides import parse_overrides
+from pipeline.config.recipe import parse_overrides
 from pipeline.distributed.world import is_launched, launched_size
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.jobs.job_status import show_jobs

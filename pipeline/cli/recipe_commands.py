@@ -11,8 +11,15 @@ from pipeline.batching.world_sizes import expert_parallel_size
 from pipeline.cli.parser import chosen_recipe
 from pipeline.config.documents import read_toml, toml_lines, toml_value
 from pipeline.config.ds_config import AUTO, load_ds_config, name_for
-from pipeline.config.overrides import leaf_settings, override_texts, parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
+from pipeline.config.recipe import (
+    Recipe,
+    leaf_settings,
+    load_recipe,
+    override_texts,
+    parse_overrides,
+    recipe_names,
+    setting_origins,
+)
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, no_such
 from pipeline.jobs.plan import Task, load_plan, plan_names, resolve_plan

@@ -72,8 +72,7 @@ from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.ds_config import AUTO
-from pipeline.config.overrides import without_stated
-from pipeline.config.recipe import TABLES, load_recipe, read_overlay, recipe_layers
+from pipeline.config.recipe import TABLES, load_recipe, read_overlay, recipe_layers, without_stated
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names, no_such
 from pipeline.jobs.launch import MAX_PROCESSES

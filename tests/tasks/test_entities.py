@@ -9,7 +9,7 @@ import pytest
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.files import TaskFiles
+from pipeline.extensions.tasks.kind import TaskFiles
 from pipeline.extensions.tasks.named_entities import (
     Sentence,
     entities,
