@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import socket
 import sys
@@ -49,7 +48,14 @@ from pipeline.artifacts.places import (
 from pipeline.artifacts.segmenters import read_function_file
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.rounds import Judgment, Rounds, first_line, merged, node_name
-from pipeline.distributed.world import World, discover, local_device, rank_of, refuse_shared
+from pipeline.distributed.world import (
+    World,
+    discover,
+    local_device,
+    rank_of,
+    refuse_shared,
+    refuse_too_few_files,
+)
 from pipeline.errors import (
     EXIT_USER_ERROR,
     ArtifactError,
@@ -65,8 +71,6 @@ from pipeline.terminal import counted, listed
 
 Mark = Literal["ok", "note", "wrong"]
 
-FILES_OF_RANK_ZERO, FILES_PER_RANK = 64, 6
-"""Files that rank 0 holds open, and how many more per rank (measured: 39 + 5.5 per rank)."""
 PATIENCE_SECONDS = 60.0
 """Time in which ranks must arrive, and files must be seen on other nodes."""
 MESSAGE_VALUES = 2**20
@@ -216,19 +220,15 @@ def _preflight(examined: Examined) -> Iterator[Finding]:
 
 def _open_files(examined: Examined) -> Iterator[Finding]:
     """Compare the limit of open files with what rank 0 of the largest stage holds."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     counts = [
         task.planned.processes for task, _ in examined.stages if task.stage.parallel == "ranks"
     ]
-    ranks = max(counts, default=1)
-    needed = FILES_OF_RANK_ZERO + FILES_PER_RANK * ranks
-    has_room, may_raise = (top == resource.RLIM_INFINITY or top >= needed for top in (limit, most))
-    fix = "" if may_raise else " Ask the administrator to raise the hard limit first."
-    problem = (
-        f"the limit is {limit:,}, and rank 0 of {counted(ranks, 'rank')} holds about {needed:,}. "
-        f"Run `ulimit -n {needed}` before.{fix}"
-    )
-    return _verdict("open files", [] if has_room else [problem], f"{needed:,} are needed at most.")
+    ranks, problems = max(counts, default=1), []
+    try:
+        refuse_too_few_files(ranks)
+    except ConfigError as error:
+        problems = [str(error)]
+    return _verdict("open files", problems, f"enough for {counted(ranks, 'rank')}.")
 
 
 def _files_to_fetch(examined: Examined) -> Iterator[Finding]:

@@ -169,8 +169,8 @@ def test_too_few_open_files_are_wrong_with_the_number_to_set(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
     code, wrong = visit()
     assert (code, [*wrong]) == (EXIT_USER_ERROR, ["open files"])
-    assert "the limit is 32, and rank 0 of 4 ranks holds" in wrong["open files"]
-    assert "Run `ulimit -n " in wrong["open files"]
+    assert "Rank 0 of 4 ranks needs about 112 open files, the limit is 32" in wrong["open files"]
+    assert "Ask for ulimit -n 112" in wrong["open files"]
 
 
 def test_a_file_that_the_recipe_names_is_missed_beforehand(visit: Visit) -> None:
