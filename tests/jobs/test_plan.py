@@ -977,7 +977,9 @@ def test_only_a_stage_whose_inputs_are_not_made_is_refused_with_what_to_run(setu
 @pytest.mark.parametrize("option", ["only", "until", "rebuild"])
 def test_a_stage_that_an_option_names_is_one_of_the_plans(setup: Setup, option: str) -> None:
     for look in (setup.run, setup.forecast):
-        with pytest.raises(ConfigError, match=rf"--{option} modle: .* Did you mean 'model'"):
+        with pytest.raises(
+            ConfigError, match=rf"--{option}: plan .* no stage 'modle'. Did you mean 'model'"
+        ):
             look(**{option: ["modle"]})
 
 

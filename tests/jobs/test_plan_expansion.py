@@ -149,7 +149,11 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
         ("[defaults.translate]", "[defaults.tranlsate]", "Did you mean 'translate'?"),
         ("[defaults.translate]", "[defaults.upcycle]", "[defaults.upcycle]: no stage runs"),
         ("ds_config =", "inputs = {}\nds_config =", "no stage, 'inputs'"),
-        ("set = { training.updates", "sets = { training.updates", "[defaults.pretrain]: 'sets'"),
+        (
+            "set = { training.updates",
+            "sets = { training.updates",
+            "[defaults.pretrain]: there is no setting of stages 'sets'",
+        ),
         (
             'matrix = "seeds", run = "pretrain"',
             'matrix = "sed", run = "pretrain"',
