@@ -3,7 +3,7 @@
 Reads a corpus and translated text. Makes the same corpus with a pair more per direction of the
 translated text; its machine-written side has a mark (``pipeline/artifacts/corpus.py``). The
 translation is the source of a back-translated pair (Sennrich and others, 2016; tagged, see
-``pair_shards.py``), and the target of a distilled one (sequence-level distillation, Kim and Rush,
+``make_shards.py``), and the target of a distilled one (sequence-level distillation, Kim and Rush,
 2016, arXiv 1606.07947).
 
 Empty, truncated and invalid translations are left out, and those below ``synthetic.min_score``. If

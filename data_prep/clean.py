@@ -39,7 +39,13 @@ from tempfile import TemporaryFile
 
 from data_prep.pivot_join import PivotedText, write_joined
 from data_prep.rules.duplicates import LineDigests
-from data_prep.rules.held_out import HELD_OUT_SPLITS, HeldOutSets, held_out_lines, held_out_sets
+from data_prep.rules.held_out import (
+    HELD_OUT_SPLITS,
+    HeldOutRule,
+    HeldOutSets,
+    held_out_lines,
+    held_out_sets,
+)
 from data_prep.rules.line_language import LanguageRule, line_identifier
 from data_prep.rules.pair_rules import RULES, SIDED_RULES, LengthRatios, PairRules, Rule, as_seen
 from data_prep.settings import CleanConfig
@@ -255,7 +261,7 @@ class Cleaning:
                     stream.write(text)
                     result.characters[side] += len(text) - len(kept)
                 result.lines += len(kept)
-        result.leaks = rules.leaks
+        result.leaks = rules.held_out.leaks
         if rules.language_rule is not None:
             result.language_not_known = rules.language_rule.not_known
         return result, is_kept
@@ -280,7 +286,11 @@ class Cleaning:
         return PairRules(
             config,
             letters=(letters[0], letters[1]),
-            held_out=(held_out_lines(self.held_out, first), held_out_lines(self.held_out, second)),
+            held_out=HeldOutRule(
+                held_out_lines(self.held_out, first),
+                held_out_lines(self.held_out, second),
+                drops=config.drop_held_out_overlap,
+            ),
             median_ratio=ratios.median(),
             duplicates=duplicates,
             language_rule=language_rule,

@@ -34,7 +34,6 @@ from data_prep.raw_lines import (
 )
 from data_prep.readers.cldr import read_phrases
 from data_prep.readers.file_pairs import read_moses, read_trees
-from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
 from data_prep.readers.raw_text import (
     FILES_IGNORED,
@@ -49,6 +48,7 @@ from data_prep.readers.raw_text import (
     RecordFile,
     Section,
     SkippedText,
+    unfit_source,
 )
 from data_prep.readers.tables import read_tables
 from data_prep.readers.tmx import read_tmx
@@ -58,7 +58,7 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, text_name
 from pipeline.config.settings import shown
 from pipeline.distributed.workers import open_pool, with_shared
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from pipeline.languages import count_scripts
 from pipeline.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
@@ -96,13 +96,9 @@ def read_raw(call: StageCall) -> RawText:
             return read_trees(raw, config)
         case "cldr":
             if raw is not None:
-                raise ConfigError(
-                    "corpus.source 'cldr' makes its own text. Leave --raw out, or choose a source "
-                    "that reads it."
-                )
+                fix = "Leave --raw out, or choose a source that reads it"
+                raise unfit_source("cldr", f"'cldr' makes its own text. {fix}")
             return read_phrases(config)
-        case "hub":
-            return read_hub(raw, config)
         case "tmx":
             return read_tmx(raw, config)
         case "tsv" | "columns":
@@ -201,7 +197,6 @@ class SectionImport:
             counts=self._counts,
             quarantine_path=self._quarantine_path,
             limit=self._limit,
-            to_the_end=self.section.to_the_end,
             rest=rest,
         )
         while chunk := list(islice(good, CHUNK_LINES)):

@@ -34,7 +34,16 @@ from data_prep.raw_lines import (
     good_lines,
     refuse_damaged,
 )
-from data_prep.readers.raw_text import SPLITS, FilesInStep, source_of
+from data_prep.readers.raw_text import (
+    SPLITS,
+    FilesInStep,
+    holds_no,
+    no_counterpart,
+    no_folder,
+    one_language,
+    same_text,
+    source_of,
+)
 from data_prep.settings import MAX_LINE_BYTES, OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
@@ -240,7 +249,7 @@ def find_tests(root: Path, config: OutsideTestsConfig, *, pivot: str) -> Outside
             are the same text.
     """
     if not root.is_dir():
-        raise DataError(f"{root} is not a folder. Name one with {LAYOUTS}.")
+        raise no_folder(root, f"a folder with {LAYOUTS}")
     paths = list(_files(root, depth=DEPTH))
     found = [file for path in paths if (file := describe_file(path))]
     layout = _one_layout(root, found)
@@ -330,14 +339,17 @@ def _one_layout(root: Path, files: Sequence[SetFile]) -> Layout:
     examples = {file.layout: file.path for file in reversed(files)}
     match list(examples):
         case []:
-            raise DataError(
-                f"{root} holds no test sets. Name a folder with {LAYOUTS}; for folders like en-de "
-                "with test.en and test.de, use import_corpus."
-            )
+            other = "for folders like en-de with test.en and test.de, use import_corpus"
+            raise holds_no(root, "test sets", f"a folder with {LAYOUTS}; {other}")
         case [layout]:
             return layout
-    named = " and ".join(f"{layout} ({path})" for layout, path in examples.items())
-    raise DataError(f"{root} holds several test sets, {named}. Import each from its own folder.")
+    raise _several(root, [f"{layout} ({path})" for layout, path in examples.items()])
+
+
+def _several(root: Path, names: Sequence[str]) -> DataError:
+    return DataError(
+        f"{root} holds several test sets, {listed(names)}. Import each from its own folder."
+    )
 
 
 def _align(
@@ -353,7 +365,7 @@ def _align(
     for file in files:
         pair = tuple(sorted({codes[spelling] for spelling in file.pair or ()}))
         if file.pair and len(pair) < 2:
-            raise DataError(f"{file.path} pairs a language with itself. Rename or remove it.")
+            raise one_language(file.path)
         of_code = versions.setdefault((file.split, pair), defaultdict(list))
         of_code[codes[file.spelling]].append(file)
     read: list[SetFile] = []
@@ -361,16 +373,12 @@ def _align(
     for (split, pair), of_code in sorted(versions.items(), key=lambda item: item[0]):
         names = sorted({file.set_name for of in of_code.values() for file in of})
         if len(names) > 1:
-            raise DataError(
-                f"There are several test sets, {listed(names)}. Import each from its own folder."
-            )
+            raise _several(next(iter(of_code.values()))[0].path.parent, names)
         chosen = {code: _first_version(of, config.languages) for code, of in of_code.items()}
         if missing := sorted({*pair} - chosen.keys()):
             [file] = chosen.values()
-            raise DataError(
-                f"{file.path} has no counterpart in {missing[0]}. Add the {split} text of "
-                f"{missing[0]} to its folder or remove the file."
-            )
+            text = f"the {split} text of {missing[0]} to its folder"
+            raise no_counterpart(file.path, missing[0], text)
         paths = {code: chosen[code].path for code in sorted(chosen)}
         pairs = [(pair[0], pair[1])] if pair else _pairs(paths, config, pivot)
         aligned.append(AlignedFiles(split, paths, tuple(pairs)))
@@ -392,10 +400,8 @@ def _first_version(files: Sequence[SetFile], wanted: Sequence[str]) -> SetFile:
 
     first, *others = sorted(files, key=preference)
     if others and others[0].spelling == first.spelling and not first.is_source:
-        raise DataError(
-            f"{first.path} and {others[0].path} are both the {first.split} text of "
-            f"{first.spelling}. Remove one."
-        )
+        what = f"the {first.split} text of {first.spelling}"
+        raise same_text(first.path, others[0].path, what)
     return first
 
 

@@ -48,19 +48,6 @@ class PairSize:
         return max(self.first_tokens, self.second_tokens) / self.lines + 2
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """Pair or direction, as the temperature sees it.
-
-    Attributes:
-        amount: Its size in sentences or target tokens.
-        per_draw: Mean size of a draw, in the same unit.
-    """
-
-    amount: int
-    per_draw: float
-
-
 def run(call: StageCall) -> None:
     """Weigh the pairs and write the mixture, with the epochs of the planned updates."""
     shards, recipe = call.artifacts["shards"], call.recipe
@@ -123,17 +110,13 @@ def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
 def weigh(
     sizes: Mapping[str, PairSize], config: MixtureConfig, phase: PhaseConfig
 ) -> tuple[Phase, list[str]]:
-    """Return the probabilities of a phase, and the pairs or directions that were capped.
+    """Return the probabilities of a phase, and the pairs that were capped.
 
     Raises:
-        ConfigError: The phase names a pair that has no training lines.
+        ConfigError: The phase names a pair that has no training lines, or no direction of a pair
+            may be drawn.
     """
-    weighed = {
-        name: one
-        for pair in pairs_of(phase, sizes)
-        for name, one in weighed_parts(pair, sizes[pair], config).items()
-    }
-    amounts = {name: one.amount for name, one in weighed.items()}
+    amounts = {pair: sizes[pair].lines for pair in pairs_of(phase, sizes)}
     shares = temperature_probabilities(
         amounts, sampling_temperature=phase.sampling_temperature or config.sampling_temperature
     )
@@ -143,16 +126,20 @@ def weigh(
     if config.max_upsampling is not None:
         before = shares
         shares = capped_shares(before, amounts, max_upsampling=config.max_upsampling)
-        capped = [name for name in shares if shares[name] < before[name]]
-    # A draw of long sentences takes more tokens, so shares of tokens need fewer draws of them.
-    draws = {name: shares[name] / weighed[name].per_draw for name in shares}
-    total = math.fsum(draws.values())
-    drawn = {name: draw / total for name, draw in draws.items()}
-    return _as_phase(phase.from_update, sizes, drawn, config), capped
+        capped = [pair for pair in shares if shares[pair] < before[pair]]
+    total = math.fsum(shares.values())
+    one_way = {
+        pair: float(ways[0] == directions_of(pair)[0])
+        for pair in sizes
+        if config.targets or is_synthetic(pair)
+        if len(ways := drawn_directions(pair, config)) == 1
+    }
+    probabilities = {pair: shares.get(pair, 0.0) / total for pair in sizes}
+    return Phase(phase.from_update, probabilities, one_way), capped
 
 
 def with_synthetic_share(shares: Mapping[str, float], share: float) -> dict[str, float]:
-    """Scale the shares of synthetic names to this sum and the others to the rest, if both exist."""
+    """Scale the shares of synthetic pairs to this sum and the others to the rest, if both exist."""
     wanted = {True: share, False: 1 - share}
     sums = dict.fromkeys(wanted, 0.0)
     for name, one in shares.items():
@@ -162,43 +149,6 @@ def with_synthetic_share(shares: Mapping[str, float], share: float) -> dict[str,
     return {
         name: one * wanted[is_synthetic(name)] / sums[is_synthetic(name)]
         for name, one in shares.items()
-    }
-
-
-def _as_phase(
-    from_update: int,
-    sizes: Mapping[str, PairSize],
-    drawn: Mapping[str, float],
-    config: MixtureConfig,
-) -> Phase:
-    if config.sampling_over == "pairs":
-        one_way = {
-            pair: float(ways[0] == directions_of(pair)[0])
-            for pair in sizes
-            if config.targets or is_synthetic(pair)
-            if len(ways := drawn_directions(pair, config)) == 1
-        }
-        return Phase(from_update, {pair: drawn.get(pair, 0.0) for pair in sizes}, one_way)
-    probabilities, forward = {}, {}
-    for pair in sizes:
-        there, back = (drawn.get(str(way), 0.0) for way in directions_of(pair))
-        probabilities[pair] = there + back
-        forward[pair] = there / (there + back) if there + back else 0.5
-    return Phase(from_update, probabilities, forward)
-
-
-def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
-    """Return a pair, or its two directions, by name, in lines or in tokens of the target."""
-    ways = drawn_directions(pair, config)
-    parts = {pair: ways} if config.sampling_over == "pairs" else {str(way): [way] for way in ways}
-    if config.sampling_unit == "sentences":
-        return {name: Weighed(size.lines, 1.0) for name in parts}
-    there, back = directions_of(pair)
-    targets = {there: size.second_tokens, back: size.first_tokens}
-    tokens = {name: max(sum(targets[way] for way in of), 1) for name, of in parts.items()}
-    return {
-        name: Weighed(tokens[name], tokens[name] / (len(of) * size.lines))
-        for name, of in parts.items()
     }
 
 
@@ -230,10 +180,7 @@ def check_text(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
     known = {language_of(side) for pair in sizes for side in pair.split("-")}
     unknown = [code for code in config.targets if code not in known]
     if unknown:
-        raise ConfigError(
-            f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it. "
-            f"Choose from {listed(sorted(known))}."
-        )
+        raise _not_in_shards("mixture.targets", unknown[0], sorted(known))
     if config.synthetic_share is not None and not any(map(is_synthetic, sizes)):
         raise ConfigError(
             f"mixture.synthetic_share is {config.synthetic_share:g}, and the shards have no "
@@ -251,11 +198,16 @@ def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
     named = {"-".join(sorted(pair.split("-"))): pair for pair in phase.pairs}
     unknown = [spelling for pair, spelling in named.items() if pair not in sizes]
     if unknown:
-        raise ConfigError(
-            f"mixture.phases, from update {phase.from_update:,}, names {unknown[0]!r}, and the "
-            f"shards have no training lines of it. Choose from {listed(sorted(sizes))}."
-        )
+        setting = f"mixture.phases, from update {phase.from_update:,},"
+        raise _not_in_shards(setting, unknown[0], sorted(sizes))
     return sorted(named) if named else sorted(sizes)
+
+
+def _not_in_shards(setting: str, name: str, known: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{setting} names {name!r}, and the shards have no training lines of it. Choose from "
+        f"{listed(known)}."
+    )
 
 
 def updates_by_phase(recipe: Recipe, phases: Sequence[Phase]) -> list[int]:
@@ -320,12 +272,11 @@ def how_drawn(
     config: MixtureConfig, phases: Sequence[Phase], capped: Sequence[Sequence[str]]
 ) -> list[str]:
     """Summarize temperature, targets, capped pairs and phases."""
-    unit = "target tokens" if config.sampling_unit == "tokens" else config.sampling_unit
     temperatures = [
         f"{phase.sampling_temperature or config.sampling_temperature:g}"
         for phase in config.phases or (PhaseConfig(),)
     ]
-    lines = [f"temperature {temperatures[0]} over {config.sampling_over}, by their {unit}"]
+    lines = [f"temperature {temperatures[0]} over pairs, by their sentences"]
     if config.targets:
         lines.append(f"into {listed(config.targets)} only")
     if config.synthetic_share is not None:

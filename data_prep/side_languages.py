@@ -9,14 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.languages import (
-    canonical,
-    codes_one_edit_away,
-    count_scripts,
-    is_known,
-    letters_of,
-    written_script,
-)
+from pipeline.languages import canonical, count_scripts, is_known, letters_of, written_script
 from pipeline.terminal import listed
 
 SAMPLE_LINES = 64
@@ -33,9 +26,6 @@ SWAPPED_SHARE = 0.75
 
 SEED = 1
 """Seed of langdetect."""
-
-NEAR_CODES = 3
-"""Most codes that a warning proposes."""
 
 
 @dataclass
@@ -123,13 +113,10 @@ def code_warning(counts: Counter[str], spellings: Iterable[str]) -> str | None:
     found, expected = most_letters(counts), expected_letters(spelled)
     if found is None or sum(counts.values()) < MIN_LETTERS or found in expected:
         return None
-    near = [code for code in codes_one_edit_away(spelled[0]) if found in expected_letters([code])]
-    meant = f" (meant: {', '.join(near[:NEAR_CODES])}?)" if near else ""
     if not is_known(spelled[0]):
-        return f"{listed(spelled)} is the code of no known language{meant}"
-    if not expected:
-        return None
-    return f"{listed(spelled)} has {found} text, usual is {'/'.join(sorted(expected))}{meant}"
+        return f"{listed(spelled)} is the code of no known language"
+    usual = "/".join(sorted(expected))
+    return f"{listed(spelled)} has {found} text, usual is {usual}" if expected else None
 
 
 def most_letters(counts: Counter[str]) -> str | None:

@@ -10,8 +10,7 @@ and adds its pieces and the tokens of these languages. All ids of the base stay.
 
 SentencePiece holds many times the size of the sample in memory. The sample therefore has at most
 ``tokenizer.sample_lines`` lines, and as many as the predicted memory, ``tokenizer.memory_bytes``,
-allows; the default of 4 GiB suits a machine with 8 GB. The summary compares predicted and measured
-memory.
+allows; the default of 4 GiB suits a machine with 8 GB.
 """
 
 import io
@@ -56,7 +55,6 @@ from pipeline.artifacts.tokenizer import (
 )
 from pipeline.artifacts.vocabularies import BYTE_LINE, SPACE, has_nbest, text_pieces, write_bytes
 from pipeline.errors import ConfigError, DataError
-from pipeline.machine import PeakMemory, peak_memory
 from pipeline.seeds import derive_seed
 from pipeline.stage import StageCall
 from pipeline.temperature_sampling import temperature_probabilities
@@ -141,16 +139,15 @@ def run(call: StageCall) -> None:
         rule = rule_of(config.normalization) if is_text else b""
         for sample in samples if is_text else ():
             sample.normalize = _normalization(SentencePieceNormalizer(normalizer_spec=rule))
-        with peak_memory() as taken:
-            models = [
-                train_sentencepiece(sample, side=side, config=config)
-                for side, sample in zip(sides, samples, strict=True)
-            ]
+        models = [
+            train_sentencepiece(sample, side=side, config=config)
+            for side, sample in zip(sides, samples, strict=True)
+        ]
         if is_text:
             models = [with_rule(model, rule) for model in models]
         model, target_model = [*models, None, None][:2]
         files = TokenizerFiles(description, model, target_model)
-        write_vocabulary(writer, files, samples, config=config, taken=taken)
+        write_vocabulary(writer, files, samples, config=config)
         size = counted(writer.statistics["pieces"], "piece")
         size += f" and {counted(len(among), 'language token')}"
         if not samples:
@@ -181,10 +178,9 @@ def extend(call: StageCall) -> None:
     with call.new_artifact() as writer:
         sample = draw_sample(corpus, config=config, among=side.languages)
         sample.normalize = _normalization(processor)
-        with peak_memory() as taken:
-            trained = train_sentencepiece(sample, side=side, config=config)
+        trained = train_sentencepiece(sample, side=side, config=config)
         grown = with_pieces_of(with_languages(files, added), trained)
-        write_vocabulary(writer, grown, [sample], config=config, taken=taken)
+        write_vocabulary(writer, grown, [sample], config=config)
         more = grown.build().size - files.build().size - len(added)
         writer.summary.append(
             f"added {counted(more, 'piece')} and {counted(len(added), 'language token')} "
@@ -206,7 +202,6 @@ def write_vocabulary(
     samples: Sequence["Sample"],
     *,
     config: TokenizerConfig,
-    taken: PeakMemory,
 ) -> None:
     """Write the files, with statistics of the sample, the memory in bytes and the vocabulary.
 
@@ -215,7 +210,6 @@ def write_vocabulary(
         files: Vocabulary.
         samples: Text that its models were trained on; none for bytes.
         config: Settings.
-        taken: Memory that training took.
     """
     files.write(writer.directory)
     tokenizer, token_of = files.build(), files.description.language_token
@@ -232,7 +226,6 @@ def write_vocabulary(
         writer.statistics["memory"] = {
             "allowed": config.memory_bytes,
             "predicted": max(sample.predicted_bytes for sample in samples),
-            "measured": taken.num_bytes,
         }
 
 
@@ -544,15 +537,12 @@ def sample_summary(
     """Summarize the sample, the coverage of the vocabulary, and languages without text."""
     sampled, read = statistics["sampled_lines"], statistics["train_lines"]
     characters, memory = statistics["characters"], statistics["memory"]
-    allowed, predicted, measured = (
-        "unknown" if memory[name] is None else f"{memory[name] / 2**20:,.0f} MiB"
-        for name in ("allowed", "predicted", "measured")
-    )
+    allowed, predicted = (f"{memory[name] / 2**20:,.0f} MiB" for name in ("allowed", "predicted"))
     lines = [
         f"sampled {sum(sampled.values()):,} of {counted(sum(read.values()), 'training line')} of "
         f"{counted(len(sampled), 'language')}; the vocabulary has {characters['covered']:,} of "
         f"their {counted(characters['sample'], 'different character')}",
-        f"training was to take {predicted} of memory ({allowed} allowed), and took {measured}",
+        f"training was to take {predicted} of memory ({allowed} allowed)",
     ]
     if unseen := [code for code in among if not sampled.get(code)]:
         lines.append(f"no text was sampled of: {listed(unseen)}")

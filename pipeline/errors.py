@@ -103,3 +103,30 @@ def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
         return f". Did you mean {near[0]!r}?"
     choices = f"Choose from {', '.join(known)}" if known else "It takes none: leave it out"
     return f". {choices}{otherwise and ', ' + otherwise}."
+
+
+def no_such(what: str, name: str, known: Sequence[str], *, otherwise: str = "") -> ConfigError:
+    """Return the refusal of an unknown name: ``what 'name'``, and a hint as of :func:`hint`."""
+    return ConfigError(f"{what} {name!r}{hint(name, known, otherwise=otherwise)}")
+
+
+def lacks_package(
+    user: str, package: str, error: ImportError, *, extra: str, otherwise: str = ""
+) -> ConfigError:
+    """Return the refusal of work that needs a package of an extra."""
+    return ConfigError(
+        f"{user} needs the package {package} ({error}). Run pip install 'mmnmt[{extra}]'"
+        f"{otherwise}."
+    )
+
+
+def unreadable(what: object, error: Exception, fix: str) -> str:
+    """Return the message about a file that cannot be read."""
+    return f"{what} cannot be read ({getattr(error, 'strerror', None) or error}). {fix}"
+
+
+def unwritable(what: object, error: OSError, otherwise: str) -> ArtifactError:
+    """Return the refusal of an output that cannot be written."""
+    return ArtifactError(
+        f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or {otherwise}."
+    )

@@ -1,10 +1,9 @@
 """Inspect this machine without loading torch, and prepare a process for computing.
 
-``visible_gpus`` counts GPUs, ``peak_memory`` measures the memory of a block of work, and
-``prepare_process`` sets how a process keeps memory, how its threads wait and how many files it may
-open. Only entry points (the command, the stages, the benchmarks) call ``prepare_process``, so that
-importing the package changes nothing. torch is not loaded because the command line has to start
-fast.
+``visible_gpus`` counts GPUs, and ``prepare_process`` sets how a process keeps memory, how its
+threads wait and how many files it may open. Only entry points (the command, the stages, the
+benchmarks) call ``prepare_process``, so that importing the package changes nothing. torch is not
+loaded because the command line has to start fast.
 
 ``nvidia-smi`` is called as its manual documents, and has not been called on a GPU yet.
 """
@@ -14,8 +13,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -101,46 +100,13 @@ def processes_here(wanted: int, *, gpus: int) -> int:
     return next(count for count in range(min(wanted, gpus), 0, -1) if wanted % count == 0)
 
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""The value that makes Linux count ``VmHWM`` anew (proc(5))."""
-
-
-@dataclass
-class PeakMemory:
-    """The memory that a block of work took; None until it ends, or if the system does not tell."""
-
-    num_bytes: int | None = None
-
-
-@contextmanager
-def peak_memory() -> Iterator[PeakMemory]:
-    """Measure a block: its largest resident memory less the resident memory at its beginning."""
-    found = PeakMemory()
-    try:
-        _RESET.write_text(_RESET_PEAK, encoding="ascii")
-        before = _resident_bytes("VmRSS")
-    except OSError:
-        yield found
-        return
-    yield found
-    found.num_bytes = max(_resident_bytes("VmHWM") - before, 0)
-
-
 def peak_resident_bytes() -> int | None:
-    """Return the largest resident memory of this process; None if the system does not tell.
-
-    It counts from the start of the process, or from the last :func:`peak_memory`.
-    """
+    """Return the largest resident memory of this process; None if the system does not tell."""
     try:
-        return _resident_bytes("VmHWM")
+        with Path("/proc/self/status").open(encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except OSError:
         return None
-
-
-def _resident_bytes(name: str) -> int:
-    with _STATUS.open(encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 SPIN_COUNT = "6000"

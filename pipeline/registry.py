@@ -25,7 +25,7 @@ _CORE = (
             "raw": Input(
                 "raw",
                 "raw text as corpus.source reads it: OPUS-100-like trees of pair folders, "
-                "folders of TMX files, …, or hub:OWNER/NAME@REVISION",
+                "folders of TMX files, …",
                 required=False,
             )
         },
@@ -186,9 +186,7 @@ _CORE = (
         sections=("text", "decoding"),
         inputs={
             "checkpoint": Input("checkpoint", "model to translate with"),
-            "text": Input(
-                "raw", "files, or folders of .txt, .jsonl, .gz, .zst, .parquet and .arrow files"
-            ),
+            "text": Input("raw", "files, or folders of .txt, .jsonl, .gz and .parquet files"),
         },
         parallel="ranks",
         needs_recipe=False,

@@ -12,8 +12,13 @@ from support.folder_listing import names_in
 from pipeline import cli
 from pipeline.artifacts.artifact import read_manifest
 from pipeline.config.documents import toml_lines
-from pipeline.config.overrides import override_texts, parse_overrides, without_stated
-from pipeline.config.recipe import load_recipe, setting_origins
+from pipeline.config.recipe import (
+    load_recipe,
+    override_texts,
+    parse_overrides,
+    setting_origins,
+    without_stated,
+)
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import load_plan, resolve_plan
 

@@ -10,7 +10,7 @@ in their endings, ``train.de`` and ``train.en``, are a pair too, if both endings
 languages. A word in the name says the split (``newstest2014.de-en.de``); without one, the text is
 training text.
 
-All files may be plain, ``.gz`` or ``.zst``; line n of one file translates line n of the other.
+All files may be plain or ``.gz``; line n of one file translates line n of the other.
 """
 
 import re
@@ -35,24 +35,27 @@ from data_prep.readers.raw_text import (
     RawText,
     Section,
     SkippedText,
+    holds_no,
     is_pair_name,
     list_files,
     name_pairs,
+    no_counterpart,
+    no_folder,
+    one_language,
     raw_paths,
+    same_text,
     select_pairs,
     spellings_of,
 )
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawInput, plain_name
+from pipeline.artifacts.raw_input import RawPaths, plain_name
 from pipeline.errors import DataError
 from pipeline.languages import find_code, is_known, without_region
 from pipeline.terminal import listed
 
-TREE_LAYOUT = (
-    "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain, .gz or .zst"
-)
-MOSES_LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain, .gz or .zst"
+TREE_LAYOUT = "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain or .gz"
+MOSES_LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain or .gz"
 
 _CONTAINERS = ("supervised", "zero-shot", "zero_shot")
 _SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({CODE}){PACKED}")
@@ -78,7 +81,7 @@ class FilePair:
             key=lambda side: side[0],
         )
         if code == other_code:
-            raise DataError(f"{one.path} and {other.path} are both text of {code}. Remove one.")
+            raise same_text(one.path, other.path, f"text of {code}")
         return Section(
             split=self.split,
             languages=(code, other_code),
@@ -105,7 +108,7 @@ class PairFolder:
         return RawFile(path, self.prefix + path.relative_to(self.root).as_posix())
 
 
-def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
+def read_trees(raw: RawPaths | None, config: CorpusConfig) -> RawText:
     """Read every pair of files in trees of pair folders, by pair, then by tree.
 
     Folders of other pairs are counted and not looked into; so is a second folder of one tree with
@@ -158,7 +161,7 @@ def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFold
     found: list[PairFolder] = []
     for number, root in enumerate(roots, start=1):
         if not root.is_dir():
-            raise DataError(f"{root} is not a folder. Name a tree with {TREE_LAYOUT}.")
+            raise no_folder(root, f"a tree with {TREE_LAYOUT}")
         tree = PairFolder(root, root, prefix=f"{number}/" if len(roots) > 1 else "")
         below = list(_folders_below(root))
         directories = [path for path in below if is_pair_name(path.name)]
@@ -167,7 +170,7 @@ def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFold
             inner = sorted(path.parent for path in deeper if is_pair_name(path.name))
             trees = (path.parent if path.name in _CONTAINERS else path for path in inner)
             advice = listed(map(str, dict.fromkeys(trees))) or f"a tree with {TREE_LAYOUT}"
-            raise DataError(f"{root} holds no language pairs. Name {advice}.")
+            raise holds_no(root, "language pairs", advice)
         others = [path for path in below if not is_pair_name(path.name)]
         left_out.ignore(FOLDERS_IGNORED, (tree.file(path).name for path in others))
         found += [PairFolder(directory, root, tree.prefix) for directory in directories]
@@ -186,9 +189,7 @@ def _folders_below(root: Path) -> Iterator[Path]:
 def _folder_files(folder: PairFolder, pair: NamedPair, left_out: SkippedText) -> list[FilePair]:
     """Return both files of each split."""
     if len(set(pair.codes)) < 2:
-        raise DataError(
-            f"{folder.directory} pairs a language with itself. Rename or remove the folder."
-        )
+        raise one_language(folder.directory)
     found: dict[tuple[Split, str], RawFile] = {}
     others: list[str] = []
     for path in sorted(filter(Path.is_file, folder.directory.iterdir())):
@@ -201,26 +202,19 @@ def _folder_files(folder: PairFolder, pair: NamedPair, left_out: SkippedText) ->
             continue
         split = SPLIT_NAMES[match[1]]
         if found.setdefault((split, code), file) is not file:
-            raise DataError(
-                f"{found[split, code].path} and {path} are both the {split} text of {code}. "
-                "Remove one."
-            )
+            raise same_text(found[split, code].path, path, f"the {split} text of {code}")
     left_out.ignore(FILES_IGNORED, others)
     pairs = []
     for split in SPLITS:
         present = [found[split, code] for code in pair.codes if (split, code) in found]
         if len(present) == 1:
             [missing] = [code for code in pair.codes if (split, code) not in found]
-            raise DataError(
-                f"{present[0].path} has no counterpart in {missing}. Add the {split} text of "
-                f"{missing} to its folder or remove the file."
-            )
+            text = f"the {split} text of {missing} to its folder"
+            raise no_counterpart(present[0].path, missing, text)
         if present:
             pairs.append(FilePair((present[0], present[1]), split, pair))
     if not pairs:
-        raise DataError(
-            f"{folder.directory} holds no text of its pair. Name a tree with {TREE_LAYOUT}."
-        )
+        raise holds_no(folder.directory, "text of its pair", f"a tree with {TREE_LAYOUT}")
     return pairs
 
 
@@ -237,7 +231,7 @@ def _side_code(suffix: str, pair: NamedPair) -> str | None:
 # ---------------------------------------------------------------- names as for Moses
 
 
-def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
+def read_moses(raw: RawPaths | None, config: CorpusConfig) -> RawText:
     """Read every pair of files with names as for Moses, by pair.
 
     Raises:
@@ -252,7 +246,7 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
     }
     if not sides:
         places = listed(raw.values) if raw else ""
-        raise DataError(f"{places} holds no pairs of files. Name a folder with {MOSES_LAYOUT}.")
+        raise holds_no(places, "pairs of files", f"a folder with {MOSES_LAYOUT}")
     read = {file.name for of_name in sides.values() for file in of_name.values()}
     left_out = SkippedText()
     left_out.ignore(FILES_IGNORED, [file.name for file in files if file.name not in read])
@@ -281,7 +275,7 @@ def _sides_by_name(files: Sequence[RawFile]) -> dict[str, dict[str, RawFile]]:
         else:
             is_side = bool(stem) and is_language(ending) and is_known(ending)
         if is_side and found[stem].setdefault(ending, file) is not file:
-            raise DataError(f"{found[stem][ending].path} and {file.path} are one text. Remove one.")
+            raise same_text(found[stem][ending].path, file.path, f"{stem} in {ending}")
     return found
 
 
@@ -306,7 +300,5 @@ def _spellings(stem: str, sides: Mapping[str, RawFile]) -> tuple[str, str]:
     for side in (first, second):
         if side not in sides:
             there = next(iter(sides.values()))
-            raise DataError(
-                f"{there.path} has no counterpart in {side}. Add {stem}.{side} or remove the file."
-            )
+            raise no_counterpart(there.path, side, f"{stem}.{side}")
     return first, second

@@ -20,15 +20,16 @@ from data_prep.readers.raw_text import (
     name_pairs,
     raw_paths,
     select_pairs,
+    unfit_source,
 )
 from data_prep.readers.tables import COLUMN_ENDINGS, TSV_ENDINGS, open_table
 from data_prep.readers.tmx import survey_file
 from data_prep.settings import CorpusConfig, ListedText
-from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.errors import ConfigError, DataError
 
 
-def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
+def read_listed(raw: RawPaths | None, config: CorpusConfig) -> RawText:
     """Read the files of ``corpus.files`` that are in wanted languages.
 
     Raises:
@@ -38,10 +39,8 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """
     root = _root(raw)
     if not config.files:
-        raise ConfigError(
-            "corpus.source is 'listed', but corpus.files is empty. Name each file, for instance "
-            'files = [{ split = "train", pair = "de-en", paths = ["a.de.gz", "a.en.gz"] }].'
-        )
+        example = '[{ split = "train", pair = "de-en", paths = ["a.de.gz", "a.en.gz"] }]'
+        raise unfit_source("listed", f"corpus.files is empty. Name each, as in files = {example}")
     for entry in config.files:
         _check_pair(entry)
     pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
@@ -52,13 +51,11 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
     return RawText(sections, left_out=left_out)
 
 
-def _root(raw: RawInput | None) -> Path:
+def _root(raw: RawPaths | None) -> Path:
     paths = raw_paths(raw, source="listed")
     if len(paths) > 1 or not paths[0].is_dir():
-        raise ConfigError(
-            f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder. Name "
-            "the folder that the paths of corpus.files start from."
-        )
+        problem = f"{', '.join(map(str, paths))} is not one folder"
+        raise unfit_source("listed", f"{problem}. Name that which corpus.files start from")
     return paths[0]
 
 

@@ -19,8 +19,7 @@ from typing import NamedTuple, get_args
 
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import (
-    HubDataset,
-    RawInput,
+    RawPaths,
     iterate_raw_lines,
     named_files,
     plain_name,
@@ -168,9 +167,6 @@ class Section:
     sources: tuple[LineSource, LineSource]
     lines: Iterable[RawLine] | LinesOfPair
     """Lines, which can be iterated once; the file is opened for the first."""
-    to_the_end: bool = True
-    """Whether to read and count the lines beyond the number wanted, which compares files to their
-    ends. False if reading costs too much for that."""
 
     @property
     def pair(self) -> str:
@@ -212,8 +208,8 @@ class RawText:
 
 # ---------------------------------------------------------------- files
 
-PACKED = r"(?:\.gz|\.zst)?"
-"""Pattern of the endings of packed files."""
+PACKED = r"(?:\.gz)?"
+"""Pattern of the ending of packed files."""
 
 
 def source_of(path: Path, root: Path) -> LineSource:
@@ -306,7 +302,7 @@ class RawFile:
 
 
 def find_files(
-    raw: RawInput | None, *, source: str, endings: Sequence[str]
+    raw: RawPaths | None, *, source: str, endings: Sequence[str]
 ) -> tuple[list[RawFile], SkippedText]:
     """Return the files with these endings, by name, and count the others as ignored.
 
@@ -321,16 +317,14 @@ def find_files(
     if not chosen:
         places = listed(raw.values) if raw else ""
         names = ", ".join(f".{ending}" for ending in endings)
-        raise DataError(
-            f"{places} holds no file that ends in {names} (plain, .gz or .zst), which "
-            f"corpus.source = {source!r} reads. Name another folder or source."
-        )
+        what = f"file that ends in {names} (plain or .gz), which {source!r} reads"
+        raise holds_no(places, what, "another folder or corpus.source")
     left_out = SkippedText()
     left_out.ignore(FILES_IGNORED, [file.name for file in found if file.ending not in endings])
     return chosen, left_out
 
 
-def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
+def list_files(raw: RawPaths | None, *, source: str) -> list[RawFile]:
     """Return all files that are not hidden, by name.
 
     Raises:
@@ -341,19 +335,46 @@ def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
     return [RawFile(path, name) for name, path in named_files(paths)]
 
 
-def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
+def raw_paths(raw: RawPaths | None, *, source: str) -> tuple[Path, ...]:
     """Return the paths of a raw input.
 
     Raises:
         ConfigError: No paths are given.
     """
     if raw is None:
-        raise ConfigError(
-            f"corpus.source is {source!r}, but no raw text was given. Pass --raw DIR."
-        )
-    if isinstance(raw, HubDataset):
-        raise ConfigError(
-            f"corpus.source is {source!r}, but {raw} is a data set of the hub. Set corpus.source "
-            "to 'hub', or pass --raw DIR."
-        )
+        raise unfit_source(source, "no raw text was given. Pass --raw DIR")
     return raw.paths
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def same_text(first: object, second: object, what: str) -> DataError:
+    """Return the refusal of two files, or parts of a data set, that are one text."""
+    return DataError(f"{first} and {second} are both {what}. Remove one, or choose others.")
+
+
+def no_counterpart(path: Path, language: str, missing: str) -> DataError:
+    """Return the refusal of one side of a pair without the other."""
+    return DataError(f"{path} has no counterpart in {language}. Add {missing} or remove the file.")
+
+
+def one_language(place: object, name: str = "") -> DataError:
+    """Return the refusal of a pair of a language with itself."""
+    within = f" in {name}" if name else ""
+    return DataError(f"{place} pairs a language with itself{within}. Rename it or take it out.")
+
+
+def holds_no(place: object, what: str, advice: str) -> DataError:
+    """Return the refusal of a folder without text of a form."""
+    return DataError(f"{place} holds no {what}. Name {advice}.")
+
+
+def no_folder(path: Path, advice: str) -> DataError:
+    """Return the refusal of a path that is no folder."""
+    return DataError(f"{path} is not a folder. Name {advice}.")
+
+
+def unfit_source(source: str, problem: str) -> ConfigError:
+    """Return the refusal of raw input, or of settings, that a source does not go with."""
+    return ConfigError(f"corpus.source is {source!r}, but {problem}.")

@@ -5,19 +5,23 @@ compared in parts, so memory grows only with the repeats: 16 bytes for each, 48 
 sorted, and one for every line.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.rules.normalization import digest_of
-
 PART, MOST_PARTS = 2**19, 64
 """Digests compared at a time, and the most parts; beyond that parts grow."""
 
 Digests = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
+
+
+def digest_of(text: str) -> bytes:
+    """Return eight bytes that stand for a text."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
 
 
 class Duplicates:

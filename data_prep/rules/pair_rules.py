@@ -6,15 +6,14 @@ the kept lines of the pair and with held-out lines.
 
 import re
 from array import array
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from data_prep.rules.duplicates import Duplicates
-from data_prep.rules.held_out import HeldOutLines
+from data_prep.rules.held_out import HeldOutRule
 from data_prep.rules.line_language import LanguageRule
 from data_prep.settings import CleanConfig
 from pipeline.artifacts.spelling import visible
@@ -101,13 +100,10 @@ class PairRules:
     config: CleanConfig
     letters: tuple[frozenset[str], frozenset[str]]
     """Scripts of each language's letters; empty if unknown."""
-    held_out: tuple[HeldOutLines, HeldOutLines]
-    """Held-out lines of each language, over all pairs."""
+    held_out: HeldOutRule
     median_ratio: float
     duplicates: Duplicates | None = None
     language_rule: LanguageRule | None = None
-    leaks: Counter[int] = field(default_factory=Counter)
-    """Held-out set → lines that break no earlier rule and have a side in it."""
     _lines_before: int = 0
 
     def __post_init__(self) -> None:
@@ -176,14 +172,8 @@ class PairRules:
     def _among_others(self, number: int, first: str, second: str) -> Broken | None:
         if self.duplicates is not None and self.duplicates.is_repeated(number):
             return "duplicate", NO_SIDE
-        one, other = self.held_out
-        sets = [one.find(first), other.find(second)]
-        if not any(sets):
-            return None
-        self.leaks.update({*sets[0], *sets[1]})
-        if not self.config.drop_held_out_overlap:
-            return None
-        return "held_out_overlap", (bool(sets[0]), bool(sets[1]))
+        sides = self.held_out.broken_sides(first, second)
+        return sides and ("held_out_overlap", sides)
 
 
 def _exceeds(text: str, max_bytes: int) -> bool:

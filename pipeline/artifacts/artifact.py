@@ -193,37 +193,29 @@ class Artifact:
         for part in name.split("/"):
             path = path / part
             if path.is_symlink():
-                raise ArtifactError(
-                    f"{path} is a link, which an artifact never contains. {self._fix}."
-                )
+                raise self._damaged(path, "is a link, which an artifact never contains")
         if not path.is_file():
-            raise ArtifactError(f"{path} is missing, although its manifest lists it. {self._fix}.")
+            raise self._damaged(path, "is missing, although its manifest lists it")
         status = path.stat()
         if status.st_size != record.size:
-            raise ArtifactError(
-                f"{path} has {status.st_size} bytes, its manifest says {record.size}. {self._fix}."
-            )
+            size = f"has {status.st_size} bytes, its manifest says {record.size}"
+            raise self._damaged(path, size)
         return status
 
-    @property
-    def _fix(self) -> str:
-        return how_to_restore(self.directory)
+    def _damaged(self, path: Path | str, problem: str) -> ArtifactError:
+        return ArtifactError(f"{path} {problem}. {how_to_restore(self.directory)}.")
 
     def _compare(self, names: Collection[str]) -> None:
         """Hash files; raise ArtifactError for the first that differs."""
         try:
             intact = are_intact([(self.directory / name, self._record(name)) for name in names])
         except OSError as error:
-            raise ArtifactError(
-                f"{error.filename or self.directory} cannot be read ({error.strerror or error}). "
-                f"{self._fix}."
-            ) from error
+            problem = f"cannot be read ({error.strerror or error})"
+            raise self._damaged(error.filename or self.directory, problem) from error
         for name, is_intact in zip(names, intact, strict=True):
             if not is_intact:
-                raise ArtifactError(
-                    f"{self.directory / name} is damaged: its digest differs from the manifest. "
-                    f"{self._fix}."
-                )
+                problem = "is damaged: its digest differs from the manifest"
+                raise self._damaged(self.directory / name, problem)
 
     def _remember(self, intact: Mapping[str, _Intact]) -> None:
         latest = time.time_ns() - RECENT_NANOSECONDS

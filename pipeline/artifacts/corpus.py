@@ -322,9 +322,13 @@ def iterate_lines(path: Path) -> Iterator[str]:
             for line in stream:
                 yield line.removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ArtifactError(f"{path} is not UTF-8 ({error.reason}): {RESTORE}.") from error
+        raise _damaged(f"{path} is not UTF-8 ({error.reason})") from error
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {RESTORE}.") from error
+        raise _damaged(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _damaged(problem: str) -> ArtifactError:
+    return ArtifactError(f"{problem}: {RESTORE}.")
 
 
 def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
@@ -337,9 +341,9 @@ def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list
     lines = list(iterate_lines(path))
     wanted = line_counts(corpus, split).get(pair, 0)
     if len(lines) != wanted:
-        raise ArtifactError(
+        raise _damaged(
             f"{path} has {counted(len(lines), 'line')}, the statistics of {corpus.directory} say "
-            f"{wanted:,}: {RESTORE}."
+            f"{wanted:,}"
         )
     return lines
 
@@ -352,7 +356,7 @@ def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
     """
     for line, counterpart in zip_longest(iterate_lines(first), iterate_lines(second)):
         if line is None or counterpart is None:
-            raise ArtifactError(f"{first} and {second} differ in their number of lines: {RESTORE}.")
+            raise _damaged(f"{first} and {second} differ in their number of lines")
         yield line, counterpart
 
 
@@ -399,9 +403,7 @@ def hypothesis_of(record: Mapping[str, Any], *, what: str) -> Hypothesis:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(shown(str(part)) for part in first["loc"])
-        raise ArtifactError(
-            f"{what} is no hypothesis ({where}: {first['msg']}): {RESTORE}."
-        ) from error
+        raise _damaged(f"{what} is no hypothesis ({where}: {first['msg']})") from error
 
 
 # ---------------------------------------------------------------- translated text
@@ -453,4 +455,4 @@ def translated_lines(
                 what = f"A line of {scores}"
                 yield line, hypothesis_of({**record, "text": translation}, what=what)
         except ValueError as error:
-            raise ArtifactError(f"{scores} does not fit {text}: {RESTORE}.") from error
+            raise _damaged(f"{scores} does not fit {text}") from error

@@ -39,7 +39,7 @@ from pathlib import Path
 from pipeline.artifacts.places import lock_path
 from pipeline.distributed.signals import deferred, held_back
 from pipeline.distributed.watchdog import Silence
-from pipeline.errors import ArtifactError, to_write
+from pipeline.errors import ArtifactError, unwritable
 
 ATTEMPT_VARIABLE = "MMNMT_ATTEMPT"
 """Environment variable with the attempt of a job, ``JOB.RESTART``; not set outside of a job."""
@@ -341,10 +341,7 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = claim.wait()
         except OSError as error:
-            raise ArtifactError(
-                f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or "
-                "choose another folder."
-            ) from error
+            raise unwritable(what, error, "choose another folder") from error
         ended = threading.Event()
         heartbeat = threading.Thread(
             target=lock.beat_until, args=(ended,), name=f"lock {path}", daemon=True

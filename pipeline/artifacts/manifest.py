@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from pipeline.config.documents import read_bytes
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, unreadable
 from pipeline.terminal import counted
 
 MANIFEST_NAME = "manifest.json"
@@ -203,9 +203,7 @@ def read_manifest(directory: Path) -> Manifest | None:
             f"({counted(error.error_count(), 'problem')}). {how_to_restore(directory)}."
         ) from error
     except OSError as error:  # of a folder that may not be entered
-        raise ArtifactError(
-            f"{path} cannot be read ({error.strerror or error}). Make it readable."
-        ) from error
+        raise ArtifactError(unreadable(path, error, "Make it readable.")) from error
     problem = describe_names(manifest.files)
     if problem is not None:
         raise ArtifactError(

@@ -1,29 +1,29 @@
-"""Raw inputs, which no stage made: files and folders, or a data set of the Hugging Face hub.
+"""Raw inputs, which no stage made: files and folders.
 
-A manifest records files by their digest, and a data set by its commit, which identifies the text
-without fetching it. Files are text (plain, gzip or Zstandard) or tables (Parquet or Arrow), and are
+A manifest records them by their digest. Files are text (plain or gzip) or Parquet tables, and are
 read in bounded memory, the longest wanted line and one block: longer lines are skipped to their
 end, and packed files are unpacked block by block.
 """
 
 import gzip
 import os
-import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, cast
 
 from pipeline.artifacts.digests import raw_digest
-from pipeline.artifacts.manifest import InputRecord, json_digest
-from pipeline.errors import ConfigError, DataError, Interrupted, UserError
-
-HUB = "hub:"
-"""Prefix of an option's value that names a data set of the hub."""
-
-_DATASET = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})", re.ASCII)
+from pipeline.artifacts.manifest import InputRecord
+from pipeline.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    UserError,
+    lacks_package,
+    unreadable,
+)
 
 
 @dataclass(frozen=True)
@@ -67,68 +67,12 @@ class RawPaths:
         return self.paths[0]
 
 
-@dataclass(frozen=True)
-class HubDataset:
-    """Data set of the Hugging Face hub at one commit."""
-
-    name: str
-    """Name of the data set, ``OWNER/NAME``."""
-    revision: str
-    """Commit, all 40 hexadecimal digits."""
-
-    def __str__(self) -> str:
-        return f"{HUB}{self.name}@{self.revision}"
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Return the values of the option that name this data set."""
-        return (str(self),)
-
-    def named(self, name: str) -> dict[str, Path]:
-        """Return no paths, because nothing of it on this machine could be overwritten."""
-        del name
-        return {}
-
-    def records(self, name: str) -> dict[str, InputRecord]:
-        """Return the manifest's record by input name, without fetching anything."""
-        return {name: InputRecord(kind="raw", path=str(self), digest=json_digest(str(self)))}
-
-    def only_path(self) -> Path:
-        """Refuse, because a data set has no path.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(f"{self} is a data set of the hub where a path is wanted. Name a path.")
-
-
-RawInput: TypeAlias = RawPaths | HubDataset
-
-
-def raw_input(values: Sequence[str]) -> RawInput:
+def raw_input(values: Sequence[str]) -> RawPaths:
     """Return the raw input that the values of an option name.
 
     Raises:
-        ConfigError: A data set of the hub that is not pinned or has company, or a path twice.
+        ConfigError: A path is there twice.
     """
-    datasets = [value for value in values if value.startswith(HUB)]
-    if not datasets:
-        return _raw_paths(values)
-    match = _DATASET.fullmatch(datasets[0])
-    if match is None:
-        raise ConfigError(
-            f"{datasets[0]} does not say which text it is. Write hub:OWNER/NAME@REVISION, where "
-            "REVISION is the full commit of 40 digits (branches and tags can move)."
-        )
-    if len(values) > 1:
-        raise ConfigError(
-            f"{datasets[0]} is named with {len(values) - 1} more raw inputs. Name only this "
-            "data set, or only paths."
-        )
-    return HubDataset(name=match["name"], revision=match["revision"])
-
-
-def _raw_paths(values: Sequence[str]) -> RawPaths:
     paths = tuple(map(Path, values))
     repeated = [str(path) for path in paths if paths.count(path) > 1]
     if repeated:
@@ -139,35 +83,18 @@ def _raw_paths(values: Sequence[str]) -> RawPaths:
 BLOCK_BYTES = 2**18
 """Bytes read at a time; a block of line ends becomes as many empty lines."""
 
-ZSTD_WINDOW_BYTES = 2**27
-"""Largest window of a Zstandard file (``--long=27``); larger windows are refused."""
-
-
-PARQUET, ARROW = ".parquet", ".arrow"
-_BATCH_ROWS = 1000
-_PARQUET_ROWS = 64
-"""Rows of a Parquet file that are read at once, although each may repeat one long text, of which
-the file has one copy."""
+PARQUET = ".parquet"
+_BATCH_ROWS = 64
+"""Rows of a table that are read at once, although each may repeat one long text, of which the file
+has one copy."""
 _LARGE_BYTES = 2**28
 _MOST_TIMES = 100
 """Times that a row group above ``_LARGE_BYTES`` may be as large unpacked; usual text: below 20."""
-_BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
-"""Returns batches of rows, of these columns."""
-
-_ZSTD_FED_BYTES = 2**10
-"""Packed bytes unpacked at once: at most 256 blocks of 128 KiB, if all is repetition."""
-
-
-class ByteStream(Protocol):
-    """Stream to read bytes from."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return about this many bytes, fewer at the end, and none after it."""
 
 
 def plain_name(name: str) -> str:
     """Return the name of a file without the ending of its compression."""
-    return name.removesuffix(".gz").removesuffix(".zst")
+    return name.removesuffix(".gz")
 
 
 def named_files(paths: Sequence[Path]) -> list[tuple[str, Path]]:
@@ -210,7 +137,6 @@ def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
     it is too long. The rest is skipped and not held in memory.
 
     Raises:
-        ConfigError: The package for Zstandard is missing.
         DataError: The file is cut off, damaged, or not packed as its name says.
     """
     with open_bytes(path) as stream:
@@ -221,7 +147,7 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a file, at most ``BLOCK_BYTES`` at a time.
 
     Raises:
-        ConfigError, DataError: As ``iterate_raw_lines``.
+        DataError: As ``iterate_raw_lines``.
     """
     with open_bytes(path) as stream:
         while block := stream.read(BLOCK_BYTES):
@@ -229,82 +155,34 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[ByteStream]:
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """Open a plain or packed file, translating its errors within the block.
 
     Raises:
-        ConfigError, DataError: As ``iterate_raw_lines``.
+        DataError: As ``iterate_raw_lines``.
     """
     try:
-        if path.suffix == ".zst":
-            with _open_zstd(path) as stream:
-                yield stream
-        elif path.suffix == ".gz":
+        if path.suffix == ".gz":
             with gzip.GzipFile(path, "rb") as packed:
-                yield packed
+                yield cast(BinaryIO, packed)
         else:
             with path.open("rb") as plain:
                 yield plain
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path} is not a complete gzip file ({error}). Fetch it again, or unpack it and "
-            "remove the .gz from its name."
-        ) from error
+        raise _incomplete(path, "gzip", error) from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
+        raise DataError(unreadable(path, error, "Make it readable.")) from error
 
 
-class _ZstdFrames:
-    """Bytes of all frames of a file; zstandard's own reader accepts a cut-off file."""
-
-    def __init__(self, packed: BinaryIO, new_frame: Callable[[], Any]) -> None:
-        self._packed, self._new_frame = packed, new_frame
-        self._frame = new_frame()
-        self._fed, self._is_within = b"", False
-
-    def read(self, size: int, /) -> bytes:
-        """Read like ``ByteStream``; raise EOFError if the last frame is cut off."""
-        parts, number = [], 0
-        while number < size and (part := self._unpack()) is not None:
-            parts.append(part)
-            number += len(part)
-        return b"".join(parts)
-
-    def _unpack(self) -> bytes | None:
-        """Unpack the next few packed bytes; return None at the end of the file."""
-        fed = self._fed or self._packed.read(_ZSTD_FED_BYTES)
-        if not fed:
-            if self._is_within:
-                raise EOFError("it ends within a frame")
-            return None
-        part: bytes = self._frame.decompress(fed)
-        self._fed, self._is_within = self._frame.unused_data, not self._frame.eof
-        if self._frame.eof:
-            self._frame = self._new_frame()
-        return part
+def _incomplete(path: Path, kind: str, error: Exception) -> DataError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return DataError(
+        f"{path} is not a complete {kind} file ({reason}). Fetch it again, or rename it to its "
+        "form."
+    )
 
 
-@contextmanager
-def _open_zstd(path: Path) -> Iterator[ByteStream]:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} is a Zstandard file, which needs the package zstandard. Run "
-            "pip install 'mmnmt[zstd]', or unpack it."
-        ) from error
-    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
-    try:
-        with path.open("rb") as packed:
-            yield _ZstdFrames(packed, unpacker.decompressobj)
-    except (EOFError, zstandard.ZstdError) as error:
-        raise DataError(
-            f"{path} is not a complete Zstandard file ({error}). Fetch it again, or unpack it and "
-            "remove the .zst from its name."
-        ) from error
-
-
-def _lines_of(stream: ByteStream, *, longest: int) -> Iterator[bytes]:
+def _lines_of(stream: BinaryIO, *, longest: int) -> Iterator[bytes]:
     """Yield the lines of a stream, each cut to ``longest`` bytes."""
     begun = b""
     while block := stream.read(BLOCK_BYTES):
@@ -334,31 +212,25 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[Mapping[str, An
         ConfigError: The package pyarrow is missing.
         DataError: The file cannot be read.
     """
-    with _named_errors(path):
-        open_table = _open_parquet if path.suffix == PARQUET else _open_arrow
-        with open_table(path) as (names, batches_of):
+    try:
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
             present = [name for name in names if name in columns]
-            for batch in batches_of(present):
-                for start in range(0, batch.num_rows, _BATCH_ROWS):
-                    part = batch.slice(start, _BATCH_ROWS)
-                    if present:
-                        yield from part.to_pylist()
-                    else:
-                        yield from [dict.fromkeys(names)] * part.num_rows
-
-
-@contextmanager
-def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as table:
-
-        def batches_of(columns: list[str]) -> Iterable[Any]:
             for number in range(table.num_row_groups):
-                _refuse_bomb(path, table.metadata.row_group(number), columns)
-            yield from table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
-
-        yield table.schema_arrow.names, batches_of
+                _refuse_bomb(path, table.metadata.row_group(number), present)
+            for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=present):
+                if present:
+                    yield from batch.to_pylist()
+                else:
+                    yield from [dict.fromkeys(names)] * batch.num_rows
+    except (UserError, Interrupted):
+        raise
+    except ImportError as error:
+        raise lacks_package(str(path), "pyarrow", error, extra="parquet") from error
+    except Exception as error:  # the errors of pyarrow share no class
+        raise _incomplete(path, "Parquet", error) from error
 
 
 def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
@@ -374,30 +246,3 @@ def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
             f"{path} unpacks {packed:,} bytes to {unpacked:,}, as usual text does not. Remove it, "
             "or write it as JSON lines if you trust it."
         )
-
-
-@contextmanager
-def _open_arrow(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as table:
-        yield table.schema.names, lambda columns: (batch.select(columns) for batch in table)
-
-
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    """Turn any error of pyarrow into a DataError, because its errors share no class."""
-    kind = "Parquet" if path.suffix == PARQUET else "Arrow"
-    try:
-        yield
-    except (UserError, Interrupted):
-        raise
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs the package pyarrow ({error}). Run pip install 'mmnmt[parquet]'."
-        ) from error
-    except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise DataError(
-            f"{path} is not a complete {kind} file ({reason}). Fetch it again."
-        ) from error

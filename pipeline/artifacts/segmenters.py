@@ -140,8 +140,8 @@ class Segmenters:
             )
         path, function, content = read_function_file(name)
         if (function, _sha256(content)) != (record.name, record.sha256):
-            raise ConfigError(
-                f"tokenizer.segmenters names {name} for {language}, and the tokenizer was made "
+            raise _unusable(
+                f"{name} for {language}, and the tokenizer was made "
                 f"with a function {record.name!r} of a file with other contents (SHA-256 "
                 f"{record.sha256[:12]}…). Name that one, or train the tokenizer and what follows "
                 "anew."
@@ -162,16 +162,13 @@ def segmenter_records(
         code = _code_of(spelling, languages)
         if code is None or code in records:
             near = listed(nearest_codes(spelling, languages) or languages)
-            raise ConfigError(
-                f"tokenizer.segmenters names {spelling!r}, "
+            raise _unusable(
+                f"{spelling!r}, "
                 + ("a second time" if code else f"and the corpus has no such language ({near})")
                 + ". Change it, or leave it out."
             )
         if name == "mecab" and canonical(code) != "ja":
-            raise ConfigError(
-                f"tokenizer.segmenters names mecab for {code}, and its dictionary is of Japanese. "
-                "Name another."
-            )
+            raise _unusable(f"mecab for {code}, and its dictionary is of Japanese. Name another.")
         if name in SEGMENTERS:
             _built_in(name)
             records[code] = SegmenterRecord(name=name)
@@ -232,8 +229,8 @@ class JapaneseWords:
 
             self._tagger: Any = MeCab.Tagger(ipadic.MECAB_ARGS)
         except (ImportError, RuntimeError) as error:
-            raise ConfigError(
-                f"tokenizer.segmenters names mecab, and MeCab is not installed here ({error}). Run "
+            raise _unusable(
+                f"mecab, and MeCab is not installed here ({error}). Run "
                 "pip install mecab-python3 ipadic."
             ) from error
 
@@ -273,17 +270,16 @@ def load_function(path: Path, function: str, content: bytes) -> Segmenter:
     try:
         exec(compile(content, path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # user code may raise anything
-        raise ConfigError(
-            f"tokenizer.segmenters names {path}, which fails ({_said(error)}). Correct it."
-        ) from error
+        raise _unusable(f"{path}, which fails ({_said(error)}). Correct it.") from error
     found = module.__dict__.get(function)
     if not callable(found):
-        raise ConfigError(
-            f"tokenizer.segmenters names {path}:{function}, and the file has no such function. "
-            "Correct the name."
-        )
+        raise _unusable(f"{path}:{function}, and the file has no such function. Correct the name.")
     segmenter: Segmenter = found
     return segmenter
+
+
+def _unusable(problem: str) -> ConfigError:
+    return ConfigError(f"tokenizer.segmenters names {problem}")
 
 
 def _said(error: BaseException) -> str:

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 from pipeline.artifacts.manifest import as_text, is_text
 from pipeline.artifacts.places import refuse_path
-from pipeline.config.overrides import parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe, recipe_names
+from pipeline.config.recipe import Recipe, load_recipe, parse_overrides, recipe_names
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, hint
 from pipeline.stage import problem_of_name, split_named_path

@@ -5,11 +5,11 @@ import os
 import re
 from pathlib import Path
 
-from pipeline.artifacts.raw_input import RawInput, raw_input
+from pipeline.artifacts.raw_input import RawPaths, raw_input
 from pipeline.cli.ending import say, say_once
 from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import AUTO
-from pipeline.config.overrides import parse_overrides
+from pipeline.config.recipe import parse_overrides
 from pipeline.distributed.world import is_launched, launched_size
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.jobs.job_status import show_jobs
@@ -88,7 +88,7 @@ def doctor(options: argparse.Namespace) -> int:
     placed = None if options.plan is None else _placed_plan(options)
     out_dir = options.out or Path("runs") if placed is None else placed.out_dir
     wrong = 0
-    for finding in examine(placed, out_dir=out_dir, site=options.site):
+    for finding in examine(placed, out_dir=out_dir):
         say(finding.line())
         wrong += finding.mark == "wrong"
     return EXIT_USER_ERROR if wrong else 0
@@ -115,7 +115,7 @@ def _placed_plan(
     ).chosen(only=options.only, until=options.until)
 
 
-def _given(pairs: list[str]) -> dict[str, RawInput]:
+def _given(pairs: list[str]) -> dict[str, RawPaths]:
     """Map each input of a plan to its path or paths."""
     values: dict[str, list[str]] = {}
     for pair in pairs:

@@ -11,10 +11,17 @@ from pipeline.batching.world_sizes import expert_parallel_size
 from pipeline.cli.parser import chosen_recipe
 from pipeline.config.documents import read_toml, toml_lines, toml_value
 from pipeline.config.ds_config import AUTO, load_ds_config, name_for
-from pipeline.config.overrides import leaf_settings, override_texts, parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
+from pipeline.config.recipe import (
+    Recipe,
+    leaf_settings,
+    load_recipe,
+    override_texts,
+    parse_overrides,
+    recipe_names,
+    setting_origins,
+)
 from pipeline.config.settings import shown
-from pipeline.errors import ConfigError, hint
+from pipeline.errors import ConfigError, no_such
 from pipeline.jobs.plan import Task, load_plan, plan_names, resolve_plan
 from pipeline.machine import Gpus
 from pipeline.terminal import counted, text_table
@@ -140,7 +147,7 @@ def estimate(options: argparse.Namespace) -> int:
         return _estimate_plan(options)
     if not is_file and name.partition("+")[0] not in recipe_names():
         known = [*recipe_names(), *plan_names()]
-        raise ConfigError(f"There is no recipe or plan {name!r}{hint(name, known)}")
+        raise no_such("There is no recipe or plan", name, known)
     if options.only:
         raise ConfigError(f"Recipe {name!r} has no stages. Leave --only out.")
     return _estimate_recipe(options)

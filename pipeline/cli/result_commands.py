@@ -16,7 +16,14 @@ from pipeline.config.documents import write_whole
 from pipeline.config.settings import describe_validation
 from pipeline.decoding.incoming_lines import IncomingLines
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError
+from pipeline.errors import (
+    EXIT_USER_ERROR,
+    ArtifactError,
+    ConfigError,
+    lacks_package,
+    unreadable,
+    unwritable,
+)
 
 DEMO = Path("runs/demo")
 """Folder of a plan with the models from which the filter takes the best if none is named."""
@@ -41,9 +48,7 @@ def report(options: argparse.Namespace) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(options.out, render_html(report))
     except OSError as error:
-        raise ArtifactError(
-            f"{options.out} cannot be written ({error.strerror}). Name another --out."
-        ) from error
+        raise unwritable(options.out, error, "name another --out") from error
     systems, runs = report.facts
     print(f"{options.out}: {runs} of {systems}")
     return 0
@@ -78,14 +83,12 @@ def _refuse_to_replace_another(out: Path) -> None:
 def serve(options: argparse.Namespace) -> int:
     """Answer requests until a signal comes."""
     try:
-        from pipeline.serving.api import ServerLimits
+        from pipeline.serving.api import listen, serve
         from pipeline.serving.bodies import MAX_FIELD
-        from pipeline.serving.server import listen, serve
+        from pipeline.serving.limits import ServerLimits
         from pipeline.serving.systems import System
     except ImportError as error:
-        raise ConfigError(
-            f"A server needs more packages ({error}). Run pip install 'mmnmt[serve]'."
-        ) from error
+        raise lacks_package("serve", "uvicorn", error, extra="serve") from error
 
     recipe = chosen_recipe(options)
     named = [run if "=" in run else f"{Path(run).resolve().name}={run}" for run in options.runs]
@@ -112,9 +115,7 @@ def _read_key(path: Path, *, most: int) -> str:
         with path.open(encoding="utf-8") as stream:
             key = stream.read(2 * most).strip()  # a device has no end
     except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"--key-file {path} cannot be read ({error}). Name a text file."
-        ) from error
+        raise ConfigError(unreadable(f"--key-file {path}", error, "Name a text file.")) from error
     if len(key.splitlines()) != 1 or len(key) > most:
         raise ConfigError(
             f"--key-file {path} does not have one line of at most {most} characters. Write the key "

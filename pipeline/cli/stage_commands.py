@@ -31,7 +31,7 @@ from pipeline.artifacts.places import (
     restore,
     run_dir,
 )
-from pipeline.artifacts.raw_input import RawInput, raw_input
+from pipeline.artifacts.raw_input import RawPaths, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
 from pipeline.cli.commands import FILTER, STAGE_OPTIONS
 from pipeline.cli.ending import guarded, say, say_once
@@ -47,7 +47,7 @@ from pipeline.cli.parser import (
 )
 from pipeline.config.recipe import load_recipe
 from pipeline.distributed.signals import interruptible
-from pipeline.distributed.world import is_launched, launched_size, own_rank
+from pipeline.distributed.world import is_launched, own_rank
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
@@ -55,7 +55,7 @@ from pipeline.jobs.plan import splits_to_compare
 from pipeline.machine import prepare_process
 from pipeline.registry import STAGES
 from pipeline.stage import Stage, StageCall, stage_config
-from pipeline.terminal import an_artifact, counted
+from pipeline.terminal import an_artifact
 
 
 def commands_of_stages() -> dict[str, dict[str, Stage]]:
@@ -129,7 +129,6 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
     refuse_to_overwrite(call.out_dir, overwrite=call.overwrite, kind=stage.makes)
     if call.overwrite and own_rank() == 0:
         _set_training_aside(call)
-    _say_whose_ranks(stage, options.processes if stage.parallel == "ranks" else None)
     if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
         return launch(
             ["-m", "pipeline", stage.name, *arguments],
@@ -175,18 +174,6 @@ def _finish_removal(call: StageCall) -> None:
         say_once(f"mmnmt {call.stage.called}: {problem}")
 
 
-def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
-    """Say that ``--processes`` has no effect if a launcher started another number of ranks."""
-    if asked is None or not is_launched(os.environ):
-        return
-    started = launched_size(os.environ)
-    if started is not None and started != asked:
-        say_once(
-            f"mmnmt {stage.called}: --processes {asked} is not used, since a launcher started "
-            f"{counted(started, 'rank')}. Leave it out, or change the launcher's number."
-        )
-
-
 def _prepare_output(call: StageCall) -> None:
     """Restore what a killed stage left aside, and refuse work directories that are not ours."""
     if own_rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
@@ -208,7 +195,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         route = {"route": given["route"]}
         recipe = recipe.model_copy(update={"decoding": recipe.decoding.model_copy(update=route)})
     artifacts: dict[str, Artifact] = {}
-    raw: dict[str, RawInput] = {}
+    raw: dict[str, RawPaths] = {}
     records: dict[str, InputRecord] = {}
     for name, wanted in stage.inputs.items():
         value = given[name]

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.errors import ArtifactError, ConfigError, UserError, hint
+from pipeline.errors import ArtifactError, ConfigError, UserError, hint, unreadable
 
 MAX_TOML_BYTES = 2**20
 """Largest recipe or plan; a recipe for a hundred languages has a few KiB."""
@@ -147,7 +147,7 @@ def read_bytes(
         with path.open("rb") as stream:
             content = stream.read(limit + 1)
     except OSError as problem:
-        raise error(f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}") from problem
+        raise error(unreadable(path, problem, _sentence(fix))) from problem
     if content.startswith(_POINTER):
         refuse_pointer(path, error=error)
     if len(content) > limit:
@@ -221,9 +221,7 @@ def byte_lines(path: Path, *, fix: str = RESTORE) -> Iterator[bytes]:
                     )
                 yield line
     except OSError as problem:
-        raise ArtifactError(
-            f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}"
-        ) from problem
+        raise ArtifactError(unreadable(path, problem, _sentence(fix))) from problem
 
 
 def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]:

@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pipeline.config.documents import read_json
 from pipeline.config.settings import shown
-from pipeline.errors import ConfigError, hint
+from pipeline.errors import ConfigError, no_such
 from pipeline.machine import Gpus, visible_gpus
 
 AUTO = "auto"
@@ -150,8 +150,8 @@ def ds_config_path(name_or_path: str) -> Path:
     if name_or_path in ds_config_names():
         path = Path(str(resources.files("ds_configs") / f"{name_or_path}.json"))
     if path.suffix != ".json" or not path.is_file():
-        names = hint(name_or_path, ds_config_names(), otherwise="or give the path of a .json file")
-        raise ConfigError(f"There is no ds_config {name_or_path!r}{names}")
+        otherwise = "or give the path of a .json file"
+        raise no_such("There is no ds_config", name_or_path, ds_config_names(), otherwise=otherwise)
     return path
 
 
@@ -182,7 +182,7 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
                 f"{RECIPE_KEYS[key]} in the recipe."
             )
         if key not in MACHINE_KEYS:
-            raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
+            raise no_such("The ds_config has an unknown key", key, MACHINE_KEYS)
     _check_per_pass(config)
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
@@ -196,10 +196,8 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
         )
     accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
     if accumulates_in not in (None, *ACCUMULATION_TYPES):
-        raise ConfigError(
-            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}. Use "
-            f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
-        )
+        types = f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out"
+        _refuse("data_types.grad_accum_dtype", accumulates_in, types)
     if precision_of(config) == "fp16" and accumulates_in == "bf16":
         raise ConfigError(
             "The ds_config accumulates the gradients of fp16 in bf16. Set "
@@ -234,10 +232,7 @@ def _check_per_pass(config: Mapping[str, Any]) -> None:
     number = config.get(PER_PASS, AUTO)
     is_whole = isinstance(number, int) and not isinstance(number, bool)
     if number != AUTO and not (is_whole and 1 <= number <= MAX_PER_PASS):
-        raise ConfigError(
-            f"The ds_config's micro_batches_per_pass is {_shown(number)}. Choose a whole number "
-            f'from 1 to {MAX_PER_PASS:,}, or "auto".'
-        )
+        _refuse(PER_PASS, number, f'a whole number from 1 to {MAX_PER_PASS:,}, or "auto"')
 
 
 def _check_fp16(config: Mapping[str, Any]) -> None:
@@ -248,34 +243,26 @@ def _check_fp16(config: Mapping[str, Any]) -> None:
         value = section.get(key, least)
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not is_whole or not least <= value <= most:
-            raise ConfigError(
-                f"The ds_config's fp16.{key} is {_shown(value)}. Choose a whole number from "
-                f"{least:,} to {most:,}."
-            )
+            _refuse(f"fp16.{key}", value, f"a whole number from {least:,} to {most:,}")
 
 
 def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
     if not isinstance(section, Mapping):
-        raise ConfigError(
-            f'The ds_config\'s {name} is {_shown(section)}. Write an object, "{name}": {{...}}.'
-        )
+        _refuse(name, section, f'an object, "{name}": {{...}}')
     for key, value in section.items():
         if known and key not in known:
-            raise ConfigError(
-                f"The ds_config's {name} has an unknown key {key!r}{hint(key, known)}"
-            )
+            raise no_such(f"The ds_config's {name} has an unknown key", key, known)
         if known and key in SWITCHES and not isinstance(value, bool):
-            raise ConfigError(
-                f"The ds_config's {name}.{key} is {_shown(value)}. Use true or false."
-            )
+            _refuse(f"{name}.{key}", value, "true or false")
     for key in BUCKETS if name == "zero_optimization" else ():
         size = section.get(key, 1)
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         if size != "auto" and not (is_number and 1 <= size <= MAX_BUCKET):
-            raise ConfigError(
-                f"The ds_config's {name}.{key} is {_shown(size)}. Choose a whole number from 1 to "
-                f"{MAX_BUCKET:,}."
-            )
+            _refuse(f"{name}.{key}", size, f"a whole number from 1 to {MAX_BUCKET:,}")
+
+
+def _refuse(key: str, value: object, wanted: str) -> NoReturn:
+    raise ConfigError(f"The ds_config's {key} is {_shown(value)}. Use {wanted}.")
 
 
 def _shown(value: object) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.spelling import is_blank
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, unreadable
 
 Phrase = tuple[int, ...]
 
@@ -304,7 +304,7 @@ def read_phrases(path: Path) -> Iterator[tuple[str, ...]]:
     try:
         file = path.open(encoding="utf-8-sig", newline="\n")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}). Name a file.") from error
+        raise ConfigError(unreadable(path, error, "Name a file.")) from error
     return _phrases_of(file, path)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pipeline.config.ds_config import precision_of
-from pipeline.errors import ConfigError, hint
+from pipeline.errors import no_such
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ DEVICES = {  # by NVIDIA's data sheets of SXM modules: A100 of 80 GB, H100, H200
 def device_named(name: str) -> DataSheet:
     """Return a GPU of :data:`DEVICES`; ConfigError if it has none of that name."""
     if name not in DEVICES:
-        raise ConfigError(f"There is no device {name!r}{hint(name, [*DEVICES, 'cpu'])}")
+        raise no_such("There is no device", name, [*DEVICES, "cpu"])
     return DEVICES[name]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, lacks_package
 from pipeline.evaluation.scores import (
     Column,
     Floats,
@@ -104,9 +104,9 @@ def load_model(model_dir: Path) -> Any:
         import torch
         from comet.models import str2model
     except ImportError as error:
-        raise ConfigError(
-            f"COMET cannot be imported ({error}). Run pip install 'mmnmt[comet]', or leave comet "
-            "out of evaluation.scores and of [decoding]."
+        otherwise = ", or leave comet out of evaluation.scores and of [decoding]"
+        raise lacks_package(
+            "COMET", "unbabel-comet", error, extra="comet", otherwise=otherwise
         ) from error
     settings = _read_part(model_dir / "hparams.yaml")
     identifier = settings.get("class_identifier")

@@ -69,13 +69,12 @@ from pydantic import AfterValidator, Field, ValidationError
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.manifest import describe_name
 from pipeline.artifacts.places import refuse_inputs
-from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.ds_config import AUTO
-from pipeline.config.overrides import without_stated
-from pipeline.config.recipe import TABLES, load_recipe, read_overlay, recipe_layers
+from pipeline.config.recipe import TABLES, load_recipe, read_overlay, recipe_layers, without_stated
 from pipeline.config.settings import Settings, describe_validation, whole
-from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names
+from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names, no_such
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.jobs.plan_expansion import expand
 from pipeline.registry import STAGES
@@ -253,7 +252,7 @@ def _check_stage(plan: Plan, name: str) -> None:
     if not name.replace("_", "").replace("-", "").isalnum():
         raise ConfigError(f"{where}: it names a folder. Use letters, digits, - and _ only.")
     if stage is None:
-        raise ConfigError(f"{where}: there is no stage {run!r}{hint(run, [*STAGES])}")
+        raise no_such(f"{where}: there is no stage", run, [*STAGES])
     if planned.set and not stage.sections:
         raise ConfigError(f"{where}: {run} reads no settings. Leave out set.")
     if stage.sections and stage.needs_recipe and not planned.recipe:
@@ -263,7 +262,7 @@ def _check_stage(plan: Plan, name: str) -> None:
             raise ConfigError(f"{where}: {run} needs input {key!r}. Add it to inputs.")
     for key, source in planned.inputs.items():
         if key not in stage.inputs:
-            raise ConfigError(f"{where}: {run} has no input {key!r}{hint(key, [*stage.inputs])}")
+            raise no_such(f"{where}: {run} has no input", key, [*stage.inputs])
         if stage.inputs[key].many != isinstance(source, dict):
             form = '{name = "stage", ...}' if stage.inputs[key].many else "one stage name"
             raise ConfigError(f"{where}, {key}: this input takes {form}.")
@@ -324,7 +323,7 @@ class ResolvedPlan:
 
     plan: Plan
     out_dir: Path
-    given: Mapping[str, RawInput]
+    given: Mapping[str, RawPaths]
     """Plan input → data from outside."""
     tasks: list[Task]
     """The stages to be run or looked at: all of the plan, or those chosen."""
@@ -373,10 +372,8 @@ class ResolvedPlan:
     def require_stage(self, name: str, option: str) -> None:
         """Raise ConfigError if the plan has no stage that an option names."""
         if name not in self.plan.stages:
-            raise ConfigError(
-                f"{option} {name}: plan {self.plan.name!r} has no such stage"
-                f"{hint(name, [*self.plan.stages])}"
-            )
+            what = f"{option}: plan {self.plan.name!r} has no stage"
+            raise no_such(what, name, [*self.plan.stages])
 
     def left_out(self, task: Task) -> list[Task]:
         """Return the stages that a task reads from and that are left out."""
@@ -449,7 +446,7 @@ def resolve_plan(
     out_dir: Path | None = None,
     overlay: str = "",
     overrides: Mapping[str, Any] | None = None,
-    given: Mapping[str, RawInput] | None = None,
+    given: Mapping[str, RawPaths] | None = None,
     processes: int | None = None,
     auto: str = AUTO,
 ) -> ResolvedPlan:
@@ -471,9 +468,7 @@ def resolve_plan(
     given = given or {}
     unknown = [name for name in given if name not in plan.inputs]
     if unknown:
-        raise ConfigError(
-            f"Plan {plan.name!r} has no input {unknown[0]!r}{hint(unknown[0], [*plan.inputs])}"
-        )
+        raise no_such(f"Plan {plan.name!r} has no input", unknown[0], [*plan.inputs])
     place = out_dir or default_dir(plan)
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")

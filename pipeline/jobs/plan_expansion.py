@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from pipeline.config.documents import merge
 from pipeline.config.recipe import TABLES
 from pipeline.config.settings import Settings, describe_validation
-from pipeline.errors import ConfigError, hint
+from pipeline.errors import ConfigError, no_such
 from pipeline.registry import STAGES
 
 _TABLES = frozenset(f"set.{name}" for name in TABLES)
@@ -62,12 +62,17 @@ def expand(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     expanded: dict[str, Any] = {}
     for name, stage in _over_rows(stages, matrices, where):
         if name in expanded:
-            raise ConfigError(
-                f"{where}: two stages are named {name!r}. Write {{row}}, or another placeholder "
-                "that tells the rows apart, into the name of the stage with a matrix."
-            )
+            raise _named_twice(f"{where}: two stages are named", name)
         expanded[name] = stage
     return {**plain, "stages": _under_defaults(expanded, document.get("defaults", {}), where)}
+
+
+def _named_twice(what: str, name: str) -> ConfigError:
+    """Return the refusal of rows that do not differ in a name that is made of them."""
+    return ConfigError(
+        f"{what} {name!r}. Rename a row, or write {{row}} or another placeholder that tells the "
+        "rows apart into the name."
+    )
 
 
 # ---------------------------------------------------------------- matrix
@@ -95,18 +100,13 @@ def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
     if other is None or other.times is not None:
         fault = "there is no matrix" if other is None else "times is not allowed twice:"
         known = [candidate for candidate in matrices if matrices[candidate].times is None]
-        raise ConfigError(
-            f"{where}, [matrix.{name}], times: {fault} {matrix.times!r}{hint(matrix.times, known)}"
-        )
+        raise no_such(f"{where}, [matrix.{name}], times: {fault}", matrix.times, known)
     rows = {}
     for second, first in product(other.rows, matrix.rows):
         values = _laid_over(other.values | other.rows[second], matrix.values | matrix.rows[first])
         row = f"{first}_{second}"
         if row in rows:
-            raise ConfigError(
-                f"{where}, [matrix.{name}], times: two rows would be named {row!r}. Rename a row "
-                "that it joins."
-            )
+            raise _named_twice(f"{where}, [matrix.{name}], times: two rows would be named", row)
         rows[row] = {**values, name: first, matrix.times: second}
     return Matrix(rows=rows, order=matrix.order, times=matrix.times)
 
@@ -129,10 +129,8 @@ def _over_rows(
             yield from templates
             continue
         if chosen not in matrices:
-            raise ConfigError(
-                f"{where}, stage {templates[0][0]!r}: there is no matrix {chosen!r}"
-                f"{hint(str(chosen), [*matrices], otherwise='add it under [matrix]')}"
-            )
+            at = f"{where}, stage {templates[0][0]!r}: there is no matrix"
+            raise no_such(at, str(chosen), [*matrices], otherwise="add it under [matrix]")
         expand_group = _repeated if is_repeated else _with_repeated_inputs
         yield from expand_group(templates, matrices[chosen], where)
 
@@ -182,10 +180,7 @@ def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> 
             values, at = matrix.row(row), f"{where}, row {row!r}"
             name = str(_filled(key, values, at))
             if name in entries:
-                raise ConfigError(
-                    f"{at}: another row also gives an entry {name!r}. Write {{row}}, or another "
-                    "placeholder that tells the rows apart, into its name."
-                )
+                raise _named_twice(f"{at}: another row also gives an entry", name)
             entries[name] = _filled(entry, values, at)
     return entries
 
@@ -213,7 +208,7 @@ def _filled(value: Any, values: Mapping[str, Any], where: str) -> Any:
 
 def _value(name: str, values: Mapping[str, Any], where: str) -> Any:
     if name not in values:
-        raise ConfigError(f"{where}: the row has no value {name!r}{hint(name, [*values])}")
+        raise no_such(f"{where}: the row has no value", name, [*values])
     return values[name]
 
 
@@ -229,18 +224,14 @@ def _under_defaults(
     used = {stage.get("run") for stage in stages.values()}
     for key, settings in document.items():
         if key not in (*STAGES, *_OF_ALL):
-            raise ConfigError(
-                f"{where}, [defaults]: {key!r} is neither a setting of stages nor a stage"
-                f"{hint(key, [*_OF_ALL, *STAGES])}"
-            )
+            at = f"{where}, [defaults]: there is no setting of stages, and no stage,"
+            raise no_such(at, key, [*_OF_ALL, *STAGES])
         if key in _OF_ALL:
             continue
         for name in settings if isinstance(settings, dict) else ("",):
             if name not in (*_OF_ALL, "inputs"):
-                raise ConfigError(
-                    f"{where}, [defaults.{key}]: {name!r} is not a setting of stages"
-                    f"{hint(name, (*_OF_ALL, 'inputs'))}"
-                )
+                at = f"{where}, [defaults.{key}]: there is no setting of stages"
+                raise no_such(at, name, (*_OF_ALL, "inputs"))
         if key not in used:
             raise ConfigError(f"{where}, [defaults.{key}]: no stage runs {key}. Remove it.")
     merged = {}

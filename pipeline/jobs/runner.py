@@ -27,8 +27,7 @@ from pipeline.artifacts.places import (
     unfinished_dirs,
 )
 from pipeline.artifacts.run_folders import finish_removal, saved_work, set_aside
-from pipeline.config.overrides import override_texts
-from pipeline.config.recipe import load_recipe
+from pipeline.config.recipe import load_recipe, override_texts
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
     EXIT_USER_ERROR,

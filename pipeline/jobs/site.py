@@ -138,16 +138,14 @@ def allocate(task: Task, site: Site) -> Allocation:
         cores *= planned.processes
     if cores > node.cpus:
         spread = ", set job.nodes to spread them" if task.stage.spreads_over_mpi else ""
-        raise ConfigError(
-            f"{where} asks for {cores} cores in one task, where a node has {node.cpus}. Set fewer "
-            f"processes or job.cpus_per_process in the plan{spread}, or correct node.cpus in the "
-            "site file."
+        fix = (
+            f"Set fewer processes or job.cpus_per_process in the plan{spread}, or correct "
+            "node.cpus in the site file"
         )
+        raise _too_large(where, f"{cores} cores in one task", node.cpus, fix)
     if gpus > node.gpus:
-        raise ConfigError(
-            f"{where} asks for a GPU, and the site's nodes have none. Set job.gpus_per_process to "
-            "0 in the plan, or node.gpus in the site file."
-        )
+        fix = "Set job.gpus_per_process to 0 in the plan, or node.gpus in the site file"
+        raise _too_large(where, "a GPU", "none", fix)
     most = min(node.cpus // cores, node.gpus // gpus if gpus else tasks)
     nodes = job.nodes or next(
         n for n in range(1, tasks + 1) if tasks % n == 0 and tasks // n <= most
@@ -161,10 +159,8 @@ def allocate(task: Task, site: Site) -> Allocation:
         )
     wanted, there = num_bytes(job.memory), num_bytes(node.memory)
     if wanted is not None and there is not None and wanted > there:
-        raise ConfigError(
-            f"{where} asks for {job.memory} of memory per node, where a node has {node.memory}. "
-            "Set less in job.memory, or more nodes."
-        )
+        fix = "Set less in job.memory, or more nodes"
+        raise _too_large(where, f"{job.memory} of memory per node", node.memory, fix)
     return Allocation(
         queue=queue,
         nodes=nodes,
@@ -175,3 +171,7 @@ def allocate(task: Task, site: Site) -> Allocation:
         memory=job.memory,
         time=job.time or queue.time,
     )
+
+
+def _too_large(where: str, wanted: str, there: object, fix: str) -> ConfigError:
+    return ConfigError(f"{where} asks for {wanted}, where a node has {there}. {fix}.")

@@ -1,4 +1,4 @@
-"""Answer requests with the API of LibreTranslate.
+"""Listen on a port, and answer requests with the API of LibreTranslate.
 
 A text is translated line by line, as by ``mmnmt translate``, and keeps its lines. Every
 answer that is not a success is a JSON object with one sentence, ``{"error": …}``. A request takes
@@ -7,14 +7,16 @@ up or its time is over.
 """
 
 import asyncio
+import socket
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from signal import SIGTERM
 from time import perf_counter
 from typing import Any
 
@@ -31,12 +33,15 @@ from pipeline.artifacts.spelling import is_blank
 from pipeline.config.settings import shown
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.decoding.line_filter import written_record
+from pipeline.distributed.signals import handled_by
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import LanguageDetector
 from pipeline.languages import find_code
 from pipeline.serving.bodies import Fields, Refused, read_fields
+from pipeline.serving.limits import ServerLimits, limited_server
 from pipeline.serving.systems import System, Systems
 from pipeline.serving.worker import Worker
+from pipeline.terminal import listed
 
 AUTO = "auto"
 """Source language of a request that asks for detection."""
@@ -51,18 +56,6 @@ PAGE_HEADERS = {
 }
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """The largest load that a server takes."""
-
-    characters: int
-    """Most characters of a request's texts."""
-    requests: int
-    """Most requests that wait or are translated; more are refused."""
-    seconds: int
-    """Longest time of a request, from its first byte to its answer."""
 
 
 class Api:
@@ -376,3 +369,56 @@ class _Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+# ---------------------------------------------------------------- serving
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a port, or on any free one for port 0.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (")[0]  # without the address again
+        raise ConfigError(
+            f"Port {port} of {host} cannot be used ({reason}). Name another --port or --host."
+        ) from error
+
+
+def serve(
+    listener: socket.socket,
+    systems: Sequence[System],
+    *,
+    limits: ServerLimits,
+    key: str | None,
+    say: Callable[[str], None],
+) -> None:
+    """Answer requests until SIGTERM or Ctrl-C, then those that are still open.
+
+    Args:
+        listener: from :func:`listen`.
+        systems: the models.
+        limits: the largest load.
+        key: key that requests must have; None: they need none.
+        say: receives the address.
+    """
+    api = Api(Systems(systems), limits=limits, key=key)
+    server = limited_server(api.app, limits)
+    if sys.platform == "linux":  # close the connections of clients that do not read
+        milliseconds = 1000 * limits.seconds
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    with suppress(OSError):  # a log on a full disk keeps no request from its answer
+        say(f"http://{address}:{port} serves {listed(system.name for system in systems)}.")
+    try:
+        # uvicorn raises the signal again when it has ended.
+        with handled_by(lambda _: None, signals=(SIGTERM,)):
+            server.run(sockets=[listener])
+    finally:
+        api.close()

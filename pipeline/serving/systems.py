@@ -10,7 +10,7 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
-from pipeline.errors import ConfigError, hint
+from pipeline.errors import ConfigError, no_such
 from pipeline.languages import language, own_name
 
 
@@ -105,7 +105,7 @@ class Systems:
             ConfigError: there is no such system, or none has the direction.
         """
         if name is not None and name not in self.names:
-            raise ConfigError(f"There is no system {name!r}{hint(name, self.names)}")
+            raise no_such("There is no system", name, self.names)
         problems = []
         for system in self._systems:
             if name in (None, system.name):

@@ -10,7 +10,7 @@ import pytest
 from support.corpora import Texts, make_corpus, writing
 from support.stage_runs import run_stage
 
-from data_prep import make_shards, pair_shards
+from data_prep import make_shards
 from data_prep.settings import ShardsConfig
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import (
@@ -182,7 +182,7 @@ def test_the_number_of_workers_and_of_lines_at_once_changes_nothing(
     parallel = shard(*inputs, tmp_path / "parallel", processes=2)
     assert parallel.manifest.files == shards.manifest.files
     assert parallel.statistics == shards.statistics
-    monkeypatch.setattr(pair_shards, "CHUNK_LINES", 7)
+    monkeypatch.setattr(make_shards, "CHUNK_LINES", 7)
     assert shard(*inputs, tmp_path / "chunks").manifest.files == shards.manifest.files
 
 
@@ -304,9 +304,9 @@ def test_chunks_are_bounded_in_lines_and_in_characters(
 ) -> None:
     lines = ["a" * 10, "b" * 30, "", "c", "d" * 100, "e"]
     corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": {"de": lines, "en": lines}}})
-    monkeypatch.setattr(pair_shards, "CHUNK_CHARACTERS", 50)
-    monkeypatch.setattr(pair_shards, "CHUNK_LINES", 2)
-    chunks = [first for first, _ in pair_shards.line_pairs(corpus, "de-en", "train")]
+    monkeypatch.setattr(make_shards, "CHUNK_CHARACTERS", 50)
+    monkeypatch.setattr(make_shards, "CHUNK_LINES", 2)
+    chunks = [first for first, _ in make_shards.line_pairs(corpus, "de-en", "train")]
     assert chunks == [lines[:2], lines[2:4], lines[4:5], lines[5:]]
 
 
@@ -340,15 +340,16 @@ def test_pairs_that_were_finished_when_the_stage_was_stopped_are_not_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[str] = []
+    shard_pair = make_shards.shard_pair
 
     def until_the_last(
-        sharding: pair_shards.Sharding, job: pair_shards.PairWork
-    ) -> pair_shards.FinishedPair:
+        sharding: make_shards.Sharding, job: make_shards.PairWork
+    ) -> make_shards.FinishedPair:
         if job.pair == "de-ru" and "de-ru" not in made:
             made.append(job.pair)
             raise Stopped
         made.append(job.pair)
-        return pair_shards.shard_pair(sharding, job)
+        return shard_pair(sharding, job)
 
     monkeypatch.setattr(make_shards, "shard_pair", until_the_last)
     with pytest.raises(Stopped):

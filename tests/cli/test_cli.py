@@ -871,40 +871,6 @@ def test_under_another_launcher_a_stage_runs_in_this_process(
     assert launched == []
 
 
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks. Leave it out"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, ""),
-        (
-            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
-            "a launcher started 1 rank.",
-        ),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, "started 8 ranks"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
-    ],
-)
-@pytest.mark.usefixtures("launched")
-def test_processes_that_a_launcher_leaves_unused_are_said_once_where_they_differ(
-    bench: Bench,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    environment: dict[str, str],
-    said: str,
-) -> None:
-    bench.read()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert bench.train(out="unasked") == 0
-    assert capsys.readouterr().err == ""
-    bench.train("--processes", "2")
-    error = capsys.readouterr().err
-    assert error.count("--processes 2 is not used") == bool(said)
-    assert said in error
-    assert len(error.splitlines()) == bool(said)
-
-
 LAUNCHED = [
     [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)],
     [
@@ -1107,7 +1073,7 @@ def test_run_and_status_read_the_plan_its_inputs_and_its_overlay(
     assert "Pass --input text=PATH" in capsys.readouterr().err
 
 
-def test_an_input_of_a_plan_is_named_once_per_path_or_as_a_data_set_of_the_hub(
+def test_an_input_of_a_plan_is_named_once_per_path(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan_path = tmp_path / "tiny.toml"
@@ -1120,10 +1086,6 @@ def test_an_input_of_a_plan_is_named_once_per_path_or_as_a_data_set_of_the_hub(
     capsys.readouterr()
     assert cli.main(["run", *given, f"text={plan_path}", f"text={bench.recipe_path}"]) == 0
     assert "corpus: already done" in capsys.readouterr().out
-    bench.read("--raw", f"hub:a/b@{'0' * 40}", "--overwrite", out="out/corpus")
-    assert cli.main(["run", *given, f"text=hub:a/b@{'0' * 40}"]) == 0
-    assert cli.main(["run", *given, "text=hub:a/b@main"]) == EXIT_USER_ERROR
-    assert "hub:a/b@main does not say which text it is" in capsys.readouterr().err
 
 
 def test_describe_without_a_recipe_lists_those_that_ship(

@@ -130,7 +130,7 @@ def test_updates_of_a_dense_model_are_estimated_in_updates_of_the_stages_own(
             "Stage 'moe_lgr': Recipe 'demo_moe_lgr' leaves the number of its language groups",
         ),
         (["demo", "--only", "clean"], "Plan 'demo' has no stage to estimate."),
-        (["demo", "--only", "mo"], "plan 'demo' has no such stage. Did you mean 'moe'?"),
+        (["demo", "--only", "mo"], "plan 'demo' has no stage 'mo'. Did you mean 'moe'?"),
         (["demo_dens"], "There is no recipe or plan 'demo_dens'. Did you mean 'demo_dense'?"),
         (["demo_dense", "--only", "dense"], "Recipe 'demo_dense' has no stages."),
         (["demo_moe", "--groups", "3"], "has no language groups that it routes by"),

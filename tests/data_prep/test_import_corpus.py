@@ -11,7 +11,7 @@ from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawInput, RawPaths
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 
@@ -19,7 +19,7 @@ BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
 def imported(
-    out_dir: Path, raw: Path | RawInput | None, config: CorpusConfig | None = None
+    out_dir: Path, raw: Path | RawPaths | None, config: CorpusConfig | None = None
 ) -> Artifact:
     recipe = Recipe(name="test", corpus=config or CorpusConfig())
     return run_import("import_corpus", out_dir, raw, recipe)
@@ -369,8 +369,8 @@ def test_codes_that_look_wrong_and_spellings_that_are_one_are_warned_of(
         raw, {"eng_Latn-rux/train.eng_Latn": numbered(ENGLISH), "eng_Latn-rux/train.rux": russian}
     )
     assert imported(out, raw).manifest.summary[-1] == (
-        "look at: de has Cyrl text, usual is Latn (meant: be?); rux is the code of no known "
-        "language (meant: ru, rue?); several spellings are one language: en (en, eng_Latn)"
+        "look at: de has Cyrl text, usual is Latn; rux is the code of no known "
+        "language; several spellings are one language: en (en, eng_Latn)"
     )
 
 

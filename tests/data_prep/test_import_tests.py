@@ -314,7 +314,7 @@ TWO = ("eng_Latn", "deu_Latn")
 @pytest.mark.parametrize(
     ("languages", "files", "said"),
     [
-        (TWO, {"newstest2019-src.eng.txt": "a\n"}, r"NTREX-128 .* and FLORES-200 "),
+        (TWO, {"newstest2019-src.eng.txt": "a\n"}, r"NTREX-128 .*, FLORES-200 "),
         (TWO, {"more/deu_Latn.dev": "x\n"}, "both the valid text of deu_Latn"),
         (("deu_Latn", "fra_Latn"), {}, "no file of the pivot 'en' among de, fr"),
         (

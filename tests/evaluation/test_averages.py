@@ -26,7 +26,6 @@ from pipeline.evaluation.averages import (
     win_ratios,
 )
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.checks import undecided
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.report import (
@@ -36,7 +35,7 @@ from pipeline.evaluation.report import (
     sets_section,
 )
 from pipeline.evaluation.scores import Column, Confusion, Evaluation, Scores, SystemScores
-from pipeline.evaluation.scoring import baseline_of
+from pipeline.evaluation.scoring import baseline_of, undecided
 from pipeline.evaluation.tables import Table, render_html, render_markdown
 
 FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "none": 1}}

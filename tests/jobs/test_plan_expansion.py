@@ -145,11 +145,15 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("processes = 2\nthreads", "proceses = 2\nthreads", "'proceses' is neither"),
+        ("processes = 2\nthreads", "proceses = 2\nthreads", "no stage, 'proceses'"),
         ("[defaults.translate]", "[defaults.tranlsate]", "Did you mean 'translate'?"),
         ("[defaults.translate]", "[defaults.upcycle]", "[defaults.upcycle]: no stage runs"),
-        ("ds_config =", "inputs = {}\nds_config =", "'inputs' is neither"),
-        ("set = { training.updates", "sets = { training.updates", "[defaults.pretrain]: 'sets'"),
+        ("ds_config =", "inputs = {}\nds_config =", "no stage, 'inputs'"),
+        (
+            "set = { training.updates",
+            "sets = { training.updates",
+            "[defaults.pretrain]: there is no setting of stages 'sets'",
+        ),
         (
             'matrix = "seeds", run = "pretrain"',
             'matrix = "sed", run = "pretrain"',

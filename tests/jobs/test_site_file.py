@@ -108,7 +108,7 @@ def test_stages_without_gpus_run_where_the_site_says(tmp_path: Path) -> None:
         ("shards", "", {"cpus": 8}, "12 cores in one task, where a node has 8"),
         ("shards", "", {"cpus": 8}, "set job.nodes to spread them"),
         ("shards", "nodes = 4", {}, "Set job.nodes to one of 1, 2, 3, 6"),
-        ("shards", "gpus_per_process = 1", {}, "the site's nodes have none"),
+        ("shards", "gpus_per_process = 1", {}, "a GPU, where a node has none"),
         ("dense", 'memory = "600G"', {"memory": "512G"}, "600G of memory per node"),
         ("dense", 'memory = "much"', {}, 'job.memory is "much". Write a size of memory'),
         ("dense", 'time = "a day"', {}, 'job.time is "a day". Write a time limit, for example'),

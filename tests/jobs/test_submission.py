@@ -421,7 +421,7 @@ def test_cancel_ends_all_jobs_or_those_of_some_stages(slurm: FakeSlurm, out: Pat
     said.clear()
     cancel_jobs(graph(out), [], say=said.append)
     assert said == ["No job waits or runs."]
-    with pytest.raises(ConfigError, match="has no such stage"):
+    with pytest.raises(ConfigError, match="has no stage"):
         cancel_jobs(graph(out), ["moo"])
     elsewhere = graph(out.with_name("elsewhere"))
     for look in (lambda: cancel_jobs(elsewhere, []), lambda: last_log(elsewhere, "corpus")):

@@ -35,7 +35,8 @@ from support.served import (
 from pipeline import cli
 from pipeline.decoding.incoming_lines import without_line_breaks
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.serving.server import SLOW_CONNECTIONS, listen
+from pipeline.serving.api import listen
+from pipeline.serving.limits import SLOW_CONNECTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -615,7 +616,7 @@ def test_a_key_that_no_request_can_send_is_refused(
 def test_a_missing_package_is_named_with_its_extra(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "pipeline.serving.server", raising=False)
+    monkeypatch.delitem(sys.modules, "pipeline.serving.limits", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as Python marks what cannot be imported
     assert cli.main(["serve", checkpoint]) == EXIT_USER_ERROR
     assert capsys.readouterr().err.endswith("Run pip install 'mmnmt[serve]'.\n")

@@ -22,7 +22,8 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Stream, Translator
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import sparing_loops
-from pipeline.serving.api import Api, ServerLimits
+from pipeline.serving.api import Api
+from pipeline.serving.limits import ServerLimits
 from pipeline.serving.systems import System, Systems
 from pipeline.serving.worker import STEPS, Worker
 

@@ -9,7 +9,7 @@ import pytest
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.files import TaskFiles
+from pipeline.extensions.tasks.kind import TaskFiles
 from pipeline.extensions.tasks.named_entities import (
     Sentence,
     entities,
@@ -46,18 +46,13 @@ def test_wikianns_language_before_every_token_is_taken_away(tmp_path: Path) -> N
     assert read_entities(mixed, "de")[0].tokens == ("de:Anna", "sees")
 
 
-def test_universal_ners_columns_and_comments_are_read(tmp_path: Path) -> None:
-    text = "# sent_id = 1\n# text = Anna #1\n1\tAnna\tB-PER\t-\tann\n2\t#1\tO\t-\tann\n"
-    path = written(tmp_path, text)
-    assert read_entities(path, "en") == [Sentence(("Anna", "#1"), ("B-PER", "O"))]
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ("Bonn", "is 'Bonn' where a token, a tab and its tag are wanted"),
         ("Bonn B-LOC", "a token, a tab and its tag"),
         ("Bonn\tB-LOC\tx", "a token, a tab and its tag"),
+        ("# sent_id = 1", "a token, a tab and its tag"),
         ("\tB-LOC", "a token, a tab and its tag"),
         ("Bonn\tLOC", "the tag 'LOC'"),
         ("Bonn\t", "the tag ''"),

@@ -13,7 +13,7 @@ import torch
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.extensions.tasks.files import TaskFiles
+from pipeline.extensions.tasks.kind import TaskFiles
 from pipeline.extensions.tasks.questions import (
     NO_ANSWER,
     Answer,

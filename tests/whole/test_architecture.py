@@ -152,8 +152,8 @@ JUDGES_OF_LINES = {"pipeline.evaluation.language_detector", "pipeline.evaluation
 """The language of a line and its chrF++, of translations and of training text alike."""
 PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
 COMMAND = [name for name in PIPELINE if name.split(".")[1] == "cli"]
-TEXT_ALONE = {"data_prep.rules.duplicates", "data_prep.rules.normalization"}
-"""Modules of ``data_prep`` that know of nothing but text."""
+TEXT_ALONE = {"data_prep.rules.duplicates"}
+"""Module of ``data_prep`` that knows of nothing but text."""
 SUBPACKAGES = {"data_prep.readers", "data_prep.rules"}
 """Packages within ``data_prep``; they hold nothing but their modules."""
 DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]

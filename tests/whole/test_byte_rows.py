@@ -13,8 +13,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, languages, line_counts, read_lines
 from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config.overrides import parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe, parse_overrides
 from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.extensions.byte_front_ends.settings import (
     AdaMshaConfig,

@@ -13,8 +13,7 @@ from support.forked import run_command
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config.overrides import parse_overrides
-from pipeline.config.recipe import Recipe, recipe_names
+from pipeline.config.recipe import Recipe, parse_overrides, recipe_names
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,7 @@ from support.process_pool import ProcessPool
 from support.tiny_models import attend_to_source, tiny_model
 from support.tiny_training import Inputs, pretrain
 
-from data_prep.make_shards import pair_jobs
-from data_prep.pair_shards import Sharding, shard_pair
+from data_prep.make_shards import Sharding, pair_jobs, shard_pair
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Split, read_hypotheses, read_lines

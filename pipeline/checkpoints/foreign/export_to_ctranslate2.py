@@ -17,7 +17,7 @@ from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.hugging_face_tokenizer import SPECIALS
 from pipeline.checkpoints.foreign.layouts import Entries
-from pipeline.errors import ConfigError
+from pipeline.errors import lacks_package
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 
 MAX_LENGTH = 1024
@@ -29,9 +29,7 @@ def installed_package() -> ModuleType:
     try:
         import ctranslate2
     except ImportError as error:
-        raise ConfigError(
-            "--to ctranslate2 needs the package ctranslate2. Run pip install 'mmnmt[export]'."
-        ) from error
+        raise lacks_package("--to ctranslate2", "ctranslate2", error, extra="export") from error
     module: ModuleType = ctranslate2
     return module
 

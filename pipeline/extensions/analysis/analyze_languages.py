@@ -30,7 +30,7 @@ from pipeline.batching.batch import Batch, Packing
 from pipeline.decoding.hypotheses import Source, not_numbers, source_begins
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError, lacks_package
 from pipeline.evaluation.directions import describe_directions
 from pipeline.extensions.analysis.analyze_lengths import most_paired, translations_of
 from pipeline.extensions.analysis.report import write_analysis
@@ -300,9 +300,7 @@ def installed_tsne() -> Any:
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:
-        raise ConfigError(
-            "analyze_languages needs the package scikit-learn. Run pip install 'mmnmt[analysis]'."
-        ) from error
+        raise lacks_package("analyze_languages", "scikit-learn", error, extra="analysis") from error
     return TSNE
 
 

@@ -1,8 +1,7 @@
-"""Read, cut and score sentences with named entities, in the formats of WikiANN and Universal NER.
+"""Read, cut and score sentences with named entities, in the format of WikiANN.
 
-WikiANN has one token and its tag per line, separated by a tab, and an empty line behind every
-sentence. Its tokens may begin with the language, ``de:Bonn``. Universal NER has a number, the
-token, its tag and more columns; comments begin with ``#``. Tags are IOB2. A model's input is
+It has one token and its tag per line, separated by a tab, and an empty line behind every sentence.
+Tokens may begin with the language, ``de:Bonn``. Tags are IOB2. A model's input is
 ``<s> pieces </s>``; a longer sentence is cut between words.
 
 F1 counts entities as seqeval and conlleval do: an entity is a kind and the tokens it covers, and
@@ -22,8 +21,7 @@ import numpy as np
 from pipeline.batching.batch import Integers, Labelled, collate_tags
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
-from pipeline.extensions.tasks.files import TaskFiles, read_text
-from pipeline.extensions.tasks.kind import Predictions, Scores, TaskKind
+from pipeline.extensions.tasks.kind import Predictions, Scores, TaskFiles, TaskKind, read_text
 from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
 from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
 
@@ -176,7 +174,7 @@ def _sentences(text: str, path: Path) -> Iterator[Sentence]:
             if tokens:
                 yield Sentence(tuple(tokens), tuple(tags))
             tokens, tags = [], []
-        elif not (line.startswith("#") and "\t" not in line):
+        else:
             token, tag = _token(line, f"Line {number} of {path}")
             tokens.append(token)
             tags.append(tag)
@@ -187,8 +185,6 @@ def _sentences(text: str, path: Path) -> Iterator[Sentence]:
 def _token(line: str, where: str) -> tuple[str, str]:
     """Return the token and the tag of a line."""
     columns = line.split("\t")
-    if len(columns) >= 3 and columns[0].isdecimal():
-        columns = columns[1:3]
     if len(columns) != 2 or not columns[0].strip():
         raise ArtifactError(
             f"{where} is {shown(line)!r} where a token, a tab and its tag are wanted. Correct it."

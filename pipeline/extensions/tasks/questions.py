@@ -31,8 +31,7 @@ from pipeline.checkpoints.foreign.model_folder import Described
 from pipeline.config.documents import parse_json
 from pipeline.config.settings import Route, shown
 from pipeline.errors import ArtifactError
-from pipeline.extensions.tasks.files import TaskFiles, read_text
-from pipeline.extensions.tasks.kind import Predictions, Scores, TaskKind
+from pipeline.extensions.tasks.kind import Predictions, Scores, TaskFiles, TaskKind, read_text
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.token_classifier import TaskModel, TaskSpec
 from pipeline.extensions.tasks.xlmr import BOS, EOS, Located, Pieces

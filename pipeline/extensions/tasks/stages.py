@@ -15,9 +15,7 @@ STAGES = (
         ),
         inputs={
             "pretrained": Input("raw", "XLM-R as Hugging Face's save_pretrained writes it"),
-            "entities": Input(
-                "raw", "LANGUAGE/train and dev, as WikiANN or Universal NER", required=False
-            ),
+            "entities": Input("raw", "LANGUAGE/train and dev, as WikiANN", required=False),
             "questions": Input(
                 "raw", "NAME.LANGUAGE.train.json and dev, as SQuAD v1.1", required=False
             ),

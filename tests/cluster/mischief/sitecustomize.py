@@ -87,7 +87,7 @@ def _play(plan: dict[str, Any]) -> None:
             lambda module: _before(module.Peers, "end", always),
         ),
         "pair": (
-            "data_prep.pair_shards",
+            "data_prep.make_shards",
             lambda module: _before(module, "shard_pair", always),
         ),
     }

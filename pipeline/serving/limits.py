@@ -1,23 +1,29 @@
-"""Listen on a port, and serve until asked to stop."""
+"""Limit requests and connections: their number, their time, their size and their form."""
 
 import asyncio
 import json
 import socket
-import sys
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from signal import SIGTERM
+from dataclasses import dataclass
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipeline.distributed.signals import handled_by
-from pipeline.errors import ConfigError
-from pipeline.serving.api import Api, ServerLimits
-from pipeline.serving.systems import System, Systems
-from pipeline.terminal import listed
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """The largest load that a server takes."""
+
+    characters: int
+    """Most characters of a request's texts."""
+    requests: int
+    """Most requests that wait or are translated; more are refused."""
+    seconds: int
+    """Longest time of a request, from its first byte to its answer."""
+
 
 IDLE_SECONDS = 5
 """Longest time from a connection's begin, or its last answer, to the head of the next request."""
@@ -143,43 +149,11 @@ class _Server(uvicorn.Server):
             listener.listen(WAITING_CONNECTIONS)  # asyncio has one number for both
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port, or on any free one for port 0.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # without the address again
-        raise ConfigError(
-            f"Port {port} of {host} cannot be used ({reason}). Name another --port or --host."
-        ) from error
-
-
-def serve(
-    listener: socket.socket,
-    systems: Sequence[System],
-    *,
-    limits: ServerLimits,
-    key: str | None,
-    say: Callable[[str], None],
-) -> None:
-    """Answer requests until SIGTERM or Ctrl-C, then those that are still open.
-
-    Args:
-        listener: from :func:`listen`.
-        systems: the models.
-        limits: the largest load.
-        key: key that requests must have; None: they need none.
-        say: receives the address.
-    """
-    api = Api(Systems(systems), limits=limits, key=key)
-    server = _Server(
+def limited_server(app: Starlette, limits: ServerLimits) -> uvicorn.Server:
+    """Return a server of an application within the limits."""
+    return _Server(
         uvicorn.Config(
-            api.app,
+            app,
             http=_Protocol,
             ws="none",
             lifespan="off",
@@ -193,16 +167,3 @@ def serve(
             timeout_graceful_shutdown=limits.seconds,
         )
     )
-    if sys.platform == "linux":  # close the connections of clients that do not read
-        milliseconds = 1000 * limits.seconds
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-    host, port = listener.getsockname()[:2]
-    address = f"[{host}]" if ":" in host else host
-    with suppress(OSError):  # a log on a full disk keeps no request from its answer
-        say(f"http://{address}:{port} serves {listed(system.name for system in systems)}.")
-    try:
-        # uvicorn raises the signal again when it has ended.
-        with handled_by(lambda _: None, signals=(SIGTERM,)):
-            server.run(sockets=[listener])
-    finally:
-        api.close()
