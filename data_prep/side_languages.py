@@ -8,8 +8,17 @@ swapped if nearly all of the sample reads as the reverse pair.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from pipeline.languages import canonical, count_scripts, is_known, letters_of, written_script
+from pipeline.languages import (
+    FAMILIES,
+    canonical,
+    count_scripts,
+    is_known,
+    letters_of,
+    nearest_codes,
+    written_script,
+)
 from pipeline.terminal import listed
 
 SAMPLE_LINES = 64
@@ -114,9 +123,13 @@ def code_warning(counts: Counter[str], spellings: Iterable[str]) -> str | None:
     if found is None or sum(counts.values()) < MIN_LETTERS or found in expected:
         return None
     if not is_known(spelled[0]):
-        return f"{listed(spelled)} is the code of no known language"
-    usual = "/".join(sorted(expected))
-    return f"{listed(spelled)} has {found} text, usual is {usual}" if expected else None
+        near = nearest_codes(spelled[0], chain.from_iterable(FAMILIES.values()))
+        near = [code for code in near if found in expected_letters([code])]
+        meant = f" (meant: {', '.join(near)}?)" if near else ""
+        return f"{listed(spelled)} is the code of no known language{meant}"
+    if not expected:
+        return None
+    return f"{listed(spelled)} has {found} text, usual is {'/'.join(sorted(expected))}"
 
 
 def most_letters(counts: Counter[str]) -> str | None:

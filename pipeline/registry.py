@@ -186,7 +186,9 @@ _CORE = (
         sections=("text", "decoding"),
         inputs={
             "checkpoint": Input("checkpoint", "model to translate with"),
-            "text": Input("raw", "files, or folders of .txt, .jsonl, .gz and .parquet files"),
+            "text": Input(
+                "raw", "files, or folders of .txt, .jsonl, .gz, .parquet and .arrow files"
+            ),
         },
         parallel="ranks",
         needs_recipe=False,

@@ -231,31 +231,40 @@ def test_chunks_hold_all_lines_in_order_and_are_bounded(
 
 
 def write_tables(folder: Path, rows: Mapping[str, Sequence[str | None]]) -> None:
-    """Write columns ``id`` and ``words`` as Parquet."""
+    """Write columns ``id`` and ``words``, as Parquet or as a data set's ``save_to_disk`` does."""
     pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, lines in rows.items():
         table = pyarrow.table({"id": range(len(lines)), "words": pyarrow.array(lines, "string")})
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(table, path)
+        if path.suffix == ".parquet":
+            parquet.write_table(table, path)
+            continue
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table, max_chunksize=2)
 
 
-def test_tables_are_read_by_their_field(tmp_path: Path) -> None:
+def test_a_data_set_of_hugging_face_is_read_by_its_field(tmp_path: Path) -> None:
     rows: dict[str, list[str | None]] = {
         "dump/b.parquet": ["eins", None, "zwei\ndrei"],
-        "train/0.parquet": ["vier", "", "fünf", "sechs", "sieben"],
+        "train/data-00000-of-00002.arrow": ["vier", "", "fünf", "sechs", "sieben"],
+        "train/data-00001-of-00002.arrow": ["acht"],
+        "train/cache-0123456789abcdef.arrow": ["made by a map over the data set"],
     }
     write_tables(tmp_path, rows)
-    (tmp_path / "train" / "state.json").write_text("{}", encoding="utf-8")
+    for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
     files, left_out = text_files.find_texts(RawPaths((tmp_path,)), field="words")
     assert {file.output: [*file.lines()] for file in files} == {
         "dump/b.txt": ["eins", "", "zwei drei"],
-        "train/0.txt": ["vier", "", "fünf", "sechs", "sieben"],
+        "train/data-00000-of-00002.txt": ["vier", "", "fünf", "sechs", "sieben"],
+        "train/data-00001-of-00002.txt": ["acht"],
     }
-    assert left_out == ["train/state.json"]
+    assert "train/cache-0123456789abcdef.arrow" in left_out
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 @pytest.mark.parametrize(
     ("field", "message"),
     [
@@ -263,19 +272,22 @@ def test_tables_are_read_by_their_field(tmp_path: Path) -> None:
         ("id", r"row 1: the field 'id' is no text\. "),
     ],
 )
-def test_a_column_that_is_no_text_is_named(tmp_path: Path, field: str, message: str) -> None:
-    write_tables(tmp_path, {"a.parquet": ["eins"]})
+def test_a_column_that_is_no_text_is_named(
+    tmp_path: Path, name: str, field: str, message: str
+) -> None:
+    write_tables(tmp_path, {name: ["eins"]})
     (file,), _ = text_files.find_texts(RawPaths((tmp_path,)), field=field)
     with pytest.raises(DataError, match=message):
         list(file.lines())
 
 
-def test_a_table_that_is_cut_off_is_named(tmp_path: Path) -> None:
-    write_tables(tmp_path, {"a.parquet": ["eins"] * 2000})
-    path = tmp_path / "a.parquet"
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_table_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
+    write_tables(tmp_path, {name: ["eins"] * 2000})
+    path = tmp_path / name
     path.write_bytes(path.read_bytes()[:600])
     (file,), _ = text_files.find_texts(RawPaths((tmp_path,)), field="words")
-    with pytest.raises(DataError, match=r"a\.parquet is not a complete Parquet file \("):
+    with pytest.raises(DataError, match=rf"{name} is not a complete \w+ file \("):
         list(file.lines())
 
 
@@ -292,7 +304,7 @@ def test_a_table_that_is_cut_off_is_named(tmp_path: Path) -> None:
         ({"a.jsonl": b'\n{"text": 3}\n'}, r"a\.jsonl, line 2: the field 'text' is no text\. "),
         ({"a.jsonl": b'{"text": "x"\n'}, r"a\.jsonl, line 1 is not valid JSON"),
         ({"a.jsonl": b"[]\n"}, r"a\.jsonl, line 1: it is no JSON object\. "),
-        ({"a.png": b"x"}, r"texts holds no file that ends in \.txt, \.jsonl, .*, \.parquet\. Name"),
+        ({"a.png": b"x"}, r"texts holds no file that ends in \.txt, \.jsonl, .*, \.arrow\. Name"),
         (
             {"a.txt": b"x", "a.txt.gz": gzip.compress(b"x")},
             r"a\.txt and \S+a\.txt\.gz would both be translated to a\.txt\. Rename",

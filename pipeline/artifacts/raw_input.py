@@ -1,18 +1,18 @@
 """Raw inputs, which no stage made: files and folders.
 
-A manifest records them by their digest. Files are text (plain or gzip) or Parquet tables, and are
-read in bounded memory, the longest wanted line and one block: longer lines are skipped to their
-end, and packed files are unpacked block by block.
+A manifest records them by their digest. Files are text (plain or gzip) or tables
+(Parquet or Arrow), and are read in bounded memory, the longest wanted line and one block: longer
+lines are skipped to their end, and packed files are unpacked block by block.
 """
 
 import gzip
 import os
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
@@ -83,13 +83,16 @@ def raw_input(values: Sequence[str]) -> RawPaths:
 BLOCK_BYTES = 2**18
 """Bytes read at a time; a block of line ends becomes as many empty lines."""
 
-PARQUET = ".parquet"
-_BATCH_ROWS = 64
-"""Rows of a table that are read at once, although each may repeat one long text, of which the file
-has one copy."""
+PARQUET, ARROW = ".parquet", ".arrow"
+_BATCH_ROWS = 1000
+_PARQUET_ROWS = 64
+"""Rows of a Parquet file that are read at once, although each may repeat one long text, of which
+the file has one copy."""
 _LARGE_BYTES = 2**28
 _MOST_TIMES = 100
 """Times that a row group above ``_LARGE_BYTES`` may be as large unpacked; usual text: below 20."""
+_BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
+"""Returns batches of rows, of these columns."""
 
 
 def plain_name(name: str) -> str:
@@ -212,25 +215,31 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[Mapping[str, An
         ConfigError: The package pyarrow is missing.
         DataError: The file cannot be read.
     """
-    try:
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
+    with _named_errors(path):
+        open_table = _open_parquet if path.suffix == PARQUET else _open_arrow
+        with open_table(path) as (names, batches_of):
             present = [name for name in names if name in columns]
+            for batch in batches_of(present):
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    part = batch.slice(start, _BATCH_ROWS)
+                    if present:
+                        yield from part.to_pylist()
+                    else:
+                        yield from [dict.fromkeys(names)] * part.num_rows
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+
+        def batches_of(columns: list[str]) -> Iterable[Any]:
             for number in range(table.num_row_groups):
-                _refuse_bomb(path, table.metadata.row_group(number), present)
-            for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=present):
-                if present:
-                    yield from batch.to_pylist()
-                else:
-                    yield from [dict.fromkeys(names)] * batch.num_rows
-    except (UserError, Interrupted):
-        raise
-    except ImportError as error:
-        raise lacks_package(str(path), "pyarrow", error, extra="parquet") from error
-    except Exception as error:  # the errors of pyarrow share no class
-        raise _incomplete(path, "Parquet", error) from error
+                _refuse_bomb(path, table.metadata.row_group(number), columns)
+            yield from table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
+
+        yield table.schema_arrow.names, batches_of
 
 
 def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
@@ -246,3 +255,25 @@ def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
             f"{path} unpacks {packed:,} bytes to {unpacked:,}, as usual text does not. Remove it, "
             "or write it as JSON lines if you trust it."
         )
+
+
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as table:
+        yield table.schema.names, lambda columns: (batch.select(columns) for batch in table)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Turn any error of pyarrow into a DataError, because its errors share no class."""
+    kind = "Parquet" if path.suffix == PARQUET else "Arrow"
+    try:
+        yield
+    except (UserError, Interrupted):
+        raise
+    except ImportError as error:
+        raise lacks_package(str(path), "pyarrow", error, extra="parquet") from error
+    except Exception as error:
+        raise _incomplete(path, kind, error) from error

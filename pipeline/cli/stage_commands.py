@@ -47,7 +47,7 @@ from pipeline.cli.parser import (
 )
 from pipeline.config.recipe import load_recipe
 from pipeline.distributed.signals import interruptible
-from pipeline.distributed.world import is_launched, own_rank
+from pipeline.distributed.world import is_launched, launched_size, own_rank
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
@@ -55,7 +55,7 @@ from pipeline.jobs.plan import splits_to_compare
 from pipeline.machine import prepare_process
 from pipeline.registry import STAGES
 from pipeline.stage import Stage, StageCall, stage_config
-from pipeline.terminal import an_artifact
+from pipeline.terminal import an_artifact, counted
 
 
 def commands_of_stages() -> dict[str, dict[str, Stage]]:
@@ -129,6 +129,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: Sequenc
     refuse_to_overwrite(call.out_dir, overwrite=call.overwrite, kind=stage.makes)
     if call.overwrite and own_rank() == 0:
         _set_training_aside(call)
+    _say_whose_ranks(stage, options.processes if stage.parallel == "ranks" else None)
     if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
         return launch(
             ["-m", "pipeline", stage.name, *arguments],
@@ -172,6 +173,18 @@ def _finish_removal(call: StageCall) -> None:
     problem = finish_removal(call.out_dir) if own_rank() == 0 else None
     if problem is not None:
         say_once(f"mmnmt {call.stage.called}: {problem}")
+
+
+def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
+    """Say that ``--processes`` has no effect if a launcher started another number of ranks."""
+    if asked is None or not is_launched(os.environ):
+        return
+    started = launched_size(os.environ)
+    if started is not None and started != asked:
+        say_once(
+            f"mmnmt {stage.called}: --processes {asked} is not used, since a launcher started "
+            f"{counted(started, 'rank')}. Leave it out, or change the launcher's number."
+        )
 
 
 def _prepare_output(call: StageCall) -> None:

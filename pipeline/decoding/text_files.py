@@ -2,8 +2,9 @@
 
 A line ends at a line feed or at the end of its file. A byte order mark and a carriage return before
 a line feed are dropped. In a ``.jsonl`` file, a line is a JSON object and one field has the text.
-In a Parquet file, a line is a row and the field a column. A line that cannot be read is an error,
-because output line n must translate input line n.
+In a Parquet file, and in an Arrow file of a data set that Hugging Face's ``save_to_disk`` wrote, a
+line is a row and the field a column. A line that cannot be read is an error, because output line n
+must translate input line n.
 """
 
 import codecs
@@ -15,6 +16,7 @@ from typing import Any
 from pipeline.artifacts.corpus import scores_name
 from pipeline.artifacts.manifest import describe_name, fold_name
 from pipeline.artifacts.raw_input import (
+    ARROW,
     PARQUET,
     RawPaths,
     iterate_raw_lines,
@@ -34,6 +36,7 @@ CHUNK_CHARACTERS = 2**22
 """Characters to translate at which a chunk ends."""
 
 TEXT, RECORDS = ".txt", ".jsonl"
+TABLES = (PARQUET, ARROW)
 PACKED = (".gz",)
 
 
@@ -54,7 +57,7 @@ class TextFile:
     @property
     def is_table(self) -> bool:
         """Whether its lines are rows of a table."""
-        return self.name.endswith(PARQUET)
+        return self.name.endswith(TABLES)
 
     @property
     def output(self) -> str:
@@ -126,15 +129,16 @@ def _decoded(raw: bytes, *, what: str) -> str:
 def find_texts(raw: RawPaths, *, field: str) -> tuple[list[TextFile], list[str]]:
     """Return the files with text, by name, and the names of the files that are left out.
 
-    Within a folder, text is in ``.txt`` and ``.jsonl`` files, in packed ones and in tables. A file
-    that is named itself is read whatever its ending.
+    Within a folder, text is in ``.txt`` and ``.jsonl`` files, in packed ones and in tables, except
+    the caches that Hugging Face's library leaves next to a data set. A file that is named itself is
+    read whatever its ending.
 
     Raises:
         DataError: A path does not exist, there is no text, or two files would have one output.
     """
     files = [TextFile(path, name, field) for name, path in named_files(raw.paths)]
-    endings = (TEXT, RECORDS, *PACKED, PARQUET)
-    texts = [file for file in files if file.path.name.endswith(endings) or file.path in raw.paths]
+    endings = (TEXT, RECORDS, *PACKED, *TABLES)
+    texts = [file for file in files if _has_text(file.path, endings) or file.path in raw.paths]
     if not texts:
         raise DataError(
             f"{listed(raw.values)} holds no file that ends in {listed(endings)}. Name a folder "
@@ -152,6 +156,11 @@ def find_texts(raw: RawPaths, *, field: str) -> tuple[list[TextFile], list[str]]
             raise DataError(f"{file.path} has a name that {problem}. Rename it.")
     chosen = {file.name for file in texts}
     return texts, [file.name for file in files if file.name not in chosen]
+
+
+def _has_text(path: Path, endings: tuple[str, ...]) -> bool:
+    is_cache = path.suffix == ARROW and path.name.startswith("cache-")
+    return path.name.endswith(endings) and not is_cache
 
 
 @dataclass

@@ -871,6 +871,40 @@ def test_under_another_launcher_a_stage_runs_in_this_process(
     assert launched == []
 
 
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks. Leave it out"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, ""),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
+            "a launcher started 1 rank.",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, "started 8 ranks"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
+    ],
+)
+@pytest.mark.usefixtures("launched")
+def test_processes_that_a_launcher_leaves_unused_are_said_once_where_they_differ(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    bench.read()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert bench.train(out="unasked") == 0
+    assert capsys.readouterr().err == ""
+    bench.train("--processes", "2")
+    error = capsys.readouterr().err
+    assert error.count("--processes 2 is not used") == bool(said)
+    assert said in error
+    assert len(error.splitlines()) == bool(said)
+
+
 LAUNCHED = [
     [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)],
     [

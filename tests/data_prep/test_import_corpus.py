@@ -370,7 +370,7 @@ def test_codes_that_look_wrong_and_spellings_that_are_one_are_warned_of(
     )
     assert imported(out, raw).manifest.summary[-1] == (
         "look at: de has Cyrl text, usual is Latn; rux is the code of no known "
-        "language; several spellings are one language: en (en, eng_Latn)"
+        "language (meant: ru, rue?); several spellings are one language: en (en, eng_Latn)"
     )
 
 

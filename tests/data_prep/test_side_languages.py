@@ -122,25 +122,35 @@ def test_no_real_pair_is_taken_for_exchanged_and_each_exchanged_one_is_found() -
 # Codes and scripts
 
 
+def warning(text: str, *spellings: str) -> str | None:
+    return code_warning(count_scripts(text * 3), spellings)
+
+
 @pytest.mark.parametrize(
-    ("text", "spelling", "expected"),
+    ("text", "spelling"),
     [
-        (GERMAN, "de", None),
-        (CHEROKEE, "chr", None),
-        (RUSSIAN, "sr", None),
-        (GERMAN, "srp_Latn", None),  # the script it names
-        ("short", "ru", None),  # too little text
-        ("日本語です" * 9, "ja", None),
-        ("", "ru", None),
-        (RUSSIAN, "de", "de has Cyrl text, usual is Latn"),
-        (RUSSIAN, "rux", "rux is the code of no known language"),
-        (CHEROKEE, "xyz", "xyz is the code of no known language"),
+        (GERMAN, "de"),
+        (CHEROKEE, "chr"),
+        (RUSSIAN, "sr"),
+        (GERMAN, "srp_Latn"),  # the script it names
+        ("short", "ru"),  # too little text
+        ("日本語です" * 9, "ja"),
+        (CHEROKEE, "xyz"),  # nobody knows it, and nothing near is written so
+        ("", "ru"),
     ],
 )
-def test_text_in_another_script_and_unknown_codes_are_warned_of(
-    text: str, spelling: str, expected: str | None
-) -> None:
-    assert code_warning(count_scripts(text * 3), [spelling]) == expected
+def test_a_code_whose_text_is_in_its_script_gives_no_warning(text: str, spelling: str) -> None:
+    assert spelling == "xyz" or warning(text, spelling) is None
+
+
+def test_an_unknown_code_near_a_known_one_of_its_script_asks_what_was_meant() -> None:
+    found = warning(RUSSIAN, "rux")
+    assert found == "rux is the code of no known language (meant: ru, rue?)"
+    assert warning(CHEROKEE, "xyz") == "xyz is the code of no known language"
+
+
+def test_a_known_code_with_text_of_another_script_is_named_with_both() -> None:
+    assert warning(RUSSIAN, "de") == "de has Cyrl text, usual is Latn"
 
 
 def test_the_script_is_the_usual_one_where_the_text_has_its_letters_else_that_of_the_text() -> None:
