@@ -187,7 +187,7 @@ _CORE = (
         inputs={
             "checkpoint": Input("checkpoint", "model to translate with"),
             "text": Input(
-                "raw", "files, or folders of .txt, .jsonl, .gz, .parquet and .arrow files"
+                "raw", "files, or folders of .txt, .jsonl, .gz, .zst, .parquet and .arrow files"
             ),
         },
         parallel="ranks",

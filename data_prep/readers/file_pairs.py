@@ -10,7 +10,7 @@ in their endings, ``train.de`` and ``train.en``, are a pair too, if both endings
 languages. A word in the name says the split (``newstest2014.de-en.de``); without one, the text is
 training text.
 
-All files may be plain or ``.gz``; line n of one file translates line n of the other.
+All files may be plain, ``.gz`` or ``.zst``; line n of one file translates line n of the other.
 """
 
 import re
@@ -54,8 +54,10 @@ from pipeline.errors import DataError
 from pipeline.languages import find_code, is_known, without_region
 from pipeline.terminal import listed
 
-TREE_LAYOUT = "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain or .gz"
-MOSES_LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain or .gz"
+TREE_LAYOUT = (
+    "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain, .gz or .zst"
+)
+MOSES_LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain, .gz or .zst"
 
 _CONTAINERS = ("supervised", "zero-shot", "zero_shot")
 _SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({CODE}){PACKED}")

@@ -208,8 +208,8 @@ class RawText:
 
 # ---------------------------------------------------------------- files
 
-PACKED = r"(?:\.gz)?"
-"""Pattern of the ending of packed files."""
+PACKED = r"(?:\.gz|\.zst)?"
+"""Pattern of the endings of packed files."""
 
 
 def source_of(path: Path, root: Path) -> LineSource:
@@ -317,7 +317,7 @@ def find_files(
     if not chosen:
         places = listed(raw.values) if raw else ""
         names = ", ".join(f".{ending}" for ending in endings)
-        what = f"file that ends in {names} (plain or .gz), which {source!r} reads"
+        what = f"file that ends in {names} (plain, .gz or .zst), which {source!r} reads"
         raise holds_no(places, what, "another folder or corpus.source")
     left_out = SkippedText()
     left_out.ignore(FILES_IGNORED, [file.name for file in found if file.ending not in endings])

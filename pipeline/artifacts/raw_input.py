@@ -1,6 +1,6 @@
 """Raw inputs, which no stage made: files and folders.
 
-A manifest records them by their digest. Files are text (plain or gzip) or tables
+A manifest records them by their digest. Files are text (plain, gzip or Zstandard) or tables
 (Parquet or Arrow), and are read in bounded memory, the longest wanted line and one block: longer
 lines are skipped to their end, and packed files are unpacked block by block.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
@@ -83,6 +83,10 @@ def raw_input(values: Sequence[str]) -> RawPaths:
 BLOCK_BYTES = 2**18
 """Bytes read at a time; a block of line ends becomes as many empty lines."""
 
+ZSTD_WINDOW_BYTES = 2**27
+"""Largest window of a Zstandard file (``--long=27``); larger windows are refused."""
+
+
 PARQUET, ARROW = ".parquet", ".arrow"
 _BATCH_ROWS = 1000
 _PARQUET_ROWS = 64
@@ -94,10 +98,20 @@ _MOST_TIMES = 100
 _BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
 """Returns batches of rows, of these columns."""
 
+_ZSTD_FED_BYTES = 2**10
+"""Packed bytes unpacked at once: at most 256 blocks of 128 KiB, if all is repetition."""
+
+
+class ByteStream(Protocol):
+    """Stream to read bytes from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return about this many bytes, fewer at the end, and none after it."""
+
 
 def plain_name(name: str) -> str:
     """Return the name of a file without the ending of its compression."""
-    return name.removesuffix(".gz")
+    return name.removesuffix(".gz").removesuffix(".zst")
 
 
 def named_files(paths: Sequence[Path]) -> list[tuple[str, Path]]:
@@ -140,6 +154,7 @@ def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
     it is too long. The rest is skipped and not held in memory.
 
     Raises:
+        ConfigError: The package for Zstandard is missing.
         DataError: The file is cut off, damaged, or not packed as its name says.
     """
     with open_bytes(path) as stream:
@@ -150,7 +165,7 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a file, at most ``BLOCK_BYTES`` at a time.
 
     Raises:
-        DataError: As ``iterate_raw_lines``.
+        ConfigError, DataError: As ``iterate_raw_lines``.
     """
     with open_bytes(path) as stream:
         while block := stream.read(BLOCK_BYTES):
@@ -158,16 +173,19 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[BinaryIO]:
+def open_bytes(path: Path) -> Iterator[ByteStream]:
     """Open a plain or packed file, translating its errors within the block.
 
     Raises:
-        DataError: As ``iterate_raw_lines``.
+        ConfigError, DataError: As ``iterate_raw_lines``.
     """
     try:
-        if path.suffix == ".gz":
+        if path.suffix == ".zst":
+            with _open_zstd(path) as stream:
+                yield stream
+        elif path.suffix == ".gz":
             with gzip.GzipFile(path, "rb") as packed:
-                yield cast(BinaryIO, packed)
+                yield packed
         else:
             with path.open("rb") as plain:
                 yield plain
@@ -185,7 +203,53 @@ def _incomplete(path: Path, kind: str, error: Exception) -> DataError:
     )
 
 
-def _lines_of(stream: BinaryIO, *, longest: int) -> Iterator[bytes]:
+class _ZstdFrames:
+    """Bytes of all frames of a file; zstandard's own reader accepts a cut-off file."""
+
+    def __init__(self, packed: BinaryIO, new_frame: Callable[[], Any]) -> None:
+        self._packed, self._new_frame = packed, new_frame
+        self._frame = new_frame()
+        self._fed, self._is_within = b"", False
+
+    def read(self, size: int, /) -> bytes:
+        """Read like ``ByteStream``; raise EOFError if the last frame is cut off."""
+        parts, number = [], 0
+        while number < size and (part := self._unpack()) is not None:
+            parts.append(part)
+            number += len(part)
+        return b"".join(parts)
+
+    def _unpack(self) -> bytes | None:
+        """Unpack the next few packed bytes; return None at the end of the file."""
+        fed = self._fed or self._packed.read(_ZSTD_FED_BYTES)
+        if not fed:
+            if self._is_within:
+                raise EOFError("it ends within a frame")
+            return None
+        part: bytes = self._frame.decompress(fed)
+        self._fed, self._is_within = self._frame.unused_data, not self._frame.eof
+        if self._frame.eof:
+            self._frame = self._new_frame()
+        return part
+
+
+@contextmanager
+def _open_zstd(path: Path) -> Iterator[ByteStream]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise lacks_package(
+            str(path), "zstandard", error, extra="zstd", otherwise=", or unpack it"
+        ) from error
+    unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
+    try:
+        with path.open("rb") as packed:
+            yield _ZstdFrames(packed, unpacker.decompressobj)
+    except (EOFError, zstandard.ZstdError) as error:
+        raise _incomplete(path, "Zstandard", error) from error
+
+
+def _lines_of(stream: ByteStream, *, longest: int) -> Iterator[bytes]:
     """Yield the lines of a stream, each cut to ``longest`` bytes."""
     begun = b""
     while block := stream.read(BLOCK_BYTES):

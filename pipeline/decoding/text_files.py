@@ -37,7 +37,7 @@ CHUNK_CHARACTERS = 2**22
 
 TEXT, RECORDS = ".txt", ".jsonl"
 TABLES = (PARQUET, ARROW)
-PACKED = (".gz",)
+PACKED = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TextFile:
         """Yield the text of every line, without any character that could be taken for a line end.
 
         Raises:
-            ConfigError: The package for tables is missing.
+            ConfigError: The package for Zstandard or for tables is missing.
             DataError: The file cannot be read, or a line of it is no text; names both.
         """
         yield from map(without_line_breaks, self._rows() if self.is_table else self._raw_lines())

@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def edited(draw: st.DrawFn, content: bytes) -> bytes:
 @st.composite
 def edited_file(draw: st.DrawFn, name: str, content: bytes) -> bytes:
     """An edited file: its bytes, a value of its JSON, or what it holds packed."""
-    if name.endswith(".gz") and draw(st.booleans()):
-        return gzip.compress(draw(edited(zlib.decompress(content, wbits=31))), mtime=0)
+    if name.endswith((".gz", ".zst")) and draw(st.booleans()):
+        return packing(name)(draw(edited(unpacked(name, content))))
     is_tensors = name.endswith(".safetensors")
     if draw(st.booleans()) and (is_tensors or name.endswith((".json", ".jsonl"))):
         head, tail = parts_of(content) if is_tensors else content.partition(b"\n")[::2]
@@ -90,6 +90,18 @@ def parts_of(tensors: bytes) -> tuple[bytes, bytes]:
     return tensors[8 : 8 + length], tensors[8 + length :]
 
 
+def packing(name: str) -> Callable[[bytes], bytes]:
+    if name.endswith(".gz"):
+        return lambda content: gzip.compress(content, mtime=0)
+    return pytest.importorskip("zstandard").ZstdCompressor().compress  # type: ignore[no-any-return]
+
+
+def unpacked(name: str, content: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return zlib.decompress(content, wbits=31)
+    return bytes(pytest.importorskip("zstandard").ZstdDecompressor().decompress(content))
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -98,6 +110,7 @@ def _import_model(_: Shelf, directory: Path, scratch: Path) -> None:
 
 
 FURTHER = (
+    Reader("import_corpus of zstandard", "zstandard", import_from("tree"), files="de-en/train.de"),
     Reader("import_corpus of Parquet", "parquet", import_from("columns")),
     Reader("import_checkpoint", "foreign", _import_model),
 )
@@ -110,6 +123,12 @@ def write_further(shelf: Shelf, name: str) -> None:
         return
     if name == "foreign":
         m2m100_folder(folder)
+    elif name == "zstandard":
+        for path in shelf.path("raw").rglob("*.*"):
+            target = folder / path.parent.name / f"{path.name}.zst"
+            content = packing(target.name)(path.read_bytes())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
     else:
         # pyarrow 26 raises ImportError with numpy 1.
         why = "pyarrow is not installed, or does not fit the installed numpy"

@@ -1,5 +1,6 @@
 """Pairs of files, in trees of folders and with names as for Moses: pairs, codes, selection."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from data_prep.readers.raw_text import RawText
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawPaths, iterate_blocks, iterate_raw_lines
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions
@@ -192,3 +193,35 @@ def test_names_that_are_no_pairs_are_told(tmp_path: Path, names: list[str], said
     raw = write(tmp_path / "raw", dict.fromkeys(names, "x\n"))
     with pytest.raises(DataError, match=said):
         imported(tmp_path / "corpus", raw)
+
+
+# ---------------------------------------------------------------- Zstandard
+
+
+def test_without_the_package_it_is_said_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.zst").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"a\.zst is a Zstandard file.*'mmnmt\[zstd\]', or "):
+        list(iterate_raw_lines(tmp_path / "a.zst", max_line_bytes=10))
+
+
+def test_zstandard_files_have_the_lines_of_plain_ones(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="the package zstandard is not installed")
+    frames = [b"one\ntwo\n" * 50_000, b"three\n", b"x" * 3_000_000]
+    path = tmp_path / "a.zst"
+    path.write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, frames)))
+    lines = b"".join(frames).split(b"\n")
+    assert list(iterate_raw_lines(path, max_line_bytes=2**22)) == lines
+    assert b"".join(iterate_blocks(path)) == b"".join(frames)
+
+
+@pytest.mark.parametrize("fault", ["cut", "junk", "other"])
+def test_damaged_zstandard_files_are_told(tmp_path: Path, fault: str) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="the package zstandard is not installed")
+    whole = zstandard.ZstdCompressor().compress(b"one\ntwo\n" * 50_000)
+    path = tmp_path / "a.zst"
+    path.write_bytes({"cut": whole[:-3], "junk": whole + b"junk" * 9, "other": b"text\n"}[fault])
+    with pytest.raises(DataError, match=r"a\.zst is not a complete Zstandard file \("):
+        list(iterate_raw_lines(path, max_line_bytes=100))
