@@ -34,6 +34,7 @@ from data_prep.raw_lines import (
 )
 from data_prep.readers.cldr import read_phrases
 from data_prep.readers.file_pairs import read_moses, read_trees
+from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
 from data_prep.readers.raw_text import (
     FILES_IGNORED,
@@ -99,6 +100,8 @@ def read_raw(call: StageCall) -> RawText:
                 fix = "Leave --raw out, or choose a source that reads it"
                 raise unfit_source("cldr", f"'cldr' makes its own text. {fix}")
             return read_phrases(config)
+        case "hub":
+            return read_hub(raw, config)
         case "tmx":
             return read_tmx(raw, config)
         case "tsv" | "columns":
@@ -197,6 +200,7 @@ class SectionImport:
             counts=self._counts,
             quarantine_path=self._quarantine_path,
             limit=self._limit,
+            to_the_end=self.section.to_the_end,
             rest=rest,
         )
         while chunk := list(islice(good, CHUNK_LINES)):

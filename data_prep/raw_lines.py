@@ -152,6 +152,7 @@ def good_lines(
     counts: LineCounts,
     quarantine_path: Path,
     limit: int | None = None,
+    to_the_end: bool = True,
     rest: Iterable[object] | None = None,
 ) -> Iterator[Sequence[str]]:
     """Yield the lines that are text on all sides.
@@ -163,6 +164,7 @@ def good_lines(
         quarantine_path: List that the other lines are appended to: file, line number from 1, and
             reason. It is made with the first.
         limit: Most lines to keep, with those counted before; None for all.
+        to_the_end: Whether to read and count the lines beyond the limit.
         rest: Lines beyond the limit, unchecked, which saves the time of a check; None: ``lines``.
 
     Raises:
@@ -172,7 +174,8 @@ def good_lines(
     lines = iter(lines)
     for number, texts in lines:
         if counts.kept >= wanted:
-            counts.over_limit += 1 + sum(1 for _ in (lines if rest is None else rest))
+            if to_the_end:
+                counts.over_limit += 1 + sum(1 for _ in (lines if rest is None else rest))
             return
         if Repair in map(type, texts):  # nearly all lines are plain: the others take longer
             bad = _count_defects(texts, sources, counts)

@@ -58,11 +58,12 @@ class CorpusConfig(Settings):
 
     max_line_bytes: ClassVar[int] = MAX_LINE_BYTES
     removed: ClassVar = {"max_line_bytes": (MAX_LINE_BYTES,)}
-    source: Literal["tree", "cldr", "tmx", "tsv", "moses", "columns", "listed"] = "tree"
+    source: Literal["tree", "cldr", "hub", "tmx", "tsv", "moses", "columns", "listed"] = "tree"
     """Format of the raw text; its path is given on the command line. ``tree``: folders of pairs
-    in the layout of OPUS-100; ``cldr``: phrases generated from Unicode CLDR; ``tmx``: translation
-    memories; ``tsv``: tab-separated tables; ``moses``: pairs of files; ``columns``: Parquet, JSON
-    lines and CSV; ``listed``: the entries of ``files``."""
+    in the layout of OPUS-100; ``cldr``: phrases generated from Unicode CLDR; ``hub``: a data set of
+    the Hugging Face hub; ``tmx``: translation memories; ``tsv``: tab-separated tables; ``moses``:
+    pairs of files; ``columns``: Parquet, JSON lines and CSV; ``listed``: the entries of
+    ``files``."""
     cldr: CldrConfig = CldrConfig()
     files: tuple[ListedText, ...] = ()
     """Files that source ``listed`` reads, in this order."""

@@ -150,6 +150,8 @@ def _extras(examined: Examined) -> Iterator[Finding]:
 
 def _extras_of(task: Task, recipe: Recipe) -> Iterator[str]:
     name, ds_config = task.stage.name, task.config.get("ds_config", {})
+    if name == "import_corpus" and recipe.corpus.source == "hub":
+        yield "hub"
     if name == "evaluate" and "comet" in recipe.evaluation.computed_scores:
         yield "comet"
     if isinstance(ds_config, Mapping) and ds_config.get("tensorboard", {}).get("enabled"):

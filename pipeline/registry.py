@@ -25,7 +25,7 @@ _CORE = (
             "raw": Input(
                 "raw",
                 "raw text as corpus.source reads it: OPUS-100-like trees of pair folders, "
-                "folders of TMX files, …",
+                "folders of TMX files, …, or hub:OWNER/NAME@REVISION",
                 required=False,
             )
         },

@@ -23,7 +23,7 @@ from pipeline.artifacts.artifact import (
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.manifest import describe_name
 from pipeline.artifacts.places import run_dir
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
@@ -138,7 +138,7 @@ class StageCall:
     recipe: Recipe
     artifacts: Mapping[str, Artifact]
     """Input name → artifact; for inputs that take many, ``input/name`` → artifact."""
-    raw: Mapping[str, RawPaths]
+    raw: Mapping[str, RawInput]
     """Input name → raw text."""
     out_dir: Path
     records: Mapping[str, InputRecord]

@@ -168,7 +168,7 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ("[corpus]\npivot = 3", "corpus.pivot is 3. Write text in quotes."),
         ("[evaluation]\nword_accuracy = 3", "word_accuracy is 3. Write true or false."),
         ('[corpus]\nsource = "mses"', "corpus.source is mses. Did you mean 'moses'?"),
-        ('[corpus]\nsource = "xml"', "corpus.source is xml. Choose from tree, cldr, tmx,"),
+        ('[corpus]\nsource = "xml"', "corpus.source is xml. Choose from tree, cldr, hub, tmx,"),
         ('[model.front]\nkind = "mcs"', "model.front is mcs. Did you mean 'msc'?"),
     ],
 )

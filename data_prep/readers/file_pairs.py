@@ -49,7 +49,7 @@ from data_prep.readers.raw_text import (
 )
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawPaths, plain_name
+from pipeline.artifacts.raw_input import RawInput, plain_name
 from pipeline.errors import DataError
 from pipeline.languages import find_code, is_known, without_region
 from pipeline.terminal import listed
@@ -110,7 +110,7 @@ class PairFolder:
         return RawFile(path, self.prefix + path.relative_to(self.root).as_posix())
 
 
-def read_trees(raw: RawPaths | None, config: CorpusConfig) -> RawText:
+def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read every pair of files in trees of pair folders, by pair, then by tree.
 
     Folders of other pairs are counted and not looked into; so is a second folder of one tree with
@@ -233,7 +233,7 @@ def _side_code(suffix: str, pair: NamedPair) -> str | None:
 # ---------------------------------------------------------------- names as for Moses
 
 
-def read_moses(raw: RawPaths | None, config: CorpusConfig) -> RawText:
+def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read every pair of files with names as for Moses, by pair.
 
     Raises:

@@ -25,11 +25,11 @@ from data_prep.readers.raw_text import (
 from data_prep.readers.tables import COLUMN_ENDINGS, TSV_ENDINGS, open_table
 from data_prep.readers.tmx import survey_file
 from data_prep.settings import CorpusConfig, ListedText
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.errors import ConfigError, DataError
 
 
-def read_listed(raw: RawPaths | None, config: CorpusConfig) -> RawText:
+def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read the files of ``corpus.files`` that are in wanted languages.
 
     Raises:
@@ -51,7 +51,7 @@ def read_listed(raw: RawPaths | None, config: CorpusConfig) -> RawText:
     return RawText(sections, left_out=left_out)
 
 
-def _root(raw: RawPaths | None) -> Path:
+def _root(raw: RawInput | None) -> Path:
     paths = raw_paths(raw, source="listed")
     if len(paths) > 1 or not paths[0].is_dir():
         problem = f"{', '.join(map(str, paths))} is not one folder"

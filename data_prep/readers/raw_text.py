@@ -19,7 +19,8 @@ from typing import NamedTuple, get_args
 
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import (
-    RawPaths,
+    HubDataset,
+    RawInput,
     iterate_raw_lines,
     named_files,
     plain_name,
@@ -167,6 +168,9 @@ class Section:
     sources: tuple[LineSource, LineSource]
     lines: Iterable[RawLine] | LinesOfPair
     """Lines, which can be iterated once; the file is opened for the first."""
+    to_the_end: bool = True
+    """Whether to read and count the lines beyond the number wanted, which compares files to their
+    ends. False if reading costs too much for that."""
 
     @property
     def pair(self) -> str:
@@ -302,7 +306,7 @@ class RawFile:
 
 
 def find_files(
-    raw: RawPaths | None, *, source: str, endings: Sequence[str]
+    raw: RawInput | None, *, source: str, endings: Sequence[str]
 ) -> tuple[list[RawFile], SkippedText]:
     """Return the files with these endings, by name, and count the others as ignored.
 
@@ -324,7 +328,7 @@ def find_files(
     return chosen, left_out
 
 
-def list_files(raw: RawPaths | None, *, source: str) -> list[RawFile]:
+def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
     """Return all files that are not hidden, by name.
 
     Raises:
@@ -335,7 +339,7 @@ def list_files(raw: RawPaths | None, *, source: str) -> list[RawFile]:
     return [RawFile(path, name) for name, path in named_files(paths)]
 
 
-def raw_paths(raw: RawPaths | None, *, source: str) -> tuple[Path, ...]:
+def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
     """Return the paths of a raw input.
 
     Raises:
@@ -343,6 +347,9 @@ def raw_paths(raw: RawPaths | None, *, source: str) -> tuple[Path, ...]:
     """
     if raw is None:
         raise unfit_source(source, "no raw text was given. Pass --raw DIR")
+    if isinstance(raw, HubDataset):
+        problem = f"{raw} is a data set of the hub. Set it to 'hub', or pass --raw DIR"
+        raise unfit_source(source, problem)
     return raw.paths
 
 

@@ -27,7 +27,7 @@ from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
 from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawPaths, iterate_blocks, iterate_raw_lines, table_rows
+from pipeline.artifacts.raw_input import RawInput, iterate_blocks, iterate_raw_lines, table_rows
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 from pipeline.languages import find_code
@@ -51,7 +51,7 @@ class Columns:
     has_header: bool
 
 
-def read_tables(raw: RawPaths | None, config: CorpusConfig) -> RawText:
+def read_tables(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all pairs of the languages that tables have: TSV for ``tsv``, others for ``columns``.
 
     Raises:

@@ -30,7 +30,7 @@ from data_prep.readers.multiway import (
 from data_prep.readers.raw_text import ONE_SIDED, RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawPaths, iterate_blocks
+from pipeline.artifacts.raw_input import RawInput, iterate_blocks
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 from pipeline.languages import code_of_name
@@ -56,7 +56,7 @@ _ENCODINGS = (
 """Encodings by byte order mark, which overrides the declaration: some tools leave a wrong one."""
 
 
-def read_tmx(raw: RawPaths | None, config: CorpusConfig) -> RawText:
+def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all pairs of languages that share units of the files.
 
     Raises:

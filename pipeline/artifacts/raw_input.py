@@ -1,12 +1,14 @@
-"""Raw inputs, which no stage made: files and folders.
+"""Raw inputs, which no stage made: files and folders, or a data set of the Hugging Face hub.
 
-A manifest records them by their digest. Files are text (plain, gzip or Zstandard) or tables
-(Parquet or Arrow), and are read in bounded memory, the longest wanted line and one block: longer
-lines are skipped to their end, and packed files are unpacked block by block.
+A manifest records files by their digest, and a data set by its commit, which identifies the text
+without fetching it. Files are text (plain, gzip or Zstandard) or tables (Parquet or Arrow), and are
+read in bounded memory, the longest wanted line and one block: longer lines are skipped to their
+end, and packed files are unpacked block by block.
 """
 
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from pipeline.artifacts.digests import raw_digest
-from pipeline.artifacts.manifest import InputRecord
+from pipeline.artifacts.manifest import InputRecord, json_digest
 from pipeline.errors import (
     ConfigError,
     DataError,
@@ -24,6 +26,11 @@ from pipeline.errors import (
     lacks_package,
     unreadable,
 )
+
+HUB = "hub:"
+"""Prefix of an option's value that names a data set of the hub."""
+
+_DATASET = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,68 @@ class RawPaths:
         return self.paths[0]
 
 
-def raw_input(values: Sequence[str]) -> RawPaths:
+@dataclass(frozen=True)
+class HubDataset:
+    """Data set of the Hugging Face hub at one commit."""
+
+    name: str
+    """Name of the data set, ``OWNER/NAME``."""
+    revision: str
+    """Commit, all 40 hexadecimal digits."""
+
+    def __str__(self) -> str:
+        return f"{HUB}{self.name}@{self.revision}"
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Return the values of the option that name this data set."""
+        return (str(self),)
+
+    def named(self, name: str) -> dict[str, Path]:
+        """Return no paths, because nothing of it on this machine could be overwritten."""
+        del name
+        return {}
+
+    def records(self, name: str) -> dict[str, InputRecord]:
+        """Return the manifest's record by input name, without fetching anything."""
+        return {name: InputRecord(kind="raw", path=str(self), digest=json_digest(str(self)))}
+
+    def only_path(self) -> Path:
+        """Refuse, because a data set has no path.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"{self} is a data set of the hub where a path is wanted. Name a path.")
+
+
+RawInput: TypeAlias = RawPaths | HubDataset
+
+
+def raw_input(values: Sequence[str]) -> RawInput:
     """Return the raw input that the values of an option name.
 
     Raises:
-        ConfigError: A path is there twice.
+        ConfigError: A data set of the hub that is not pinned or has company, or a path twice.
     """
+    datasets = [value for value in values if value.startswith(HUB)]
+    if not datasets:
+        return _raw_paths(values)
+    match = _DATASET.fullmatch(datasets[0])
+    if match is None:
+        raise ConfigError(
+            f"{datasets[0]} does not say which text it is. Write hub:OWNER/NAME@REVISION, where "
+            "REVISION is the full commit of 40 digits (branches and tags can move)."
+        )
+    if len(values) > 1:
+        raise ConfigError(
+            f"{datasets[0]} is named with {len(values) - 1} more raw inputs. Name only this "
+            "data set, or only paths."
+        )
+    return HubDataset(name=match["name"], revision=match["revision"])
+
+
+def _raw_paths(values: Sequence[str]) -> RawPaths:
     paths = tuple(map(Path, values))
     repeated = [str(path) for path in paths if paths.count(path) > 1]
     if repeated:

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from pipeline.artifacts.raw_input import RawPaths, raw_input
+from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import say, say_once
 from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import AUTO
@@ -115,7 +115,7 @@ def _placed_plan(
     ).chosen(only=options.only, until=options.until)
 
 
-def _given(pairs: list[str]) -> dict[str, RawPaths]:
+def _given(pairs: list[str]) -> dict[str, RawInput]:
     """Map each input of a plan to its path or paths."""
     values: dict[str, list[str]] = {}
     for pair in pairs:

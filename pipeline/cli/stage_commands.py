@@ -31,7 +31,7 @@ from pipeline.artifacts.places import (
     restore,
     run_dir,
 )
-from pipeline.artifacts.raw_input import RawPaths, raw_input
+from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
 from pipeline.cli.commands import FILTER, STAGE_OPTIONS
 from pipeline.cli.ending import guarded, say, say_once
@@ -208,7 +208,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         route = {"route": given["route"]}
         recipe = recipe.model_copy(update={"decoding": recipe.decoding.model_copy(update=route)})
     artifacts: dict[str, Artifact] = {}
-    raw: dict[str, RawPaths] = {}
+    raw: dict[str, RawInput] = {}
     records: dict[str, InputRecord] = {}
     for name, wanted in stage.inputs.items():
         value = given[name]

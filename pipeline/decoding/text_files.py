@@ -18,6 +18,7 @@ from pipeline.artifacts.manifest import describe_name, fold_name
 from pipeline.artifacts.raw_input import (
     ARROW,
     PARQUET,
+    RawInput,
     RawPaths,
     iterate_raw_lines,
     named_files,
@@ -126,7 +127,7 @@ def _decoded(raw: bytes, *, what: str) -> str:
         ) from error
 
 
-def find_texts(raw: RawPaths, *, field: str) -> tuple[list[TextFile], list[str]]:
+def find_texts(raw: RawInput, *, field: str) -> tuple[list[TextFile], list[str]]:
     """Return the files with text, by name, and the names of the files that are left out.
 
     Within a folder, text is in ``.txt`` and ``.jsonl`` files, in packed ones and in tables, except
@@ -134,11 +135,13 @@ def find_texts(raw: RawPaths, *, field: str) -> tuple[list[TextFile], list[str]]
     read whatever its ending.
 
     Raises:
+        ConfigError: The input is a data set of the hub.
         DataError: A path does not exist, there is no text, or two files would have one output.
     """
-    files = [TextFile(path, name, field) for name, path in named_files(raw.paths)]
+    paths = raw.paths if isinstance(raw, RawPaths) else (raw.only_path(),)
+    files = [TextFile(path, name, field) for name, path in named_files(paths)]
     endings = (TEXT, RECORDS, *PACKED, *TABLES)
-    texts = [file for file in files if _has_text(file.path, endings) or file.path in raw.paths]
+    texts = [file for file in files if _has_text(file.path, endings) or file.path in paths]
     if not texts:
         raise DataError(
             f"{listed(raw.values)} holds no file that ends in {listed(endings)}. Name a folder "

@@ -69,7 +69,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.manifest import describe_name
 from pipeline.artifacts.places import refuse_inputs
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.documents import beside, merge, read_toml, shipped, toml_path
 from pipeline.config.ds_config import AUTO
 from pipeline.config.recipe import TABLES, load_recipe, read_overlay, recipe_layers, without_stated
@@ -323,7 +323,7 @@ class ResolvedPlan:
 
     plan: Plan
     out_dir: Path
-    given: Mapping[str, RawPaths]
+    given: Mapping[str, RawInput]
     """Plan input → data from outside."""
     tasks: list[Task]
     """The stages to be run or looked at: all of the plan, or those chosen."""
@@ -446,7 +446,7 @@ def resolve_plan(
     out_dir: Path | None = None,
     overlay: str = "",
     overrides: Mapping[str, Any] | None = None,
-    given: Mapping[str, RawPaths] | None = None,
+    given: Mapping[str, RawInput] | None = None,
     processes: int | None = None,
     auto: str = AUTO,
 ) -> ResolvedPlan:

@@ -1107,7 +1107,7 @@ def test_run_and_status_read_the_plan_its_inputs_and_its_overlay(
     assert "Pass --input text=PATH" in capsys.readouterr().err
 
 
-def test_an_input_of_a_plan_is_named_once_per_path(
+def test_an_input_of_a_plan_is_named_once_per_path_or_as_a_data_set_of_the_hub(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan_path = tmp_path / "tiny.toml"
@@ -1120,6 +1120,10 @@ def test_an_input_of_a_plan_is_named_once_per_path(
     capsys.readouterr()
     assert cli.main(["run", *given, f"text={plan_path}", f"text={bench.recipe_path}"]) == 0
     assert "corpus: already done" in capsys.readouterr().out
+    bench.read("--raw", f"hub:a/b@{'0' * 40}", "--overwrite", out="out/corpus")
+    assert cli.main(["run", *given, f"text=hub:a/b@{'0' * 40}"]) == 0
+    assert cli.main(["run", *given, "text=hub:a/b@main"]) == EXIT_USER_ERROR
+    assert "hub:a/b@main does not say which text it is" in capsys.readouterr().err
 
 
 def test_describe_without_a_recipe_lists_those_that_ship(

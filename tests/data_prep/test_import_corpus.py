@@ -11,7 +11,7 @@ from data_prep.settings import CldrConfig, CorpusConfig
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput, RawPaths
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 
@@ -19,7 +19,7 @@ BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
 def imported(
-    out_dir: Path, raw: Path | RawPaths | None, config: CorpusConfig | None = None
+    out_dir: Path, raw: Path | RawInput | None, config: CorpusConfig | None = None
 ) -> Artifact:
     recipe = Recipe(name="test", corpus=config or CorpusConfig())
     return run_import("import_corpus", out_dir, raw, recipe)

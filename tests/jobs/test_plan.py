@@ -27,7 +27,7 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.locks import exclusive, sole_writer
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.config.ds_config import AUTO, load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError, Interrupted
@@ -509,6 +509,10 @@ def test_several_raw_folders_reach_the_stage_and_decide_with_their_order(setup: 
     assert arguments[start + 1 : start + 3] == [str(folder) for folder in folders]
     digests = {name: record.digest for name, record in given["text"].records("raw").items()}
     assert resolved.digests(resolved.tasks[0]) == digests
+    dataset = HubDataset("owner/pairs", "0" * 40)
+    resolved = setup.resolved(given={"text": dataset})
+    assert f"--raw={dataset}" in stage_arguments(resolved, resolved.tasks[0])
+    assert resolved.digests(resolved.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
 
 
 # ---------------------------------------------------------------- what was trained

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput, RawPaths
 from pipeline.config.recipe import Recipe
 from support.stage_runs import run_stage
 
@@ -21,7 +21,7 @@ def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 def run_import(
-    name: str, out_dir: Path, raw: Path | RawPaths | None, recipe: Recipe, *, processes: int = 1
+    name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Recipe, *, processes: int = 1
 ) -> Artifact:
     """The corpus that an importing stage makes of raw text."""
     given = RawPaths((raw,)) if isinstance(raw, Path) else raw

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config.recipe import Recipe
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall, stage_config
@@ -18,7 +18,7 @@ def make_call(
     artifacts: Mapping[str, Artifact],
     out_dir: Path,
     *,
-    raw: RawPaths | None = None,
+    raw: RawInput | None = None,
     processes: int = 1,
     overwrite: bool = False,
     ds_config: str = "cpu_fp32",
@@ -43,7 +43,7 @@ def run_stage(
     artifacts: Mapping[str, Artifact],
     recipe: Recipe | None = None,
     *,
-    raw: RawPaths | None = None,
+    raw: RawInput | None = None,
     processes: int = 1,
     overwrite: bool = False,
     **sections: Any,

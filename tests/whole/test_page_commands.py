@@ -19,7 +19,8 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from support.tiny_xlmr import write_entities, write_questions, write_xlmr
 
 from pipeline import cli
-from pipeline.cli.stage_commands import find_stage
+from pipeline.cli.stage_commands import find_stage, stage_parser
+from pipeline.config.recipe import load_recipe
 from pipeline.jobs.runner import run_plan
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,8 @@ ELSEWHERE = {
 """Page and tag of blocks whose commands another test runs, in order → that test."""
 PARSED_ALONE = ("logs", "cancel")
 """Commands that need jobs of a cluster: their options are looked at alone."""
+FROM_THE_NETWORK = ("hub:",)
+"""What a command reads that no test does: its options and its recipe are looked at alone."""
 DEMO = """
 [corpus]
 max_train_lines = 60
@@ -248,15 +251,19 @@ def run_small(command: str, folder: Path) -> None:
     if arguments[0] in PARSED_ALONE:
         cli._parser().parse_args(arguments)
         return
-    stage, _ = find_stage(arguments)
-    if (stage is not None and stage.trains) or "|" in command:
+    stage, options = find_stage(arguments)
+    from_the_network = any(word.startswith(FROM_THE_NETWORK) for word in arguments)
+    if from_the_network and stage is not None:
+        stage_parser(stage).parse_args(options)
+        assert load_recipe(arguments[arguments.index("--recipe") + 1].rpartition("+")[0])
+    elif (stage is not None and stage.trains) or "|" in command:
         # DeepSpeed keeps a process's first process group
         given = shlex.split(command.partition("|")[0])[1] if "|" in command else ""
         done = run_command(arguments, folder=folder, given=given)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
     else:
         assert cli.main(arguments) == 0, command
-    if "--out" in arguments and arguments[0] != "run":
+    if "--out" in arguments and arguments[0] != "run" and not from_the_network:
         assert (folder / arguments[arguments.index("--out") + 1]).exists(), command
 
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from data_prep.readers.raw_text import RawLine, RawText, Section
 from data_prep.readers.raw_text import source_of
 from pipeline.artifacts.raw_input import iterate_raw_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput
 from data_prep.settings import CorpusConfig
 from pipeline.errors import ConfigError
 
 
-def read_bars(raw: RawPaths | None, config: CorpusConfig) -> RawText:
+def read_bars(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """All files of a folder."""
     if raw is None:
         raise ConfigError("corpus.source is 'bars', but no raw folder was given: pass --raw DIR.")
@@ -68,9 +68,9 @@ VARIANT = Variant(
                 "from data_prep.readers.cldr import read_phrases\n",
             ),
             (
-                '        case "tmx":\n',
+                '        case "hub":\n',
                 '        case "bars":\n            return read_bars(raw, config)\n'
-                '        case "tmx":\n',
+                '        case "hub":\n',
             ),
         ],
     },

@@ -17,7 +17,7 @@ from data_prep.settings import CorpusConfig
 from pipeline.artifacts import raw_input as raw_bytes
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import RawInput, RawPaths
 from pipeline.artifacts.spelling import is_blank
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
@@ -40,7 +40,7 @@ def memory(*units: str) -> str:
     return HEAD + "".join(units) + TAIL
 
 
-def imported(out_dir: Path, raw: Path | RawPaths | None, **settings: object) -> Artifact:
+def imported(out_dir: Path, raw: Path | RawInput | None, **settings: object) -> Artifact:
     config = CorpusConfig.model_validate({"source": "tmx", **settings})
     return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
 
