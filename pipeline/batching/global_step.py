@@ -30,7 +30,7 @@ from pipeline.artifacts.mixture import Mixture, Phase
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.sentence_loops import mark_cuts, measure, shuffle
+from pipeline.kernels.compiled_loops import mark_cuts, measure, shuffle
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
 

@@ -39,12 +39,7 @@ from pipeline.decoding.hypotheses import (
 )
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
-from pipeline.kernels.logits import (
-    best_tokens,
-    finds_best_at_once,
-    fused_best_tokens,
-    log_normalizer,
-)
+from pipeline.kernels.logits import best_tokens, finds_best_at_once, fused_best_tokens
 from pipeline.model.transformer import Transformer
 
 
@@ -180,10 +175,7 @@ class BeamStep:
     def __call__(
         self, beams: Beams, logits_RV: Tensor, active: Sequence[int] = ()
     ) -> tuple[Beams, Tensor]:
-        """Return the extended beams, and the beam (B, J) that each of them extends.
-
-        The logits may be overwritten.
-        """
+        """Return the extended beams, and the beam (B, J) that each of them extends."""
         beams = beams._replace(length_B=beams.length_B + 1)
         limited_B = self._if_any(beams.length_B >= beams.limit_B)
         score_BC, beam_BC, token_BC = self._candidates(beams, logits_RV, limited_B, active)
@@ -222,21 +214,21 @@ class BeamStep:
         """
         batch, rows = beams.score_BJ.shape
         at_limit = [False] * batch if self.is_free or limited_B is None else limited_B.tolist()
-        width = min(2 * self.beams, logits_RV.shape[1])
+        width, before_R = min(2 * self.beams, logits_RV.shape[1]), beams.score_BJ.view(-1)
         if self.is_free and finds_best_at_once(logits_RV, width):
             best_RC, token_RC, normalizer_R = fused_best_tokens(
                 logits_RV, width, excluded=self.pad_id
             )
+            before_R = before_R - normalizer_R
         else:
-            logits_RV = logits_RV.float()
-            normalizer_R = log_normalizer(logits_RV)
+            # Normalized before anything is forbidden: no constraint changes a score.
+            logits_RV = logits_RV.log_softmax(1, dtype=torch.float32)
             logits_RV[:, self.pad_id] = -torch.inf
             if not self.is_free:
                 self._constrain(beams, logits_RV, at_limit, active)
             best_RC, token_RC = best_tokens(logits_RV, width)
         if self.rule.forces_end_at_limit and limited_B is not None:
             best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
-        before_R = beams.score_BJ.view(-1) - normalizer_R
         total_BX = (best_RC + before_R[:, None]).view(batch, -1)
         # At the first token a small vocabulary has fewer candidates than there are beams.
         missing = max(self.beams - total_BX.shape[1], 0)

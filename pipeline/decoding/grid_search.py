@@ -1,7 +1,7 @@
 """Beam search that a GPU repeats without the host: tensors keep their shapes and addresses.
 
 The host launches a step of decoding more slowly than a GPU computes it. Here, a step with its
-search is one CUDA graph (:mod:`~pipeline.kernels.graphs`), and the host reads only after every
+search is one CUDA graph (:mod:`~pipeline.kernels.launching`), and the host reads only after every
 eighth step which sentences are done. The graphs need fixed shapes: a :class:`Grid` has a multiple
 of 8 sentences and positions for 16 · 2^k tokens. A sentence that is done stays in the grid until a
 quarter is done; then the others move to a smaller grid. Places without a sentence repeat another
@@ -22,7 +22,7 @@ from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
 from pipeline.kernels.activations import JointParameters
-from pipeline.kernels.graphs import HostCopy, recorded
+from pipeline.kernels.launching import HostCopy, recorded
 from pipeline.kernels.products import has_grouped_products
 from pipeline.model.transformer import Transformer
 

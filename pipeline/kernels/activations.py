@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pipeline.kernels.attention import sliced
 from pipeline.kernels.launching import is_fused, launch, power_of_two
-from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation, activate, linear
 from pipeline.kernels.residuals import PROGRAMS, total_of
 

@@ -32,10 +32,6 @@ from torch import Tensor
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 
-FEW_QUERIES = 16
-"""Number of queries (in decoding, one per beam) up to which plain products are the faster attention
-kernel."""
-
 NO_AVX512 = ("DEFAULT", "AVX2")
 """PyTorch's names of x86 capabilities with which MKL's float32 products beat oneDNN's."""
 
@@ -51,21 +47,13 @@ class CpuKernels:
             its builds for x86).
         bfloat16_products: type of bfloat16 matrix products: bfloat16, or, if the processor has no
             instructions for it, float32 with rounding (PyTorch accumulates in float32, too).
-        fused_attention_from: product of queries and head width from which fused attention is faster
-            in float32 without dropout. With dropout, attention is not fused on CPU.
         few_rows_products: library of float32 products of 3 to 64 rows with a large matrix, in a
             search.
     """
 
     float32_products: Literal["onednn", "blas"]
     bfloat16_products: Literal["bfloat16", "float32"]
-    fused_attention_from: int
     few_rows_products: Literal["onednn", "blas"] = "blas"
-
-    def fuses_attention(self, dtype: torch.dtype, *, queries: int, width: int) -> bool:
-        """Return whether attention without dropout uses the fused kernel."""
-        is_large = queries * width >= self.fused_attention_from
-        return dtype != torch.bfloat16 and queries > FEW_QUERIES and is_large
 
 
 @cache
@@ -86,7 +74,6 @@ def by_processor() -> CpuKernels:
         float32_products=library(is_onednn_faster=has_avx512 and not is_intel),
         few_rows_products=library(is_onednn_faster=has_avx512),
         bfloat16_products="bfloat16" if has_bfloat16_products() else "float32",
-        fused_attention_from=1536,
     )
 
 

@@ -35,6 +35,7 @@ from pipeline.kernels.attention import (
     attend_step,
     can_attend_packed,
     can_attend_step,
+    sliced,
 )
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.launching import fused_kernels_off, fused_on_cpu, is_fused
@@ -44,7 +45,6 @@ from pipeline.kernels.logits import (
     summed_cross_entropy,
 )
 from pipeline.kernels.noise import Dropout, Noise
-from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.products import Activation
 from pipeline.kernels.residuals import (
     add_and_norm,

@@ -6,7 +6,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, current_thread, main_thread
 
@@ -28,7 +27,7 @@ from pipeline.kernels.cpu import (
 
 def test_a_process_takes_what_it_is_told_and_else_its_processors_kernels() -> None:
     assert cpu_kernels() == by_processor()
-    told = replace(by_processor(), float32_products="blas", fused_attention_from=7)
+    told = CpuKernels("blas", "float32")
     with using_cpu_kernels(told):
         assert cpu_kernels() == told
     assert cpu_kernels() == by_processor()
@@ -70,18 +69,10 @@ def test_a_build_without_onednn_has_a_substitute_for_what_others_told_it(
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     try:
-        use_cpu_kernels(CpuKernels("onednn", "float32", fused_attention_from=1))
+        use_cpu_kernels(CpuKernels("onednn", "float32"))
         assert cpu_kernels().float32_products == "blas"
     finally:
         use_cpu_kernels(None)
-
-
-def test_attention_is_fused_in_float32_for_many_queries_of_wide_heads() -> None:
-    kernels = CpuKernels("blas", "float32", fused_attention_from=2000)
-    assert kernels.fuses_attention(torch.float32, queries=64, width=32)
-    assert not kernels.fuses_attention(torch.float32, queries=60, width=32)
-    assert not kernels.fuses_attention(torch.bfloat16, queries=64, width=64)
-    assert not kernels.fuses_attention(torch.float32, queries=16, width=512)
 
 
 @pytest.fixture
