@@ -48,7 +48,7 @@ from pipeline.batching.global_step import (
 )
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
-from pipeline.distributed.busy_time import BUSY_TIME
+from pipeline.distributed.progress import BUSY_TIME
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.kernels.compiled_loops import gather, locate
 from pipeline.seeds import derive_seed

@@ -233,6 +233,7 @@ class BeamStep:
         # At the first token a small vocabulary has fewer candidates than there are beams.
         missing = max(self.beams - total_BX.shape[1], 0)
         total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
+        # Twice the beams: even if J of them end, J are left to go on.
         score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
         token_BX = F.pad(token_RC.view(batch, -1), (0, missing))
         beam_BC = (place_BC // width).clamp_max_(rows - 1)
@@ -296,6 +297,7 @@ class BeamStep:
 
         End-of-sentence ends a hypothesis, and so does the length limit if the rule forces no end.
         """
+        # As in fairseq and transformers: an end below the J best would not have had a place.
         score_BJ, beam_BJ, token_BJ = (x[:, : self.beams] for x in (score_BC, beam_BC, token_BC))
         has_end_BJ = ends_BJ = token_BJ == self.eos_id
         if limited_B is not None and not self.rule.forces_end_at_limit:
@@ -405,6 +407,7 @@ class Search:
         """Extend the beams by a token; return the hypotheses of each sentence that is done now."""
         progress.advance()
         beam_BJ = self.advance(self.model.project(self.feed()))
+        # The host waits for the device here, at every step; GridSearch does at every eighth.
         is_done = self.beams.done_B.tolist()
         done = [row for row, ends in enumerate(is_done) if ends]
         best = self.extend.best(self.beams, done)
@@ -462,6 +465,7 @@ class Search:
         if not rows:
             return
         keep_B = torch.tensor(rows, device=beam_BJ.device)
+        # The caches follow the beams even if no sentence leaves.
         self.states.keep(keep_B, beam_BJ[keep_B] if is_shorter else beam_BJ)
         if is_shorter:
             self.beams = self.beams.select(rows)

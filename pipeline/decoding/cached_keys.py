@@ -111,6 +111,7 @@ class ListedKeys:
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """Keep only these sentences and rows, in that order."""
+        # Entries stay where they are: rows that continue one past list the same entries.
         before = len(self.past.start_R) // self.sentences
         row_R = (keep_B[:, None] * before + beam_BJ).flatten()
         self.sentences = len(keep_B)
@@ -290,6 +291,7 @@ class GridKeys:
     def begin_step(self) -> None:
         """Prepare every layer's past for one more entry per row, for which there is room."""
         batch, rows, _ = self.own_past_BJP.shape
+        # Every row adds an entry to the grid of its sentence, which only itself sees so far.
         itself_JJ = torch.eye(rows, dtype=torch.bool, device=self.made.device)
         self.new_J = self.made + torch.arange(rows, device=self.made.device)
         self.own_past_BJP.index_copy_(2, self.new_J, itself_JJ.expand(batch, -1, -1))
@@ -305,6 +307,7 @@ class GridKeys:
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """Keep only these sentences and rows, in that order."""
+        # Entries do not move with the beams, only what each row sees of them.
         batch = len(self.own_past_BJP)
         self.own_past_BJP = self.own_past_BJP[keep_B[:, None], beam_BJ]
         if len(keep_B) == batch:
@@ -417,6 +420,7 @@ class DecoderStates:
     def blank(self, batch: int, *, positions: int) -> "DecoderStates":
         """Return a decoder with an empty grid, in which :meth:`tensors` of this one have room."""
         assert isinstance(self.keys, GridKeys)
+        # Shares the model; all tensors that steps write are its own.
         new = copy(self)
         new.keys = self.keys.blank(batch, positions=positions)
         new.languages_B2 = self.languages_B2.new_zeros(batch, 2)

@@ -146,6 +146,7 @@ def _quietly() -> Iterator[None]:
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """Divide every row by its largest magnitude; return the rows, (..., I), and that, (..., 1)."""
+    # At least the smallest normal number: a row of zeros is divided by it, too.
     largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     return x / largest, largest
 

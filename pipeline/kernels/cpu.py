@@ -174,8 +174,9 @@ def _on_single_threads(work: Callable[[], None], threads: int) -> None:
         with torch.no_grad(), torch.inference_mode() if is_inference else nullcontext():
             work()
 
-    futures = [_helpers(threads).submit(helped) for _ in range(threads - 1)]
+    # Before the helpers start: PyTorch gives a thread the number of the process at its first work.
     torch.set_num_threads(1)
+    futures = [_helpers(threads).submit(helped) for _ in range(threads - 1)]
     try:
         work()
     finally:

@@ -72,7 +72,7 @@ LOAD_DEEPSPEED = (
     "pipeline.estimates.choices",
     "pipeline.training.updates",
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
-    *("pipeline.training.resuming", "pipeline.training.translation"),
+    "pipeline.training.translation",
     *("pipeline.stages.pretrain", "pipeline.stages.finetune"),
     "pipeline.extensions.tasks.finetune_task",
 )

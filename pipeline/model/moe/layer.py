@@ -99,6 +99,7 @@ class MixtureOfExperts(nn.Module):
         parallel = self.expert_parallel
         if parallel is None:
             return self.experts.serve(x_ND, dispatch)
+        # A layer that is recomputed has the counts: the host need not wait for them again.
         counts = not_again(lambda: parallel.exchange_counts(dispatch.rows_E))
         dispatch = dispatch.first_rows(counts.num_sent)
         x_RD = gather(x_ND, dispatch)
