@@ -21,8 +21,8 @@ from pipeline.decoding.cached_keys import DecoderStates, capacity
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
-from pipeline.kernels.activations import JointParameters
 from pipeline.kernels.launching import HostCopy, recorded
+from pipeline.kernels.pointwise import JointParameters
 from pipeline.kernels.products import has_grouped_products
 from pipeline.model.transformer import Transformer
 

@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import LOOP_COST, numbers, over_rows
+from pipeline.kernels.cpu import LOOP_COST, over_rows
 from pipeline.kernels.launching import is_fused, launch, power_of_two
-from pipeline.kernels.noise import Dropout, weight_dropout
+from pipeline.kernels.noise import Dropout, signed_threshold, weight_dropout
 from pipeline.kernels.products import batched_product
-from pipeline.kernels.residuals import signed_threshold
 
 FLASH_CAPABILITY = (8, 0)
 FLASH_TYPES = (torch.bfloat16, torch.float16)
@@ -389,10 +388,11 @@ def attend_entries(
     from pipeline.kernels import compiled_loops as loops
 
     rows, width = query_RD.shape
-    context_RD = torch.empty_like(query_RD, memory_format=torch.contiguous_format)
+    context_RD = query_RD.new_empty(rows, width, dtype=torch.float32)
     heads = -1, num_heads, width // num_heads
+    # numba has no bfloat16, so caches hold float32, and only the queries are converted here.
     given = query_RD.contiguous(), key_PD, value_PD, context_RD
-    query, key, value, context = (numbers(x.view(heads)) for x in given)
+    query, key, value, context = (x.detach().float().view(heads).numpy() for x in given)
     listed = None if entries.entry_RT is None else entries.entry_RT.numpy()
     start, stop = entries.start_R.numpy(), entries.stop_R.numpy()
 
@@ -400,4 +400,4 @@ def attend_entries(
         loops.attend_entries(query, key, value, listed, start, stop, first, last, context)
 
     over_rows(attend, rows, cost_of_row=2 * entries.most * width * LOOP_COST)
-    return context_RD
+    return context_RD.to(query_RD.dtype)

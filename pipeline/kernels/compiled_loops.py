@@ -2,8 +2,7 @@
 
 - Over rows of a search, and over places of dropout. In PyTorch, these are many operators on few
   numbers, and calling an operator takes longer than its work. Other devices run the same steps as
-  operators, next to the call of each loop. numba has no bfloat16: loops receive such states as
-  16-bit integers (:func:`~pipeline.kernels.cpu.numbers`) and compute in float32.
+  operators, next to the call of each loop.
 - Over sentences, to plan and assemble batches, and over their n-grams. A window has millions of
   sentences, and a micro-batch hundreds. numpy would make one pass and one temporary array per
   operator, and Python would take longer than the model. The loops release the interpreter's lock:
@@ -22,14 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
-States = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-"""Hidden states: float32, or bfloat16 as integers."""
+States = npt.NDArray[np.float32]
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
@@ -43,63 +41,6 @@ def compiled(**options: Any) -> Callable[[Loop], Loop]:
         return fast
 
     return decorate
-
-
-def widened(stored: Any) -> Any:
-    """Return a stored number as float32."""
-    raise TypeError(f"only compiled loops can widen {stored!r}")
-
-
-def narrowed(number: Any, like: Any) -> Any:
-    """Return a float32 number in the type of a stored one."""
-    raise TypeError(f"only compiled loops can narrow {number!r} to {like!r}")
-
-
-@overload(widened, strict=False)
-def _widened(stored: Any) -> Callable[[Any], Any]:
-    if stored != types.uint16:
-        return lambda stored: stored
-    return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
-
-
-@overload(narrowed, strict=False)
-def _narrowed(number: Any, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG001
-    def unchanged(number: Any, like: Any) -> Any:  # noqa: ARG001
-        return number
-
-    def to_bfloat16(number: Any, like: Any) -> Any:  # noqa: ARG001
-        bits = np.float32(number).view(np.uint32)
-        odd = (bits >> np.uint32(16)) & np.uint32(1)
-        nearest = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-        is_number = (bits & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000)
-        return np.uint16(nearest) if is_number else np.uint16(0x7FC0)
-
-    return to_bfloat16 if like == types.uint16 else unchanged
-
-
-LOG2_E = np.float32(1.4426950408889634)
-LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-LOWEST = np.float32(-87.0)
-"""Lower bound of exponents: e^x of anything smaller is not a normal float32 number."""
-
-
-@numba.njit(inline="always")
-def exponential(x: Any) -> Any:
-    """Return e^x for x ≤ 0, exact to two units in the last place, in a form that vectorizes.
-
-    Cephes' ``expf``: 2^n · e^r with |r| ≤ ln(2) / 2, e^r by a polynomial.
-    """
-    x = max(x, LOWEST)
-    n = np.floor(x * LOG2_E + np.float32(0.5))
-    r = x - n * LN2_HIGH - n * LN2_LOW
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @compiled(fastmath={"reassoc", "contract"})
@@ -117,8 +58,7 @@ def attend_entries(
     """Compute softmax(q kᵀ / sqrt(K)) v of rows ``first`` to ``last`` (exclusive), head by head.
 
     A row attends to positions ``start_R`` to ``stop_R`` of its list in a table or, without a table,
-    to entries ``start_R`` to ``stop_R``. Query rows may contain keys and values after the queries:
-    only the first H heads are read.
+    to entries ``start_R`` to ``stop_R``.
     """
     num_heads, width = key_PHK.shape[1:]
     scale = np.float32(1) / np.sqrt(np.float32(width))
@@ -135,7 +75,7 @@ def attend_entries(
             for h in range(num_heads):
                 query_K, key_K, score = query_RHK[row, h], key_PHK[entry, h], np.float32(0)
                 for k in range(width):
-                    score += widened(query_K[k]) * widened(key_K[k])
+                    score += query_K[k] * key_K[k]
                 weight_HT[h, t] = score * scale
         for h in range(num_heads):
             weight_T = weight_HT[h, :count]
@@ -144,23 +84,19 @@ def attend_entries(
                 peak = max(peak, weight_T[t])
             normalizer = np.float32(0)
             for t in range(count):
-                weight_T[t] = exponential(weight_T[t] - peak)
+                weight_T[t] = np.exp(weight_T[t] - peak)
                 normalizer += weight_T[t]
             share = np.float32(1) / normalizer if peak - peak == 0 else np.float32(np.nan)
-            total_K = total_HK[h]
-            total_K[:] = 0
             for t in range(count):
                 weight_T[t] *= share
+        total_HK[:] = 0
         for t in range(count):
             entry = start + t if entry_RT is None else entry_RT[row, start + t]
             for h in range(num_heads):
                 weight, total_K, value_K = weight_HT[h, t], total_HK[h], value_PHK[entry, h]
                 for k in range(width):
-                    total_K[k] += weight * widened(value_K[k])
-        for h in range(num_heads):
-            total_K, context_K = total_HK[h], context_RHK[row, h]
-            for k in range(width):
-                context_K[k] = narrowed(total_K[k], context_K[k])
+                    total_K[k] += weight * value_K[k]
+        context_RHK[row] = total_HK
 
 
 @compiled()

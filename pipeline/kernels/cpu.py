@@ -1,4 +1,4 @@
-"""CPU support: choice of kernels, threads, and conversion of tensors for compiled loops.
+"""CPU support: choice of kernels, threads, and use of compiled loops.
 
 Processors differ in which kernel is fastest, and kernels differ in rounding. A table by processor
 features chooses the kernels: a machine always has the same ones. In training, all ranks use
@@ -16,12 +16,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -98,12 +97,7 @@ def cpu_kernels() -> CpuKernels:
 
 
 def use_cpu_kernels(kernels: CpuKernels | None) -> None:
-    """Use ``kernels`` from now on; None: what suits the processor.
-
-    A build of PyTorch without oneDNN uses its default library instead.
-    """
-    if kernels is not None and not torch.backends.mkldnn.is_available():
-        kernels = replace(kernels, float32_products="blas", few_rows_products="blas")
+    """Use ``kernels`` from now on; None: what suits the processor."""
     _InUse.kernels = kernels
 
 
@@ -219,12 +213,3 @@ def uses_loops(x: Tensor) -> bool:
 def can_loop(x_ND: Tensor) -> bool:
     """Return whether compiled loops can read a tensor: on CPU, in float32 or bfloat16."""
     return uses_loops(x_ND) and x_ND.dtype in (torch.float32, torch.bfloat16)
-
-
-def numbers(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return the memory of a contiguous tensor as an array, bfloat16 as 16-bit integers."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: npt.NDArray[Any] = tensor.numpy()
-    return array

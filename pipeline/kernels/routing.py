@@ -243,17 +243,13 @@ def _balance(
 
 
 def averaged_logits(x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:
-    """Return (W x + W_g x) / 2 with g the group of the token, (N, E), by averaged weights."""
-    mean_GED = _Average.apply(weight_ED, weight_GED)  # type: ignore[no-untyped-call]
-    return _logits_of_groups(x_ND, mean_GED, group_N)
-
-
-def _logits_of_groups(x_ND: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:
-    """Return each token's logits by the router of its group, (N, E)."""
+    """Return (W x + W_g x) / 2 with g the group of the token, (N, E)."""
     num_groups, num_experts, _ = weight_GED.shape
-    all_logits_NGE = linear(x_ND, weight_GED.flatten(0, 1)).view(-1, num_groups, num_experts)
+    # Weights are averaged instead of logits: one product, and few operators.
+    mean_GED: Tensor = _Average.apply(weight_ED, weight_GED)  # type: ignore[no-untyped-call]
+    logits_NGE = linear(x_ND, mean_GED.flatten(0, 1)).view(-1, num_groups, num_experts)
     index_N1E = group_N[:, None, None].expand(-1, 1, num_experts)
-    return all_logits_NGE.gather(1, index_N1E).squeeze(1)
+    return logits_NGE.gather(1, index_N1E).squeeze(1)
 
 
 class _Average(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.kernels.noise import Dropout, Noise, dropout_in
-from pipeline.kernels.residuals import add_and_norm, add_dropped, layer_norm, norm_of_sum
+from pipeline.kernels.pointwise import add_and_norm, add_dropped, layer_norm, norm_of_sum
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.tokens import Tokens, Unbiased
 

@@ -49,8 +49,8 @@ from pipeline.config.recipe import Recipe
 from pipeline.distributed.progress import BUSY_TIME, advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
-from pipeline.kernels.allocator import keep_freed_memory
 from pipeline.kernels.gradient_sums import keeping_gradients
+from pipeline.machine import keep_freed_memory
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.stacked import StackedModules

@@ -1,4 +1,4 @@
-"""Loops compiled by numba: rounding, compilation without a writable directory, shared n-grams."""
+"""Loops compiled by numba: compilation without a writable directory, shared n-grams."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,31 +13,12 @@ from hypothesis import strategies as st
 from pipeline.kernels.compiled_loops import (
     ITEM_BITS,
     Integers,
-    States,
     compiled,
     count_shared_ngrams,
-    narrowed,
 )
-from pipeline.kernels.cpu import numbers
 
 LARGEST = (1 << ITEM_BITS) - 1
 Line = Sequence[int]
-
-
-def test_numbers_are_rounded_to_bfloat16_as_pytorch_rounds_them() -> None:
-    @compiled()
-    def round_all(some: States, found: States) -> None:
-        for i in range(len(some)):
-            found[i] = narrowed(some[i], found[i])
-
-    generator = torch.Generator().manual_seed(1)
-    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=generator, dtype=torch.int64)
-    halves = (torch.arange(2**16) << 16) + 2**15  # between two neighbors, all of them
-    some = torch.cat([bits, halves, halves + 1, halves - 1]).to(torch.int32).view(torch.float32)
-    found = torch.empty(len(some), dtype=torch.bfloat16)
-    round_all(some.numpy(), numbers(found))
-    expected = some.to(torch.bfloat16)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_loops_are_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from pipeline.kernels.cpu import (
     by_processor,
     cpu_kernels,
     side_by_side,
-    use_cpu_kernels,
     using_cpu_kernels,
 )
 
@@ -62,17 +61,6 @@ def test_the_table_goes_by_the_vendor_and_the_instructions_of_a_processor(
     found = by_processor.__wrapped__()
     libraries = found.float32_products, found.few_rows_products
     assert (*libraries, found.bfloat16_products) == expected
-
-
-def test_a_build_without_onednn_has_a_substitute_for_what_others_told_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    try:
-        use_cpu_kernels(CpuKernels("onednn", "float32"))
-        assert cpu_kernels().float32_products == "blas"
-    finally:
-        use_cpu_kernels(None)
 
 
 @pytest.fixture

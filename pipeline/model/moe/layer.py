@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.kernels.noise import dropout_in, uniform
 from pipeline.kernels.placement import beside_float32, combine, gather
-from pipeline.kernels.residuals import dropped
+from pipeline.kernels.pointwise import dropped
 from pipeline.model.moe.capacity import Dispatch, dispatch_routes, expert_capacity
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
