@@ -8,7 +8,9 @@ fast.
 ``nvidia-smi`` is called as its manual documents, and has not been called on a GPU yet.
 """
 
+import ctypes
 import io
+import mmap
 import os
 import resource
 import subprocess
@@ -20,8 +22,15 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from pipeline.kernels.allocator import keep_freed_memory
+OWN_MAPPING = 2**26
+"""Default size in bytes from which a block has its own mapping and is returned when freed."""
 
+LARGEST_KEPT = 2**28
+"""Size in bytes from which no block is kept: fragmentation would waste too much memory."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
+_TRIM_AT = 2**31 - 1  # free bytes at the end of the heap: the largest number mallopt takes
+_ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 BF16_CAPABILITY = 8.0
 """CUDA compute capability from which GPUs compute in bfloat16 (Ampere)."""
 _ASK_SECONDS = 20.0
@@ -120,6 +129,25 @@ GPU_MEMORY = "expandable_segments:True"
 leave gaps."""
 _GPU_MEMORY_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Names of its variable, as of torch 2.11 to 2.13; the second is the older one."""
+
+
+def keep_freed_memory(*, block: int = 0) -> None:
+    """Keep freed memory for the next step, including blocks of ``block`` bytes if not too large.
+
+    By default, glibc returns freed memory to the system as soon as it can. A training step frees as
+    much as it allocates: the system would map and zero the same pages at every update
+    (``GLIBC_TUNABLES= python tests/bench/moe_step.py`` measures the time without). Memory is
+    therefore kept, except for large blocks, which rarely fit into the gap of another block.
+
+    Has no effect where the environment configures malloc, or where malloc is not glibc's.
+    """
+    if any(name in os.environ for name in _ENVIRONMENT):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        is_kept = OWN_MAPPING <= block < LARGEST_KEPT
+        mallopt(_MMAP_THRESHOLD, block + mmap.PAGESIZE if is_kept else OWN_MAPPING)
+        mallopt(_TRIM_THRESHOLD, _TRIM_AT)
 
 
 def prepare_process() -> None:

@@ -18,9 +18,9 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.decoding import text_files
-from pipeline.decoding.incoming_lines import without_line_breaks
+from pipeline.decoding import text_input
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.text_input import without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, DataError
 from pipeline.stages.translate import DoneLines
@@ -91,7 +91,7 @@ def bench(checkpoint: Path, tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "CHUNK_LINES", 8)
+    monkeypatch.setattr(text_input, "CHUNK_LINES", 8)
 
 
 def as_text(lines: Sequence[str], *, end: str = "\n") -> bytes:
@@ -207,17 +207,17 @@ def test_chunks_hold_all_lines_in_order_and_are_bounded(
     characters: int,
     copies: int,
 ) -> None:
-    monkeypatch.setattr(text_files, "CHUNK_LINES", lines)
-    monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", characters)
+    monkeypatch.setattr(text_input, "CHUNK_LINES", lines)
+    monkeypatch.setattr(text_input, "CHUNK_CHARACTERS", characters)
     texts = {
         f"{number}.txt": [f"{number} {line} " + "x" * (7 * line % 10) for line in range(number % 7)]
         for number in range(10, 30)
     }
     for name, of_file in texts.items():
         (tmp_path / name).write_bytes(as_text([*of_file, ""]))
-    files, _ = text_files.find_texts(RawPaths((tmp_path,)), field="")
+    files, _ = text_input.find_texts(RawPaths((tmp_path,)), field="")
     found: dict[str, list[str]] = {}
-    every = list(text_files.chunks(files, copies=copies))
+    every = list(text_input.chunks(files, copies=copies))
     assert [chunk.number for chunk in every] == list(range(len(every)))
     for number, chunk in enumerate(every):
         assert chunk.first == sum(len(before.texts) for before in every[:number])
@@ -255,7 +255,7 @@ def test_a_data_set_of_hugging_face_is_read_by_its_field(tmp_path: Path) -> None
     write_tables(tmp_path, rows)
     for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json"):
         (tmp_path / name).write_text("{}", encoding="utf-8")
-    files, left_out = text_files.find_texts(RawPaths((tmp_path,)), field="words")
+    files, left_out = text_input.find_texts(RawPaths((tmp_path,)), field="words")
     assert {file.output: [*file.lines()] for file in files} == {
         "dump/b.txt": ["eins", "", "zwei drei"],
         "train/data-00000-of-00002.txt": ["vier", "", "fünf", "sechs", "sieben"],
@@ -276,7 +276,7 @@ def test_a_column_that_is_no_text_is_named(
     tmp_path: Path, name: str, field: str, message: str
 ) -> None:
     write_tables(tmp_path, {name: ["eins"]})
-    (file,), _ = text_files.find_texts(RawPaths((tmp_path,)), field=field)
+    (file,), _ = text_input.find_texts(RawPaths((tmp_path,)), field=field)
     with pytest.raises(DataError, match=message):
         list(file.lines())
 
@@ -286,7 +286,7 @@ def test_a_table_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
     write_tables(tmp_path, {name: ["eins"] * 2000})
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:600])
-    (file,), _ = text_files.find_texts(RawPaths((tmp_path,)), field="words")
+    (file,), _ = text_input.find_texts(RawPaths((tmp_path,)), field="words")
     with pytest.raises(DataError, match=rf"{name} is not a complete \w+ file \("):
         list(file.lines())
 
@@ -420,7 +420,7 @@ def test_a_run_that_ended_before_its_chunks_were_removed_removes_them_when_found
 
 @pytest.mark.slow
 def test_a_killed_run_of_one_process_goes_on_with_two_and_makes_what_one_does(bench: Bench) -> None:
-    empty = [""] * text_files.CHUNK_LINES
+    empty = [""] * text_input.CHUNK_LINES
     bench.write({"a.txt": as_text([*LINES, *empty, *(4 * LINES)])})
     english = ("--set", 'decoding.targets=["en"]')
     assert bench.run("whole", *english) == 0

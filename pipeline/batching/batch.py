@@ -511,11 +511,11 @@ def _source_begins(sentences: Sentences) -> Tensor | None:
 
 def _joined(*parts: Ragged) -> Ragged:
     """Concatenate three parts of every sentence."""
-    from pipeline.kernels import sentence_loops
+    from pipeline.kernels.compiled_loops import join
 
     length_B = parts[0].length_B + parts[1].length_B + parts[2].length_B
     ids_N = np.empty(int(length_B.sum()), dtype=np.int64)
-    sentence_loops.join(*parts[0], *parts[1], *parts[2], ids_N)
+    join(*parts[0], *parts[1], *parts[2], ids_N)
     return Ragged(ids_N, length_B)
 
 

@@ -48,9 +48,9 @@ from pipeline.batching.global_step import (
 )
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
-from pipeline.distributed.busy_time import BUSY_TIME
+from pipeline.distributed.progress import BUSY_TIME
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.kernels.sentence_loops import gather, locate
+from pipeline.kernels.compiled_loops import gather, locate
 from pipeline.seeds import derive_seed
 
 Integers = npt.NDArray[np.int64]

@@ -30,7 +30,7 @@ from pipeline.artifacts.mixture import Mixture, Phase
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.sentence_loops import mark_cuts, measure, shuffle
+from pipeline.kernels.compiled_loops import mark_cuts, measure, shuffle
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
 
@@ -274,7 +274,6 @@ class Planner:
         types: tuple[npt.DTypeLike, ...] = (np.int32, np.int8, line_type)
         self._types = (*types, length_type, length_type)
         self._phases = self._planned_phases(mixture)
-        self._kept: tuple[int, PlannedWindow] | None = None
 
     @property
     def window_sentences(self) -> int:
@@ -327,20 +326,11 @@ class Planner:
         return list(planned.micro_batches(0, len(planned)))
 
     def largest(self, window: int) -> MicroBatch:
-        """Return the micro-batch with most tokens of a window.
-
-        The window's plan is kept: :meth:`steps` does not plan it again.
-        """
+        """Return the micro-batch with most tokens of a window."""
         planned = self._plan(window)
-        self._kept = window, planned
         return planned.micro_batch(planned.num_tokens.index(max(planned.num_tokens)))
 
     def _windows(self, window: int) -> Generator[PlannedWindow]:
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[0] == window:
-            yield kept[1]
-            del kept
-            window += 1
         while True:
             yield self._plan(window)
             window += 1

@@ -14,8 +14,8 @@ from pipeline.cli.ending import say, say_once
 from pipeline.cli.parser import chosen_recipe, named_paths
 from pipeline.config.documents import write_whole
 from pipeline.config.settings import describe_validation
-from pipeline.decoding.incoming_lines import IncomingLines
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.text_input import IncomingLines
 from pipeline.errors import (
     EXIT_USER_ERROR,
     ArtifactError,

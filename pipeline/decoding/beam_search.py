@@ -39,12 +39,7 @@ from pipeline.decoding.hypotheses import (
 )
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
-from pipeline.kernels.logits import (
-    best_tokens,
-    finds_best_at_once,
-    fused_best_tokens,
-    log_normalizer,
-)
+from pipeline.kernels.logits import best_tokens, finds_best_at_once, fused_best_tokens
 from pipeline.model.transformer import Transformer
 
 
@@ -180,10 +175,7 @@ class BeamStep:
     def __call__(
         self, beams: Beams, logits_RV: Tensor, active: Sequence[int] = ()
     ) -> tuple[Beams, Tensor]:
-        """Return the extended beams, and the beam (B, J) that each of them extends.
-
-        The logits may be overwritten.
-        """
+        """Return the extended beams, and the beam (B, J) that each of them extends."""
         beams = beams._replace(length_B=beams.length_B + 1)
         limited_B = self._if_any(beams.length_B >= beams.limit_B)
         score_BC, beam_BC, token_BC = self._candidates(beams, logits_RV, limited_B, active)
@@ -222,25 +214,26 @@ class BeamStep:
         """
         batch, rows = beams.score_BJ.shape
         at_limit = [False] * batch if self.is_free or limited_B is None else limited_B.tolist()
-        width = min(2 * self.beams, logits_RV.shape[1])
+        width, before_R = min(2 * self.beams, logits_RV.shape[1]), beams.score_BJ.view(-1)
         if self.is_free and finds_best_at_once(logits_RV, width):
             best_RC, token_RC, normalizer_R = fused_best_tokens(
                 logits_RV, width, excluded=self.pad_id
             )
+            before_R = before_R - normalizer_R
         else:
-            logits_RV = logits_RV.float()
-            normalizer_R = log_normalizer(logits_RV)
+            # Normalized before anything is forbidden: no constraint changes a score.
+            logits_RV = logits_RV.log_softmax(1, dtype=torch.float32)
             logits_RV[:, self.pad_id] = -torch.inf
             if not self.is_free:
                 self._constrain(beams, logits_RV, at_limit, active)
             best_RC, token_RC = best_tokens(logits_RV, width)
         if self.rule.forces_end_at_limit and limited_B is not None:
             best_RC, token_RC = self._only_ends(best_RC, token_RC, logits_RV, limited_B)
-        before_R = beams.score_BJ.view(-1) - normalizer_R
         total_BX = (best_RC + before_R[:, None]).view(batch, -1)
         # At the first token a small vocabulary has fewer candidates than there are beams.
         missing = max(self.beams - total_BX.shape[1], 0)
         total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
+        # Twice the beams: even if J of them end, J are left to go on.
         score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
         token_BX = F.pad(token_RC.view(batch, -1), (0, missing))
         beam_BC = (place_BC // width).clamp_max_(rows - 1)
@@ -304,6 +297,7 @@ class BeamStep:
 
         End-of-sentence ends a hypothesis, and so does the length limit if the rule forces no end.
         """
+        # As in fairseq and transformers: an end below the J best would not have had a place.
         score_BJ, beam_BJ, token_BJ = (x[:, : self.beams] for x in (score_BC, beam_BC, token_BC))
         has_end_BJ = ends_BJ = token_BJ == self.eos_id
         if limited_B is not None and not self.rule.forces_end_at_limit:
@@ -413,6 +407,7 @@ class Search:
         """Extend the beams by a token; return the hypotheses of each sentence that is done now."""
         progress.advance()
         beam_BJ = self.advance(self.model.project(self.feed()))
+        # The host waits for the device here, at every step; GridSearch does at every eighth.
         is_done = self.beams.done_B.tolist()
         done = [row for row, ends in enumerate(is_done) if ends]
         best = self.extend.best(self.beams, done)
@@ -470,6 +465,7 @@ class Search:
         if not rows:
             return
         keep_B = torch.tensor(rows, device=beam_BJ.device)
+        # The caches follow the beams even if no sentence leaves.
         self.states.keep(keep_B, beam_BJ[keep_B] if is_shorter else beam_BJ)
         if is_shorter:
             self.beams = self.beams.select(rows)

@@ -25,7 +25,6 @@ from torch import Tensor
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
-from pipeline.kernels.activations import JointParameters
 from pipeline.kernels.attention import (
     RowEntries,
     attend,
@@ -35,6 +34,7 @@ from pipeline.kernels.attention import (
     can_attend_step,
 )
 from pipeline.kernels.cpu import can_loop
+from pipeline.kernels.pointwise import JointParameters
 from pipeline.model.attention import Attention
 from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
@@ -76,7 +76,7 @@ def cached_keys(
 
 
 class ListedKeys:
-    """Entries listed per row, read by loops on CPU."""
+    """Entries in float32 listed per row, read by loops on CPU."""
 
     def __init__(
         self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
@@ -89,10 +89,17 @@ class ListedKeys:
         self.past = RowEntries(start_R, start_R, 0, listed_RT)
         self.made = 0
         """Number of entries; entries of the last step come last."""
-        self.pasts = [_ListedPast(self, layer.self_attention, memory_ND) for layer in layers]
-        self.sources = [
-            _ListedSource(self, layer.cross_attention, memory_ND, tokens) for layer in layers
-        ]
+        room = FEWEST_POSITIONS * rows, memory_ND.shape[1]
+        self.pasts: list[_Listed] = []
+        self.sources: list[_Listed] = []
+        for layer in layers:
+            own, cross = layer.self_attention, layer.cross_attention
+            key_PD = memory_ND.new_empty(room, dtype=torch.float32)
+            empty = key_PD, torch.empty_like(key_PD)
+            self.pasts.append(_Listed(self, own.num_heads, *empty, is_past=True))
+            key_ND, value_ND = (project(p, memory_ND, tokens) for p in (cross.key, cross.value))
+            packed = key_ND.float(), value_ND.float()
+            self.sources.append(_Listed(self, cross.num_heads, *packed, is_past=False))
         pairs = zip(self.pasts, self.sources, strict=True)
         self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
 
@@ -111,6 +118,7 @@ class ListedKeys:
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """Keep only these sentences and rows, in that order."""
+        # Entries stay where they are: rows that continue one past list the same entries.
         before = len(self.past.start_R) // self.sentences
         row_R = (keep_B[:, None] * before + beam_BJ).flatten()
         self.sentences = len(keep_B)
@@ -125,13 +133,11 @@ class ListedKeys:
             keys._drop_unread_entries()
             keys._drop_unread_sources()
         self.past = _joined(self.past, other.past, shift=self.made)
-        self.source = _joined(self.source, other.source, shift=len(self.sources[0].key_ND))
-        for mine, its in zip(self.pasts, other.pasts, strict=True):
+        self.source = _joined(self.source, other.source, shift=len(self.sources[0].key_PD))
+        both = (*self.pasts, *self.sources), (*other.pasts, *other.sources)
+        for mine, its in zip(*both, strict=True):
             mine.key_PD = torch.cat([mine.key_PD, its.key_PD])
             mine.value_PD = torch.cat([mine.value_PD, its.value_PD])
-        for ours, theirs in zip(self.sources, other.sources, strict=True):
-            ours.key_ND = torch.cat([ours.key_ND, theirs.key_ND])
-            ours.value_ND = torch.cat([ours.value_ND, theirs.value_ND])
         self.made += other.made
         self.sentences += other.sentences
 
@@ -160,7 +166,7 @@ class ListedKeys:
             length_B
         )
         for keys in self.sources:
-            keys.key_ND, keys.value_ND = keys.key_ND[token_N], keys.value_ND[token_N]
+            keys.key_PD, keys.value_PD = keys.key_PD[token_N], keys.value_PD[token_N]
         first_R, end_R = (one.repeat_interleave(rows) for one in (first_B, end_B))
         self.source = RowEntries(first_R, end_R, int(length_B.max()))
 
@@ -185,14 +191,15 @@ def of_last_columns(x_XT: Tensor, length: int) -> Tensor:
     return F.pad(x_XT, (length - x_XT.shape[-1], 0))
 
 
-class _ListedPast:
-    """Past of one layer: an entry per row and step."""
+@dataclass
+class _Listed:
+    """Entries of one layer: its past, one per row and step, or the source's tokens as packed."""
 
-    def __init__(self, keys: ListedKeys, attention: Attention, like: Tensor) -> None:
-        self.keys, self.num_heads = keys, attention.num_heads
-        entries = FEWEST_POSITIONS * len(keys.past.start_R)
-        self.key_PD = like.new_empty(entries, like.shape[1])
-        self.value_PD = torch.empty_like(self.key_PD)
+    keys: ListedKeys
+    num_heads: int
+    key_PD: Tensor
+    value_PD: Tensor
+    is_past: bool
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
         stop = self.keys.made
@@ -202,23 +209,9 @@ class _ListedPast:
         self.value_PD[stop - len(key_RD) : stop] = value_RD
 
     def attend(self, query_RD: Tensor) -> Tensor:
-        entries, heads = self.keys.past, self.num_heads
+        entries = self.keys.past if self.is_past else self.keys.source
+        heads = self.num_heads
         return attend_entries(query_RD, self.key_PD, self.value_PD, entries, num_heads=heads)
-
-
-class _ListedSource:
-    """Source tokens of one layer, packed as in the encoder."""
-
-    def __init__(
-        self, keys: ListedKeys, attention: Attention, memory_ND: Tensor, tokens: Tokens
-    ) -> None:
-        self.keys, self.num_heads = keys, attention.num_heads
-        self.key_ND = project(attention.key, memory_ND, tokens)
-        self.value_ND = project(attention.value, memory_ND, tokens)
-
-    def attend(self, query_RD: Tensor) -> Tensor:
-        entries, heads = self.keys.source, self.num_heads
-        return attend_entries(query_RD, self.key_ND, self.value_ND, entries, num_heads=heads)
 
 
 def _doubled(entry_PD: Tensor) -> Tensor:
@@ -290,6 +283,7 @@ class GridKeys:
     def begin_step(self) -> None:
         """Prepare every layer's past for one more entry per row, for which there is room."""
         batch, rows, _ = self.own_past_BJP.shape
+        # Every row adds an entry to the grid of its sentence, which only itself sees so far.
         itself_JJ = torch.eye(rows, dtype=torch.bool, device=self.made.device)
         self.new_J = self.made + torch.arange(rows, device=self.made.device)
         self.own_past_BJP.index_copy_(2, self.new_J, itself_JJ.expand(batch, -1, -1))
@@ -305,6 +299,7 @@ class GridKeys:
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """Keep only these sentences and rows, in that order."""
+        # Entries do not move with the beams, only what each row sees of them.
         batch = len(self.own_past_BJP)
         self.own_past_BJP = self.own_past_BJP[keep_B[:, None], beam_BJ]
         if len(keep_B) == batch:
@@ -417,6 +412,7 @@ class DecoderStates:
     def blank(self, batch: int, *, positions: int) -> "DecoderStates":
         """Return a decoder with an empty grid, in which :meth:`tensors` of this one have room."""
         assert isinstance(self.keys, GridKeys)
+        # Shares the model; all tensors that steps write are its own.
         new = copy(self)
         new.keys = self.keys.blank(batch, positions=positions)
         new.languages_B2 = self.languages_B2.new_zeros(batch, 2)

@@ -51,6 +51,7 @@ class BannedTexts:
 
     def forbid(self, log_p_JV: Tensor, pasts: Sequence[Sequence[int]]) -> None:
         """Set the choices that would complete a phrase to -inf, in place; each row has its past."""
+        # These complete a phrase whatever comes before; the others only behind its beginning.
         log_p_JV[:, self._within.to(log_p_JV.device)] = -torch.inf
         for log_p_V, past in zip(log_p_JV, pasts, strict=True):
             if found := self._completing(past):
@@ -262,6 +263,8 @@ class Constraints:
     ) -> list[tuple[float, int, int]]:
         """Take one candidate of each bank in turn: fullest bank first, likeliest of it first."""
         chosen = {(beam, token): score for score, beam, token in candidates if isfinite(score)}
+        # Of every beam also the likeliest extension, and those towards phrases, however unlikely:
+        # otherwise banks without any of the likeliest candidates of the sentence would be empty.
         best_J = total_JV.argmax(1).tolist()
         for beam, past in enumerate(pasts):
             for token in (best_J[beam], *progress_of(past, phrases).next_tokens):

@@ -104,6 +104,7 @@ def _log_probabilities(
     labels = [(*[eos_id] * (prompt - 1), *ids[prompt:], eos_id) for ids, prompt in behind]
     label_N = _flat(labels, x_ND.device)
     parts = []
+    # By parts: logits of all tokens would take more memory than the model.
     for rows_LD, label_L in zip(x_ND.split(LOGIT_ROWS), label_N.split(LOGIT_ROWS), strict=True):
         log_p_LV = F.log_softmax(model.project(rows_LD), dim=1, dtype=torch.float32)
         parts.append(log_p_LV.gather(1, label_L[:, None])[:, 0])

@@ -1,7 +1,7 @@
 """Beam search that a GPU repeats without the host: tensors keep their shapes and addresses.
 
 The host launches a step of decoding more slowly than a GPU computes it. Here, a step with its
-search is one CUDA graph (:mod:`~pipeline.kernels.graphs`), and the host reads only after every
+search is one CUDA graph (:mod:`~pipeline.kernels.launching`), and the host reads only after every
 eighth step which sentences are done. The graphs need fixed shapes: a :class:`Grid` has a multiple
 of 8 sentences and positions for 16 · 2^k tokens. A sentence that is done stays in the grid until a
 quarter is done; then the others move to a smaller grid. Places without a sentence repeat another
@@ -21,8 +21,8 @@ from pipeline.decoding.cached_keys import DecoderStates, capacity
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed import progress
-from pipeline.kernels.activations import JointParameters
-from pipeline.kernels.graphs import HostCopy, recorded
+from pipeline.kernels.launching import HostCopy, recorded
+from pipeline.kernels.pointwise import JointParameters
 from pipeline.kernels.products import has_grouped_products
 from pipeline.model.transformer import Transformer
 
@@ -66,6 +66,7 @@ class Grid:
             if not own.dim():
                 own.copy_(other)
                 continue
+            # A weight of 0, which a mask gives old entries, does not hide what is no number.
             own.zero_()
             own[:, *map(slice, other.shape[1:])] = other.index_select(0, index_B)
         self.beams.done_B[len(rows) :] = True
@@ -76,7 +77,7 @@ class Grid:
         extended, beam_BJ = self.extend(self.beams, self.states.model.project(x_RD))
         self.states.reorder(beam_BJ)
         for own, new in zip(self.beams, extended, strict=True):
-            if new is not own:
+            if new is not own:  # a graph reads and writes the same addresses at every replay
                 own.copy_(new)
 
 
@@ -98,6 +99,7 @@ class Grids:
     ) -> Grid:
         """Return a grid of this shape for a search; see :class:`Grid`."""
         for place, grid in enumerate(self._free):
+            # The length of the prompt is a constant of the recorded step.
             if grid.shape == shape and grid.extend.prompt_length == extend.prompt_length:
                 return self._free.pop(place)
         return Grid(extend, states, beams, shape=shape)
@@ -129,6 +131,7 @@ class GridSearch:
         self.grid: Grid | None = None
         self.rows: list[int | None] = []
         """Sentence of each row of the grid; None where it is done or dropped."""
+        # The first step has other shapes: a prompt of several tokens, and one beam per sentence.
         self.first = Search(model, sources, config, eos_id=eos_id)
         """Search that makes the first step."""
         self.first.extend.reads = False
@@ -165,7 +168,7 @@ class GridSearch:
         ahead = AHEAD if self.longest < self.most_tokens else 0
         for left in reversed(range(steps)):
             grid.step()
-            if left == ahead:
+            if left == ahead:  # the device has steps left while the host waits for the copy
                 is_done = HostCopy(grid.beams.done_B)
         done = [
             row
@@ -190,6 +193,7 @@ class GridSearch:
         if grid is None:
             return
         fitting = grid_shape(len(rows), self._positions())
+        # Moving copies all caches, so it has to save a quarter of the work of the steps to come.
         is_sparse = fitting[0] < grid.sentences and 4 * len(rows) <= 3 * len(self.rows)
         if not rows:
             self.grids.give(grid)

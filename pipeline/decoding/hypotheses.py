@@ -104,6 +104,7 @@ class HuggingFaceRule:
 
     def is_done(self, *, worst_ended: Tensor, best_running: Tensor) -> Tensor:
         """Return whether the worst ended hypothesis scores at least the best running one."""
+        # With a penalty above 0, a longer one may still overtake it: transformers compares so, too.
         return worst_ended >= best_running
 
 
@@ -129,7 +130,7 @@ def length_limit(source: Source, config: DecodingConfig, *, positions: int) -> i
         ConfigError: the forced tokens and end-of-sentence exceed the model's positions.
     """
     forced = len(source.prefix) + sum(map(len, set(source.required)))
-    needed = forced + 1
+    needed = forced + 1  # end-of-sentence
     if forced and needed > positions:
         raise ConfigError(
             f"The prefix and required phrases of a translation have {counted(forced, 'token')}, "

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis
 from pipeline.artifacts.spelling import is_blank
-from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.text_input import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import sparing_loops
@@ -146,6 +146,7 @@ def filter_lines(
                 if line.problem and counts.unreadable <= NAMED_PROBLEMS:
                     say(f"Line {line.number} {line.problem}. It is translated as an empty line.")
                 write(without_line_breaks(_written(hypothesis, lists_hypotheses)))
+            # What has its phrases is translated first: these lines are complete.
             if len(wanted) < len(batch):
                 raise _other_length("fewer", counts.lines)
         if phrases is not None and next(phrases, None) is not None:

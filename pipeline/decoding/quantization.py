@@ -14,14 +14,14 @@ experts.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import LOOP_COST, can_loop, numbers, over_rows, side_by_side, uses_loops
+from pipeline.kernels.cpu import side_by_side
 from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.moe.capacity import Dispatch
@@ -32,62 +32,22 @@ LARGEST, MIDDLE = 63, 64
 """Largest magnitude of a row in unsigned 7 bits, and their zero point."""
 LARGEST_WEIGHT = 127
 
-WORTH_A_LOOP = 2**14
-"""Number of values from which scaling rows by a compiled loop is faster than by operators."""
-
 
 class QuantizedLinear(nn.Module):
     """Linear layer x Wᵀ + b with W in 8 bits; input and output are float32."""
 
-    def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None, *, for_single_rows: bool = False
-    ) -> None:
-        """Quantize the weights.
-
-        Args:
-            weight_OI: weights of the layer.
-            bias_O: its bias.
-            for_single_rows: whether to keep the weights a second time, as a loop for one row reads
-                them.
-        """
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         super().__init__()
         self.bias_O = None if bias_O is None else bias_O.detach().float()
         self.packed = _packed(weight_OI.detach().float())
-        self.for_single_rows = for_single_rows
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
-        if self.for_single_rows and x.numel() == x.shape[-1] and uses_loops(x):
-            return self._of_one_row(x)
         scaled, largest = _scaled(x)
         y = _product(scaled, self.packed)
         if self.bias_O is None:
             return y.mul_(largest)
         return torch.addcmul(self.bias_O, y, largest, out=y)
-
-    def _of_one_row(self, x: Tensor) -> Tensor:
-        """Apply the layer to one row by a loop, which reads weights faster than a product."""
-        multiply, *of_layer = self._for_loop
-        outputs = len(of_layer[0])
-        y = x.new_empty(*x.shape[:-1], outputs)
-        x_I, y_O = x.numpy().reshape(-1), y.numpy().reshape(-1)
-
-        def serve(first: int, last: int) -> None:
-            multiply(x_I, *of_layer, LARGEST, first, last, y_O)
-
-        over_rows(serve, outputs, cost_of_row=len(x_I) * LOOP_COST)
-        return y
-
-    @cached_property
-    def _for_loop(self) -> tuple[Any, ...]:
-        """The loop for one row, and the weights, scales and bias that it takes."""
-        from pipeline.kernels.compiled_loops import multiply_in_8_bits
-
-        with _quietly():
-            weight_OI, _ = torch.ops.quantized.linear_unpack(self.packed)
-            number_OI, scale_O = weight_OI.int_repr(), weight_OI.q_per_channel_scales().float()
-        bias_O = None if self.bias_O is None else self.bias_O.numpy()
-        return multiply_in_8_bits, number_OI.numpy(), scale_O.numpy(), bias_O
 
 
 class QuantizedExperts(nn.Module):
@@ -138,13 +98,8 @@ def weight_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_half else torch.float32
 
 
-def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
+def quantize(model: Transformer) -> None:
     """Replace a model's linear layers and experts by 8-bit ones, in place.
-
-    Args:
-        model: model on the CPU.
-        for_single_rows: whether to keep the weights of linear layers twice, for searches with one
-            row at a time, such as greedy search for one sentence.
 
     Raises:
         ConfigError: the model is not on the CPU, or this build of PyTorch has no 8-bit products.
@@ -158,17 +113,16 @@ def quantize(model: Transformer, *, for_single_rows: bool = False) -> None:
             'This build of PyTorch has no 8-bit products, which decoding.precision = "int8" needs. '
             'Set "float32" or "bfloat16".'
         )
-    made = partial(QuantizedLinear, for_single_rows=for_single_rows)
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, Linear):
-                setattr(module, name, made(child.weight, child.bias))
+                setattr(module, name, QuantizedLinear(child.weight, child.bias))
             elif isinstance(child, Experts):
                 setattr(module, name, QuantizedExperts(child))
     embedding = model.embedding
     table_VD = embedding.output_table()
     if table_VD is not None:
-        embedding.projection = made(table_VD, None)
+        embedding.projection = QuantizedLinear(table_VD, None)
 
 
 def _packed(weight_OI: Tensor) -> Any:
@@ -192,22 +146,9 @@ def _quietly() -> Iterator[None]:
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """Divide every row by its largest magnitude; return the rows, (..., I), and that, (..., 1)."""
-    if x.numel() < WORTH_A_LOOP or not can_loop(x):
-        largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
-        return x / largest, largest
-    from pipeline.kernels import compiled_loops as loops
-
-    x = x.contiguous()
-    scaled, largest = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
-    width = x.shape[-1]
-    rows_RI, scaled_RI = numbers(x).reshape(-1, width), numbers(scaled).reshape(-1, width)
-    largest_R = numbers(largest).reshape(-1)
-
-    def scale(first: int, last: int) -> None:
-        loops.scale_rows(rows_RI, first, last, scaled_RI, largest_R)
-
-    over_rows(scale, len(largest_R), cost_of_row=width * LOOP_COST)
-    return scaled, largest
+    # At least the smallest normal number: a row of zeros is divided by it, too.
+    largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+    return x / largest, largest
 
 
 def _product(scaled: Tensor, packed: Any) -> Tensor:

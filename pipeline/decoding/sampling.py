@@ -75,6 +75,7 @@ class Sampler:
 
     def _numbers(self, sources: Sequence[Source]) -> Tensor:
         """Draw a number from 0 to 1 for every possible token, (B, J, most tokens)."""
+        # Drawn on the CPU: generators of other devices have other numbers.
         uniform_BJT = torch.zeros(
             len(sources), self.samples, max(self.limits), dtype=torch.float64, device="cpu"
         )
@@ -160,6 +161,7 @@ class Sampler:
 def draw(log_p_RV: Tensor, uniform_R: Tensor, config: DecodingConfig) -> Tensor:
     """Return one token per row: the first whose cumulated probability exceeds the row's number."""
     cumulated_RV = probabilities(log_p_RV, config).cumsum(1)
+    # A share of the sum that came out, which is not 1 after top k, top p and rounding.
     place_R1 = uniform_R[:, None] * cumulated_RV[:, -1:]
     token_R1 = torch.searchsorted(cumulated_RV, place_R1, right=True)
     return token_R1[:, 0].clamp(max=log_p_RV.shape[1] - 1)

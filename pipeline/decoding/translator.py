@@ -25,12 +25,11 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import Search
-from pipeline.decoding.comet_choice import Candidates, CometChoice
 from pipeline.decoding.constraints import BannedTexts
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.grid_search import Grids, GridSearch, begin_search
 from pipeline.decoding.hypotheses import Source, Translation
-from pipeline.decoding.minimum_bayes_risk import choose
+from pipeline.decoding.minimum_bayes_risk import Candidates, CometChoice, choose
 from pipeline.decoding.quantization import quantize, weight_dtype
 from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
@@ -126,7 +125,7 @@ class Translator:
         dtype = weight_dtype(config.precision, device)
         self.model: Transformer = load_model(checkpoint, device=device, dtype=dtype)
         if config.precision == "int8":
-            quantize(self.model, for_single_rows=config.rows == 1)
+            quantize(self.model)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Most tokens of text that the model takes at once."""
         parts_words = spec.model.front.parts_words

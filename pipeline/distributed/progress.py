@@ -1,7 +1,19 @@
-"""Count what this process has done, for threads and exits that cannot ask the loop.
+"""Count what this process has done, and measure how long its own work takes.
 
 A loop that is stuck in a collective or on a device cannot answer; a watchdog and the report of how
 a rank ended read these counters instead.
+
+All ranks need the same time for an update, because they wait for each other in collectives. Only
+the time outside of collectives (:class:`BusyTime`) shows which rank is slow. Two parts of an update
+are counted:
+
+- the wait for the next micro-batch, by the host's clock
+- forward passes without the exchanges of expert parallelism in them: by CUDA events on a GPU, by
+  the host's clock on a CPU
+
+Backward passes and the optimizer are left out, since ZeRO's reductions run inside them. A slow
+processor, GPU or disk slows the counted parts as well. The host never waits for the device here:
+events are read after the host has waited for the result of the update, as it does anyway.
 """
 
 import threading
@@ -9,6 +21,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
 
 TICK_SECONDS = 1.0
 LONGEST_BLOCK_SECONDS = 3600.0
@@ -58,3 +76,77 @@ def advancing() -> Iterator[None]:
     finally:
         is_done.set()
         ticker.join()
+
+
+class BusyTime:
+    """The time of this rank's own work; one thread uses it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._device: torch.device | None = None  # of the forward pass that is counted now
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
+
+    @contextmanager
+    def counted(self, device: "torch.device", *, enabled: bool = True) -> Iterator[None]:
+        """Count the block, which computes on ``device``, unless it is not ``enabled``."""
+        if not enabled:
+            yield
+            return
+        self._device = device
+        try:
+            with self._span(device, sign=1):
+                yield
+        finally:
+            self._device = None
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave the block, in which ranks wait for each other, out of the counted block around it.
+
+        Elsewhere, for example in a backward pass, this does nothing.
+        """
+        if self._device is None:
+            yield
+            return
+        with self._span(self._device, sign=-1):
+            yield
+
+    def awaited(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield the items, and count the wait for each."""
+        end = object()
+        while True:
+            began = time.perf_counter()
+            item = next(items, end)
+            self._seconds += time.perf_counter() - began
+            if item is end:
+                return
+            yield item  # type: ignore[misc]
+
+    def take(self) -> float:
+        """Return the seconds counted since the last call; the device's work must be finished."""
+        seconds, self._seconds = self._seconds, 0.0
+        for begin, end, sign in self._events:
+            seconds += sign * begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return seconds
+
+    @contextmanager
+    def _span(self, device: "torch.device", *, sign: int) -> Iterator[None]:
+        if device.type == "cuda":
+            import torch
+
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end, sign))
+            return
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += sign * (time.perf_counter() - began)
+
+
+BUSY_TIME = BusyTime()
+"""Time of this process, which the parts of an update count together."""

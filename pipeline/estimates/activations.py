@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.batching.batch import Packing
-from pipeline.kernels.cpu import cpu_kernels
 from pipeline.kernels.placement import slice_step
 from pipeline.kernels.products import GROUPED_CAPABILITY, meta_stands_for
 from pipeline.model.attention import Attention
@@ -50,19 +49,18 @@ class MicroBatchShape:
     is_spread: bool = False  # whether experts are spread over several ranks
     recomputes: bool = False  # whether layers keep their inputs, and are recomputed one at a time
 
-    def score_bytes(self, *, head_width: int) -> int:
+    def score_bytes(self) -> int:
         """Return the bytes kept per query, key and head: probabilities before and after dropout.
 
-        Fused kernels keep none. CUDA has one, except in float32 with dropout; the CPU has one
-        without dropout, if this processor's kernels include it.
+        Fused kernels keep none. CUDA has one, except in float32 with dropout; the CPU has one in
+        float32 without dropout.
         """
         has_dropout = self.regularization.attention_dropout > 0
         if self.device == "cuda" and not (has_dropout and self.value == FLOAT32):
             return 0
         if has_dropout:
             return 2 * self.value
-        is_fused = cpu_kernels().fuses_attention(self.dtype, queries=self.length, width=head_width)
-        return 0 if is_fused else self.value
+        return 0 if self.value == FLOAT32 else self.value
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,7 +122,7 @@ def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
     """
     width, num_heads = attention.query.in_features, attention.num_heads
     hidden = batch.tokens * width
-    score = batch.score_bytes(head_width=width // num_heads)
+    score = batch.score_bytes()
     scores = num_heads * batch.tokens * batch.length * score
     added = sum(one.kept_values for one in attention.children() if isinstance(one, TokenLinear))
     within = added * batch.tokens * batch.value

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.kernels.activations import ones_for_sums
 from pipeline.kernels.launching import launches_counted_by
+from pipeline.kernels.pointwise import ones_for_sums
 from pipeline.kernels.slot_products import copied_to
 
 META = torch.device("meta")

@@ -15,7 +15,7 @@ routing: a run stays below it unless its routing is skewed.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -195,9 +195,9 @@ class ZeroSettings:
 def worst_micro_batch(
     recipe: Recipe, zero: ZeroSettings, *, device: Device, processes: int
 ) -> MicroBatchShape:
-    """Return the full micro-batches of a pass, of the sentence length that keeps the most."""
+    """Return the full micro-batches of a pass, of the longest sentences, which keep the most."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
-    batch = MicroBatchShape(
+    return MicroBatchShape(
         tokens=recipe.batches.tokens * zero.per_pass,
         length=min(longest, recipe.batches.tokens),
         value=zero.value,
@@ -206,13 +206,6 @@ def worst_micro_batch(
         is_spread=expert_parallel_size(recipe, ranks=processes) > 1,
         recomputes=recipe.training.recompute_layers,
     )
-    head_width = recipe.model.width // recipe.model.num_heads
-
-    def scores_kept(batch: MicroBatchShape) -> tuple[int, int]:
-        return batch.length * batch.score_bytes(head_width=head_width), batch.length
-
-    lengths = range(1, batch.length + 1)
-    return max((replace(batch, length=length) for length in lengths), key=scores_kept)
 
 
 @dataclass(frozen=True)
@@ -448,5 +441,5 @@ def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:
     routes = 1 if model.moe is None else model.moe.top_k
     hidden = batch.tokens * (4 * model.width + 2 * routes * model.feed_forward_width) * batch.value
     scores = model.num_heads * batch.tokens * batch.length * 3 * batch.value
-    keeps_scores = batch.score_bytes(head_width=model.width // model.num_heads) > 0
+    keeps_scores = batch.score_bytes() > 0
     return max(hidden, scores if keeps_scores else 0)

@@ -24,7 +24,7 @@ from pipeline.evaluation.scores import (
     Score,
     TranslatedLines,
 )
-from pipeline.kernels.sentence_loops import (
+from pipeline.kernels.compiled_loops import (
     ITEM_BITS,
     Integers,
     add_shared_by_pairs,

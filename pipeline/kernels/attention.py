@@ -1,28 +1,33 @@
 """Compute attention, softmax(q kᵀ / sqrt(K)) v, by the fastest kernel for the device and the sizes.
 
-- :func:`attend`, of padded sentences: PyTorch's fused attention, or plain matrix products, which
-  are faster on CPU in bfloat16, for a few queries and with dropout.
+- :func:`attend`, of padded sentences: PyTorch's fused attention, or plain matrix products with
+  dropout, and on CPU in bfloat16.
 - :func:`attend_packed`, of sentences that lie one after the other without padding: a fused kernel
   in training and for short sentences, else PyTorch's operator of flash attention for NVIDIA's
-  cards. The tests replace the operator by a loop over sentences.
+  cards. The tests replace the operator by a loop over sentences. A tile of 64 queries of the fused
+  kernel visits the keys of its first to its last sentence: short sentences share a tile, and no
+  work is spent on padding.
 - :func:`attend_entries`, of rows of a search to cached keys: a compiled loop on CPU.
 
 Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M
-packed key tokens; R rows of a search, P cached entries, T entries of a row, D model width.
+packed key tokens, X width of a product; R rows of a search, P cached entries, T entries of a row, D
+model width.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import LOOP_COST, cpu_kernels, numbers, over_rows
+from pipeline.kernels.cpu import LOOP_COST, over_rows
 from pipeline.kernels.launching import is_fused, launch, power_of_two
-from pipeline.kernels.noise import Dropout, weight_dropout
-from pipeline.kernels.packed_attention import fused_attention
+from pipeline.kernels.noise import Dropout, signed_threshold, weight_dropout
 from pipeline.kernels.products import batched_product
 
 FLASH_CAPABILITY = (8, 0)
@@ -36,14 +41,18 @@ STEP_ENTRIES, STEP_ROWS = 64, 16
 FUSED_MEAN_LENGTH = 128
 """Mean number of keys per sentence up to which 16-bit attention without gradients uses the fused
 kernel: the longest sentences for which it was compared with flash attention, and faster."""
+TILES = {
+    "attention_forward": (64, 32, 4, 3),
+    "attention_backward_queries": (64, 32, 4, 3),
+    "attention_backward_keys": (32, 64, 4, 3),
+}
+"""Queries and keys of a tile, warps, and tiles that are loaded ahead, by kernel."""
 
 
 def fused_attention_pays(query_BHTK: Tensor) -> bool:
-    """Return whether fused attention without dropout is the faster kernel, as measured."""
-    if query_BHTK.device.type != "cpu":
-        return True
-    queries, width = query_BHTK.shape[-2:]
-    return cpu_kernels().fuses_attention(query_BHTK.dtype, queries=queries, width=width)
+    """Return whether PyTorch's fused attention is the faster kernel without dropout."""
+    # On CPU in bfloat16, forward and backward take four times as long as by plain products.
+    return query_BHTK.device.type != "cpu" or query_BHTK.dtype != torch.bfloat16
 
 
 def attention_mask(is_allowed: Tensor, *, beside: Tensor) -> Tensor:
@@ -151,9 +160,13 @@ def attend_packed(
         dropout: dropout of the attention weights, with the keys of the queries.
     """
     if _fuses_packed(query_NHK, len(key_MHK), keys):
-        spans = queries.bound_B, keys.bound_B, queries.span_N, keys.span_N
-        states = query_NHK, key_MHK, value_MHK
-        return fused_attention(*states, *spans, dropout, is_causal=is_causal)
+        noise = (None, None) if dropout is None else dropout.noise
+        site, rate = (0, 0.0) if dropout is None else dropout[1:]
+        context_NHK: Tensor = _PackedAttention.apply(  # type: ignore[no-untyped-call]
+            *(query_NHK, key_MHK, value_MHK, queries.bound_B, keys.bound_B),
+            *(queries.span_N, keys.span_N, *noise, is_causal, site, rate),
+        )
+        return context_NHK
     assert dropout is None, "can_attend_packed refuses dropout without the fused kernel"
     bounds = queries.bound_B, keys.bound_B, queries.longest, keys.longest
     return _flash_attention(query_NHK, key_MHK, value_MHK, *bounds, 0.0, is_causal)[0]
@@ -176,6 +189,136 @@ def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:
     """Call PyTorch's flash attention without its debugging output."""
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*arguments, False)
     return results
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Attention by a kernel forward and two backward, of which the first serves the second."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_NHK: Tensor,
+        key_MHK: Tensor,
+        value_MHK: Tensor,
+        bound_B: Tensor,
+        key_bound_B: Tensor,
+        sentence_N: Tensor,
+        sentence_M: Tensor,
+        seed_N: Tensor | None,
+        row_N: Tensor | None,
+        is_causal: bool,
+        site: int,
+        rate: float,
+    ) -> Tensor:
+        states = [_in_rows(x) for x in (query_NHK, key_MHK, value_MHK)]
+        rows, heads, width = query_NHK.shape
+        context_NHK = query_NHK.new_empty(rows, heads, width)
+        normalizer_NH = query_NHK.new_empty(rows, heads, dtype=torch.float32)
+        ctx.strides = tuple(x.stride(0) for x in states)
+        ctx.numbers = width**-0.5, 1 / (1 - rate), site, signed_threshold(rate)
+        ctx.options = {"HEADS": heads, "K": width, "BK": max(power_of_two(width), 16)}
+        ctx.options["CAUSAL"] = is_causal
+        given = *states, sentence_N, bound_B, key_bound_B, seed_N, row_N
+        _over_tiles(
+            "attention_forward",
+            rows,
+            *(*given, context_NHK, normalizer_NH, rows, *ctx.strides, *ctx.numbers),
+            **ctx.options,
+        )
+        ctx.save_for_backward(*given, sentence_M, context_NHK, normalizer_NH)
+        return context_NHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a layer that is recomputed refuses a second time
+        *states, sentence_N, bound_B, key_bound_B, seed_N, row_N = saved[:8]
+        sentence_M, context_NHK, normalizer_NH = saved[8:]
+        d_context_NHK = gradients[0].contiguous()
+        bounds = bound_B, key_bound_B, seed_N, row_N
+        inner_NH = torch.empty_like(normalizer_NH)
+        d_query, d_key, d_value = _beside_each_other(states)
+        _over_tiles(
+            "attention_backward_queries",
+            len(d_query),
+            *(*states, sentence_N, *bounds, context_NHK, normalizer_NH, d_context_NHK, inner_NH),
+            *(d_query, len(d_query), *ctx.strides, d_query.stride(0), *ctx.numbers),
+            **ctx.options,
+        )
+        _over_tiles(
+            "attention_backward_keys",
+            len(d_key),
+            *(*states, sentence_M, *bounds, normalizer_NH, d_context_NHK, inner_NH, d_key, d_value),
+            *(len(d_key), *ctx.strides, d_key.stride(0), d_value.stride(0), *ctx.numbers),
+            **ctx.options,
+        )
+        return d_query, d_key, d_value, *(None,) * 9
+
+
+def _over_tiles(kernel: str, rows: int, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel of packed attention for all tiles of rows and all heads."""
+    queries, keys, warps, stages = TILES[kernel]
+    tile = keys if kernel == "attention_backward_keys" else queries
+    sizes = {"BN": queries, "BM": keys, "num_warps": warps, "num_stages": stages}
+    launch(kernel, (-(-rows // tile), options["HEADS"]), *arguments, **options, **sizes)
+
+
+def _in_rows(x_NHK: Tensor) -> Tensor:
+    """Return states in which the heads of a token follow each other, as kernels expect."""
+    return x_NHK if x_NHK.stride()[1:] == (x_NHK.shape[2], 1) else x_NHK.contiguous()
+
+
+def _beside_each_other(states: Sequence[Tensor]) -> list[Tensor]:
+    """Return an empty gradient for each state; slices of a tensor share a gradient, too."""
+    made: list[Tensor] = []
+    for group in _groups_of_slices(states):
+        rows, *sizes = group[0].shape
+        whole = group[0].new_empty(rows, len(group), *sizes)
+        made += whole.unbind(1)
+    return made
+
+
+def _groups_of_slices(states: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return runs of tensors that lie beside each other, row by row, in one tensor."""
+    groups: list[list[Tensor]] = []
+    for state in states:
+        if groups and _follows(state, groups[-1][-1]):
+            groups[-1].append(state)
+        else:
+            groups.append([state])
+    return groups
+
+
+def _follows(x: Tensor, before: Tensor) -> bool:
+    """Return whether the rows of x begin where the rows of another slice end."""
+    is_shared = x.untyped_storage()._cdata == before.untyped_storage()._cdata
+    distance = x.storage_offset() - before.storage_offset()
+    is_beside = distance == prod(before.shape[1:]) < before.stride(0)
+    return is_shared and is_beside and x.stride() == before.stride() and x.shape == before.shape
+
+
+def sliced(x_NX: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return equally wide slices of rows, such as queries, keys and values of one product.
+
+    Gradients that lie beside each other, as :func:`attend_packed` writes them, are not copied.
+    """
+    slices: tuple[Tensor, ...] = _Slices.apply(x_NX, count)  # type: ignore[no-untyped-call]
+    return slices
+
+
+class _Slices(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x_NX: Tensor, count: int) -> tuple[Tensor, ...]:
+        width = x_NX.shape[1] // count
+        return tuple(x_NX.narrow(1, part * width, width) for part in range(count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(_: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        first, total = gradients[0], sum(d.shape[1] for d in gradients)
+        if len(_groups_of_slices(gradients)) == 1 and first.stride() == (total, 1):
+            return first.as_strided((len(first), total), (total, 1)), None
+        return torch.cat(gradients, 1), None
 
 
 def can_attend_step(key_BHSK: Tensor, *, rows: int) -> bool:
@@ -245,10 +388,11 @@ def attend_entries(
     from pipeline.kernels import compiled_loops as loops
 
     rows, width = query_RD.shape
-    context_RD = torch.empty_like(query_RD, memory_format=torch.contiguous_format)
+    context_RD = query_RD.new_empty(rows, width, dtype=torch.float32)
     heads = -1, num_heads, width // num_heads
+    # numba has no bfloat16, so caches hold float32, and only the queries are converted here.
     given = query_RD.contiguous(), key_PD, value_PD, context_RD
-    query, key, value, context = (numbers(x.view(heads)) for x in given)
+    query, key, value, context = (x.detach().float().view(heads).numpy() for x in given)
     listed = None if entries.entry_RT is None else entries.entry_RT.numpy()
     start, stop = entries.start_R.numpy(), entries.stop_R.numpy()
 
@@ -256,4 +400,4 @@ def attend_entries(
         loops.attend_entries(query, key, value, listed, start, stop, first, last, context)
 
     over_rows(attend, rows, cost_of_row=2 * entries.most * width * LOOP_COST)
-    return context_RD
+    return context_RD.to(query_RD.dtype)

@@ -1,14 +1,16 @@
-"""Loops over rows on CPU, compiled by numba: searches, 8-bit products, and places of dropout.
+"""Loops compiled by numba, which run on the CPU.
 
-In PyTorch, these are many operators on few numbers, and calling an operator takes longer than its
-work, even more so after matrix products have evicted everything from the cache. Other devices run
-the same steps as operators, next to the call of each loop.
+- Over rows of a search, and over places of dropout. In PyTorch, these are many operators on few
+  numbers, and calling an operator takes longer than its work. Other devices run the same steps as
+  operators, next to the call of each loop.
+- Over sentences, to plan and assemble batches, and over their n-grams. A window has millions of
+  sentences, and a micro-batch hundreds. numpy would make one pass and one temporary array per
+  operator, and Python would take longer than the model. The loops release the interpreter's lock:
+  a thread can prepare batches ahead of training.
 
-numba has no bfloat16: loops receive such states as 16-bit integers
-(:func:`~pipeline.kernels.cpu.numbers`) and compute in float32.
-
-Legend: N tokens, I inputs, O outputs, X places of a token; of a search R rows, H heads, K head
-width, P entries, T entries of a row, V vocabulary, C candidates, B blocks of logits.
+Legend: N tokens or sentences, X places of a token; of a search R rows, H heads, K head width, P
+entries, T entries of a row; of batches R rounds, P pairs, B sentences; of n-grams T texts, K
+counts; an axis of 2: the sides of a pair, or source and target.
 """
 
 from collections.abc import Callable
@@ -18,13 +20,14 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
-from numba.extending import overload
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
-Floats = npt.NDArray[np.floating[Any]]
-Integers = npt.NDArray[np.int64]
-States = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-"""Hidden states: float32, or bfloat16 as integers."""
+Integers = npt.NDArray[np.signedinteger[Any]]
+Flags = npt.NDArray[np.bool_]
+States = npt.NDArray[np.float32]
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
@@ -38,66 +41,6 @@ def compiled(**options: Any) -> Callable[[Loop], Loop]:
         return fast
 
     return decorate
-
-
-def widened(stored: Any) -> Any:
-    """Return a stored number as float32."""
-    raise TypeError(f"only compiled loops can widen {stored!r}")
-
-
-def narrowed(number: Any, like: Any) -> Any:
-    """Return a float32 number in the type of a stored one."""
-    raise TypeError(f"only compiled loops can narrow {number!r} to {like!r}")
-
-
-@overload(widened, strict=False)
-def _widened(stored: Any) -> Callable[[Any], Any]:
-    if stored != types.uint16:
-        return lambda stored: stored
-    return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
-
-
-@overload(narrowed, strict=False)
-def _narrowed(number: Any, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG001
-    def unchanged(number: Any, like: Any) -> Any:  # noqa: ARG001
-        return number
-
-    def to_bfloat16(number: Any, like: Any) -> Any:  # noqa: ARG001
-        bits = np.float32(number).view(np.uint32)
-        odd = (bits >> np.uint32(16)) & np.uint32(1)
-        nearest = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-        is_number = (bits & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000)
-        return np.uint16(nearest) if is_number else np.uint16(0x7FC0)
-
-    return to_bfloat16 if like == types.uint16 else unchanged
-
-
-BLOCK = 32
-"""Number of logits whose common maximum decides whether they are searched; most blocks are not."""
-
-LOG2_E = np.float32(1.4426950408889634)
-LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-LOWEST = np.float32(-87.0)
-"""Lower bound of exponents: e^x of anything smaller is not a normal float32 number."""
-
-
-@numba.njit(inline="always")
-def exponential(x: Any) -> Any:
-    """Return e^x for x ≤ 0, exact to two units in the last place, in a form that vectorizes.
-
-    Cephes' ``expf``: 2^n · e^r with |r| ≤ ln(2) / 2, e^r by a polynomial.
-    """
-    x = max(x, LOWEST)
-    n = np.floor(x * LOG2_E + np.float32(0.5))
-    r = x - n * LN2_HIGH - n * LN2_LOW
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @compiled(fastmath={"reassoc", "contract"})
@@ -115,8 +58,7 @@ def attend_entries(
     """Compute softmax(q kᵀ / sqrt(K)) v of rows ``first`` to ``last`` (exclusive), head by head.
 
     A row attends to positions ``start_R`` to ``stop_R`` of its list in a table or, without a table,
-    to entries ``start_R`` to ``stop_R``. Query rows may contain keys and values after the queries:
-    only the first H heads are read.
+    to entries ``start_R`` to ``stop_R``.
     """
     num_heads, width = key_PHK.shape[1:]
     scale = np.float32(1) / np.sqrt(np.float32(width))
@@ -133,7 +75,7 @@ def attend_entries(
             for h in range(num_heads):
                 query_K, key_K, score = query_RHK[row, h], key_PHK[entry, h], np.float32(0)
                 for k in range(width):
-                    score += widened(query_K[k]) * widened(key_K[k])
+                    score += query_K[k] * key_K[k]
                 weight_HT[h, t] = score * scale
         for h in range(num_heads):
             weight_T = weight_HT[h, :count]
@@ -142,129 +84,19 @@ def attend_entries(
                 peak = max(peak, weight_T[t])
             normalizer = np.float32(0)
             for t in range(count):
-                weight_T[t] = exponential(weight_T[t] - peak)
+                weight_T[t] = np.exp(weight_T[t] - peak)
                 normalizer += weight_T[t]
             share = np.float32(1) / normalizer if peak - peak == 0 else np.float32(np.nan)
-            total_K = total_HK[h]
-            total_K[:] = 0
             for t in range(count):
                 weight_T[t] *= share
+        total_HK[:] = 0
         for t in range(count):
             entry = start + t if entry_RT is None else entry_RT[row, start + t]
             for h in range(num_heads):
                 weight, total_K, value_K = weight_HT[h, t], total_HK[h], value_PHK[entry, h]
                 for k in range(width):
-                    total_K[k] += weight * widened(value_K[k])
-        for h in range(num_heads):
-            total_K, context_K = total_HK[h], context_RHK[row, h]
-            for k in range(width):
-                context_K[k] = narrowed(total_K[k], context_K[k])
-
-
-@compiled(fastmath={"reassoc", "contract"})
-def normalize(
-    logits_RV: Floats, peak_R: Floats, first: int, last: int, normalizer_R: Floats
-) -> None:
-    """Compute log Σ e^x of rows ``first`` to ``last`` (exclusive), given their largest logits."""
-    size = logits_RV.shape[1]
-    for row in range(first, last):
-        logit_V, peak, total = logits_RV[row], peak_R[row], np.float32(0)
-        for v in range(size):
-            total += exponential(logit_V[v] - peak)
-        normalizer_R[row] = peak + np.log(total) if peak - peak == 0 else np.float32(np.nan)
-
-
-MAGNITUDE, SMALLEST = np.int32(0x7FFFFFFF), np.int32(0x00800000)
-"""All bits of a float32 number but its sign, and all bits of the smallest normal number."""
-
-
-@compiled(error_model="numpy")  # no divisor is 0, and checking keeps the loop from vectorizing
-def scale_rows(x_RI: Floats, first: int, last: int, scaled_RI: Floats, largest_R: Floats) -> None:
-    """Divide rows ``first`` to ``last`` (exclusive) by their largest magnitudes; fill in those.
-
-    Magnitudes are compared as integers, which vectorizes and in which NaN is the largest.
-    """
-    for row in range(first, last):
-        bits_I = x_RI[row].view(np.int32)
-        largest = np.int32(SMALLEST)
-        for i in range(len(bits_I)):
-            largest = max(largest, np.int32(bits_I[i] & MAGNITUDE))
-        divisor = np.int32(largest).view(np.float32)
-        largest_R[row] = divisor
-        for i in range(x_RI.shape[1]):
-            scaled_RI[row, i] = x_RI[row, i] / divisor
-
-
-@compiled(error_model="numpy")  # as in scale_rows
-def multiply_in_8_bits(
-    x_I: Floats,
-    weight_OI: npt.NDArray[np.int8],
-    scale_O: Floats,
-    bias_O: Floats | None,
-    levels: int,
-    first: int,
-    last: int,
-    y_O: Floats,
-) -> None:
-    """Fill in outputs ``first`` to ``last`` (exclusive) of x Wᵀ + b, x rounded to ±levels."""
-    bits_I = x_I.view(np.int32)
-    found = np.int32(SMALLEST)
-    for i in range(len(bits_I)):
-        found = max(found, np.int32(bits_I[i] & MAGNITUDE))
-    largest, step = np.int32(found).view(np.float32), np.float32(levels)
-    rounded_I = np.empty(len(x_I), np.int8)
-    for i in range(len(x_I)):
-        rounded_I[i] = np.int8(np.rint(x_I[i] / largest * step))
-    for o in range(first, last):
-        weight_I = weight_OI[o]
-        total = np.int32(0)
-        for i in range(len(weight_I)):
-            total += np.int32(np.int32(weight_I[i]) * np.int32(rounded_I[i]))
-        # numba adds in 64 bits; of a sum whose lower half is asked for, LLVM computes no more.
-        y = np.float32(np.int32(total)) * (scale_O[o] / step) * largest
-        y_O[o] = y if bias_O is None else y + bias_O[o]
-
-
-@numba.njit(inline="always")
-def insert(value: Any, token: int, best_C: Floats, token_C: Integers) -> None:
-    """Insert a value above the last into values in descending order, after its equals."""
-    place = len(best_C) - 1
-    while place > 0 and value > best_C[place - 1]:
-        best_C[place], token_C[place] = best_C[place - 1], token_C[place - 1]
-        place -= 1
-    best_C[place], token_C[place] = value, token
-
-
-@compiled()
-def best_tokens(
-    logits_RV: Floats, first: int, last: int, best_RC: Floats, token_RC: Integers
-) -> None:
-    """Fill in the C largest logits of rows ``first`` to ``last`` (exclusive), and their tokens.
-
-    They are in descending order; of equal logits, the first token comes first. NaN is skipped; if
-    fewer than C logits are above -inf, the rest is -inf and token 0. Only the blocks with the C
-    largest maxima are searched, which contain all results.
-    """
-    size, lowest = logits_RV.shape[1], np.float32(-np.inf)
-    peak_B = np.empty(-(-size // BLOCK), np.float32)
-    for row in range(first, last):
-        logit_V, best_C, token_C = logits_RV[row], best_RC[row], token_RC[row]
-        best_C[:], token_C[:] = lowest, 0
-        for b in range(len(peak_B)):
-            block, peak = logit_V[b * BLOCK : (b + 1) * BLOCK], lowest
-            for v in range(len(block)):
-                peak = block[v] if block[v] > peak else peak
-            peak_B[b] = peak
-            if peak > best_C[-1]:
-                insert(peak, 0, best_C, token_C)
-        bar = best_C[-1]
-        best_C[:], token_C[:] = lowest, 0
-        for b in range(len(peak_B)):
-            if peak_B[b] >= bar:
-                block = logit_V[b * BLOCK : (b + 1) * BLOCK]
-                for v in range(len(block)):
-                    if block[v] >= bar and block[v] > best_C[-1]:
-                        insert(block[v], b * BLOCK + v, best_C, token_C)
+                    total_K[k] += weight * value_K[k]
+        context_RHK[row] = total_HK
 
 
 @compiled()
@@ -298,3 +130,281 @@ def keep(
             # Every result is cut to 32 bits, since numba would widen it and the loop be slow.
             column = np.uint32(np.uint32(x) * np.uint32(0xC2B2AE35))
             keep_X[x] = _mixed(np.uint32(key ^ column)) >= least
+
+
+# ---------------------------------------------------------------- sentences
+
+ITEM_BITS = 32
+"""Number of lower bits of a tree edge, which hold an item; the upper bits hold a node."""
+MIN_TABLE_BITS = 4
+
+_NO_EDGE = -1
+_WORD_BITS = 64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST_SHIFT, _SECOND_SHIFT, _LAST_SHIFT = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@compiled()
+def measure(first_offsets: Integers, second_offsets: Integers) -> tuple[int, int]:
+    """Return the tokens of a pair's longest sentence, and of the longer side of all its lines."""
+    longest = total = 0
+    for line in range(len(first_offsets) - 1):
+        first = first_offsets[line + 1] - first_offsets[line]
+        second = second_offsets[line + 1] - second_offsets[line]
+        longer = max(first, second)
+        longest = max(longest, longer)
+        total += longer
+    return longest, total
+
+
+@compiled()
+def shuffle(
+    position_N: Integers, round_R: npt.NDArray[np.uint64], half: int, size: int, line_N: Integers
+) -> None:
+    """Compute a keyed permutation of range(size) at each position.
+
+    It is a Feistel network on twice ``half`` bits. Its round function is the finalizer of
+    splitmix64: every input bit affects every output bit. A value outside the range is
+    permuted again until it lies inside (cycle walking).
+    """
+    width = np.uint64(half)
+    mask = (np.uint64(1) << width) - np.uint64(1)
+    last = np.uint64(size - 1)
+    for n in range(len(position_N)):
+        value = np.uint64(position_N[n])
+        walks = True
+        while walks:
+            left, right = value >> width, value & mask
+            for constant in round_R:
+                mixed = right * _GOLDEN + constant
+                mixed = (mixed ^ (mixed >> _FIRST_SHIFT)) * _FIRST_FACTOR
+                mixed = (mixed ^ (mixed >> _SECOND_SHIFT)) * _SECOND_FACTOR
+                mixed ^= mixed >> _LAST_SHIFT
+                left, right = right, left ^ (mixed & mask)
+            value = (left << width) | right
+            walks = bool(value > last)
+        line_N[n] = value
+
+
+@compiled()
+def mark_cuts(
+    source_N: Integers,
+    target_N: Integers,
+    direction_N: Integers,
+    source_extra: int,
+    target_extra: int,
+    budget: int,
+    is_cut_N: Flags,
+) -> None:
+    """Mark sorted sentences that begin a part, as the part before would exceed the budget.
+
+    The larger side of a part decides its size, including padding and the extra tokens of each
+    sentence. A part has one direction.
+    """
+    start = longest = 0
+    for n in range(len(source_N)):
+        length = max(source_N[n] + source_extra, target_N[n] + target_extra)
+        longest = max(longest, length)
+        is_full = (n - start + 1) * longest > budget
+        is_cut_N[n] = n > start and (is_full or direction_N[n] != direction_N[n - 1])
+        if is_cut_N[n]:
+            start, longest = n, length
+
+
+def _point_at(_: Any, __: Any) -> Any:
+    """Return the memory at an address: compiled loops cannot take a list of hundreds of files."""
+
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+_pointer: Any = intrinsic(_point_at)
+
+
+@compiled()
+def locate(
+    pair_B: Integers,
+    reverse_B: Integers,
+    line_B: Integers,
+    size_P: Integers,
+    offsets_P2: Integers,
+    start_2B: Integers,
+    length_2B: Integers,
+) -> None:
+    """Find the first token and the number of tokens of source and target in their files.
+
+    ``offsets_P2`` has the addresses of the offsets of both sides of each pair.
+    """
+    for b in range(len(pair_B)):
+        pair, reverse, line = pair_B[b], reverse_B[b], line_B[b]
+        if not 0 <= line < size_P[pair]:
+            raise IndexError("a plan names a line that its pair does not have")
+        for role in range(2):
+            address = offsets_P2[pair, reverse ^ role]
+            offsets = carray(_pointer(address), (size_P[pair] + 1,), np.int64)
+            start_2B[role, b] = offsets[line]
+            length_2B[role, b] = offsets[line + 1] - offsets[line]
+
+
+@compiled()
+def gather(
+    pair_B: Integers,
+    side_B: Integers,
+    start_B: Integers,
+    length_B: Integers,
+    items_P2: Integers,
+    width_P2: Integers,
+    item_N: Integers,
+) -> None:
+    """Copy the items of sentences, one after the other, from the files of their pairs.
+
+    ``items_P2`` has the addresses of the tokens or flags of both sides of each pair, ``width_P2``
+    the bytes of an item. Address 0 stands for zeros.
+    """
+    row = 0
+    for b in range(len(pair_B)):
+        pair, side, start, length = pair_B[b], side_B[b], start_B[b], length_B[b]
+        address, width, end = items_P2[pair, side], width_P2[pair, side], start + length
+        if address == 0:
+            item_N[row : row + length] = 0
+        elif width == 1:
+            flags = carray(_pointer(address), (end,), np.uint8)
+            for n in range(length):
+                item_N[row + n] = flags[start + n]
+        elif width == 2:
+            narrow = carray(_pointer(address), (end,), np.uint16)
+            for n in range(length):
+                item_N[row + n] = narrow[start + n]
+        else:
+            wide = carray(_pointer(address), (end,), np.uint32)
+            for n in range(length):
+                item_N[row + n] = wide[start + n]
+        row += length
+
+
+@compiled()
+def join(
+    first_N: Integers,
+    first_B: Integers,
+    second_N: Integers,
+    second_B: Integers,
+    third_N: Integers,
+    third_B: Integers,
+    joined_N: Integers,
+) -> None:
+    """Join three parts of every sentence; ``_B`` has the lengths of each."""
+    first = second = third = row = 0
+    for b in range(len(first_B)):
+        for _ in range(first_B[b]):
+            joined_N[row] = first_N[first]
+            first, row = first + 1, row + 1
+        for _ in range(second_B[b]):
+            joined_N[row] = second_N[second]
+            second, row = second + 1, row + 1
+        for _ in range(third_B[b]):
+            joined_N[row] = third_N[third]
+            third, row = third + 1, row + 1
+
+
+@compiled()
+def _table_bits(ngrams: int) -> int:
+    """Return log2 of the number of slots, at least half of which stay free."""
+    bits = MIN_TABLE_BITS
+    while (1 << bits) < 2 * ngrams:
+        bits += 1
+    return bits
+
+
+@compiled()
+def _slot(edges: Integers, bits: int, edge: int) -> int:
+    """Return the slot of an edge, or the free slot where it belongs."""
+    mask = (1 << bits) - 1
+    slot = np.int64((np.uint64(edge) * _GOLDEN) >> np.uint64(_WORD_BITS - bits))
+    while edges[slot] != edge and edges[slot] != _NO_EDGE:
+        slot = (slot + 1) & mask
+    return int(slot)
+
+
+@compiled()
+def count_shared_ngrams(
+    first: Integers,
+    first_starts: Integers,
+    second: Integers,
+    second_starts: Integers,
+    found: npt.NDArray[np.int32],
+) -> None:
+    """Fill ``found`` (lines, orders, 3): n-grams of the first line, of the second, shared ones.
+
+    The shared count of an n-gram is the smaller of its counts in both lines. The n-grams of the
+    second line form a tree, stored in a hash table with open addressing, so that no string or tuple
+    is created per n-gram. Each edge is an item, and the node after n edges stands for exactly one
+    n-gram, regardless of hash collisions. The first line walks down the same tree; where it leaves
+    the tree, no longer n-gram from that position can be shared.
+
+    Args:
+        found: filled in.
+        first: items of all first lines, line after line.
+        first_starts: (lines + 1,) where each line begins, and the end of the last.
+        second: items of all second lines.
+        second_starts: (lines + 1,) likewise.
+    """
+    lines, orders = found.shape[0], found.shape[1]
+    found[:] = 0
+    longest = 0
+    for line in range(lines):
+        longest = max(longest, second_starts[line + 1] - second_starts[line])
+    room = _table_bits(orders * longest)
+    edges = np.empty(1 << room, np.int64)
+    counts = np.empty(1 << room, np.int32)
+    for line in range(lines):
+        begin, end = second_starts[line], second_starts[line + 1]
+        bits = _table_bits(orders * (end - begin))
+        edges[: 1 << bits] = _NO_EDGE
+        for place in range(begin, end):
+            node = 0
+            for order in range(min(orders, end - place)):
+                edge = (node << ITEM_BITS) | second[place + order]
+                slot = _slot(edges, bits, edge)
+                if edges[slot] == _NO_EDGE:
+                    edges[slot] = edge
+                    counts[slot] = 0
+                counts[slot] += 1
+                found[line, order, 1] += 1
+                node = slot + 1
+        begin, end = first_starts[line], first_starts[line + 1]
+        for order in range(min(orders, end - begin)):
+            found[line, order, 0] = end - begin - order
+        for place in range(begin, end):
+            node = 0
+            for order in range(min(orders, end - place)):
+                edge = (node << ITEM_BITS) | first[place + order]
+                slot = _slot(edges, bits, edge)
+                if edges[slot] == _NO_EDGE:
+                    break
+                if counts[slot] > 0:
+                    counts[slot] -= 1
+                    found[line, order, 2] += 1
+                node = slot + 1
+
+
+@compiled()
+def add_shared_by_pairs(
+    ngram_K: Integers, text_K: Integers, count_K: Integers, shared_TT: Integers
+) -> None:
+    """Add to every pair of texts the smaller count of each n-gram that both have.
+
+    ``ngram_K`` is sorted; each entry counts an n-gram in a text that has it.
+    """
+    first = 0
+    for k in range(len(ngram_K)):
+        if ngram_K[k] != ngram_K[first]:
+            first = k
+        text, count = text_K[k], count_K[k]
+        shared_TT[text, text] += count
+        for j in range(first, k):
+            smaller = min(count, count_K[j])
+            shared_TT[text, text_K[j]] += smaller
+            shared_TT[text_K[j], text] += smaller

@@ -1,4 +1,4 @@
-"""CPU support: choice of kernels, threads, and conversion of tensors for compiled loops.
+"""CPU support: choice of kernels, threads, and use of compiled loops.
 
 Processors differ in which kernel is fastest, and kernels differ in rounding. A table by processor
 features chooses the kernels: a machine always has the same ones. In training, all ranks use
@@ -16,12 +16,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,10 +30,6 @@ from torch import Tensor
 # experts have other numbers of rows in every pass.
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
-
-FEW_QUERIES = 16
-"""Number of queries (in decoding, one per beam) up to which plain products are the faster attention
-kernel."""
 
 NO_AVX512 = ("DEFAULT", "AVX2")
 """PyTorch's names of x86 capabilities with which MKL's float32 products beat oneDNN's."""
@@ -51,21 +46,13 @@ class CpuKernels:
             its builds for x86).
         bfloat16_products: type of bfloat16 matrix products: bfloat16, or, if the processor has no
             instructions for it, float32 with rounding (PyTorch accumulates in float32, too).
-        fused_attention_from: product of queries and head width from which fused attention is faster
-            in float32 without dropout. With dropout, attention is not fused on CPU.
         few_rows_products: library of float32 products of 3 to 64 rows with a large matrix, in a
             search.
     """
 
     float32_products: Literal["onednn", "blas"]
     bfloat16_products: Literal["bfloat16", "float32"]
-    fused_attention_from: int
     few_rows_products: Literal["onednn", "blas"] = "blas"
-
-    def fuses_attention(self, dtype: torch.dtype, *, queries: int, width: int) -> bool:
-        """Return whether attention without dropout uses the fused kernel."""
-        is_large = queries * width >= self.fused_attention_from
-        return dtype != torch.bfloat16 and queries > FEW_QUERIES and is_large
 
 
 @cache
@@ -86,7 +73,6 @@ def by_processor() -> CpuKernels:
         float32_products=library(is_onednn_faster=has_avx512 and not is_intel),
         few_rows_products=library(is_onednn_faster=has_avx512),
         bfloat16_products="bfloat16" if has_bfloat16_products() else "float32",
-        fused_attention_from=1536,
     )
 
 
@@ -111,12 +97,7 @@ def cpu_kernels() -> CpuKernels:
 
 
 def use_cpu_kernels(kernels: CpuKernels | None) -> None:
-    """Use ``kernels`` from now on; None: what suits the processor.
-
-    A build of PyTorch without oneDNN uses its default library instead.
-    """
-    if kernels is not None and not torch.backends.mkldnn.is_available():
-        kernels = replace(kernels, float32_products="blas", few_rows_products="blas")
+    """Use ``kernels`` from now on; None: what suits the processor."""
     _InUse.kernels = kernels
 
 
@@ -187,8 +168,9 @@ def _on_single_threads(work: Callable[[], None], threads: int) -> None:
         with torch.no_grad(), torch.inference_mode() if is_inference else nullcontext():
             work()
 
-    futures = [_helpers(threads).submit(helped) for _ in range(threads - 1)]
+    # Before the helpers start: PyTorch gives a thread the number of the process at its first work.
     torch.set_num_threads(1)
+    futures = [_helpers(threads).submit(helped) for _ in range(threads - 1)]
     try:
         work()
     finally:
@@ -231,12 +213,3 @@ def uses_loops(x: Tensor) -> bool:
 def can_loop(x_ND: Tensor) -> bool:
     """Return whether compiled loops can read a tensor: on CPU, in float32 or bfloat16."""
     return uses_loops(x_ND) and x_ND.dtype in (torch.float32, torch.bfloat16)
-
-
-def numbers(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return the memory of a contiguous tensor as an array, bfloat16 as 16-bit integers."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: npt.NDArray[Any] = tensor.numpy()
-    return array

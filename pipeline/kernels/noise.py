@@ -90,6 +90,12 @@ def threshold(rate: float) -> int:
     return min(int(rate * 2**32), _WORD)
 
 
+def signed_threshold(rate: float) -> int:
+    """Return the threshold of a rate as the int32 with the same bits, as kernels get it."""
+    bits = threshold(rate)
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
 def dropout(x_NX: Tensor, dropout: Dropout) -> Tensor:
     """Zero values at a rate and divide the others by (1 - rate); differentiable, keeps no mask."""
     noise, site, rate = dropout

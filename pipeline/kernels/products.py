@@ -29,9 +29,6 @@ more than it saves."""
 FEW_ROWS, LARGE = range(3, 65), 2**18
 """Numbers of rows, and of weights, with which a product by MKL reads the weights more slowly."""
 
-WIDE_BLOCK = 2000
-"""Number of outputs of a very wide matrix that BLAS computes at a time."""
-
 GROUPED_CAPABILITY = (9, 0)
 """Lowest CUDA capability with a fast grouped product; on older GPUs it is a loop on the host."""
 
@@ -145,26 +142,12 @@ def _product_by_onednn(
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x Wᵀ for a matrix with very many outputs, such as a vocabulary; differentiable.
 
-    BLAS splits such a product among its threads by rows, of which a search has few, and reads the
-    whole matrix for each. Computing a block of outputs at a time keeps that block of the matrix in
-    the processor's cache. Products that need a gradient are not split. On other devices, they are
-    :func:`padded_product` in 16 bits.
+    On devices other than the CPU, it is :func:`padded_product` in 16 bits.
     """
-    outputs = len(weight_OI)
-    if pads_outputs(outputs, x_NI.dtype) and not is_on_cpu(x_NI):
-        multiply = padded_product if torch.is_grad_enabled() else _product_in_padded_rows
-        return multiply(x_NI, weight_OI)
-    is_float32 = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
-    if torch.is_grad_enabled() or not is_float32:
+    if is_on_cpu(x_NI) or not pads_outputs(len(weight_OI), x_NI.dtype):
         return linear(x_NI, weight_OI)
-    is_by_onednn = _is_float32_by_onednn(x_NI.dtype) or _few_rows_by_onednn(x_NI, weight_OI)
-    if is_by_onednn or outputs < 2 * WIDE_BLOCK:
-        return linear(x_NI, weight_OI)
-    y_NO = x_NI.new_empty(len(x_NI), outputs)
-    for first in range(0, outputs, WIDE_BLOCK):
-        block = slice(first, first + WIDE_BLOCK)
-        torch.mm(x_NI, weight_OI[block].t(), out=y_NO[:, block])
-    return y_NO
+    multiply = padded_product if torch.is_grad_enabled() else _product_in_padded_rows
+    return multiply(x_NI, weight_OI)
 
 
 def pads_outputs(outputs: int, dtype: torch.dtype) -> bool:
@@ -217,19 +200,6 @@ class _PaddedProduct(torch.autograd.Function):
             dy_NP @ padded_PI if wants_dx else None,
             None if d_weight_PI is None else d_weight_PI[:outputs],
         )
-
-
-def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """Add x · matrix to ``out``, all two-dimensional; in one pass unless that is slower.
-
-    ``out`` may have another dtype than the factors.
-    """
-    is_cpu, is_worth_it = x.device.type == "cpu", x.numel() * matrix.shape[1] >= WORTH_A_KERNEL
-    is_cast = out.dtype != x.dtype or (is_cpu and _in_float32(x.dtype))
-    if is_cast or (is_cpu and is_worth_it and _is_float32_by_onednn(x.dtype)):
-        out += product(x, matrix.t())
-    else:
-        out.addmm_(x, matrix)
 
 
 def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:

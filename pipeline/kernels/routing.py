@@ -6,7 +6,6 @@ Legend: N tokens, M micro-batches of the pass, D model width, E experts, C choic
 (top-k), G groups of tokens, P blocks of tokens, K = 2: probabilities and first choices.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -243,43 +242,14 @@ def _balance(
     return (shares.mean_MN @ probability_NE).view(-1) @ d_mean_ME.view(-1), d_mean_ME
 
 
-def added(losses: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the losses of all layers; one by one on CPU, else by two operators."""
-    first, *others = losses
-    if first.device.type != "cpu":
-        return torch.stack([first, *others]).sum()
-    return sum(others, start=first)
-
-
 def averaged_logits(x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:
     """Return (W x + W_g x) / 2 with g the group of the token, (N, E)."""
-    if x_ND.device.type == "cpu":
-        return average_of_logits(x_ND, weight_ED, weight_GED, group_N)
-    return logits_of_average(x_ND, weight_ED, weight_GED, group_N)
-
-
-def average_of_logits(
-    x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor
-) -> Tensor:
-    """Compute :func:`averaged_logits` by its formula: the mean of two products."""
-    group_logits_NE = _logits_of_groups(x_ND, weight_GED, group_N)
-    return (linear(x_ND, weight_ED) + group_logits_NE) / 2
-
-
-def logits_of_average(
-    x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor
-) -> Tensor:
-    """Compute :func:`averaged_logits` in few operators, with averaged weights."""
-    mean_GED = _Average.apply(weight_ED, weight_GED)  # type: ignore[no-untyped-call]
-    return _logits_of_groups(x_ND, mean_GED, group_N)
-
-
-def _logits_of_groups(x_ND: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:
-    """Return each token's logits by the router of its group, (N, E)."""
     num_groups, num_experts, _ = weight_GED.shape
-    all_logits_NGE = linear(x_ND, weight_GED.flatten(0, 1)).view(-1, num_groups, num_experts)
+    # Weights are averaged instead of logits: one product, and few operators.
+    mean_GED: Tensor = _Average.apply(weight_ED, weight_GED)  # type: ignore[no-untyped-call]
+    logits_NGE = linear(x_ND, mean_GED.flatten(0, 1)).view(-1, num_groups, num_experts)
     index_N1E = group_N[:, None, None].expand(-1, 1, num_experts)
-    return all_logits_NGE.gather(1, index_N1E).squeeze(1)
+    return logits_NGE.gather(1, index_N1E).squeeze(1)
 
 
 class _Average(torch.autograd.Function):

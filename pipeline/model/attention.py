@@ -143,6 +143,7 @@ class Attention(nn.Module):
             )
             return context_NHK.flatten(1)
         if dropout is not None:
+            # Numbers follow the token, not its place in the grid: packed attention draws the same.
             dropout = dropout._replace(noise=packing.noise_BT)
         query_BHTK = self.heads(packing.unpack(states.query_ND))
         key_BHSK, value_BHSK = (self.heads(memory.unpack(state)) for state in states[1:])

@@ -68,6 +68,7 @@ class Embedding(nn.Module):
         """Return the embeddings of both sides, by one look-up if they share a scale."""
         if self.target_input_scale is not None:
             return self(source_N), self(target_M, is_target=True)
+        # Two look-ups would have two gradients of the table's size, and add them up.
         embedded = self(torch.cat([source_N, target_M]))
         source_ND, target_MD = embedded.split([len(source_N), len(target_M)])
         return source_ND, target_MD
@@ -96,4 +97,5 @@ class Embedding(nn.Module):
         table_VD = self.weight if self.output_weight is None else self.output_weight
         if table_VD is None or len(table_VD) == self.output_size:
             return table_VD
+        # With separate vocabularies, the ids that translations use are the first.
         return table_VD[: self.output_size]

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.kernels.activations import activated_linear
 from pipeline.kernels.launching import fused_kernels_off
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.noise import Dropout
-from pipeline.kernels.residuals import add_and_norm
+from pipeline.kernels.pointwise import activated_linear, add_and_norm
 from pipeline.model.attention import Attention
 from pipeline.model.tokens import Tokens, Unbiased
 

@@ -36,6 +36,7 @@ def initialize(
         owner: the module of the parameter; it overrides these rules if it is an
             :class:`InitializesItself`.
     """
+    # By name: a rank draws its own experts' values without those of the other ranks.
     generator = named_generator("initialize", seed, name)
     if isinstance(owner, InitializesItself):
         return owner.initial_value(name.rpartition(".")[2], shape, generator=generator)
@@ -74,6 +75,7 @@ def _linear_bound(name: str, shape: torch.Size, *, model: ModelConfig) -> float:
     xavier = 0.0 if kind == "bias" else math.sqrt(6.0 / (shape[-1] + shape[-2]))
     match model.initialization, layer.rpartition(".")[2]:
         case "fairseq", "query" | "key" | "value":
+            # fairseq scales by 1 / sqrt(2) where the three have the same inputs.
             return 1 / math.sqrt(model.width) if kind == "bias" else xavier / math.sqrt(2)
         case "fairseq", "up":
             return 1 / math.sqrt(model.width)

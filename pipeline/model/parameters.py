@@ -110,6 +110,7 @@ def _side_met(name: str, *, has_own_output: bool) -> str | None:
     if name.startswith("embedding."):
         is_output = name == ("embedding.output_weight" if has_own_output else "embedding.weight")
         return "target" if is_output else None
+    # The decoder's keys and values of the source are computed per source token.
     of_source = (".cross_attention.key.", ".cross_attention.value.")
     if name.startswith("decoder.") and not any(part in name for part in of_source):
         return "target"

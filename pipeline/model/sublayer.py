@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.kernels.noise import Dropout, Noise, dropout_in
-from pipeline.kernels.residuals import add_and_norm, add_dropped, layer_norm, norm_of_sum
+from pipeline.kernels.pointwise import add_and_norm, add_dropped, layer_norm, norm_of_sum
 from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.tokens import Tokens, Unbiased
 
@@ -133,6 +133,7 @@ class Residual(NamedTuple):
         """Return the states after the previous sublayer, and the input of the one with ``norm``."""
         if self.y_ND is None or self.norm is None:
             return self.x_ND, norm.enter(self.x_ND)
+        # The sum waits for the norm behind it: one kernel makes both, and reads the stream once.
         noise = self.tokens.noise
         return self.norm.pass_on(self.x_ND, self.y_ND, self.bias_D, noise, following=norm)
 
@@ -182,6 +183,7 @@ class Sublayer:
         y_ND, bias_D, record = _parts_of(f(entered_ND, *inputs, **options))
         gates = x.gates
         if self.after is not None:
+            # The module changes the whole result, so the bias cannot wait for the sum any more.
             y_ND, bias_D = (y_ND if bias_D is None else y_ND + bias_D), None
             y_ND, gate_N = self.after(entered_ND, y_ND, x.tokens)
             gates = gates if gate_N is None else (*gates, gate_N)
@@ -208,6 +210,7 @@ def run_layer(layer: Layer, x: Residual, *states: object, recomputes: bool) -> R
     if not recomputes:
         return layer(x, *states)
     # Random numbers depend on their place, so there is no generator's state to restore.
+    # What waits for the sum is added first, since only the input of the layer is kept.
     output: Residual = checkpoint(
         layer,
         Residual(x.sum(), x.tokens),

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing, Shares
 from pipeline.config.settings import Route
-from pipeline.kernels.activations import JointParameters, activated_linear, joins_parameters
 from pipeline.kernels.launching import is_fused
 from pipeline.kernels.noise import Noise
 from pipeline.kernels.placement import Limits, RouteNumbers
+from pipeline.kernels.pointwise import JointParameters, activated_linear, joins_parameters
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.kernels.slot_products import SentenceSlots, copied_to
 

@@ -33,11 +33,10 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing, Shares
 from pipeline.config.settings import Route
-from pipeline.kernels.activations import JointParameters, joins_parameters
 from pipeline.kernels.launching import is_fused
 from pipeline.kernels.noise import dropout_in
+from pipeline.kernels.pointwise import JointParameters, dropped, joins_parameters
 from pipeline.kernels.products import Linear
-from pipeline.kernels.residuals import dropped
 from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.embedding import Embedding
 from pipeline.model.front_end import HasBuffers, Passage, Source

@@ -1,7 +1,7 @@
 """Translate files and folders of text over all ranks: the stage ``translate_text``.
 
 The output has every input file as it was read and once per target language, line by line. The
-lines of all files are translated in chunks (``decoding/text_files.py``), and memory does not grow
+lines of all files are translated in chunks (``decoding/text_input.py``), and memory does not grow
 with the text. A chunk is cut into batches that do not depend on the ranks, which take them in
 turn. Finished batches, and then finished chunks, are kept in ``OUT.run`` and not repeated after an
 interruption.
@@ -24,8 +24,13 @@ from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction, hypothesis_record, scores_name, translated_name
 from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.documents import read_json_lines, unfinished_path
-from pipeline.decoding.incoming_lines import without_line_breaks
-from pipeline.decoding.text_files import Chunk, TextFile, chunks, find_texts
+from pipeline.decoding.text_input import (
+    Chunk,
+    TextFile,
+    chunks,
+    find_texts,
+    without_line_breaks,
+)
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import on_rank_zero

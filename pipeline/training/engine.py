@@ -46,12 +46,11 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.busy_time import BUSY_TIME
-from pipeline.distributed.progress import advance
+from pipeline.distributed.progress import BUSY_TIME, advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
-from pipeline.kernels.allocator import keep_freed_memory
 from pipeline.kernels.gradient_sums import keeping_gradients
+from pipeline.machine import keep_freed_memory
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.stacked import StackedModules
@@ -196,7 +195,7 @@ class StepResult:
     gradient_norm: float
     was_made: bool
     own_seconds: float = 0.0
-    """Time of this rank's own work (:mod:`pipeline.distributed.busy_time`)."""
+    """Time of this rank's own work (:mod:`pipeline.distributed.progress`)."""
     routes_R: Tensor | None = None
     """Routes of every layer and expert: all that were chosen, then those within the capacity."""
 

@@ -6,8 +6,8 @@ something happens; its collaborators do it:
 - :mod:`~pipeline.training.updates`: one update, repeated if its gradient is not finite
 - :mod:`~pipeline.training.validation`: validation losses, the best weights so far, patience
 - :mod:`~pipeline.training.metrics`, :mod:`~pipeline.training.profiling`: metrics and profiles
-- :mod:`~pipeline.training.saving`: training states, kept weights, the stage's artifact
-- :mod:`~pipeline.training.resuming`: resuming from the newest state; the mean of the last states
+- :mod:`~pipeline.training.saving`: training states, resuming from them, their mean; kept weights,
+  the stage's artifact
 """
 
 import gc
@@ -38,9 +38,8 @@ from pipeline.training.engine import Engine
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optim import make_optimizer
 from pipeline.training.profiling import Profiling
-from pipeline.training.resuming import MeanOfLastStates, Resuming
 from pipeline.training.run_directory import RunDirectory
-from pipeline.training.saving import Publishing, Saving
+from pipeline.training.saving import MeanOfLastStates, Publishing, Resuming, Saving
 from pipeline.training.task import Task
 from pipeline.training.updates import Quarantine, Updater
 from pipeline.training.validation import Validation, ValidationResult, is_out_of_patience, judge

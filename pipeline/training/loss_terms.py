@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pipeline.batching.batch import AnyBatch
 from pipeline.kernels.logits import summed_cross_entropy
-from pipeline.kernels.routing import added
 from pipeline.model.moe.routing import RoutingRecord, z_loss
 from pipeline.model.transformer import Output
 from pipeline.training.settings import LossConfig
@@ -54,9 +53,10 @@ def loss_terms(
     )
     balance = router_z = smoothed.new_zeros(())
     if output.routing:
-        balance = added([record.balance_loss for record in output.routing])
+        balance = torch.stack([record.balance_loss for record in output.routing]).sum()
         if config.router_z_weight:
-            router_z = added([z_loss(one.logits_NE, one.shares) for one in output.routing])
+            losses = [z_loss(one.logits_NE, one.shares) for one in output.routing]
+            router_z = torch.stack(losses).sum()
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     if output.gates:
         per_token = per_token + _gate_loss(output)

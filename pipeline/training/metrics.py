@@ -17,8 +17,8 @@ from pipeline.artifacts.places import sync
 from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.busy_time import BUSY_TIME
 from pipeline.distributed.collectives import gather_objects, gather_rows
+from pipeline.distributed.progress import BUSY_TIME
 from pipeline.distributed.world import World
 from pipeline.machine import peak_resident_bytes
 from pipeline.model.moe.routing_statistics import moe_layer_names

@@ -88,7 +88,7 @@ def ctranslate2_rows(options: Options) -> list[Row]:
                 lines = examples[:sentences]
                 searched = copy.deepcopy(model.eval())
                 if kind == "int8":
-                    quantize(searched, for_single_rows=beams == 1)  # as a translator does
+                    quantize(searched)
                 ours = beam_search(
                     searched, lines, new_tokens=NEW_TOKENS, beams=beams, at_once=at_once
                 )

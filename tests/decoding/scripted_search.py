@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pipeline.decoding.hypotheses import Source, Translation, length_limit
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.kernels.logits import log_normalizer
 
 POSITIONS = 64
 
@@ -38,7 +37,6 @@ class ScriptedModel:
         self.device = self.logits_HV.device
         sizes = SimpleNamespace(max_positions=POSITIONS)
         self.spec = SimpleNamespace(pad_id=PAD_ID, model=sizes)
-        self.normalizer_H = log_normalizer(self.logits_HV)
 
     def eval(self) -> "ScriptedModel":
         return self
@@ -101,7 +99,7 @@ def plain_search(model: ScriptedModel, source: Source, config: DecodingConfig) -
     """Search for one sentence, one hypothesis at a time, adding up in float32 as searches do."""
     is_fairseq, beams = config.stopping == "fairseq", config.beam_size
     limit = length_limit(source, config, positions=POSITIONS - len(source.prompt))
-    logits, normalizer = model.logits_HV.numpy(), model.normalizer_H.numpy()
+    log_p = model.logits_HV.log_softmax(1).numpy()
     running: list[tuple[np.float32, tuple[int, ...], int]] = [
         (np.float32(0), (), first_hash(model, source))
     ]
@@ -110,9 +108,9 @@ def plain_search(model: ScriptedModel, source: Source, config: DecodingConfig) -
         is_last = length == limit
         counted = length if is_fairseq else length + len(source.prompt) - 1
         candidates = [
-            (logits[state, token] + (total - normalizer[state]), tokens, state, token)
+            (log_p[state, token] + total, tokens, state, token)
             for total, tokens, state in running
-            for token in range(logits.shape[1])
+            for token in range(log_p.shape[1])
             if token != PAD_ID and (token == EOS_ID or not (is_last and is_fairseq))
         ]
         candidates.sort(key=lambda candidate: -candidate[0])

@@ -1,4 +1,4 @@
-"""Tests of pipeline/decoding/comet_choice.py."""
+"""Tests of choices by COMET in pipeline/decoding/minimum_bayes_risk.py."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from support.tiny_models import tiny_model
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.decoding.comet_choice import Candidates, CometChoice
 from pipeline.decoding.hypotheses import Translation
+from pipeline.decoding.minimum_bayes_risk import Candidates, CometChoice
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError

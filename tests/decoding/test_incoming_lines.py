@@ -1,4 +1,4 @@
-"""Tests of pipeline/decoding/incoming_lines.py."""
+"""Tests of pipeline/decoding/text_input.py."""
 
 import os
 import threading
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding import incoming_lines
-from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
+from pipeline.decoding import text_input
+from pipeline.decoding.text_input import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.errors import DataError
 
 
@@ -137,13 +137,13 @@ def test_memory_is_bounded_where_a_line_has_no_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_not_all_of_a_file_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incoming_lines, "AHEAD_BYTES", 10_000)
+    monkeypatch.setattr(text_input, "AHEAD_BYTES", 10_000)
     path = tmp_path / "input"
     path.write_bytes((b"x" * 5_000 + b"\n") * 400)
     with path.open("rb") as stream:
         lines = IncomingLines(stream.fileno())
         assert len(lines.take(256)) < 40
-        assert os.lseek(stream.fileno(), 0, os.SEEK_CUR) <= 2 * incoming_lines.READ_BYTES
+        assert os.lseek(stream.fileno(), 0, os.SEEK_CUR) <= 2 * text_input.READ_BYTES
         assert len(everything(lines)) > 300
 
 

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import collate
 from pipeline.decoding.quantization import (
-    WORTH_A_LOOP,
     QuantizedLinear,
     QuantizedStack,
     quantize,
 )
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.products import Linear
 from pipeline.model.building import shape_of_model
 from pipeline.model.moe.experts import Experts, StackedLinear
@@ -83,38 +81,14 @@ def test_a_row_is_computed_as_if_it_were_alone() -> None:
     assert not together[3].any()
 
 
-def test_a_layer_for_single_rows_gives_what_the_others_give() -> None:
-    torch.manual_seed(5)
-    weight_OI, bias_O = torch.randn(24, 80), torch.randn(24)
-    for bias in (bias_O, None):
-        packed = QuantizedLinear(weight_OI, bias)
-        ours = QuantizedLinear(weight_OI, bias, for_single_rows=True)
-        x_RI = torch.randn(5, 80) * torch.tensor([1e-3, 1.0, 1e3, 0.0, 1.0])[:, None]
-        for x_I in x_RI:
-            expected = packed(x_I[None])
-            torch.testing.assert_close(ours(x_I[None]), expected, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(ours(x_I), expected[0], rtol=1e-5, atol=1e-5)
-        assert torch.equal(ours(x_RI), packed(x_RI))
-        with sparing_loops():
-            assert torch.equal(ours(x_RI[:1]), packed(x_RI[:1]))
-        x_RI[0, 7] = torch.nan
-        assert ours(x_RI[:1]).isnan().all()
-    largest = QuantizedLinear(torch.ones(3, 80), None, for_single_rows=True)
-    torch.testing.assert_close(largest(torch.ones(1, 80)), torch.full((1, 3), 80.0))
-
-
-def test_the_loop_scales_rows_as_operators_do_whatever_they_hold() -> None:
+def test_rows_are_scaled_whatever_they_hold() -> None:
     torch.manual_seed(4)
-    layer = QuantizedLinear(torch.randn(8, 2048), torch.randn(8))
-    x_ABI = torch.randn(4, 3, 2048) * torch.tensor([1e-42, 1e-3, 1.0, 1e30])[:, None, None]
-    x_ABI[0, 0], x_ABI[1, 0, 5], x_ABI[2, 0, 3] = 0, torch.nan, torch.inf
-    assert x_ABI.numel() >= WORTH_A_LOOP > x_ABI[3].numel()
-    with sparing_loops():
-        by_operators = layer(x_ABI)
-    assert torch.equal(layer(x_ABI).isnan(), by_operators.isnan())
-    assert by_operators[1, 0].isnan().all()
-    torch.testing.assert_close(layer(x_ABI), by_operators, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(layer(x_ABI.mT.contiguous().mT)[3], by_operators[3])
+    layer = QuantizedLinear(torch.randn(8, 16), torch.randn(8))
+    x_ABI = torch.randn(4, 3, 16) * torch.tensor([1e-42, 1e-3, 1.0, 1e30])[:, None, None]
+    x_ABI[0, 0], x_ABI[1, 0, 5] = 0, torch.nan
+    found = layer(x_ABI)
+    assert found.isnan().any(2).nonzero().tolist() == [[1, 0]]
+    assert torch.equal(layer(x_ABI.mT.contiguous().mT)[3], found[3])
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr", "moe-capacity"])
@@ -135,7 +109,7 @@ def test_a_model_in_8_bits_says_nearly_what_it_said(kind: Kind) -> None:
 @pytest.mark.parametrize("beam_size", [1, 4])
 def test_a_sentence_in_8_bits_is_translated_as_in_a_batch(kind: Kind, beam_size: int) -> None:
     model = model_of(kind, seed=3)
-    quantize(model, for_single_rows=beam_size == 1)
+    quantize(model)
     examples = random_examples(model.spec, sentences=7, seed=4, shortest=1, longest=20)
     together = translate(model, examples, beam_size=beam_size)
     for example, found in zip(examples, together, strict=True):

@@ -23,14 +23,13 @@ from triton.compiler import ASTSource
 
 from pipeline.batching.batch import Shares
 from pipeline.kernels import launching
-from pipeline.kernels.activations import activated_linear
-from pipeline.kernels.attention import Spans, attend_packed, attend_step
+from pipeline.kernels.attention import Spans, attend_packed, attend_step, sliced
 from pipeline.kernels.expert_products import ExpertWeights, grouped_products
 from pipeline.kernels.logits import fused_best_tokens, summed_cross_entropy
 from pipeline.kernels.noise import Dropout, Noise
-from pipeline.kernels.packed_attention import sliced
 from pipeline.kernels.placement import Limits, RouteNumbers, combine, gather, place_by_kernels
-from pipeline.kernels.residuals import (
+from pipeline.kernels.pointwise import (
+    activated_linear,
     add_and_norm,
     add_dropped,
     dropped,

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from pipeline.decoding import grid_search
 from pipeline.decoding.beam_search import beam_search_n_best
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.kernels import activations, logits, products, residuals
-from pipeline.kernels.activations import activated_linear
+from pipeline.kernels import logits, pointwise, products
 from pipeline.kernels.attention import (
     Spans,
     attend_packed,
     attend_step,
     can_attend_packed,
     can_attend_step,
+    sliced,
 )
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.launching import fused_kernels_off, fused_on_cpu, is_fused
@@ -44,15 +44,15 @@ from pipeline.kernels.logits import (
     summed_cross_entropy,
 )
 from pipeline.kernels.noise import Dropout, Noise
-from pipeline.kernels.packed_attention import sliced
-from pipeline.kernels.products import Activation
-from pipeline.kernels.residuals import (
+from pipeline.kernels.pointwise import (
+    activated_linear,
     add_and_norm,
     add_dropped,
     dropped,
     layer_norm,
     norm_of_sum,
 )
+from pipeline.kernels.products import Activation
 from pipeline.model.fused_comparison import Sizes, compare
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
@@ -68,8 +68,7 @@ LAST_SITE = 2**31 - 256
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     # Few programs, so that each adds up several rows.
-    monkeypatch.setattr(residuals, "PROGRAMS", 4)
-    monkeypatch.setattr(activations, "PROGRAMS", 4)
+    monkeypatch.setattr(pointwise, "PROGRAMS", 4)
     with fused_on_cpu():
         yield
 
@@ -536,9 +535,9 @@ def test_forms_are_compared_and_a_kernel_that_differs_is_seen(
     assert [one.name for one in found] == ["residual and norm", "activation", "attention", "loss"]
     assert all(one.distance < 1e-5 and one.agrees for one in found)
     assert all(one.fused > 0 and one.plain > 0 for one in found)
-    original = activations.activation_gradients
+    original = pointwise.activation_gradients
     monkeypatch.setattr(
-        activations,
+        pointwise,
         "activation_gradients",
         lambda *a: [d if a[2] is None else 2 * d for d in original(*a)],  # attention sums biases
     )

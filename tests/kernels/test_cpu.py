@@ -6,7 +6,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, current_thread, main_thread
 
@@ -21,14 +20,13 @@ from pipeline.kernels.cpu import (
     by_processor,
     cpu_kernels,
     side_by_side,
-    use_cpu_kernels,
     using_cpu_kernels,
 )
 
 
 def test_a_process_takes_what_it_is_told_and_else_its_processors_kernels() -> None:
     assert cpu_kernels() == by_processor()
-    told = replace(by_processor(), float32_products="blas", fused_attention_from=7)
+    told = CpuKernels("blas", "float32")
     with using_cpu_kernels(told):
         assert cpu_kernels() == told
     assert cpu_kernels() == by_processor()
@@ -63,25 +61,6 @@ def test_the_table_goes_by_the_vendor_and_the_instructions_of_a_processor(
     found = by_processor.__wrapped__()
     libraries = found.float32_products, found.few_rows_products
     assert (*libraries, found.bfloat16_products) == expected
-
-
-def test_a_build_without_onednn_has_a_substitute_for_what_others_told_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    try:
-        use_cpu_kernels(CpuKernels("onednn", "float32", fused_attention_from=1))
-        assert cpu_kernels().float32_products == "blas"
-    finally:
-        use_cpu_kernels(None)
-
-
-def test_attention_is_fused_in_float32_for_many_queries_of_wide_heads() -> None:
-    kernels = CpuKernels("blas", "float32", fused_attention_from=2000)
-    assert kernels.fuses_attention(torch.float32, queries=64, width=32)
-    assert not kernels.fuses_attention(torch.float32, queries=60, width=32)
-    assert not kernels.fuses_attention(torch.bfloat16, queries=64, width=64)
-    assert not kernels.fuses_attention(torch.float32, queries=16, width=512)
 
 
 @pytest.fixture

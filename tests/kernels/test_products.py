@@ -20,11 +20,10 @@ from pipeline.kernels.products import (
     padded_product,
     product,
     product_into,
-    wide_product,
 )
 
-ONEDNN = CpuKernels("onednn", "bfloat16", 1, few_rows_products="onednn")
-OTHERS = CpuKernels("blas", "float32", fused_attention_from=1)
+ONEDNN = CpuKernels("onednn", "bfloat16", few_rows_products="onednn")
+OTHERS = CpuKernels("blas", "float32")
 
 
 @pytest.fixture(autouse=True, params=[ONEDNN, OTHERS], ids=["oneDNN", "others"])
@@ -117,21 +116,6 @@ def test_batched_products_and_their_gradients_are_those_of_float64(dtype: torch.
         assert found.dtype == dtype
         rtol = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=30 * rtol)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("outputs", [13, 14, 15, 20])
-def test_a_product_by_blocks_of_outputs_is_the_whole_one(
-    outputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear_module, "WIDE_BLOCK", 7)  # none, two, and two with a rest
-    x, weight = tokens(5, 12).to(dtype), tokens(outputs, 12).to(dtype)
-    expected = x.double() @ weight.double().t()
-    with torch.inference_mode():
-        found = wide_product(x, weight)
-    assert found.dtype == dtype
-    atol = 1e-5 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 64, 65])

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.kernels.routing import (
-    average_of_logits,
+    averaged_logits,
     kept_softmax,
     kept_weights,
-    logits_of_average,
 )
 from pipeline.model.moe.routing import choose
 from pipeline.model.settings import CombineWeights
@@ -100,7 +99,12 @@ def test_a_softmax_over_what_is_kept_is_renormalized_with_its_gradient() -> None
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_logits_of_averaged_routers_are_the_average_of_their_logits(num_groups: int) -> None:
     results = []
-    for averaged in (average_of_logits, logits_of_average):
+
+    def by_definition(x_ND: Tensor, *weights: Tensor) -> Tensor:
+        weight_ED, weight_GED, group_N = weights
+        return (x_ND @ weight_ED.t() + torch.einsum("nd,ned->ne", x_ND, weight_GED[group_N])) / 2
+
+    for averaged in (by_definition, averaged_logits):
         tensors = [random(7, 4, seed=1), random(5, 4, seed=2), random(num_groups, 5, 4, seed=3)]
         x_ND, weight_ED, weight_GED = (tensor.requires_grad_() for tensor in tensors)
         found_NE = averaged(x_ND, weight_ED, weight_GED, torch.arange(7) % num_groups)

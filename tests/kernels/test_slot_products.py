@@ -7,22 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.kernels.arranged_rows import (
+from pipeline.kernels.expert_products import ExpertWeights
+from pipeline.kernels.products import Activation, activate
+from pipeline.kernels.slot_products import (
     BLOCK_ROWS,
     ArrangedRows,
     BlockedRows,
     RowRuns,
     Run,
-    fits_grouped_products,
-)
-from pipeline.kernels.expert_products import ExpertWeights
-from pipeline.kernels.products import Activation, activate
-from pipeline.kernels.slot_products import (
     SentenceSlots,
     Which,
     add_low_rank,
     add_low_rank_arranged,
     arranged_rows,
+    fits_grouped_products,
     row_feed_forward_arranged,
     row_products_arranged,
     sort_rows,

@@ -33,7 +33,7 @@ from support.served import (
 )
 
 from pipeline import cli
-from pipeline.decoding.incoming_lines import without_line_breaks
+from pipeline.decoding.text_input import without_line_breaks
 from pipeline.errors import EXIT_USER_ERROR
 from pipeline.serving.api import listen
 from pipeline.serving.limits import SLOW_CONNECTIONS

@@ -21,7 +21,7 @@ from pipeline.training.optim import GradientOrder, depends_on_order
 BIAS_FIRST_FROM = 20
 """Rows from which the feed-forward below sends a bias's gradient before its weight's."""
 
-OWN_NODES = CpuKernels("onednn", "bfloat16", fused_attention_from=1)
+OWN_NODES = CpuKernels("onednn", "bfloat16")
 """With these our products are not PyTorch's nodes of autograd, whatever the processor."""
 
 Changes = Literal["never", "by size", "by rank"]

@@ -44,8 +44,7 @@ from pipeline.distributed.world import World
 from pipeline.registry import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine
-from pipeline.training.resuming import averaged_updates, describe_missing, updates_kept
-from pipeline.training.saving import Publishing
+from pipeline.training.saving import Publishing, averaged_updates, describe_missing, updates_kept
 from pipeline.training.settings import TrainingConfig
 from pipeline.training.translation import training_data
 

@@ -16,8 +16,8 @@ from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import CheckpointError
 from pipeline.training.engine import Engine
-from pipeline.training.resuming import MeanOfLastStates, Resuming
 from pipeline.training.run_directory import RunDirectory
+from pipeline.training.saving import MeanOfLastStates, Resuming
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
 SCALE = LossScale(scale=512.0, steps=4, last_overflow=1, hysteresis=1)

@@ -21,9 +21,8 @@ from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.moe.routing_statistics import RoutingCounter
 from pipeline.model.spec import make_spec
 from pipeline.training.engine import Engine
-from pipeline.training.resuming import Resumed
 from pipeline.training.run_directory import RunDirectory
-from pipeline.training.saving import Publishing, Saving
+from pipeline.training.saving import Publishing, Resumed, Saving
 from pipeline.training.task import Task
 from pipeline.training.updates import Quarantine
 from pipeline.training.validation import ValidationResult

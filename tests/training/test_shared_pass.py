@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.batching.batch import Batch
-from pipeline.kernels import activations
+from pipeline.kernels import pointwise
 from pipeline.model.moe import capacity, layer
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
@@ -188,7 +188,7 @@ def test_experts_launch_as_much_for_many_micro_batches_as_for_two(
 ) -> None:
     """Off the CPU, where every operator is a launch."""
     # Sums of columns are a product or a kernel, depending on the number of rows only.
-    monkeypatch.setattr(activations, "SUMMING_ROWS", 1)
+    monkeypatch.setattr(pointwise, "SUMMING_ROWS", 1)
     spec = tiny_spec(moe=TIGHT.model_copy(update={"batch_prioritized": prioritized}))
     model = tiny_model(spec).to(torch.bfloat16).to("meta").train()
     counts = []

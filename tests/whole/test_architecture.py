@@ -58,8 +58,8 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 TRAINING = LAYER_OF["training"]
 STAGE_MODULES = {stage.module for stage in STAGES.values()}
 
-READ_AHEAD = {"pipeline.decoding.incoming_lines"}
-"""Module of a higher layer that the command line loads: it needs nothing but bytes."""
+READ_AHEAD = {"pipeline.decoding.text_input"}
+"""Module of a higher layer that the command line loads: it needs no model."""
 SLIM_STAGES = (
     *(f"pipeline.stages.{name}" for name in ("pretrain", "finetune", "translate", "upcycle")),
     "pipeline.extensions.tasks.finetune_task",

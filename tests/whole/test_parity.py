@@ -89,16 +89,16 @@ class Joined:
 @contextmanager
 def thresholds_among_the_sizes(wanted: bool) -> Iterator[None]:
     """Choose kernels as if the sizes of these micro-batches were the ones that matter."""
-    before = linear.WORTH_A_KERNEL, cpu.FEW_QUERIES, cpu.WORTH_OTHER_THREADS
+    before = linear.WORTH_A_KERNEL, cpu.WORTH_OTHER_THREADS
     if wanted:
-        linear.WORTH_A_KERNEL, cpu.FEW_QUERIES = 16 * 32 * 32, 8
-        cpu.use_cpu_kernels(cpu.CpuKernels("onednn", "bfloat16", 1))
+        linear.WORTH_A_KERNEL = 16 * 32 * 32
+        cpu.use_cpu_kernels(cpu.CpuKernels("onednn", "bfloat16"))
         cpu.WORTH_OTHER_THREADS = 16 * 32 * 16
         torch.set_num_threads(2)
     try:
         yield
     finally:
-        linear.WORTH_A_KERNEL, cpu.FEW_QUERIES, cpu.WORTH_OTHER_THREADS = before
+        linear.WORTH_A_KERNEL, cpu.WORTH_OTHER_THREADS = before
         cpu.use_cpu_kernels(None)
         torch.set_num_threads(1)
 

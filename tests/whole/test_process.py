@@ -26,7 +26,7 @@ import os, sys
 class Notes:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            loaded = "pipeline.kernels.allocator" in sys.modules
+            loaded = "pipeline.machine" in sys.modules
             with open(os.environ["NOTES"], "w") as stream:
                 print(os.environ.get("GOMP_SPINCOUNT"), loaded, file=stream)
             os._exit(0)
@@ -54,7 +54,7 @@ def state():
 
 before = state()
 import pipeline, pipeline.model, data_prep
-assert "pipeline.kernels.allocator" not in sys.modules, "malloc might have been set"
+assert "pipeline.machine" not in sys.modules, "malloc might have been set"
 names = [module.name for package in (pipeline, data_prep)
          for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 for name in names:
@@ -72,7 +72,7 @@ LOAD_DEEPSPEED = (
     "pipeline.estimates.choices",
     "pipeline.training.updates",
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
-    *("pipeline.training.resuming", "pipeline.training.translation"),
+    "pipeline.training.translation",
     *("pipeline.stages.pretrain", "pipeline.stages.finetune"),
     "pipeline.extensions.tasks.finetune_task",
 )

@@ -36,9 +36,9 @@ from pipeline.config.recipe import load_recipe
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import source_begins
-from pipeline.decoding.incoming_lines import IncomingLines, without_line_breaks
 from pipeline.decoding.line_filter import filter_lines
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.decoding.text_input import IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.model.spec import ModelSpec

@@ -29,8 +29,8 @@ from pipeline.errors import CheckpointError
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
 from pipeline.kernels.noise import dropout_in, number_sites
+from pipeline.kernels.pointwise import dropped
 from pipeline.kernels.products import Linear
-from pipeline.kernels.residuals import dropped
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
 from pipeline.model.regularization import Regularization

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.distributed.busy_time import BUSY_TIME
+from pipeline.distributed.progress import BUSY_TIME
 from pipeline.kernels.placement import slice_lengths
 
 RankExperts = Callable[[Tensor, list[int], Tensor], Tensor]
@@ -112,6 +112,7 @@ def _apply(experts: RankExperts, x_QD: Tensor, counts: RowCounts) -> Tensor:
     rows_E = slice_lengths(per_expert, beside=x_QD)
     spare_E = [rows - count for rows, count in zip(rows_E, per_expert, strict=True)]
 
+    # Rows arrive rank by rank, and each expert's rows of all ranks are one product.
     from_source = iter(x_QD.split([count for row in count_SE for count in row]))
     chunk_SE = [[next(from_source) for _ in row] for row in count_SE]
     by_expert = [list(column) for column in zip(*chunk_SE, strict=True)]

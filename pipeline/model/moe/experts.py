@@ -72,6 +72,8 @@ class Experts(StackedModules):
         )
 
     def _weights(self) -> ExpertWeights:
+        # Every pass reads them by ``summed``: where gradients are added to sums at once, one that
+        # bypassed it would be missing in the update.
         parameters = self.up.weight, self.up.bias, self.down.weight, self.down.bias
         return ExpertWeights(*map(summed, parameters))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError
 from pipeline.kernels.noise import dropout_in, uniform
 from pipeline.kernels.placement import beside_float32, combine, gather
-from pipeline.kernels.residuals import dropped
+from pipeline.kernels.pointwise import dropped
 from pipeline.model.moe.capacity import Dispatch, dispatch_routes, expert_capacity
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
@@ -99,6 +99,7 @@ class MixtureOfExperts(nn.Module):
         parallel = self.expert_parallel
         if parallel is None:
             return self.experts.serve(x_ND, dispatch)
+        # A layer that is recomputed has the counts: the host need not wait for them again.
         counts = not_again(lambda: parallel.exchange_counts(dispatch.rows_E))
         dispatch = dispatch.first_rows(counts.num_sent)
         x_RD = gather(x_ND, dispatch)

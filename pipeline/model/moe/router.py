@@ -30,6 +30,7 @@ class TokenRouter(nn.Module):
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
         """Return the routing of every token by its state."""
+        # Rounded to 16 bits, close logits would choose other experts (Switch Transformer, §2.4).
         logits_NE = linear(x_ND.float(), tokens.float32(self.weight))
         return _choose(logits_NE, self.moe, tokens)
 

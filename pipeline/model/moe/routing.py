@@ -79,6 +79,7 @@ def balance_loss(probability_NE: Tensor, expert_NC: Tensor, shares: Shares | Non
     The loss of all tokens together would be another one: it is a product of means.
     """
     num_tokens, num_experts = probability_NE.shape
+    # The shares of first choices have no gradient: the loss changes probabilities only.
     is_first_NE = torch.zeros_like(probability_NE).scatter_(1, expert_NC[:, :1], 1.0)
     if shares is None:
         means = probability_NE.sum(0) @ is_first_NE.sum(0) / max(num_tokens, 1) ** 2
@@ -96,6 +97,7 @@ def z_loss(logits_NE: Tensor, shares: Shares | None = None) -> Tensor:
     square_N = logits_NE.logsumexp(-1).square()
     if shares is not None:
         return shares.weight_M @ (shares.mean_MN @ square_N)
+    # A rank without tokens has a loss of 0, not one that is no number.
     return square_N.sum() / max(len(logits_NE), 1)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from pipeline.kernels.allocator import LARGEST_KEPT, OWN_MAPPING
+from pipeline.machine import LARGEST_KEPT, OWN_MAPPING
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="what is tested here is asked of glibc"
@@ -56,9 +56,7 @@ def test_what_was_freed_is_there_for_the_next_step() -> None:
 
 def test_large_blocks_go_back_to_the_system_unless_they_are_said_to_be_worth_keeping() -> None:
     size = OWN_MAPPING + 4096
-    keep = (
-        f"from pipeline.kernels.allocator import keep_freed_memory; keep_freed_memory(block={size})"
-    )
+    keep = f"from pipeline.machine import keep_freed_memory; keep_freed_memory(block={size})"
     assert share_taken_again(size, settings=AS_AN_ENTRY_POINT) > 0.9
     assert share_taken_again(size, settings=keep) < 0.05
     too_large = keep.replace(str(size), str(LARGEST_KEPT))
