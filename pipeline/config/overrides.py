@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.config.documents import MAX_TOML_DOTS, check_depth, merge, toml_key, toml_value
+from pipeline.config.documents import MAX_TOML_DOTS, check_settings, merge, toml_key, toml_value
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError
 
@@ -83,7 +83,7 @@ def _parse(text: str) -> dict[str, Any]:
             "Write it as SECTION.SETTING."
         )
     found = _toml(f"{key} = {value}") or _with_text(document, _bare_word(text, value.strip()))
-    check_depth(found, path=f"--set {shown(text)}", error=ConfigError)
+    check_settings(found, path=f"--set {shown(text)}")
     return found
 
 
