@@ -130,6 +130,15 @@ def test_broken_toml_is_refused_with_its_line(path: Path) -> None:
         read_toml(path)
 
 
+@pytest.mark.parametrize(
+    "text", [r'a = "x\u0000.toml"', r"[a]" + "\n" + r'b = [{ "c\u0000d" = 1 }]']
+)
+def test_no_path_or_name_of_a_setting_can_have_the_character_nul(text: str, path: Path) -> None:
+    assert "has the character NUL (\\u0000) in a text. Leave it out." in refused_toml(path, text)
+    path.write_text(text.replace("u0000", "t"), encoding="utf-8")
+    assert read_toml(path)
+
+
 @pytest.mark.parametrize("folder", ["recipes", "plans"])
 def test_a_shipped_file_is_found_by_its_name_alone_in_any_folder(folder: str) -> None:
     files = [*(ROOT / "pipeline" / folder).rglob("*.toml")]
@@ -162,5 +171,5 @@ def test_a_pipe_is_refused_and_not_waited_for(
     os.mkfifo(tmp_path / "recipe.toml")
     (tmp_path / "device.toml").symlink_to("/dev/full")  # it has no end
     for name in ("recipe", "device"):
-        with pytest.raises(UserError, match=rf"{name}.toml is a pipe.* Write its text to a file"):
+        with pytest.raises(UserError, match=rf"{name}.toml is a pipe.* Copy its content to a file"):
             read(tmp_path / f"{name}.toml")

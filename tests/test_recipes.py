@@ -148,6 +148,14 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ("[trainnig]\nupdates = 3", "'trainnig'. Did you mean 'training'?"),
         ("[model.moe]\nnumexperts = 3", "'model.moe.numexperts'. Did you mean 'num_experts'?"),
         ("[corpus.cldr]\nzeroshot = []", "'corpus.cldr.zeroshot'. Did you mean 'zero_shot'?"),
+        (
+            "[[mixture.phases]]\nfrom_updat = 1",
+            "'mixture.phases.0.from_updat'. Did you mean 'from_update'?",
+        ),
+        (
+            "[[corpus.files]]\npair = 'de-en'\npaths = ['a']\nsplt = 'train'",
+            "'corpus.files.0.splt'. Did you mean 'split'?",
+        ),
         ('parnt = "demo_dense"', "'parnt'. Did you mean 'parent'?"),
         ("[loss]\nfocal = 3", "'loss.focal'. Choose from objective, label_smoothing"),
     ):

@@ -16,7 +16,7 @@ import codecs
 import csv
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -136,6 +136,7 @@ def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes
     wanted = {find_code(spelling, languages) for spelling in pair} if pair else languages
     named = {column: cell for column, cell in enumerate(cells) if cell in wanted}
     if len({spelling.lower() for spelling in named.values()}) > 1:
+        _refuse_repeated(file, cells, named.values())
         return Columns(named, width=len(cells), has_header=True)
     if pair is None:
         raise DataError(
@@ -143,6 +144,15 @@ def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes
             "Name the columns (de, en, …), or the file like train.de-en.tsv."
         )
     return Columns(dict(enumerate(pair)), width=2, has_header=False)
+
+
+def _refuse_repeated(file: RawFile, header: Sequence[str], wanted: Iterable[str]) -> None:
+    """Refuse a header with several columns of a wanted name: which of them is meant?"""
+    for name in wanted:
+        if header.count(name) > 1:
+            raise DataError(
+                f"{file.path} has several columns {name!r}. Rename those that are not meant."
+            )
 
 
 def _header_cells(line: bytes) -> Sequence[str]:
@@ -262,7 +272,7 @@ def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iter
         case "parquet":
             return _parquet_rows(file, {*columns, TRANSLATION})
         case "csv":
-            return _csv_rows(file, max_line_bytes=max_line_bytes)
+            return _csv_rows(file, {*columns}, max_line_bytes=max_line_bytes)
         case _:
             return _json_rows(file, max_line_bytes=max_line_bytes)
 
@@ -281,7 +291,9 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
+def _csv_rows(
+    file: RawFile, columns: Collection[str], *, max_line_bytes: int
+) -> Iterator[TableRow]:
     """Yield the rows below the header; a quoted field may hold line ends.
 
     Of a damaged record, only the first line is malformed, and the others are read again: a quote
@@ -316,6 +328,7 @@ def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
             reader = csv.reader(take(), strict=True)
         if header is None and is_row:
             header = [cell.removeprefix("\ufeff").strip() for cell in cells]
+            _refuse_repeated(file, header, columns)
         else:
             yield TableRow(number, texts if is_row else None)
             if header is None:

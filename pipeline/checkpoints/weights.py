@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, FileRecord
 from pipeline.artifacts.digests import write_hashed
-from pipeline.config.documents import refuse_pointer
+from pipeline.config.documents import refuse_pipe, refuse_pointer
 from pipeline.config.settings import one_line
 from pipeline.distributed import progress
 from pipeline.errors import CheckpointError
@@ -107,6 +107,7 @@ class TensorFolder:
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
+            refuse_pipe(path, error=CheckpointError)
             try:
                 for header in _headers(path, path.name):
                     self._file_of[header.name] = path

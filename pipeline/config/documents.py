@@ -55,8 +55,28 @@ def read_toml(path: Path) -> dict[str, Any]:
         _refuse_depth(path, ConfigError, error)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
         raise ConfigError(f"{path} is not valid TOML ({error}). Correct that line.") from error
-    check_depth(document, path=path, error=ConfigError)
+    check_settings(document, path=path)
     return document
+
+
+def check_settings(document: object, *, path: Path | str) -> None:
+    """Refuse settings that nest too deep, or have the character NUL, which no path can have.
+
+    Raises:
+        ConfigError: ``path`` begins the sentence.
+    """
+    check_depth(document, path=path, error=ConfigError)
+    if "\0" in _texts(document):
+        raise ConfigError(f"{path} has the character NUL (\\u0000) in a text. Leave it out.")
+
+
+def _texts(value: object) -> str:
+    """Return all keys and texts of a document, one after the other."""
+    if isinstance(value, dict):
+        return "".join(_texts(entry) for pair in value.items() for entry in pair)
+    if isinstance(value, list):
+        return "".join(map(_texts, value))
+    return value if isinstance(value, str) else ""
 
 
 @cache
@@ -139,10 +159,7 @@ def read_bytes(
     Raises:
         UserError: of the given type: it cannot be read, or is longer.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):  # it could wait for somebody
-        raise error(
-            f"{path} is a pipe or a device, and is read more than once. Write its text to a file."
-        )
+    refuse_pipe(path, error=error)
     try:
         with path.open("rb") as stream:
             content = stream.read(limit + 1)
@@ -155,6 +172,14 @@ def read_bytes(
             f"{path} is larger than {limit:,} bytes, which no such file is. {_sentence(fix)}"
         )
     return content
+
+
+def refuse_pipe(path: Path, *, error: type[UserError]) -> None:
+    """Refuse a pipe or a device, from which a read could wait for somebody to write."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise error(
+            f"{path} is a pipe or a device, and is read more than once. Copy its content to a file."
+        )
 
 
 def refuse_pointer(path: Path, *, error: type[UserError]) -> None:

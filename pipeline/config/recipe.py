@@ -34,7 +34,7 @@ from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.documents import (
     MAX_TOML_DOTS,
     beside,
-    check_depth,
+    check_settings,
     merge,
     read_toml,
     shipped,
@@ -462,7 +462,7 @@ def _parse(text: str) -> dict[str, Any]:
             "Write it as SECTION.SETTING."
         )
     found = _toml(f"{key} = {value}") or _with_text(document, _bare_word(text, value.strip()))
-    check_depth(found, path=f"--set {shown(text)}", error=ConfigError)
+    check_settings(found, path=f"--set {shown(text)}")
     return found
 
 

@@ -227,7 +227,7 @@ def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[
         elif tables:
             found = tables[0].model_fields[str(part)].annotation
         else:
-            found = get_args(found)[-1]
+            found = next(entry for entry in reversed(get_args(found)) if entry is not Ellipsis)
     return tuple(_tables_in(found)[0].model_fields)
 
 

@@ -128,7 +128,7 @@ def _over_rows(
         if chosen is None:
             yield from templates
             continue
-        if chosen not in matrices:
+        if not isinstance(chosen, str) or chosen not in matrices:
             at = f"{where}, stage {templates[0][0]!r}: there is no matrix"
             raise no_such(at, str(chosen), [*matrices], otherwise="add it under [matrix]")
         expand_group = _repeated if is_repeated else _with_repeated_inputs
@@ -221,7 +221,7 @@ def _under_defaults(
     """Return the stages with the defaults of ``[defaults]`` and ``[defaults.KIND]`` below them."""
     if not isinstance(document, dict):
         raise ConfigError(f"{where}, [defaults] is not a table. Write settings of stages below it.")
-    used = {stage.get("run") for stage in stages.values()}
+    used = {str(stage.get("run")) for stage in stages.values()}
     for key, settings in document.items():
         if key not in (*STAGES, *_OF_ALL):
             at = f"{where}, [defaults]: there is no setting of stages, and no stage,"

@@ -159,6 +159,17 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
             'matrix = "sed", run = "pretrain"',
             "no matrix 'sed'",
         ),
+        (
+            'matrix = "seeds", run = "pretrain"',
+            'matrix = ["seeds"], run = "pretrain"',
+            "no matrix ['seeds']. Did you mean 'seeds'?",
+        ),
+        (
+            'run = "analyze_lengths"',
+            'run = ["analyze_lengths"]',
+            "run is ['analyze_lengths']. Write text",
+        ),
+        ('run = "analyze_lengths"', "run = { a = 1 }", "run is {'a': 1}. Write text in quotes"),
         ('"{number}"', '"{numbr}"', "row '2': the row has no value 'numbr'"),
         ('"{label}{suffix}"', '"{name}"', "row 'plain': the row has no value"),
         ('"seed_{row}_text" =', '"seed_{number}" =', "two stages are named 'seed_2'"),

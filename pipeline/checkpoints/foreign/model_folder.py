@@ -80,10 +80,10 @@ class ModelFolder:
         return TensorFolder(self.origin, self.weight_files(), fix=RESTORE)
 
     def weight_files(self) -> list[Path]:
-        """Return the paths of the weight files, in order."""
-        if self.has(INDEX_FILE):
+        """Return the paths of the weight files, in order; an index may be left of older weights."""
+        if self.has(INDEX_FILE) and not self.has(WEIGHTS_FILE):
             names = set(self.described(_Index, INDEX_FILE).weight_map.values())
-            odd = [name for name in names if Path(name).name != name]
+            odd = [name for name in names if Path(name).name != name or "\0" in name]
             if odd:
                 raise CheckpointError(
                     f"{self.origin / INDEX_FILE} names {shown(odd[0])}, which is no file of the "

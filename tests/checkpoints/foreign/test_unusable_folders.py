@@ -1,6 +1,7 @@
 """Folders that are not what they say, or hold what our models lack: one sentence, nothing left."""
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -19,10 +20,11 @@ from support.foreign_families import (
 )
 from support.foreign_models import sentencepiece_model
 from torch import Tensor
-from transformers import MBartTokenizer, NllbTokenizer
+from transformers import M2M100ForConditionalGeneration, MBartTokenizer, NllbTokenizer
 
 from pipeline.checkpoints.importing import import_checkpoint, open_foreign
 from pipeline.cli import main
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -141,26 +143,51 @@ def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path)
         assert torch.equal(one.read(name), several.read(name)), name
 
 
-@pytest.mark.parametrize("outside", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_of_older_weights_beside_the_whole_model_is_passed_over(folder: Path) -> None:
+    """As transformers does: it writes a model in one file without removing an older index."""
+    older = load_file(folder / WEIGHTS)
+    save_file(older | {NORM: older[NORM] + 1}, folder / "model-00001-of-00001.safetensors")
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {NORM: "model-00001-of-00001.safetensors"}})
+    )
+    loaded = M2M100ForConditionalGeneration.from_pretrained(folder).state_dict()[NORM]
+    ours = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
+    assert torch.equal(ours, loaded)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, VOCABULARY_FILE])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    writer = os.open(folder / name, os.O_RDWR)  # with a writer, a reader goes on and fails
+    os.write(writer, b"no weights")
+    assert f"{name} is a pipe or a device" in refusal(folder)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "outside", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "a\0b"]
+)
 def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(
     outside: str, folder: Path
 ) -> None:
+    (folder / WEIGHTS).unlink()
     save_file({NORM: torch.zeros(16)}, folder.parent / "secret.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: outside}}))
     said = refusal(folder)
-    assert f"names {outside}, which is no file of the folder" in said
+    assert f"names {shown(outside)}, which is no file of the folder" in said
 
 
 def test_missing_and_pickled_weights_are_refused_with_the_way_to_write_others(
     folder: Path,
 ) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
     said = refusal(folder)
     assert "model-1.safetensors cannot be read" in said
     assert said.endswith("). Restore it from where it was published.")
     (folder / INDEX).unlink()
-    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
-    (folder / WEIGHTS).unlink()
     said = refusal(folder)
     assert "has only pickled weights" in said
     assert "model.save_pretrained(DIR)" in said

@@ -280,6 +280,15 @@ def test_a_table_of_other_columns_throughout_is_refused(tmp_path: Path) -> None:
         import_tsv(tmp_path / "corpus", raw)
 
 
+@pytest.mark.parametrize("name", ["train.tsv", "train.de-en.tsv"])
+def test_a_table_with_several_columns_of_one_name_is_refused(name: str, tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {name: "note\ten\tde\tnote\ten\nx\tone\teins\ty\ttwo\n"})
+    with pytest.raises(DataError, match=r"tsv has several columns 'en'\. Rename those that"):
+        import_tsv(tmp_path / "corpus", raw)
+    raw = write(tmp_path / "raw", {name: "note\ten\tde\tnote\nx\tone\teins\ty\n"})
+    assert import_tsv(tmp_path / "corpus", raw).statistics["pairs"]["de-en"]["train"] == 1
+
+
 def test_a_table_that_says_nowhere_which_languages_it_has_is_refused(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"train.tsv": "eins\tone\n"})
     with pytest.raises(DataError, match=r"train\.tsv, line 1, names fewer than two languages"):
@@ -528,6 +537,7 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
         ("de-en/a.csv", '"de";"en"\n"Hallo, Welt";"Hello, world"\n', "has ';' between"),
         ("de-en/a.csv", "de\ten\nEins\tone\n", r"has '\\t' between its columns"),
         ("a.jsonl", json_lines({"de": "x", "en": "y"}), "or name the file like train.de-en.jsonl"),
+        ("de-en/a.csv", "de,en,de\nEins,one,1\n", "has several columns 'de'. Rename those"),
         ("a.de-en.en-fr.jsonl", "", "is named as text of de-en and en-fr"),
     ],
 )
