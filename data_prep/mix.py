@@ -143,7 +143,9 @@ def weigh(
     if config.max_upsampling is not None:
         before = shares
         shares = capped_shares(before, amounts, max_upsampling=config.max_upsampling)
-        capped = [name for name in shares if shares[name] < before[name]]
+        # The others grow by one factor; a pair can reach its bound only by growing.
+        grown = {name: shares[name] / share for name, share in before.items() if share}
+        capped = [name for name in grown if grown[name] < max(grown.values()) * (1 - 1e-9)]
     # A draw of long sentences takes more tokens, so shares of tokens need fewer draws of them.
     draws = {name: shares[name] / weighed[name].per_draw for name in shares}
     total = math.fsum(draws.values())

@@ -147,7 +147,7 @@ def read_bytes(
         with path.open("rb") as stream:
             content = stream.read(limit + 1)
     except OSError as problem:
-        raise error(f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}") from problem
+        raise error(_unreadable(path, problem, fix)) from problem
     if content.startswith(_POINTER):
         refuse_pointer(path, error=error)
     if len(content) > limit:
@@ -155,6 +155,12 @@ def read_bytes(
             f"{path} is larger than {limit:,} bytes, which no such file is. {_sentence(fix)}"
         )
     return content
+
+
+def _unreadable(path: Path, problem: OSError, fix: str) -> str:
+    """Say why a file cannot be read, and the fix, which for a lack of permission is another one."""
+    fix = "make it readable" if isinstance(problem, PermissionError) else fix
+    return f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}"
 
 
 def refuse_pointer(path: Path, *, error: type[UserError]) -> None:
@@ -221,9 +227,7 @@ def byte_lines(path: Path, *, fix: str = RESTORE) -> Iterator[bytes]:
                     )
                 yield line
     except OSError as problem:
-        raise ArtifactError(
-            f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}"
-        ) from problem
+        raise ArtifactError(_unreadable(path, problem, fix)) from problem
 
 
 def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
