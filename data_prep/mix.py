@@ -126,7 +126,9 @@ def weigh(
     if config.max_upsampling is not None:
         before = shares
         shares = capped_shares(before, amounts, max_upsampling=config.max_upsampling)
-        capped = [pair for pair in shares if shares[pair] < before[pair]]
+        # The others grow by one factor; a pair can reach its bound only by growing.
+        grown = {pair: shares[pair] / share for pair, share in before.items() if share}
+        capped = [pair for pair in grown if grown[pair] < max(grown.values()) * (1 - 1e-9)]
     total = math.fsum(shares.values())
     one_way = {
         pair: float(ways[0] == directions_of(pair)[0])

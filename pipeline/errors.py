@@ -121,7 +121,8 @@ def lacks_package(
 
 
 def unreadable(what: object, error: Exception, fix: str) -> str:
-    """Return the message about a file that cannot be read."""
+    """Return the message about a file that cannot be read, with the fix if it is no permission."""
+    fix = "Make it readable." if isinstance(error, PermissionError) else fix
     return f"{what} cannot be read ({getattr(error, 'strerror', None) or error}). {fix}"
 
 

@@ -1,12 +1,14 @@
 """TOML and JSON from outside: small files that would cost a lot, and broken ones."""
 
 import codecs
+import errno
 import json
 import os
 import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -30,6 +32,10 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "document"
+
+
+def lines_of_json(path: Path) -> object:
+    return list(read_json_lines(path))
 
 
 def refused_toml(path: Path, text: str) -> str:
@@ -162,6 +168,25 @@ def test_lines_of_json_are_named_by_their_number(path: Path) -> None:
         path.write_text(f'{{"a": 1}}\n{line}\n', encoding="utf-8")
         with pytest.raises(ArtifactError, match=r"^Line 2 of "):
             list(read_json_lines(path))
+
+
+@pytest.mark.parametrize(
+    ("read", "error"),
+    [(read_toml, ConfigError), (read_json, ArtifactError), (lines_of_json, ArtifactError)],
+)
+def test_a_file_without_permission_asks_for_it(
+    read: Callable[[Path], object],
+    error: type[UserError],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To run a stage again would not help, and could take days."""
+    path.write_text("{}", encoding="utf-8")
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=denied))
+    with pytest.raises(error) as raised:
+        read(path)
+    assert str(raised.value) == f"{path} cannot be read (Permission denied). Make it readable."
 
 
 @pytest.mark.parametrize("read", [read_toml, read_json])

@@ -268,7 +268,10 @@ def _already_done(call: StageCall) -> bool:
         return True
     if call.overwrite:
         return False
-    kept = ", which keeps that one beside it" if is_trained(manifest) else ""
+    kept = ""
+    if is_trained(manifest):
+        goes_on = why_anew(call, digests=digests) is None
+        kept = " by going on from its last state" if goes_on else ", which keeps that one beside it"
     raise ArtifactError(
         f"{call.out_dir} holds another result ({reason}). Name another --out, or pass --overwrite "
         f"to replace it{kept}."

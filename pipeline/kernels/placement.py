@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.errors import ConfigError
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 from pipeline.kernels.products import GROUPED_MULTIPLE, may_leave_idle_gradients
 from pipeline.kernels.routing import MicroBatches, TokenBlocks
@@ -252,7 +253,10 @@ def place_routes(
     if expert_NC.device.type != "cpu":
         return place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
     if expert_NC.numel() and not 0 <= expert_NC.min() <= expert_NC.max() < numbers.num_experts:
-        raise IndexError(f"A route has an expert that does not exist, of {numbers.num_experts}.")
+        raise ConfigError(
+            f"A router chose an expert that does not exist: there are {numbers.num_experts}, "
+            "numbered from 0. Correct its expert_NC."
+        )
     placement = place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=False)
     return _without_dropped(placement, expert_NC, spare_rows=spare_rows)
 

@@ -145,8 +145,8 @@ def build_model(
     ``dtype``.
 
     Raises:
-        ConfigError: the memory does not suffice, or a kernel of the device does not support the
-            model's widths.
+        ConfigError: the memory does not suffice, a kernel of the device does not support the
+            model's widths, or a module has a buffer that nothing sets.
     """
     device = device or torch.device("cpu")
     if spec.model.moe is not None:
@@ -172,6 +172,12 @@ def build_model(
         if isinstance(module, StackedModules):
             module.clear_padding()
     model.reset_buffers(device)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"{name} is a buffer, which has no value here and which checkpoints lack. Make it "
+                "a parameter, with requires_grad=False if it is constant."
+            )
     return model.to(dtype)
 
 

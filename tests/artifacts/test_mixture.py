@@ -163,6 +163,17 @@ def test_no_pair_is_repeated_more_often_than_allowed_and_the_summary_says_which_
     assert made.manifest.summary[2] == held
 
 
+@pytest.mark.parametrize(("most", "held"), [(1, "en-fr, en-yi"), (1.62, "en-fr, en-yi")])
+def test_a_pair_that_reaches_its_bound_by_what_others_lose_is_held_too(
+    most: float, held: str, tmp_path: Path
+) -> None:
+    """At temperature 2, en-fr has 1.598 times its share; what en-yi loses would make it 1.66."""
+    made = mixture(tmp_path, max_upsampling=most)
+    mean_epochs = made.statistics["expected_sentences"] / 1004
+    assert made.statistics["expected_epochs"]["en-fr"] == pytest.approx(most * mean_epochs)
+    assert made.manifest.summary[2].endswith(f"temperature 1: {held}")
+
+
 # Phases
 
 

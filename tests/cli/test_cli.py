@@ -476,6 +476,25 @@ def test_an_artifact_is_never_replaced_by_one_of_another_kind(
     assert len(bench.calls) == 2
 
 
+def test_a_longer_training_is_said_to_go_on_and_not_to_keep_the_shorter_one(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    bench.action = _leave_state
+    assert bench.train() == EXIT_RUN_AGAIN
+    bench.action = _build
+    assert bench.train() == 0
+    capsys.readouterr()
+    longer = ("--set", "training.updates=20")
+    assert bench.train(*longer) == EXIT_USER_ERROR
+    assert capsys.readouterr().err.endswith(
+        "(training.updates: 10 → 20). Name another --out, or pass --overwrite to replace it by "
+        "going on from its last state.\n"
+    )
+    assert bench.train(*longer, "--overwrite") == 0
+    assert not Path(bench.at("model.before-1")).exists()
+
+
 def test_overwriting_a_trained_model_keeps_it_beside_the_new_one(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline.batching.batch import Shares
 from pipeline.checkpoints.names import initialize_weights
+from pipeline.errors import ConfigError
 from pipeline.kernels import cpu, placement
 from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward, grouped_products
 from pipeline.kernels.placement import (
@@ -201,7 +202,7 @@ def test_states_beside_their_float32_copy_have_the_sum_of_both_gradients() -> No
 def test_no_route_is_written_to_an_expert_that_does_not_exist(expert: int) -> None:
     routing = choose(random(3, 4, seed=1), top_k=2)
     routing.expert_NC[1, 1] = expert
-    with pytest.raises(IndexError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist: there are"):
         dispatch_dropless(routing)
 
 

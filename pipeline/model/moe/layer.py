@@ -49,6 +49,7 @@ class MixtureOfExperts(nn.Module):
         """Return the weighted sum of every token's experts, and the routing record."""
         x_ND, routed_ND = beside_float32(x_ND)
         routing: Routing = self.router(self._jittered(routed_ND, tokens), tokens)
+        self._check(routing, num_tokens=len(x_ND))
         dispatch = self._dispatch(routing, tokens)
         y_ND = self._serve(x_ND, self._masked(dispatch, tokens))
         record = RoutingRecord(
@@ -60,6 +61,26 @@ class MixtureOfExperts(nn.Module):
             shares=tokens.shares,
         )
         return y_ND, record
+
+    def _check(self, routing: Routing, *, num_tokens: int) -> None:
+        """Refuse shapes of a router that would fail later, far from its code."""
+        of_experts = num_tokens, self.config.num_experts
+        of_choices = num_tokens, self.config.top_k
+        for name, wanted in (
+            ("logits_NE", of_experts),
+            ("probability_NE", of_experts),
+            ("expert_NC", of_choices),
+            ("made_weight_NC", of_choices),
+            ("balance_loss", ()),
+        ):
+            value = getattr(routing, name, 0)
+            if value is not None and getattr(value, "shape", None) != wanted:
+                found = tuple(value.shape) if isinstance(value, Tensor) else "no tensor"
+                raise ConfigError(
+                    f"The router {type(self.router).__name__} returned a {type(routing).__name__} "
+                    f"with {name} {found}; a Routing of {num_tokens} tokens has {wanted}. Correct "
+                    "its forward."
+                )
 
     def _jittered(self, x_ND: Tensor, tokens: Tokens) -> Tensor:
         """Return the router's input, multiplied by U(1 - jitter, 1 + jitter) in training."""

@@ -1,5 +1,6 @@
 """The mixture of experts: against the dense layer, against a loop over tokens, and its balance."""
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -13,14 +14,16 @@ from support.tiny_models import (
     tiny_spec,
     tokens_in_groups,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.batching.batch import collate
+from pipeline.errors import ConfigError
 from pipeline.model.moe.layer import MixtureOfExperts
-from pipeline.model.moe.router import LanguageGroupRouter
+from pipeline.model.moe.router import LanguageGroupRouter, build_router
 from pipeline.model.moe.routing import Routing, choose
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
+from pipeline.model.spec import ModelSpec, Side
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 
@@ -67,6 +70,65 @@ def token_by_token(layer: MixtureOfExperts, x_ND: Tensor, kept: list[list[int]])
 def preferred(layer: MixtureOfExperts, x_ND: Tensor) -> list[list[int]]:
     top_k = layer.config.top_k
     return [(layer.router.weight @ x_D).argsort(descending=True)[:top_k].tolist() for x_D in x_ND]
+
+
+class WrongRouter(nn.Module):
+    """A user's router, of which one result has another shape."""
+
+    def __init__(self, **wrong: Tensor) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
+        return replace(choose(x_ND[:, :4], top_k=2, shares=tokens.shares), **self.wrong)
+
+
+class ReturnsNothing(nn.Module):
+    def forward(self, *_: object) -> None:
+        """Forget to return."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("logits_NE", (9, 3), "(9, 4)"),
+        ("probability_NE", (8, 4), "(9, 4)"),
+        ("expert_NC", (9, 1), "(9, 2)"),
+        ("made_weight_NC", (9,), "(9, 2)"),
+        ("balance_loss", (4,), "()"),
+    ],
+)
+def test_a_router_that_returns_another_shape_is_named(
+    name: str, shape: tuple[int, ...], wanted: str
+) -> None:
+    layer = moe_layer(MoEConfig(num_experts=4))
+    layer.router = WrongRouter(**{name: torch.zeros(shape)})
+    x_ND, tokens = random_tokens(9)
+    with pytest.raises(ConfigError, match="WrongRouter returned a Routing") as raised:
+        layer(x_ND, tokens)
+    assert f"with {name} {shape}; a Routing of 9 tokens has {wanted}." in str(raised.value)
+
+
+def test_a_router_that_returns_nothing_is_named() -> None:
+    layer = moe_layer(MoEConfig(num_experts=4))
+    layer.router = ReturnsNothing()
+    with pytest.raises(
+        ConfigError, match="ReturnsNothing returned a NoneType with logits_NE no tensor"
+    ):
+        layer(*random_tokens(9))
+
+
+def test_a_buffer_of_a_router_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have no value after loading, and checkpoints would not have it."""
+
+    def with_buffer(spec: ModelSpec, moe: MoEConfig, *, side: Side) -> nn.Module:
+        router = build_router(spec, moe, side=side)
+        router.register_buffer("load", torch.zeros(moe.num_experts))
+        return router
+
+    monkeypatch.setattr("pipeline.model.moe.layer.build_router", with_buffer)
+    with pytest.raises(ConfigError, match=r"encoder\.layers\.0\.feed_forward\.router\.load is a"):
+        moe_layer(MoEConfig(num_experts=4))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
