@@ -1,9 +1,9 @@
 """Inspect this machine without loading torch, and prepare a process for computing.
 
-``visible_gpus`` counts GPUs, and ``prepare_process`` sets how a process keeps memory, how its threads wait and how many files it may
-open. Only entry points (the command, the stages, the benchmarks) call ``prepare_process``, so that
-importing the package changes nothing. torch is not loaded because the command line has to start
-fast.
+``visible_gpus`` counts GPUs, and ``prepare_process`` sets how a process keeps memory, how its
+threads wait and how many files it may open. Only entry points (the command, the stages, the
+benchmarks) call ``prepare_process``, so that importing the package changes nothing. torch is not
+loaded because the command line has to start fast.
 
 ``nvidia-smi`` is called as its manual documents, and has not been called on a GPU yet.
 """
