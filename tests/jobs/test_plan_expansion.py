@@ -162,7 +162,7 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
         (
             'matrix = "seeds", run = "pretrain"',
             'matrix = ["seeds"], run = "pretrain"',
-            "no matrix ['seeds']. Did you mean 'seeds'?",
+            "no matrix \"['seeds']\". Did you mean 'seeds'?",
         ),
         (
             'run = "analyze_lengths"',

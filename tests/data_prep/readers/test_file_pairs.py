@@ -183,7 +183,7 @@ def test_only_languages_asked_for_are_opened(tmp_path: Path) -> None:
     ("names", "said"),
     [
         (["a.de-en.de"], r"a\.de-en\.de has no counterpart in en\. Add a\.de-en\.en"),
-        (["a.de-en.de", "a.de-en.de.gz", "a.de-en.en"], "are one text. Remove one"),
+        (["a.de-en.de", "a.de-en.de.gz", "a.de-en.en"], "are both a.de-en in de. Remove one"),
         (["train.de", "train.en", "train.fr"], "are more than two files of one name"),
         (["a.de-deu.de", "a.de-deu.deu"], "are both text of de"),
         (["a.txt"], "holds no pairs of files"),
@@ -203,7 +203,7 @@ def test_without_the_package_it_is_said_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.zst").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"a\.zst is a Zstandard file.*'mmnmt\[zstd\]', or "):
+    with pytest.raises(ConfigError, match=r"a\.zst needs the package zstandard .*'mmnmt\[zstd\]', or "):
         list(iterate_raw_lines(tmp_path / "a.zst", max_line_bytes=10))
 
 

@@ -169,7 +169,7 @@ def test_another_layout_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="en-de/train has no translation in de and en in row 2"):
         imported(tmp_path / "corpus", languages=("de", "en"))
     hub.configurations = {"default": {"train": [{"text": "one"}]}}
-    with pytest.raises(DataError, match="has no configurations named like de-en"):
+    with pytest.raises(DataError, match="holds no configurations named like de-en"):
         imported(tmp_path / "corpus")
     hub.configurations = {"de-de": {"train": rows("de", "de", ("a", "b"))}}
     with pytest.raises(DataError, match="pairs a language with itself in de-de"):
@@ -190,7 +190,7 @@ def test_text_of_one_pair_and_split_that_is_there_twice_is_refused(
 def test_raw_text_of_another_source_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data set of the hub was given"):
         imported(tmp_path / "corpus", None)
-    with pytest.raises(ConfigError, match=r"Set corpus\.source to 'hub'"):
+    with pytest.raises(ConfigError, match=r"Set it to 'hub'"):
         imported(tmp_path / "corpus", source="tree")
     assert not hub.opened
 
