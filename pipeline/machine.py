@@ -145,9 +145,13 @@ def keep_freed_memory(*, block: int = 0) -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        is_kept = OWN_MAPPING <= block < LARGEST_KEPT
-        mallopt(_MMAP_THRESHOLD, block + mmap.PAGESIZE if is_kept else OWN_MAPPING)
+        mallopt(_MMAP_THRESHOLD, own_mapping_from(block))
         mallopt(_TRIM_THRESHOLD, _TRIM_AT)
+
+
+def own_mapping_from(block: int) -> int:
+    """Return the size from which blocks are returned when freed, if ``block`` bytes are kept."""
+    return block + mmap.PAGESIZE if OWN_MAPPING <= block < LARGEST_KEPT else OWN_MAPPING
 
 
 def prepare_process() -> None:

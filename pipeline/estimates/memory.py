@@ -25,7 +25,8 @@ from pipeline.config.ds_config import micro_batches_per_pass, precision_of
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.logits import rows_at_a_time
-from pipeline.kernels.products import pads_outputs
+from pipeline.kernels.products import is_by_onednn, pads_outputs
+from pipeline.machine import own_mapping_from
 from pipeline.model.building import shape_of_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
@@ -45,21 +46,20 @@ MAX_EXPERT_GROUP = 178_956_971
 ALIGNMENT = 2
 """Number of values per rank to a multiple of which ZeRO pads a group."""
 DEFAULT_BUCKET = 500_000_000
-CPU_RUNTIME = 160 * 2**20
-"""Code and scratch memory of kernels that are first used in training (measured, torch 2.13)."""
+CPU_PROCESS = 560 * 2**20
+"""Interpreter, libraries, and what they hold once training has begun (measured, torch 2.13)."""
+CPU_KERNELS = 90 * 2**20
+"""Kernels that oneDNN has generated and keeps (:mod:`pipeline.kernels.cpu` limits their number)."""
+CPU_GAPS = 0.85
+"""Gaps in the heap, as a share of the tensors and kernels that it held at its peaks.
 
-CPU_GAPS = 0.65
-"""Gaps in the heap, as a share of the activations and working memory that it held at its peak.
-
-glibc keeps the heap: in the optimizer's step, freed activations and gaps still take memory. The
-same training takes up to 12 % more in some runs, often as much as a flat buffer. This share and the
-next number were fitted to 23 trainings of 3 runs or more each, ``CPU_SENT`` to 13 trainings
-(glibc 2.36).
+glibc keeps the heap: in the optimizer's step, freed activations, freed gradients and gaps still
+take memory, but blocks with their own mapping are returned. The same training takes up to 12 % more
+in some runs. This share was fitted to ten trainings of models of 0.05 M to 108 M parameters on one
+rank, ``CPU_SENT`` to 13 trainings on several (glibc 2.36).
 """
-CPU_HEAP = 112 * 2**20
-"""Heap of a process with small activations."""
 CPU_SENT = 0.25
-"""Additional share of all memory that a rank among several keeps for buckets it has sent."""
+"""Additional share of all tensors that a rank among several keeps for buckets it has sent."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,10 @@ def estimate(
         embedding=max(tables, default=0),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
-    kept = _passes(recipe) * sum(activation_bytes(model, batch).values())
-    working = _working_bytes(recipe, batch, vocabulary_size=sizes["vocabulary_size"])
+    passes = 2 if recipe.loss.objective == "fuse_distillation" else 1  # before the backward pass
+    kept = passes * sum(activation_bytes(model, batch).values())
+    moments = _working_blocks(recipe, batch, vocabulary_size=sizes["vocabulary_size"])
+    working = max(map(sum, moments))
     phases: dict[Phase, Parts] = {
         "start": held.start(),
         "backward": {**held.backward(), "activations": kept, "working": working},
@@ -136,10 +138,20 @@ def estimate(
         "step": held.step(),
     }
     if device == "cpu":
+        mapped = own_mapping_from(0 if zero.flat else FLOAT32 * max(one.share for one in groups))
+        kernels = CPU_KERNELS if is_by_onednn(batch.dtype) else 0
+        gradients = [zero.value * size for one in groups for size in one.sizes]
+        backward = kept + max(sum(size for size in moment if size < mapped) for moment in moments)
+        reduce = sum(size for size in gradients if size < mapped)
+        heap = (1 + CPU_GAPS) * (backward + reduce + kernels) - kernels
+        used = {"start": heap, "backward": backward, "reduce": reduce, "step": 0}
+        table = moments[-1][0]
+        if table >= mapped:  # the lookup's gradient, before it is added
+            phases["reduce"] = {**phases["reduce"], "working": table}
         for phase, parts in phases.items():
-            free = {"start": 0, "backward": CPU_GAPS}.get(phase, 1 + CPU_GAPS) * (kept + working)
             sent = CPU_SENT * sum(parts.values()) if processes > 1 else 0
-            phases[phase] = {**parts, "allocator": round(CPU_HEAP + free + sent)}
+            added = {"kernels": kernels, "allocator": round(heap - used[phase] + sent)}
+            phases[phase] = {"process": CPU_PROCESS, **parts, **added}
     return MemoryEstimate(phases=phases, host=held.host(), device=device)
 
 
@@ -346,7 +358,6 @@ class _HeldByZero:
             "parameters": zero.value * (self.values + self.frozen),
             "master weights": self._state(FLOAT32),
             "moments": self._state(2 * FLOAT32),
-            "runtime": 0 if self.is_cuda else CPU_RUNTIME,
         }
 
     def _state(self, size: int) -> int:
@@ -401,39 +412,31 @@ class _HeldByZero:
         return size * buckets * reserved + (filled * (size + widened) if copied else 0)
 
 
-def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
+def _working_blocks(
+    recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int
+) -> list[list[int]]:
     """Return the working memory of the backward pass while nearly all activations are kept.
 
-    It is the maximum over three moments: the loss; the gradients of the logits and of the tied
-    embedding; and the latter gradient with the gradients inside a layer. If outputs are padded on a
-    GPU (:func:`~pipeline.kernels.products.padded_product`), the first two keep the padded matrix,
-    and the second has padded copies of both gradients.
+    It is the sizes of blocks at three moments: the loss; the gradients of the logits and of the
+    tied embedding; and the latter gradient with the gradients inside a layer. If outputs are padded
+    on a GPU (:func:`~pipeline.kernels.products.padded_product`), the first two keep the padded
+    matrix, and the second has padded copies of both gradients.
     """
     outputs = recipe.tokenizer.output_ids or vocabulary_size
-    logits = batch.tokens * outputs
+    logits = batch.tokens * batch.value * outputs
     embedding = batch.value * vocabulary_size * recipe.model.width
     pads = batch.device == "cuda" and pads_outputs(outputs, batch.dtype)
     matrix = batch.value * outputs * recipe.model.width if pads else 0
-    loss = _passes(recipe) * (matrix + _loss_bytes(batch, outputs=outputs))
-    if _passes(recipe) > 1:  # gradients of the logits by the divergence of the two passes
-        loss += (2 if recipe.loss.distillation == "symmetric" else 1) * batch.value * logits
-    return max(
-        loss,
-        (2 if pads else 1) * batch.value * logits + embedding + 2 * matrix,
-        embedding + _layer_temporaries(recipe.model, batch),
-    )
-
-
-def _passes(recipe: Recipe) -> int:
-    """Return the number of forward passes of a micro-batch before its backward pass."""
-    return 2 if recipe.loss.objective == "fuse_distillation" else 1
-
-
-def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
-    """Return the peak of the loss: N V logits, as many gradients, and a chunk in float32."""
-    copies = 3 if batch.value < FLOAT32 else 2
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
-    return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * outputs
+    chunk = (3 if batch.value < FLOAT32 else 2) * rows * FLOAT32 * outputs
+    loss = [matrix, logits, logits, chunk]
+    if recipe.loss.objective == "fuse_distillation":  # and the gradients of their divergence
+        loss += [*loss, *(2 if recipe.loss.distillation == "symmetric" else 1) * [logits]]
+    return [
+        loss,
+        (2 if pads else 1) * [logits] + [embedding, 2 * matrix],
+        [embedding, _layer_temporaries(recipe.model, batch)],
+    ]
 
 
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:

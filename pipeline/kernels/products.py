@@ -237,6 +237,12 @@ def _in_float32(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and cpu_kernels().bfloat16_products == "float32"
 
 
+def is_by_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN computes large products of a dtype on CPU."""
+    dtype = torch.float32 if _in_float32(dtype) else dtype
+    return dtype == torch.bfloat16 or _is_float32_by_onednn(dtype)
+
+
 def _is_float32_by_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and cpu_kernels().float32_products == "onednn"
 

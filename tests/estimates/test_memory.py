@@ -1,20 +1,25 @@
 """The estimate of memory against tensors that are really kept, and against closed forms."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pipeline.config.overrides import parse_overrides
 from support.fp16_on_cpu import fp16_on_cpu
 from support.fronted_models import FRONTS, fronted_spec
 from support.passes import passes_of
 from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_spec
+from support.tiny_training import make_inputs
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
@@ -459,3 +464,64 @@ def test_what_glibc_keeps_of_freed_activations_counts_until_the_update_ends() ->
     for phase in ("reduce", "step"):
         kept = many[phase]["allocator"] - few[phase]["allocator"]
         assert kept >= sum(added.values()), phase
+
+
+TINY = """
+name = "tiny"
+[model]
+encoder_layers = 1
+decoder_layers = 1
+width = 16
+feed_forward_width = 32
+num_heads = 2
+[batches]
+tokens = 200
+micro_batches = 1
+[shards]
+max_tokens = 60
+[training]
+updates = 2000
+attention_dropout = 0.1
+[optimizer]
+warmup_updates = 1
+[logging]
+every = 100
+"""
+WIDER = [
+    *("model.encoder_layers=3", "model.decoder_layers=3", "model.width=128", "model.num_heads=4"),
+    *("model.feed_forward_width=512", "batches.tokens=1500", "training.updates=20"),
+]
+WARM = 300
+"""Updates after which memory is flat."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the largest resident memory")
+@pytest.mark.parametrize(
+    ("ds_config", "changes"),
+    [
+        ("cpu_fp32", []),
+        ("cpu_bf16", ["training.updates=600"]),
+        ("cpu_fp32", WIDER),
+        ("cpu_fp32", ["batches.tokens=64000", "training.updates=4"]),
+    ],
+    ids=["2000 updates", "kernels of many shapes", "activations", "large blocks of logits"],
+)
+def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
+    ds_config: str, changes: list[str], tmp_path: Path
+) -> None:
+    """Batches of nearly as many shapes as updates, in a process of their own."""
+    inputs = make_inputs(tmp_path, lengths=(1, 60), times=100)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    command = f"{sys.executable} -m pipeline pretrain --recipe tiny.toml --out model".split()
+    command += [f"--{name}={getattr(inputs, name).directory}" for name in ("shards", "mixture")]
+    command += [f"--ds-config={ds_config}", *(f"--set={change}" for change in changes)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, (tmp_path / "model" / "metrics.jsonl").read_text().splitlines())
+    peaks = {one["update"]: one["peak_memory_gib"] for one in lines if one["kind"] == "train"}
+    recipe = load_recipe(str(tmp_path / "tiny.toml"), parse_overrides(changes))
+    found = estimated(recipe, ds_config=load_ds_config(ds_config), vocabulary_size=264)
+    assert found.device_bytes / 2**30 == pytest.approx(max(peaks.values()), rel=0.15)
+    if WARM in peaks:
+        assert max(peaks.values()) - peaks[WARM] < 0.02

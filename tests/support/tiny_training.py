@@ -96,15 +96,22 @@ def changed(recipe: Recipe, section: str, **values: object) -> Recipe:
 
 
 def make_inputs(
-    directory: Path, *, lengths: tuple[int, int] = (1, 14), recipe: Recipe | None = None
+    directory: Path,
+    *,
+    lengths: tuple[int, int] = (1, 14),
+    recipe: Recipe | None = None,
+    times: int = 1,
 ) -> Inputs:
-    """Sentences whose target repeats the source, through the stages that prepare data."""
+    """Sentences whose target repeats the source, through the stages that prepare data.
+
+    Training has ``times`` as many of them as ``PAIRS`` says.
+    """
     recipe = recipe or make_recipe()
     generator = random.Random(1)
     codes = sorted({code for pair in PAIRS for code in pair.split("-")})
     texts: dict[Split, dict[str, dict[str, list[str]]]] = {"train": {}, "valid": {}}
     for pair, train_lines in PAIRS.items():
-        counts: dict[Split, int] = {"train": train_lines, "valid": VALID_LINES[pair]}
+        counts: dict[Split, int] = {"train": times * train_lines, "valid": VALID_LINES[pair]}
         for split, count in counts.items():
             lines = [
                 "".join(generator.choices("abcd", k=generator.randint(*lengths)))
