@@ -204,8 +204,6 @@ def test_without_the_package_it_is_said_how_to_get_it(
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.zst").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"a\.zst needs .* zstandard .*'mmnmt\[zstd\]', or "):
-        ConfigError, match=r"a\.zst needs the package zstandard .*'mmnmt\[zstd\]', or "
-    ):
         list(iterate_raw_lines(tmp_path / "a.zst", max_line_bytes=10))
 
 
