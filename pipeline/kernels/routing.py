@@ -70,8 +70,14 @@ def choose_experts(
 def choose_by_operators(
     logits_NE: Tensor, *, top_k: int, is_renormalized: bool, shares: MicroBatches | None = None
 ) -> ExpertChoice:
-    """Return the result of :func:`choose_experts` by few operators, on any device."""
-    found = _ChooseByOperators.apply(logits_NE, top_k, is_renormalized, shares)  # type: ignore[no-untyped-call]
+    """Return the result of :func:`choose_experts` by operators, on any device."""
+    probability_NE = F.softmax(logits_NE, dim=-1)
+    # The first of equal logits, as in the kernels; topk may choose any of them.
+    order_NE = logits_NE.detach().argsort(dim=-1, descending=True, stable=True)
+    expert_NC = order_NE[:, :top_k].contiguous()
+    chosen_NC = (logits_NE if is_renormalized else probability_NE).gather(1, expert_NC)
+    loss = balance_loss(probability_NE, expert_NC, shares)
+    found = probability_NE.detach(), expert_NC, chosen_NC, loss
     return _choice(*found, is_renormalized=is_renormalized)
 
 
@@ -124,7 +130,7 @@ class TokenBlocks(NamedTuple):
 
 
 class _ChooseByKernels(torch.autograd.Function):
-    """The results of :class:`_ChooseByOperators`, and the order in which tokens claim rows."""
+    """Choice of experts, and the order in which tokens claim rows."""
 
     @staticmethod
     def forward(
@@ -181,65 +187,21 @@ class _ChooseByKernels(torch.autograd.Function):
         return d_logits_NE, None, None, None
 
 
-class _ChooseByOperators(torch.autograd.Function):
-    """Choice of experts: probabilities, experts, their logits or probabilities, balance loss."""
+def balance_loss(probability_NE: Tensor, expert_NC: Tensor, shares: MicroBatches | None) -> Tensor:
+    """Return E · Σ_e m_e c_e, of mean probabilities m and shares c of first choices.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_NE: Tensor,
-        top_k: int,
-        is_renormalized: bool,
-        shares: MicroBatches | None,
-    ) -> tuple[Tensor, ...]:
-        probability_NE = F.softmax(logits_NE, dim=-1)
-        # The first of equal logits, as in the loops; topk may choose any of them.
-        sorted_NE, order_NE = logits_NE.sort(dim=-1, descending=True, stable=True)
-        expert_NC, chosen_NC = order_NE[:, :top_k], sorted_NE[:, :top_k]
-        if not is_renormalized:
-            chosen_NC = probability_NE.gather(1, expert_NC)
-        balance_loss, d_probability = _balance(probability_NE, order_NE[:, :1], shares)
-        ctx.save_for_backward(probability_NE, expert_NC, d_probability)
-        ctx.mark_non_differentiable(probability_NE, expert_NC)
-        ctx.set_materialize_grads(False)
-        ctx.is_renormalized, ctx.shares = is_renormalized, shares
-        return probability_NE, expert_NC, chosen_NC, balance_loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _, _, d_chosen_NC, d_balance_loss = gradients
-        probability_NE, expert_NC, d_probability = ctx.saved_tensors
-        if d_balance_loss is None:
-            d_probability_NE = torch.zeros_like(probability_NE)
-        else:
-            d_probability = d_probability * d_balance_loss
-            d_probability_NE = (
-                d_probability.expand_as(probability_NE)
-                if ctx.shares is None
-                else ctx.shares.mean_MN.t() @ d_probability
-            )
-        if d_chosen_NC is not None and not ctx.is_renormalized:
-            d_probability_NE = d_probability_NE.scatter_add(1, expert_NC, d_chosen_NC)
-        d_logits_NE = softmax_backward(d_probability_NE, probability_NE)
-        if d_chosen_NC is not None and ctx.is_renormalized:
-            d_logits_NE.scatter_add_(1, expert_NC, d_chosen_NC)
-        return d_logits_NE, None, None, None
-
-
-def _balance(
-    probability_NE: Tensor, first_N1: Tensor, shares: MicroBatches | None
-) -> tuple[Tensor, Tensor]:
-    """Return the balance loss, and its gradient in probabilities, or in their means, (M, E)."""
+    The losses of micro-batches are averaged by their labels. The loss of all tokens together would
+    be another one: it is a product of means.
+    """
     num_tokens, num_experts = probability_NE.shape
+    # The shares of first choices have no gradient: the loss changes probabilities only.
+    is_first_NE = torch.zeros_like(probability_NE).scatter_(1, expert_NC[:, :1], 1.0)
     if shares is None:
-        d_probability_E = probability_NE.new_zeros(num_experts)
-        scale = num_experts / max(num_tokens, 1) ** 2
-        d_probability_E.scatter_(0, first_N1[:, 0], scale, reduce="add")
-        return probability_NE.sum(0) @ d_probability_E, d_probability_E
-    first_NE = torch.zeros_like(probability_NE).scatter_(1, first_N1, num_experts)
-    d_mean_ME = (shares.mean_MN @ first_NE).mul_(shares.weight_M[:, None])
-    return (shares.mean_MN @ probability_NE).view(-1) @ d_mean_ME.view(-1), d_mean_ME
+        means = probability_NE.sum(0) @ is_first_NE.sum(0) / max(num_tokens, 1) ** 2
+    else:
+        means_ME = (shares.mean_MN @ probability_NE) * (shares.mean_MN @ is_first_NE)
+        means = shares.weight_M @ means_ME.sum(-1)
+    return num_experts * means
 
 
 def averaged_logits(x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:

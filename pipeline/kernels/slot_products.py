@@ -378,13 +378,19 @@ def add_low_rank(
     y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
 ) -> Tensor:
     """Return y + V_first (F_second x), row by row."""
-    rows = arranged_rows(x_NI, (vertical_SOR, flat_SRI), slots)
-    return add_low_rank_arranged(y_NO, x_NI, vertical_SOR, flat_SRI, *rows)
+    first, second = arranged_rows(x_NI, (vertical_SOR, flat_SRI), slots)
+    low = _linear(x_NI, flat_SRI, None, second)
+    if first is second:
+        added = _linear(low, vertical_SOR, None, first, is_arranged=True)
+    else:
+        added = _linear(_restored(low, second), vertical_SOR, None, first)
+    return y_NO + _restored(added, first)
 
 
 def row_products(x_NI: Tensor, weight_SOI: Tensor, slots: SentenceSlots) -> Tensor:
     """Return x Wᵀ with the matrix of each row's first slot."""
-    return row_products_arranged(x_NI, weight_SOI, arranged_rows(x_NI, (weight_SOI,), slots)[0])
+    rows, _ = arranged_rows(x_NI, (weight_SOI,), slots)
+    return _restored(_linear(x_NI, weight_SOI, None, rows), rows)
 
 
 def row_feed_forward(
@@ -392,7 +398,9 @@ def row_feed_forward(
 ) -> Tensor:
     """Apply the feed-forward of each row's first slot."""
     rows, _ = arranged_rows(x_ND, (weights.up_EFD, weights.down_EDF), slots)
-    return row_feed_forward_arranged(x_ND, weights, rows, activation=activation)
+    hidden = activate(_linear(x_ND, weights.up_EFD, weights.up_bias_EF, rows), activation)
+    y = _linear(hidden, weights.down_EDF, weights.down_bias_ED, rows, is_arranged=True)
+    return _restored(y, rows)
 
 
 def arranged_rows(
@@ -409,37 +417,6 @@ def arranged_rows(
         arrange = partial(slots.blocked_rows, matrix_bytes=largest)
     num_slots = len(weights[0])
     return arrange("first", num_slots=num_slots), arrange("second", num_slots=num_slots)
-
-
-def row_products_arranged(x_NI: Tensor, weight_SOI: Tensor, rows: ArrangedRows) -> Tensor:
-    """Return the result of :func:`row_products`, by arranged rows on any device."""
-    return _restored(_linear(x_NI, weight_SOI, None, rows), rows)
-
-
-def add_low_rank_arranged(
-    y_NO: Tensor,
-    x_NI: Tensor,
-    vertical_SOR: Tensor,
-    flat_SRI: Tensor,
-    first: ArrangedRows,
-    second: ArrangedRows,
-) -> Tensor:
-    """Return the result of :func:`add_low_rank`, by arranged rows on any device."""
-    low = _linear(x_NI, flat_SRI, None, second)
-    if first is second:
-        added = _linear(low, vertical_SOR, None, first, is_arranged=True)
-    else:
-        added = _linear(_restored(low, second), vertical_SOR, None, first)
-    return y_NO + _restored(added, first)
-
-
-def row_feed_forward_arranged(
-    x_ND: Tensor, weights: ExpertWeights, rows: ArrangedRows, *, activation: Activation
-) -> Tensor:
-    """Return the result of :func:`row_feed_forward`, by arranged rows on any device."""
-    hidden = activate(_linear(x_ND, weights.up_EFD, weights.up_bias_EF, rows), activation)
-    y = _linear(hidden, weights.down_EDF, weights.down_bias_ED, rows, is_arranged=True)
-    return _restored(y, rows)
 
 
 def _linear(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.kernels import slot_products
 from pipeline.kernels.expert_products import ExpertWeights
 from pipeline.kernels.products import Activation, activate
 from pipeline.kernels.slot_products import (
@@ -18,11 +19,10 @@ from pipeline.kernels.slot_products import (
     SentenceSlots,
     Which,
     add_low_rank,
-    add_low_rank_arranged,
     arranged_rows,
     fits_grouped_products,
-    row_feed_forward_arranged,
-    row_products_arranged,
+    row_feed_forward,
+    row_products,
     sort_rows,
     unsort_rows,
 )
@@ -102,11 +102,18 @@ def by_row(x_NI: Tensor, weight_SOI: Tensor, slot_N: Tensor) -> Tensor:
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-FORMS = pytest.mark.parametrize("form", ["runs", "sorted", "blocked", "counted"])
 MIXED = pytest.mark.parametrize("mixture", MIXTURES)
+FORMS = pytest.mark.usefixtures("form")
 
 
-@FORMS
+@pytest.fixture(params=["runs", "sorted", "blocked", "counted"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let products arrange rows in a form, as if the device preferred it."""
+    kind: str = request.param
+    monkeypatch.setattr(slot_products, "arranged_rows", lambda *given: arranged(given[2], kind))
+    return kind
+
+
 @MIXED
 @DTYPES
 @pytest.mark.parametrize("is_pair", [True, False], ids=["pair-wise", "language-wise"])
@@ -129,30 +136,21 @@ def test_low_rank_matrices_of_arranged_rows_are_a_product_per_row(
         return (y + by_row(by_row(x, flat, second_N), vertical, first_N)).to(dtype)
 
     assert_equal(
-        lambda y, x, vertical, flat: add_low_rank_arranged(y, x, vertical, flat, first, second),
-        expected,
-        inputs,
+        lambda y, x, vertical, flat: add_low_rank(y, x, vertical, flat, slots), expected, inputs
     )
-    if form == "runs":
-        assert_equal(
-            lambda y, x, vertical, flat: add_low_rank(y, x, vertical, flat, slots), expected, inputs
-        )
 
 
 @FORMS
 @MIXED
 @DTYPES
-def test_products_of_arranged_rows_are_a_product_per_row(
-    form: str, mixture: str, dtype: torch.dtype
-) -> None:
+def test_products_of_arranged_rows_are_a_product_per_row(mixture: str, dtype: torch.dtype) -> None:
     slots = MIXTURES[mixture].slots()
     inputs = [
         values(len(slots.sentence_N), INPUTS, seed=1, dtype=dtype),
         values(SLOTS, OUTPUTS, INPUTS, seed=2, dtype=dtype),
     ]
-    rows, _ = arranged(slots, form)
     assert_equal(
-        lambda x, weight: row_products_arranged(x, weight, rows),
+        lambda x, weight: row_products(x, weight, slots),
         lambda x, weight: by_row(x, weight, slots.first_B[slots.sentence_N]).to(dtype),
         inputs,
     )
@@ -163,7 +161,7 @@ def test_products_of_arranged_rows_are_a_product_per_row(
 @DTYPES
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_feed_forwards_of_arranged_rows_are_a_product_per_row(
-    form: str, mixture: str, dtype: torch.dtype, activation: Activation
+    mixture: str, dtype: torch.dtype, activation: Activation
 ) -> None:
     slots = MIXTURES[mixture].slots()
     inputs = [
@@ -173,11 +171,10 @@ def test_feed_forwards_of_arranged_rows_are_a_product_per_row(
         values(SLOTS, INPUTS, OUTPUTS, seed=4, dtype=dtype),
         values(SLOTS, INPUTS, seed=5, dtype=dtype),
     ]
-    rows, _ = arranged(slots, form)
 
     def serve(x: Tensor, *weights: Tensor) -> Tensor:
         given = ExpertWeights(*weights)
-        return row_feed_forward_arranged(x, given, rows, activation=activation)
+        return row_feed_forward(x, given, slots, activation=activation)
 
     def expected(x: Tensor, *weights: Tensor) -> Tensor:
         up, up_bias, down, down_bias = (weight.float() for weight in weights)
@@ -189,11 +186,11 @@ def test_feed_forwards_of_arranged_rows_are_a_product_per_row(
 
 
 @FORMS
-def test_a_batch_without_rows_has_gradients_of_zero(form: str) -> None:
+def test_a_batch_without_rows_has_gradients_of_zero() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
-    rows, _ = arranged(SentenceSlots(nothing, nothing, nothing), form)
+    slots = SentenceSlots(nothing, nothing, nothing)
     weight = values(SLOTS, OUTPUTS, INPUTS, seed=1, dtype=torch.float32)
-    y = row_products_arranged(torch.zeros(0, INPUTS), weight, rows)
+    y = row_products(torch.zeros(0, INPUTS), weight, slots)
     assert y.shape == (0, OUTPUTS)
     y.sum().backward()
     assert weight.grad is not None
@@ -201,12 +198,12 @@ def test_a_batch_without_rows_has_gradients_of_zero(form: str) -> None:
 
 
 @FORMS
-def test_a_row_that_is_not_a_number_stays_with_its_slot(form: str) -> None:
+def test_a_row_that_is_not_a_number_stays_with_its_slot() -> None:
     slots = MIXTURES["mixed"].slots()
     x = values(len(slots.sentence_N), INPUTS, seed=1, dtype=torch.float32).detach()
     x[0] = torch.nan
     weight = values(SLOTS, OUTPUTS, INPUTS, seed=2, dtype=torch.float32)
-    row_products_arranged(x, weight, arranged(slots, form)[0]).sum().backward()
+    row_products(x, weight, slots).sum().backward()
     assert weight.grad is not None
     is_finite_S = weight.grad.isfinite().all(-1).all(-1)
     assert is_finite_S.tolist() == [True, False, True, True, True]

@@ -9,12 +9,12 @@ Legend: N tokens, E experts, C choices per token (top-k).
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.batching.batch import Shares
 from pipeline.kernels.placement import Placement
+from pipeline.kernels.routing import balance_loss as balance_loss  # for routers of one's own
 from pipeline.kernels.routing import choose_experts
 from pipeline.model.settings import CombineWeights
 
@@ -71,22 +71,6 @@ def choose(
         shares=shares,
     )
     return Routing(logits_NE, *choice)
-
-
-def balance_loss(probability_NE: Tensor, expert_NC: Tensor, shares: Shares | None) -> Tensor:
-    """Return the balance loss of :class:`Routing` for a router that does not call :func:`choose`.
-
-    The loss of all tokens together would be another one: it is a product of means.
-    """
-    num_tokens, num_experts = probability_NE.shape
-    # The shares of first choices have no gradient: the loss changes probabilities only.
-    is_first_NE = torch.zeros_like(probability_NE).scatter_(1, expert_NC[:, :1], 1.0)
-    if shares is None:
-        means = probability_NE.sum(0) @ is_first_NE.sum(0) / max(num_tokens, 1) ** 2
-    else:
-        means_ME = (shares.mean_MN @ probability_NE) * (shares.mean_MN @ is_first_NE)
-        means = shares.weight_M @ means_ME.sum(-1)
-    return num_experts * means
 
 
 def z_loss(logits_NE: Tensor, shares: Shares | None = None) -> Tensor:
