@@ -89,9 +89,9 @@ def _mean(options: argparse.Namespace, **given: Any) -> str:
 
     if options.run is not None:
         averaging.average_states(options.run, last=options.last, **given)
-        return f"{options.out}: the mean of {options.last} training states"
+        return f"{options.out}: the mean of {counted(options.last, 'training state')}"
     averaging.average_checkpoints(options.checkpoints, **given)
-    return f"{options.out}: the mean of {len(options.checkpoints)} checkpoints"
+    return f"{options.out}: the mean of {counted(len(options.checkpoints), 'checkpoint')}"
 
 
 def import_(options: argparse.Namespace, **given: Any) -> str:

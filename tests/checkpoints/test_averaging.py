@@ -219,5 +219,5 @@ def test_the_states_of_a_run_are_averaged_from_the_command_line(
     for out in (tmp_path / "mean", tmp_path / "moe"):  # also under the name of the run's result
         options = ["--run", str(run_dir), "--last", "1", "--out", str(out)]
         assert cli.main(["checkpoint", "average", *options]) == 0
-        assert capsys.readouterr().out == f"{out}: the mean of 1 training states\n"
+        assert capsys.readouterr().out == f"{out}: the mean of 1 training state\n"
         assert diff(run_dir / "best", out).identical
