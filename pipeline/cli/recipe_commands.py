@@ -107,7 +107,12 @@ def _model_sizes(
     routes = moe is not None and moe.decoder_router == "language_group"
     sizes = {
         "groups": (routes, moe.num_groups if moe is not None else None, 0),
-        "languages": (modules is not None, languages and len(languages), 1),
+        # A user's router may have a tensor per language as well.
+        "languages": (
+            modules is not None or options.languages is not None,
+            languages and len(languages),
+            1,
+        ),
     }
     found = {"vocabulary_size": options.vocabulary or recipe.tokenizer.ids}
     for name, (has, own, without) in sizes.items():

@@ -5,6 +5,7 @@ with a model that has them all.
 """
 
 import json
+import re
 import shutil
 import tarfile
 from inspect import getsource
@@ -389,6 +390,18 @@ def test_memory_counts_what_a_variant_keeps(copied: Path, stored: Path) -> None:
         for printed in (plain, varied)
     )
     assert varied_bytes > plain_bytes
+
+
+def test_a_routers_tensor_per_language_is_counted(copied: Path, stored: Path) -> None:
+    """4 experts, in the last of two decoder layers."""
+    recipe = 'parent = "moe_lgr.toml"\n[model.moe]\ndecoder_router = "sigmoid"\n'
+    (stored / "sigmoid.toml").write_text(recipe, encoding="utf-8")
+    command = ["describe", "--recipe", "sigmoid.toml", "--languages"]
+    two, nine = (
+        int(re.findall(r"# routers +([0-9,]+)", printed)[0])
+        for printed in commands_in(copied, [*command, "2"], [*command, "9"], cwd=stored)
+    )
+    assert nine - two == (9 - 2) * 4
 
 
 def test_an_unknown_kind_is_one_sentence(copied: Path, stored: Path) -> None:
