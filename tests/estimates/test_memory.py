@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline.config.overrides import parse_overrides
 from support.fp16_on_cpu import fp16_on_cpu
 from support.fronted_models import FRONTS, fronted_spec
 from support.passes import passes_of
@@ -28,7 +27,7 @@ from pipeline.batching.batch import Batch
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.config.ds_config import ds_config_names, load_ds_config
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe, parse_overrides
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
