@@ -8,14 +8,16 @@ ranks met it.
 """
 
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
@@ -47,6 +49,9 @@ _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 0.25
 """Seconds to wait for the rank that is the cause: it can end a moment after one that it left."""
 _PR_SET_PDEATHSIG = 1
+_FOLDER_PREFIX = "mmnmt-reports-"
+_SECONDS_TO_LOCK = 60.0
+"""A folder without a lock is abandoned after this time: a launcher locks it after making it."""
 
 
 class StopRequests:
@@ -110,7 +115,7 @@ def launch(
     processes = _processes_here(processes)
     with (
         nullcontext(requests) if requests else StopRequests() as asked,
-        tempfile.TemporaryDirectory(prefix="mmnmt-reports-", ignore_cleanup_errors=True) as reports,
+        _reports_folder() as reports,
     ):
         variables = {"OMP_NUM_THREADS": str(threads), REPORTS: reports}
         try:
@@ -129,6 +134,39 @@ def launch(
         for line in lines:
             print(line, file=sys.stderr, flush=True)
         return code
+
+
+@contextmanager
+def _reports_folder() -> Iterator[str]:
+    """Make a temporary folder for reports, and remove folders of launchers that were killed.
+
+    A launcher locks its folder: the lock ends with the process, even after kill -9.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError):  # another user's, or in use
+            if time.time() - folder.stat().st_mtime > _SECONDS_TO_LOCK:
+                os.close(_lock(folder))
+                shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
+        locked = None
+        with suppress(OSError):  # a file system without locks: nobody can take this for abandoned
+            locked = _lock(Path(name))
+        try:
+            yield name
+        finally:
+            if locked is not None:
+                os.close(locked)
+
+
+def _lock(folder: Path) -> int:
+    """Return an open file that holds the lock of a folder; raise OSError if it is held already."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
 
 
 def _conclude(

@@ -173,7 +173,7 @@ def build_model(
             module.clear_padding()
     model.reset_buffers(device)
     for name, buffer in model.named_buffers():
-        if buffer.is_meta and device.type != "meta":
+        if buffer.is_meta and str(device) != "meta":
             raise ConfigError(
                 f"{name} is a buffer, which has no value here and which checkpoints lack. Make it "
                 "a parameter, with requires_grad=False if it is constant."

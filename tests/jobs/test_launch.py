@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -287,6 +288,36 @@ def test_the_ranks_die_when_the_launcher_is_killed_outright(tmp_path: Path) -> N
         for path in paths:
             with contextlib.suppress(OSError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def test_the_folder_of_a_launcher_that_was_killed_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    wait = ["-c", WAIT_FOR_EVER]
+    killed, running = (
+        subprocess.Popen(_launcher_command(wait, processes=1), start_new_session=True)
+        for _ in range(2)
+    )
+    try:
+        assert _wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        killed.kill()
+        killed.wait(timeout=10)
+        before = time.time() - 3600  # as if they had begun an hour ago
+        for folder in [*tmp_path.iterdir(), tmp_path / "mmnmt-reports-made-now"]:
+            folder.mkdir(exist_ok=True)
+            if "now" not in folder.name:
+                os.utime(folder, (before, before))
+        assert launch(["-c", "pass"], processes=1, threads=1) == 0
+        left = [folder.name for folder in tmp_path.iterdir()]
+        assert len(left) == 2
+        assert "mmnmt-reports-made-now" in left
+    finally:
+        killed.kill()
+        running.terminate()
+        running.wait(timeout=60)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["mmnmt-reports-made-now"]
 
 
 def _launcher_command(arguments: list[str], *, processes: int) -> list[str]:
