@@ -65,6 +65,8 @@ class _Protocol(H11Protocol):
 
     since: float
     """When the connection began, or answered its last request."""
+    is_refused = False
+    """Whether what still arrives is not read, since the request was malformed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -80,8 +82,9 @@ class _Protocol(H11Protocol):
         self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        self.conn.receive_data(data)
-        self.handle_events()
+        if not self.is_refused:
+            self.conn.receive_data(data)
+            self.handle_events()
 
     def on_response_complete(self) -> None:
         self.since = self.loop.time()
@@ -92,8 +95,14 @@ class _Protocol(H11Protocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, _: str) -> None:
+        """Refuse a request; closing while its rest arrives would take the answer from the client.
+
+        RFC 9112, §9.6.
+        """
         self._refuse(400, _MALFORMED)
-        self._close()
+        self.is_refused = True
+        self.transport.write_eof()
+        self.loop.call_later(self.timeout_keep_alive, self._close)
 
     def _make_room(self) -> None:
         """If there are too many connections, close the connection that has waited longest."""

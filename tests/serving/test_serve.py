@@ -395,8 +395,13 @@ def test_a_body_in_chunks_is_read_up_to_its_limit(served: Served) -> None:
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: x\r\ntransfer-encoding: chunked\r\n"
         b"content-length: 0\r\n\r\n0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 300_000,
+        b"ja\r\n\r\n" + b"x" * 1_000_000,
     ],
-    ids=["words", "header", "path", "chunk", "two lengths", "two lengths, the other first"],
+    ids=[
+        *("words", "header", "path", "chunk", "two lengths", "two lengths, the other first"),
+        *("long header", "much after words"),
+    ],
 )
 def test_malformed_http_is_answered_in_one_sentence(served: Served, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as client:
