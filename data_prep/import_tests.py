@@ -47,6 +47,7 @@ from data_prep.readers.raw_text import (
 from data_prep.settings import MAX_LINE_BYTES, OutsideTestsConfig
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
+from pipeline.artifacts.raw_input import refuse_broken_link
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
 from pipeline.stage import StageCall
@@ -329,6 +330,7 @@ def _files(directory: Path, *, depth: int) -> Iterator[Path]:
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith("."):
             continue
+        refuse_broken_link(entry)
         if entry.is_file():
             yield entry
         elif entry.is_dir() and depth:

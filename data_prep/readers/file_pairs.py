@@ -49,7 +49,7 @@ from data_prep.readers.raw_text import (
 )
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawInput, plain_name
+from pipeline.artifacts.raw_input import RawInput, plain_name, refuse_broken_link
 from pipeline.errors import DataError
 from pipeline.languages import find_code, is_known, without_region
 from pipeline.terminal import listed
@@ -181,10 +181,11 @@ def _pair_folders(roots: Sequence[Path], left_out: SkippedText) -> list[PairFold
 
 def _folders_below(root: Path) -> Iterator[Path]:
     """Yield the folders of a tree, and instead of containers of pairs the folders below them."""
-    for path in sorted(filter(Path.is_dir, root.iterdir())):
-        if path.name in _CONTAINERS:
+    for path in sorted(root.iterdir()):
+        refuse_broken_link(path)
+        if path.is_dir() and path.name in _CONTAINERS:
             yield from _folders_below(path)
-        else:
+        elif path.is_dir():
             yield path
 
 
@@ -194,7 +195,10 @@ def _folder_files(folder: PairFolder, pair: NamedPair, left_out: SkippedText) ->
         raise one_language(folder.directory)
     found: dict[tuple[Split, str], RawFile] = {}
     others: list[str] = []
-    for path in sorted(filter(Path.is_file, folder.directory.iterdir())):
+    for path in sorted(folder.directory.iterdir()):
+        refuse_broken_link(path)
+        if not path.is_file():
+            continue
         file = folder.file(path)
         match = _SIDE_FILE.fullmatch(path.name)
         code = _side_code(match[2], pair) if match else None

@@ -5,7 +5,7 @@ Several threads hash, because hashing and reading release the interpreter.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -135,7 +135,7 @@ def raw_digest(path: Path) -> str:
     if not path.is_dir():
         problem = "is a pipe or a device" if path.exists() else "does not exist"
         raise ArtifactError(f"{path} {problem}. Name an existing file or folder.")
-    files = sorted(_files_below(path))
+    files = sorted(filter(Path.is_file, entries_below(path)))
     for entry in files:
         if not is_text(str(entry)):
             raise ArtifactError(
@@ -147,7 +147,15 @@ def raw_digest(path: Path) -> str:
     )
 
 
-def _files_below(root: Path) -> Iterable[Path]:
+def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
+    """Yield what is in a folder and its subfolders and is no folder.
+
+    Folders that are linked in count as folders, once each, under their first name.
+
+    Args:
+        root: The folder.
+        hidden: Whether to yield hidden entries and those of hidden folders, too.
+    """
     seen: set[tuple[int, int]] = set()
     for folder, folder_names, names in os.walk(root, followlinks=True):
         status = Path(folder).stat()
@@ -155,4 +163,5 @@ def _files_below(root: Path) -> Iterable[Path]:
             folder_names.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        yield from (path for name in names if (path := Path(folder) / name).is_file())
+        folder_names[:] = sorted(name for name in folder_names if hidden or name[0] != ".")
+        yield from (Path(folder) / name for name in names if hidden or name[0] != ".")

@@ -7,7 +7,6 @@ end, and packed files are unpacked block by block.
 """
 
 import gzip
-import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
-from pipeline.artifacts.digests import raw_digest
+from pipeline.artifacts.digests import entries_below, raw_digest
 from pipeline.artifacts.manifest import InputRecord, json_digest
 from pipeline.errors import (
     ConfigError,
@@ -184,7 +183,7 @@ def named_files(paths: Sequence[Path]) -> list[tuple[str, Path]]:
     its path.
 
     Raises:
-        DataError: A path does not exist.
+        DataError: A path does not exist, or a link leads to nothing.
     """
     if len(paths) == 1:
         return _files_at(paths[0])
@@ -200,14 +199,16 @@ def _files_at(path: Path) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if not path.is_dir():
         raise DataError(f"{path} does not exist. Name an existing file or folder.")
-    files: list[tuple[str, Path]] = []
-    for folder, below, names in os.walk(path):
-        below[:] = [name for name in below if not name.startswith(".")]
-        places = [Path(folder) / name for name in names if not name.startswith(".")]
-        files += [
-            (place.relative_to(path).as_posix(), place) for place in places if place.is_file()
-        ]
-    return sorted(files)
+    places = [*entries_below(path, hidden=False)]
+    for place in places:
+        refuse_broken_link(place)
+    return sorted((p.relative_to(path).as_posix(), p) for p in places if p.is_file())
+
+
+def refuse_broken_link(path: Path) -> None:
+    """Raise DataError if a path is a link to nothing and not hidden, and would be passed over."""
+    if not path.name.startswith(".") and path.is_symlink() and not path.exists():
+        raise DataError(f"{path} is a link to nothing. Restore its target, or remove the link.")
 
 
 def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:

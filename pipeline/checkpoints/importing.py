@@ -24,7 +24,7 @@ from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import refuse_pointer
 from pipeline.errors import CheckpointError
-from pipeline.terminal import an_artifact, track
+from pipeline.terminal import track
 
 
 def import_checkpoint(
@@ -96,11 +96,6 @@ def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> 
         refuse_pointer(path, error=CheckpointError)
         return fairseq.open_file(path, vocabulary)
     if not (path / CONFIG_FILE).is_file():
-        if (manifest := read_manifest(path)) is not None:
-            raise CheckpointError(
-                f"{path} is {an_artifact(manifest.kind)} of mmnmt, which needs no import. Use it "
-                "as it is, or name a model of other software."
-            )
         raise CheckpointError(
             f"{path} is no checkpoint that can be read. Name a folder with {CONFIG_FILE} and "
             "safetensors, or a file of fairseq (.pt)."

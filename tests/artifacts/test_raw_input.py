@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.artifacts.artifact import raw_digest
-from pipeline.artifacts.raw_input import HubDataset, RawPaths, raw_input, table_rows
+from pipeline.artifacts.raw_input import HubDataset, RawPaths, named_files, raw_input, table_rows
 from pipeline.errors import ArtifactError, ConfigError, DataError
 
 COMMIT = "805090dc28bf78897da9641cdf08b61287580df9"
@@ -31,6 +31,25 @@ def test_several_paths_are_recorded_each_with_its_digest_in_their_order(tmp_path
     assert records["raw/1"].digest == raw_digest(tmp_path / "b")
     with pytest.raises(ArtifactError, match="c does not exist"):
         raw_input([str(tmp_path / name) for name in "ac"]).records("raw")
+
+
+def test_folders_that_are_linked_in_are_read_and_links_to_nothing_told(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "raw", tmp_path / "elsewhere"
+    for path in (folder / ".cache" / "c.txt", folder / "own.txt", elsewhere / "deep" / "b.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "visible").symlink_to(folder / ".cache")
+    (elsewhere / "loop").symlink_to(folder)
+    (folder / ".#own.txt").symlink_to("user@host.1")  # an editor's lock is hidden, and a link
+    assert [name for name, _ in named_files([folder])] == [
+        "linked/deep/b.txt",
+        "own.txt",
+        "visible/c.txt",
+    ]
+    (folder / "lost.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"lost\.txt is a link to nothing\. Restore its target"):
+        named_files([folder])
 
 
 def test_a_data_set_of_the_hub_is_its_name_and_commit() -> None:

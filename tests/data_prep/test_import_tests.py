@@ -345,6 +345,13 @@ def test_folders_that_cannot_be_read_are_told(
     assert not out.exists()
 
 
+def test_a_file_that_is_a_link_to_nothing_is_told(raw: Path, out: Path) -> None:
+    flores(raw, ["eng_Latn", "deu_Latn"])
+    (raw / "devtest" / "fra_Latn.devtest").symlink_to(raw / "nowhere")
+    with pytest.raises(DataError, match=r"fra_Latn\.devtest is a link to nothing\. Restore its"):
+        imported(out, raw)
+
+
 def test_a_language_that_is_not_there_is_named_with_the_nearest(raw: Path, out: Path) -> None:
     flores(raw, ["eng_Latn", "deu_Latn"])
     with pytest.raises(ConfigError, match=r"asks for es, but no file is in it.*: de, en"):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+from pipeline.artifacts.digests import entries_below
+from pipeline.artifacts.raw_input import refuse_broken_link
 from pipeline.batching.batch import Labelled, LabelledBatch
 from pipeline.config.settings import Route
 from pipeline.errors import ArtifactError, ConfigError, unreadable
@@ -39,10 +41,11 @@ class TaskFiles:
         """
         self._paths: dict[tuple[str, Split], Path] = {}
         self._folder = folder
-        for path in sorted(folder.rglob("*")):
+        for path in sorted(entries_below(folder)):
             match = pattern.fullmatch(path.relative_to(folder).as_posix())
-            if match is None or not path.is_file():
+            if match is None:
                 continue
+            refuse_broken_link(path)
             key = match["language"], cast("Split", match["split"])
             other = self._paths.setdefault(key, path)
             if other != path:

@@ -276,12 +276,6 @@ def test_a_bias_of_the_logits_and_mbart_25_are_refused(tmp_path: Path) -> None:
     assert "the MBartTokenizer of mBART-25" in refusal(tmp_path / "model")
 
 
-def test_a_checkpoint_of_ours_needs_no_import(folder: Path, tmp_path: Path) -> None:
-    import_checkpoint(folder, out_dir=tmp_path / "ours")
-    with pytest.raises(CheckpointError, match="a checkpoint artifact of mmnmt, which needs no"):
-        import_checkpoint(tmp_path / "ours", out_dir=tmp_path / "again")
-
-
 # ---------------------------------------------------------------- vocabularies
 
 

@@ -59,6 +59,14 @@ def test_any_well_formed_code_names_a_pair(tmp_path: Path, folder: str, pair: st
     assert names == [f"{folder}/train.{spelling}" for spelling in section.spellings]
 
 
+@pytest.mark.parametrize("lost", ["de-fr", "de-en/valid.de"])
+def test_a_folder_or_file_that_is_a_link_to_nothing_is_told(tmp_path: Path, lost: str) -> None:
+    root = tree(tmp_path, *pair_files("de-en"))
+    (root / lost).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=f"{lost} is a link to nothing. Restore its target"):
+        found(root)
+
+
 def test_two_scripts_of_one_language_are_two_languages(tmp_path: Path) -> None:
     root = tree(
         tmp_path, *pair_files("eng_Latn-zho_Hans"), *pair_files("fra_Latn-zho_Hant", "test")
