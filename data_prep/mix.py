@@ -48,6 +48,19 @@ class PairSize:
         return max(self.first_tokens, self.second_tokens) / self.lines + 2
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """Pair or direction, as the temperature sees it.
+
+    Attributes:
+        amount: Its size in sentences or target tokens.
+        per_draw: Mean size of a draw, in the same unit.
+    """
+
+    amount: int
+    per_draw: float
+
+
 def run(call: StageCall) -> None:
     """Weigh the pairs and write the mixture, with the epochs of the planned updates."""
     shards, recipe = call.artifacts["shards"], call.recipe
@@ -110,13 +123,17 @@ def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
 def weigh(
     sizes: Mapping[str, PairSize], config: MixtureConfig, phase: PhaseConfig
 ) -> tuple[Phase, list[str]]:
-    """Return the probabilities of a phase, and the pairs that were capped.
+    """Return the probabilities of a phase, and the pairs or directions that were capped.
 
     Raises:
-        ConfigError: The phase names a pair that has no training lines, or no direction of a pair
-            may be drawn.
+        ConfigError: The phase names a pair that has no training lines.
     """
-    amounts = {pair: sizes[pair].lines for pair in pairs_of(phase, sizes)}
+    weighed = {
+        name: one
+        for pair in pairs_of(phase, sizes)
+        for name, one in weighed_parts(pair, sizes[pair], config).items()
+    }
+    amounts = {name: one.amount for name, one in weighed.items()}
     shares = temperature_probabilities(
         amounts, sampling_temperature=phase.sampling_temperature or config.sampling_temperature
     )
@@ -127,21 +144,17 @@ def weigh(
         before = shares
         shares = capped_shares(before, amounts, max_upsampling=config.max_upsampling)
         # The others grow by one factor; a pair can reach its bound only by growing.
-        grown = {pair: shares[pair] / share for pair, share in before.items() if share}
-        capped = [pair for pair in grown if grown[pair] < max(grown.values()) * (1 - 1e-9)]
-    total = math.fsum(shares.values())
-    one_way = {
-        pair: float(ways[0] == directions_of(pair)[0])
-        for pair in sizes
-        if config.targets or is_synthetic(pair)
-        if len(ways := drawn_directions(pair, config)) == 1
-    }
-    probabilities = {pair: shares.get(pair, 0.0) / total for pair in sizes}
-    return Phase(phase.from_update, probabilities, one_way), capped
+        grown = {name: shares[name] / share for name, share in before.items() if share}
+        capped = [name for name in grown if grown[name] < max(grown.values()) * (1 - 1e-9)]
+    # A draw of long sentences takes more tokens, so shares of tokens need fewer draws of them.
+    draws = {name: shares[name] / weighed[name].per_draw for name in shares}
+    total = math.fsum(draws.values())
+    drawn = {name: draw / total for name, draw in draws.items()}
+    return _as_phase(phase.from_update, sizes, drawn, config), capped
 
 
 def with_synthetic_share(shares: Mapping[str, float], share: float) -> dict[str, float]:
-    """Scale the shares of synthetic pairs to this sum and the others to the rest, if both exist."""
+    """Scale the shares of synthetic names to this sum and the others to the rest, if both exist."""
     wanted = {True: share, False: 1 - share}
     sums = dict.fromkeys(wanted, 0.0)
     for name, one in shares.items():
@@ -151,6 +164,43 @@ def with_synthetic_share(shares: Mapping[str, float], share: float) -> dict[str,
     return {
         name: one * wanted[is_synthetic(name)] / sums[is_synthetic(name)]
         for name, one in shares.items()
+    }
+
+
+def _as_phase(
+    from_update: int,
+    sizes: Mapping[str, PairSize],
+    drawn: Mapping[str, float],
+    config: MixtureConfig,
+) -> Phase:
+    if config.sampling_over == "pairs":
+        one_way = {
+            pair: float(ways[0] == directions_of(pair)[0])
+            for pair in sizes
+            if config.targets or is_synthetic(pair)
+            if len(ways := drawn_directions(pair, config)) == 1
+        }
+        return Phase(from_update, {pair: drawn.get(pair, 0.0) for pair in sizes}, one_way)
+    probabilities, forward = {}, {}
+    for pair in sizes:
+        there, back = (drawn.get(str(way), 0.0) for way in directions_of(pair))
+        probabilities[pair] = there + back
+        forward[pair] = there / (there + back) if there + back else 0.5
+    return Phase(from_update, probabilities, forward)
+
+
+def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
+    """Return a pair, or its two directions, by name, in lines or in tokens of the target."""
+    ways = drawn_directions(pair, config)
+    parts = {pair: ways} if config.sampling_over == "pairs" else {str(way): [way] for way in ways}
+    if config.sampling_unit == "sentences":
+        return {name: Weighed(size.lines, 1.0) for name in parts}
+    there, back = directions_of(pair)
+    targets = {there: size.second_tokens, back: size.first_tokens}
+    tokens = {name: max(sum(targets[way] for way in of), 1) for name, of in parts.items()}
+    return {
+        name: Weighed(tokens[name], tokens[name] / (len(of) * size.lines))
+        for name, of in parts.items()
     }
 
 
@@ -274,11 +324,12 @@ def how_drawn(
     config: MixtureConfig, phases: Sequence[Phase], capped: Sequence[Sequence[str]]
 ) -> list[str]:
     """Summarize temperature, targets, capped pairs and phases."""
+    unit = "target tokens" if config.sampling_unit == "tokens" else config.sampling_unit
     temperatures = [
         f"{phase.sampling_temperature or config.sampling_temperature:g}"
         for phase in config.phases or (PhaseConfig(),)
     ]
-    lines = [f"temperature {temperatures[0]} over pairs, by their sentences"]
+    lines = [f"temperature {temperatures[0]} over {config.sampling_over}, by their {unit}"]
     if config.targets:
         lines.append(f"into {listed(config.targets)} only")
     if config.synthetic_share is not None:

@@ -293,14 +293,18 @@ class PhaseConfig(Settings):
 
 
 class MixtureConfig(Settings):
-    """Sampling of language pairs with n sentences: p_i ∝ (n_i / Σn)^(1/T), by the stage mix."""
+    """Sampling of language pairs or directions: p_i ∝ (n_i / Σn)^(1/T), by the stage mix."""
 
-    removed: ClassVar = {"sampling_over": ("pairs",), "sampling_unit": ("sentences",)}
     sampling_temperature: Temperature = 5.0
     """Temperature T; 1: proportional, inf: uniform."""
+    sampling_over: Literal["pairs", "directions"] = "pairs"
+    """Unit of sampling. ``pairs``: both directions of a pair are drawn equally often;
+    ``directions``: each direction by its own size, which differs if sizes are counted in tokens."""
+    sampling_unit: Literal["sentences", "tokens"] = "sentences"
+    """Unit of n_i and of the shares p_i: sentence pairs, or target tokens."""
     max_upsampling: Annotated[float, number(least=1, most=10**9)] | None = None
-    """Bound on upsampling: p_i ≤ max_upsampling · n_i / Σn. The excess goes to the other pairs in
-    proportion. 1: proportional sampling; not set: no bound."""
+    """Bound on upsampling: p_i ≤ max_upsampling · n_i / Σn. The excess goes to the other pairs (or
+    directions) in proportion. 1: proportional sampling; not set: no bound."""
     targets: tuple[str, ...] = ()
     """Target languages of training and validation; empty: all."""
     synthetic_share: Annotated[float, number(least=0, most=1)] | None = None

@@ -81,7 +81,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "make_shards": {"shards": {"max_tokens"}},
     "mix": {
         "mixture": {
-            *("max_upsampling", "phases", "sampling_temperature", "synthetic_share", "targets"),
+            *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
+            *("sampling_unit", "synthetic_share", "targets"),
         }
     },
     "group_languages": {

@@ -174,6 +174,47 @@ def test_a_pair_that_reaches_its_bound_by_what_others_lose_is_held_too(
     assert made.manifest.summary[2].endswith(f"temperature 1: {held}")
 
 
+# Sentences and tokens, pairs and directions
+
+
+def test_by_tokens_at_temperature_1_every_line_is_seen_equally_often(tmp_path: Path) -> None:
+    found = mixture(tmp_path, sampling_temperature=1, sampling_unit="tokens")
+    proportional = {pair: count / 1004 for pair, count in COUNTS.items()}
+    assert read_mixture(found).phases[0].probabilities == pytest.approx(proportional)
+    assert found.manifest.summary[1] == "temperature 1 over pairs, by their target tokens"
+
+
+def test_by_tokens_a_uniform_mixture_draws_as_many_target_tokens_of_every_pair(
+    tmp_path: Path,
+) -> None:
+    found = mixture(tmp_path, sampling_temperature=math.inf, sampling_unit="tokens")
+    probabilities = read_mixture(found).phases[0].probabilities
+    per_draw = {pair: sum(TOKENS[pair].values()) / (2 * COUNTS[pair]) for pair in COUNTS}
+    drawn = [probabilities[pair] * per_draw[pair] for pair in COUNTS]
+    assert drawn == pytest.approx([drawn[0]] * 3)
+
+
+def test_over_directions_each_is_weighed_by_the_tokens_of_its_target(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"sampling_over": "directions", "sampling_unit": "tokens"}
+    (phase,) = read_mixture(mixture(tmp_path, **settings)).phases
+    drawn = {}
+    for pair, count in COUNTS.items():
+        first, second = pair.split("-")
+        probability, forward = phase.probabilities[pair], phase.forward[pair]
+        drawn[second, pair] = probability * forward * TOKENS[pair][second] / count
+        drawn[first, pair] = probability * (1 - forward) * TOKENS[pair][first] / count
+    roots = {(code, pair): math.sqrt(TOKENS[pair][code]) for code, pair in drawn}
+    factor = sum(drawn.values()) / sum(roots.values())
+    assert drawn == pytest.approx({name: root * factor for name, root in roots.items()})
+
+
+def test_over_directions_by_sentences_both_are_as_over_pairs(tmp_path: Path) -> None:
+    (over_pairs,) = read_mixture(mixture(tmp_path / "pairs")).phases
+    (found,) = read_mixture(mixture(tmp_path / "ways", sampling_over="directions")).phases
+    assert found.probabilities == pytest.approx(over_pairs.probabilities)
+    assert found.forward == pytest.approx(dict.fromkeys(COUNTS, 0.5))
+
+
 # Phases
 
 
@@ -242,9 +283,24 @@ def test_only_directions_into_the_targets_are_drawn_by_the_sizes_of_their_pairs(
     assert all(plain.draws(way) for pair in COUNTS for way in directions_of(pair))
 
 
+def test_targets_weigh_directions_as_the_same_directions_of_a_mixture_of_both(
+    tmp_path: Path,
+) -> None:
+    settings: dict[str, Any] = {"sampling_over": "directions", "sampling_unit": "tokens"}
+    (both,) = read_mixture(mixture(tmp_path / "both", **settings)).phases
+    (into,) = read_mixture(mixture(tmp_path / "into", targets=["en"], **settings)).phases
+    into_english = {
+        pair: probability * (both.forward[pair] if pair == "de-en" else 1 - both.forward[pair])
+        for pair, probability in both.probabilities.items()
+    }
+    total = sum(into_english.values())
+    expected = {pair: share / total for pair, share in into_english.items()}
+    assert into.probabilities == pytest.approx(expected)
+
+
 def test_all_languages_as_targets_are_as_none(tmp_path: Path) -> None:
-    every = mixture(tmp_path / "every", targets=["de", "en", "fr", "yi"])
-    none = mixture(tmp_path / "none")
+    every = mixture(tmp_path / "every", targets=["de", "en", "fr", "yi"], sampling_unit="tokens")
+    none = mixture(tmp_path / "none", sampling_unit="tokens")
     assert read_mixture(every) == read_mixture(none)
 
 

@@ -632,10 +632,11 @@ TOKENS = {
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("over", ["pairs", "directions"])
 def test_the_share_of_synthetic_pairs_is_as_set_and_within_it_by_size(
-    tmp_path: Path, share: float
+    tmp_path: Path, share: float, over: str
 ) -> None:
-    settings: Any = {"synthetic_share": share, "sampling_temperature": 2.0}
+    settings: Any = {"synthetic_share": share, "sampling_over": over, "sampling_temperature": 2.0}
     (phase,) = read_mixture(mixed(tmp_path, TOKENS, **settings)).phases
     found = phase.probabilities
     assert found["de+back-en"] + found["en-fr+distilled"] == pytest.approx(share)
