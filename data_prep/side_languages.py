@@ -8,15 +8,13 @@ swapped if nearly all of the sample reads as the reverse pair.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from pipeline.languages import (
-    FAMILIES,
     canonical,
+    codes_one_edit_away,
     count_scripts,
     is_known,
     letters_of,
-    nearest_codes,
     written_script,
 )
 from pipeline.terminal import listed
@@ -35,6 +33,9 @@ SWAPPED_SHARE = 0.75
 
 SEED = 1
 """Seed of langdetect."""
+
+NEAR_CODES = 3
+"""Most codes that a warning proposes."""
 
 
 @dataclass
@@ -122,14 +123,13 @@ def code_warning(counts: Counter[str], spellings: Iterable[str]) -> str | None:
     found, expected = most_letters(counts), expected_letters(spelled)
     if found is None or sum(counts.values()) < MIN_LETTERS or found in expected:
         return None
+    near = [code for code in codes_one_edit_away(spelled[0]) if found in expected_letters([code])]
+    meant = f" (meant: {', '.join(near[:NEAR_CODES])}?)" if near else ""
     if not is_known(spelled[0]):
-        near = nearest_codes(spelled[0], chain.from_iterable(FAMILIES.values()))
-        near = [code for code in near if found in expected_letters([code])]
-        meant = f" (meant: {', '.join(near)}?)" if near else ""
         return f"{listed(spelled)} is the code of no known language{meant}"
     if not expected:
         return None
-    return f"{listed(spelled)} has {found} text, usual is {'/'.join(sorted(expected))}"
+    return f"{listed(spelled)} has {found} text, usual is {'/'.join(sorted(expected))}{meant}"
 
 
 def most_letters(counts: Counter[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 ``mmnmt doctor`` calls :func:`examine`, which yields one finding per check, with the fix where
 something is wrong. It checks what may fail after a job has waited in a queue, for example packages,
-files that a node without network could not fetch, and disk space.
+MPI, files that a node without network could not fetch, and disk space.
 
 The pre-flight ``python -m pipeline.doctor --out OUT`` takes seconds and names the node that fails.
 It is started as the stage will be, one process per rank, by the job of a stage or by hand. The
@@ -10,7 +10,7 @@ ranks meet at a store on rank 0, not in a process group: a rank that never comes
 way, can then be named. They compare in three rounds (:func:`check`):
 
 1. what each has: versions, code, GPUs seen by torch and by the driver;
-2. the folder of the output: write, sync, rename, see the files of all nodes;
+2. the folder of the output: write, sync, rename, see the files of all nodes, respect a lock;
 3. the network: an all-reduce over all ranks.
 
 Rank 0 judges each round, and the first with problems is the last. Ranks that are missing may come
@@ -24,6 +24,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 import time
 import zlib
@@ -41,6 +42,7 @@ from data_prep.settings import SEGMENTERS
 from pipeline.artifacts.locks import sole_writer
 from pipeline.artifacts.places import (
     discard_working,
+    lock_path,
     make_working,
     probe_dir,
     sync,
@@ -66,16 +68,27 @@ from pipeline.errors import (
 )
 from pipeline.jobs.job_endings import REPORTS, End, EndReport, RankEnd
 from pipeline.jobs.plan import ResolvedPlan, Task
+from pipeline.jobs.site import load_site
 from pipeline.machine import installed_version, prepare_process, visible_gpus
 from pipeline.terminal import counted, listed
 
 Mark = Literal["ok", "note", "wrong"]
 
+MPI_PROBE = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version())"
+)
+"""Program that loads the MPI library without starting it, which can fail on a login node."""
+MPI_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0
 """Time in which ranks must arrive, and files must be seen on other nodes."""
 MESSAGE_VALUES = 2**20
 """Values (of 4 bytes) that are reduced: more than a packet, few enough to be quick."""
+DISK_SECONDS = 2.0
+"""Patience on a disk of the node itself, which shows a file at once or never."""
 _POLL_SECONDS = 0.02
+OF_ONE_NODE = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+"""Types of file systems that no two nodes share."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,7 @@ class Examined:
 
     placed: ResolvedPlan | None
     out_dir: Path
+    site: Path | None
 
     @cached_property
     def stages(self) -> list[tuple[Task, Recipe]]:
@@ -106,14 +120,17 @@ class Examined:
         return [(task, load_recipe(task.recipe or None, task.overrides)) for task in tasks]
 
 
-def examine(placed: ResolvedPlan | None, *, out_dir: Path) -> Iterator[Finding]:
+def examine(
+    placed: ResolvedPlan | None, *, out_dir: Path, site: Path | None = None
+) -> Iterator[Finding]:
     """Yield the findings of all checks, in the order in which they are printed.
 
     Args:
         placed: the plan that is to run; None: what every plan needs.
         out_dir: directory of all its stages.
+        site: site file of the cluster where it is to run; None: none is checked.
     """
-    examined = Examined(placed, out_dir)
+    examined = Examined(placed, out_dir, site)
     for check in CHECKS:
         try:
             yield from check(examined)
@@ -206,6 +223,43 @@ def _fused_kernels(_examined: Examined) -> Iterator[Finding]:
         text = f"{one.name}: {times}, values differ by {one.distance:.2%}."
         problems = [] if one.agrees else [f"{text} Set the environment variable {SWITCH} to off."]
         yield from _verdict(about, problems, text)
+
+
+def _mpi(_examined: Examined) -> Iterator[Finding]:
+    """Load the MPI library in a process of its own."""
+    try:
+        loaded = subprocess.run(
+            [sys.executable, "-c", MPI_PROBE], capture_output=True, text=True, timeout=MPI_SECONDS
+        )
+        said = loaded.stderr.strip().split("\n")[-1] if loaded.returncode else ""
+    except (OSError, subprocess.SubprocessError) as error:
+        loaded, said = None, str(error)
+    if loaded is None or loaded.returncode:
+        text = (
+            f"cannot be loaded ({said}): mpirun and --mpi cannot be used. To use them, install an "
+            "MPI library (`apt-get install openmpi-bin`, or the module of the cluster) and `pip "
+            "install 'mmnmt[mpi]'`."
+        )
+        yield Finding("note", "MPI", text)
+        return
+    version = loaded.stdout.strip().split("\n")[0].rstrip("\0").split(",")[0]
+    yield Finding("ok", "MPI", f"{version}, {shutil.which('mpirun') or 'no mpirun on PATH'}.")
+
+
+def _slurm(examined: Examined) -> Iterator[Finding]:
+    missing = [name for name in ("sbatch", "srun", "scontrol") if shutil.which(name) is None]
+    if len(missing) == 3:
+        yield Finding("note", "SLURM", "there is none here; jobs are submitted on a login node.")
+    else:
+        wrong = [f"{listed(missing)} is not on PATH. Load the module of SLURM."] if missing else []
+        yield from _verdict("SLURM", wrong, "sbatch, srun and scontrol are on PATH.")
+    if examined.site is not None:
+        problems = []
+        try:
+            load_site(examined.site)
+        except UserError as error:
+            problems.append(str(error))
+        yield from _verdict("site file", problems, f"{examined.site} can be read.")
 
 
 def _preflight(examined: Examined) -> Iterator[Finding]:
@@ -303,7 +357,8 @@ def _disk(examined: Examined) -> Iterator[Finding]:
 
 
 CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (
-    *(_packages, _extras, _fused_kernels, _preflight, _open_files, _files_to_fetch, _disk),
+    *(_packages, _extras, _fused_kernels, _mpi, _slurm),
+    *(_preflight, _open_files, _files_to_fetch, _disk),
 )
 """The checks of ``mmnmt doctor``, software first."""
 
@@ -491,23 +546,26 @@ def _other_versions(found: Sequence[Facts]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- the folder of the output
 
 
-def _share(rounds: Rounds, out_dir: Path) -> float:
-    """Write a file per node and see the files of all; return the seconds that it took."""
+def _share(rounds: Rounds, out_dir: Path) -> dict[str, Any]:
+    """Write a file per node, see the files of all nodes, and respect the lock of rank 0."""
+    found: dict[str, Any] = {"node": rounds.node, "seconds": 0.0}
     if rounds.world.local_rank != 0:
-        return 0.0
+        return found
     folder = probe_dir(out_dir)
     if rounds.world.rank == 0:
-        return _hold_and_share(rounds, folder)
+        found["seconds"] = _hold_and_share(rounds, folder)
+        return found
     refusal = rounds.read("folder", seconds=2 * rounds.patience)
     if refusal is not None:
-        return 0.0  # rank 0 cannot write there and says so
+        return found  # rank 0 cannot write there and says so
     succeeded = False
     try:
-        seconds = _write_and_see(rounds, folder)
+        found["seconds"] = _write_and_see(rounds, folder)
+        found["excluded"] = _is_locked_out(folder)
         succeeded = True
     finally:
         rounds.post("shared", succeeded)
-    return seconds
+    return found
 
 
 def _hold_and_share(rounds: Rounds, folder: Path) -> float:
@@ -534,7 +592,9 @@ def _write_and_see(rounds: Rounds, folder: Path) -> float:
     begun = time.monotonic()
     own = f"node-{rounds.world.rank}"
     fix = "Name an --out on storage that all nodes share."
-    if not _await(folder.is_dir, patience=rounds.patience):
+    is_of_one_node = file_system(folder) in OF_ONE_NODE
+    patience = min(rounds.patience, DISK_SECONDS) if is_of_one_node else rounds.patience
+    if not _await(folder.is_dir, patience=patience):
         raise ArtifactError(f"the folder that rank 0 made in {folder.parent} is not seen. {fix}")
     try:
         unfinished = folder / f"{own}.unfinished"
@@ -559,6 +619,18 @@ def _write_and_see(rounds: Rounds, folder: Path) -> float:
             f"the files that {listed(nodes)} wrote in {folder.parent} are not seen. {fix}"
         )
     return time.monotonic() - begun
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that a path is or would be on; empty if unknown."""
+    device = _existing(path).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            mount, _, about = line.partition(" - ")
+            if mount.split()[2] == number:
+                return about.split()[0]
+    return ""
 
 
 def _existing(path: Path) -> Path:
@@ -590,15 +662,39 @@ def _await(condition: Callable[[], bool], *, patience: float) -> bool:
     return True
 
 
+def _is_locked_out(folder: Path) -> bool:
+    """Return whether the lock that another node holds keeps this node out.
+
+    ``sole_writer`` would wait for a sign of life from that node.
+    """
+    place = lock_path(folder)
+    try:
+        place.mkdir()
+    except FileExistsError:
+        return True
+    place.rmdir()
+    return False
+
+
 def _unwritable(folder: Path, error: OSError | UserError) -> ArtifactError:
     if isinstance(error, UserError):
         return ArtifactError(str(error))
     return unwritable(folder.parent, error, "name another --out")
 
 
-def judge_sharing(found: Sequence[float]) -> Judgment:
-    """Describe how fast files were seen; nodes that do not see them have said so."""
-    return Judgment((), f"files seen by all nodes after {max(found):.2f} s")
+def judge_sharing(found: Sequence[Mapping[str, Any]]) -> Judgment:
+    """Check that the lock excluded all other nodes; describe how fast files were seen."""
+    problems = merged(
+        (
+            entry["node"],
+            f"the lock that {found[0]['node']} holds does not keep this node out, so that two jobs "
+            "could write one output. Mount the file system with locks, or use another.",
+        )
+        for entry in found
+        if entry.get("excluded") is False
+    )
+    seconds = max(entry["seconds"] for entry in found)
+    return Judgment(problems, f"files seen by all nodes after {seconds:.2f} s")
 
 
 # ---------------------------------------------------------------- the network

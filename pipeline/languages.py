@@ -383,6 +383,23 @@ def code_of_name(name: str) -> str | None:
     return ALIASES.get(codes[near[0]], codes[near[0]]) if near else None
 
 
+def codes_one_edit_away(code: str) -> list[str]:
+    """Return the registry's languages with a code one edit away, sorted."""
+    found = {
+        ALIASES.get(known, known)
+        for known in (*_FAMILY_OF, *ALIASES)
+        if _is_one_edit(known, canonical(code))
+    }
+    return sorted(found & _FAMILY_OF.keys() - {canonical(code)})
+
+
+def _is_one_edit(one: str, other: str) -> bool:
+    short, long = sorted((one, other), key=len)
+    if len(long) == len(short):
+        return sum(a != b for a, b in zip(short, long, strict=True)) == 1
+    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+
+
 def _letters(code: str) -> str:
     """Return the first subtag as it is spelled: ``twi`` of ``twi_Latn``, where the code is ak."""
     return re.split("[-_]", code.strip().lower())[0]

@@ -76,6 +76,9 @@ class Visit:
         wrong = [line.split(None, 1)[1] for line in self.lines if line.startswith("wrong")]
         return code, dict(line.split(": ", 1) for line in wrong)
 
+    def notes(self) -> str:
+        return "\n".join(line for line in self.lines if line.startswith("note"))
+
 
 @pytest.fixture
 def visit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Visit:
@@ -86,7 +89,7 @@ def test_a_sound_machine_is_told_so_line_by_line_and_nothing_is_left_behind(visi
     assert visit() == (0, {})
     subjects = [line.split(None, 1)[1].split(":")[0] for line in visit.lines]
     assert subjects[0] == "packages"
-    assert {"pre-flight", "open files", "disk"} <= {*subjects}
+    assert {"MPI", "SLURM", "pre-flight", "open files", "disk"} <= {*subjects}
     assert {path.name for path in visit.folder.iterdir()} == {"plan.toml", "recipe.toml"}
 
 
@@ -161,6 +164,28 @@ def test_a_package_that_only_this_plan_needs_is_named_with_its_extra(
     assert code == EXIT_USER_ERROR
     assert "tensorboard is not installed" in wrong["packages of model"]
     assert "Run `pip install 'mmnmt[monitors]'`." in wrong["packages of model"]
+
+
+def test_half_of_slurm_is_wrong(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    (visit.folder / "bin").mkdir()
+    (visit.folder / "bin" / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(visit.folder / "bin"))
+    _, wrong = visit()
+    assert wrong == {"SLURM": "srun, scontrol is not on PATH. Load the module of SLURM."}
+
+
+def test_a_site_file_is_checked_where_one_is_named(visit: Visit) -> None:
+    site = visit.folder / "site.toml"
+    site.write_text("[node]\ncpus = 8\n")
+    assert visit("--site", str(site)) == (0, {})
+    assert f"site file: {site} can be read." in "\n".join(visit.lines)
+    site.write_text("[node]\ncpus = 8\ngpu_memory = 'much'\n")
+    code, wrong = visit("--site", str(site))
+    assert (code, [*wrong]) == (EXIT_USER_ERROR, ["site file"])
+    assert str(site) in wrong["site file"]
+    assert 'is "much". Write a size of memory' in wrong["site file"]
+    site.unlink()
+    assert [*visit("--site", str(site))[1]] == ["site file"]
 
 
 def test_too_few_open_files_are_wrong_with_the_number_to_set(

@@ -13,6 +13,7 @@ from pipeline.languages import (
     PAPER_GROUPS,
     Language,
     canonical,
+    codes_one_edit_away,
     distinct_codes,
     family,
     find_code,
@@ -328,6 +329,13 @@ def test_a_recipe_s_family_goes_before_the_registry_s() -> None:
     assert family("chr", {"chr": "Iroquoian"}) == family("chr_Cher", {"chr": "Iroquoian"})
     assert family("la", {"la": "Romance"}) == "Romance"
     assert family("de", {"la": "Romance"}) == "Germanic"
+
+
+def test_codes_one_edit_away_are_those_with_one_letter_more_less_or_other() -> None:
+    assert codes_one_edit_away("frx") == ["fr", "fy"]
+    assert "de" in codes_one_edit_away("dee")
+    assert "de" not in codes_one_edit_away("de")
+    assert codes_one_edit_away("qxq") == []
 
 
 def test_nearest_codes_come_nearest_first_and_only_from_the_candidates() -> None:

@@ -86,6 +86,7 @@ doctor: check this machine for a plan: packages, devices, storage, disk space; w
     plan  {_PLAN}
     {_PLACE}
     {_CHANGES}
+    --site FILE  site file (TOML) of a cluster, to check it
 describe: show a recipe's resolved settings and its number of parameters, or list the recipes
     --recipe NAME  a recipe, with overlays (default: list all recipes)
     {_SET}

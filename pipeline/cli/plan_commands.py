@@ -88,7 +88,7 @@ def doctor(options: argparse.Namespace) -> int:
     placed = None if options.plan is None else _placed_plan(options)
     out_dir = options.out or Path("runs") if placed is None else placed.out_dir
     wrong = 0
-    for finding in examine(placed, out_dir=out_dir):
+    for finding in examine(placed, out_dir=out_dir, site=options.site):
         say(finding.line())
         wrong += finding.mark == "wrong"
     return EXIT_USER_ERROR if wrong else 0

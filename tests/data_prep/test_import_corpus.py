@@ -369,7 +369,7 @@ def test_codes_that_look_wrong_and_spellings_that_are_one_are_warned_of(
         raw, {"eng_Latn-rux/train.eng_Latn": numbered(ENGLISH), "eng_Latn-rux/train.rux": russian}
     )
     assert imported(out, raw).manifest.summary[-1] == (
-        "look at: de has Cyrl text, usual is Latn; rux is the code of no known "
+        "look at: de has Cyrl text, usual is Latn (meant: be?); rux is the code of no known "
         "language (meant: ru, rue?); several spellings are one language: en (en, eng_Latn)"
     )
 
