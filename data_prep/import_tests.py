@@ -345,12 +345,12 @@ def _one_layout(root: Path, files: Sequence[SetFile]) -> Layout:
             raise holds_no(root, "test sets", f"a folder with {LAYOUTS}; {other}")
         case [layout]:
             return layout
-    raise _several(root, [f"{layout} ({path})" for layout, path in examples.items()])
+    raise _several([f"{layout} ({path})" for layout, path in examples.items()])
 
 
-def _several(root: Path, names: Sequence[str]) -> DataError:
+def _several(names: Sequence[str]) -> DataError:
     return DataError(
-        f"{root} holds several test sets, {listed(names)}. Import each from its own folder."
+        f"There are several test sets, {listed(names)}. Import each from its own folder."
     )
 
 
@@ -375,7 +375,7 @@ def _align(
     for (split, pair), of_code in sorted(versions.items(), key=lambda item: item[0]):
         names = sorted({file.set_name for of in of_code.values() for file in of})
         if len(names) > 1:
-            raise _several(next(iter(of_code.values()))[0].path.parent, names)
+            raise _several(names)
         chosen = {code: _first_version(of, config.languages) for code, of in of_code.items()}
         if missing := sorted({*pair} - chosen.keys()):
             [file] = chosen.values()

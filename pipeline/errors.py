@@ -115,7 +115,7 @@ def lacks_package(
 ) -> ConfigError:
     """Return the refusal of work that needs a package of an extra."""
     return ConfigError(
-        f"{user} needs the package {package} ({error}). Run pip install 'mmnmt[{extra}]'"
+        f"{user} needs the package {error.name or package} ({error}). Run pip install 'mmnmt[{extra}]'"
         f"{otherwise}."
     )
 

@@ -40,7 +40,9 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
     root = _root(raw)
     if not config.files:
         example = '[{ split = "train", pair = "de-en", paths = ["a.de.gz", "a.en.gz"] }]'
-        raise unfit_source("listed", f"corpus.files is empty. Name each, as in files = {example}")
+        raise unfit_source(
+            "listed", f"corpus.files is empty. Name each file, as in files = {example}"
+        )
     for entry in config.files:
         _check_pair(entry)
     pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
@@ -55,7 +57,9 @@ def _root(raw: RawInput | None) -> Path:
     paths = raw_paths(raw, source="listed")
     if len(paths) > 1 or not paths[0].is_dir():
         problem = f"{', '.join(map(str, paths))} is not one folder"
-        raise unfit_source("listed", f"{problem}. Name that which corpus.files start from")
+        raise unfit_source(
+            "listed", f"{problem}. Name the folder that the paths of corpus.files start from"
+        )
     return paths[0]
 
 

@@ -358,7 +358,7 @@ def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
 
 def same_text(first: object, second: object, what: str) -> DataError:
     """Return the refusal of two files, or parts of a data set, that are one text."""
-    return DataError(f"{first} and {second} are both {what}. Remove one, or choose others.")
+    return DataError(f"{first} and {second} are both {what}. Remove one.")
 
 
 def no_counterpart(path: Path, language: str, missing: str) -> DataError:
@@ -369,7 +369,7 @@ def no_counterpart(path: Path, language: str, missing: str) -> DataError:
 def one_language(place: object, name: str = "") -> DataError:
     """Return the refusal of a pair of a language with itself."""
     within = f" in {name}" if name else ""
-    return DataError(f"{place} pairs a language with itself{within}. Rename it or take it out.")
+    return DataError(f"{place} pairs a language with itself{within}. Correct or remove its name.")
 
 
 def holds_no(place: object, what: str, advice: str) -> DataError:

@@ -262,8 +262,8 @@ def open_bytes(path: Path) -> Iterator[ByteStream]:
 def _incomplete(path: Path, kind: str, error: Exception) -> DataError:
     reason = str(error).partition("\n")[0] or type(error).__name__
     return DataError(
-        f"{path} is not a complete {kind} file ({reason}). Fetch it again, or rename it to its "
-        "form."
+        f"{path} is not a complete {kind} file ({reason}). Fetch it again, or remove "
+        f"{path.suffix} from its name if it is plain text."
     )
 
 

@@ -62,17 +62,17 @@ def expand(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     expanded: dict[str, Any] = {}
     for name, stage in _over_rows(stages, matrices, where):
         if name in expanded:
-            raise _named_twice(f"{where}: two stages are named", name)
+            raise _named_twice(f"{where}: two stages are named", name, _IN_NAME)
         expanded[name] = stage
     return {**plain, "stages": _under_defaults(expanded, document.get("defaults", {}), where)}
 
 
-def _named_twice(what: str, name: str) -> ConfigError:
+_IN_NAME = "Write {row}, or another placeholder that tells the rows apart, into the name"
+
+
+def _named_twice(what: str, name: str, fix: str) -> ConfigError:
     """Return the refusal of rows that do not differ in a name that is made of them."""
-    return ConfigError(
-        f"{what} {name!r}. Rename a row, or write {{row}} or another placeholder that tells the "
-        "rows apart into the name."
-    )
+    return ConfigError(f"{what} {name!r}. {fix}.")
 
 
 # ---------------------------------------------------------------- matrix
@@ -106,7 +106,11 @@ def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:
         values = _laid_over(other.values | other.rows[second], matrix.values | matrix.rows[first])
         row = f"{first}_{second}"
         if row in rows:
-            raise _named_twice(f"{where}, [matrix.{name}], times: two rows would be named", row)
+            raise _named_twice(
+                f"{where}, [matrix.{name}], times: two rows would be named",
+                row,
+                "Rename a row that it joins",
+            )
         rows[row] = {**values, name: first, matrix.times: second}
     return Matrix(rows=rows, order=matrix.order, times=matrix.times)
 
@@ -180,7 +184,7 @@ def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> 
             values, at = matrix.row(row), f"{where}, row {row!r}"
             name = str(_filled(key, values, at))
             if name in entries:
-                raise _named_twice(f"{at}: another row also gives an entry", name)
+                raise _named_twice(f"{at}: another row also gives an entry", name, _IN_NAME)
             entries[name] = _filled(entry, values, at)
     return entries
 
