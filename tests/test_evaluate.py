@@ -473,6 +473,22 @@ def damaged_by(seed: int) -> Translate:
     return translate
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_run_that_is_named_as_two_seeds_is_warned_of(tmp_path: Path, is_copy: bool) -> None:
+    """Its spread over seeds would be 0, whether it is named twice or a copy of it."""
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_parallel_lines)
+    one = translations(tmp_path / "a", corpus, damaged_by(2))
+    again = translations(tmp_path / "b", corpus, damaged_by(2)) if is_copy else one
+    other = translations(tmp_path / "c", corpus, damaged_by(3))
+    systems = {"x@1": one, "x@2": other, "x@3": again, "y": one}
+    settings = EvaluationConfig.model_validate({"scores": ["bleu"]})
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    warnings = made.read_json("scores.json")["warnings"]
+    same = [warning for warning in warnings if "have the same translations" in warning]
+    assert len(same) == 1
+    assert same[0].startswith("x@1 and x@3 have the same translations, so that intervals")
+
+
 def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:
     corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_parallel_lines)
     dense = training_run(tmp_path / "dense", [3.0] * 4)

@@ -137,7 +137,8 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
         if not _hold_same_text(known, sections):
             raise DataError(
                 f"{first.directory} and {folder.directory} hold different text of the pair "
-                f"{key[0]}. Join them or remove one."
+                f"{key[0]}. Join them, remove one, or set corpus.regions to 'apart' if they are "
+                "two regions."
             )
         left_out[FOLDERS_REPEATED] += 1
     # A stable sort: the folders of a pair stay in the order of their trees.

@@ -164,7 +164,7 @@ def verify(directory: Path) -> str:
         artifact.check([name])
     size = sum(record.size for record in files.values())
     return (
-        f"{directory}: this {artifact.manifest.kind} with {counted(len(files), 'file')} "
+        f"{directory}: this {artifact.manifest.kind} artifact with {counted(len(files), 'file')} "
         f"({counted(size, 'byte')}) is as its manifest says."
     )
 

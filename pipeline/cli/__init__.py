@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     first = dict.fromkeys(name for name, *_ in words)
-    parser.refuse_unknown_command(arguments[0], [*commands_of_stages(), *first])
+    parser.refuse_unknown_command(arguments[0], [*commands_of_stages(), *first], words)
     if arguments[:1] == ["checkpoint"] and len(arguments) > 1:
         below = [second for first, *rest in words if first == "checkpoint" for second in rest]
-        parser.refuse_unknown_command(arguments[1], below)
+        parser.refuse_unknown_command(arguments[1], below, words)
     options = parser.parse_args(arguments)
     chosen: Command = options.chosen
 

@@ -74,10 +74,17 @@ class CommandParser(argparse.ArgumentParser):
                 fix = self.instead.get(name) or hint(name, known)
                 self.error(f"there is no option {name!r}{fix}")
 
-    def refuse_unknown_command(self, name: str, known: Sequence[str]) -> None:
-        """Exit with the usage if ``name`` is neither an option nor a known command."""
+    def refuse_unknown_command(
+        self, name: str, known: Sequence[str], every: Iterable[Sequence[str]]
+    ) -> None:
+        """Exit with the usage if ``name`` is neither an option nor a known command.
+
+        ``every`` has the words of all commands, some of which may end with this name.
+        """
         if not name.startswith("-") and name not in known:
-            self.error(f"there is no command {name!r}{hint(name, known)}")
+            elsewhere = [" ".join(words) for words in every if words[-1] == name]
+            fix = f". Did you mean 'mmnmt {elsewhere[0]}'?" if elsewhere else hint(name, known)
+            self.error(f"there is no command {name!r}{fix}")
 
 
 Option: TypeAlias = tuple[str, dict[str, Any]]

@@ -107,7 +107,7 @@ def test_any_kind_of_artifact_can_be_inspected_and_verified(tmp_path: Path) -> N
     found = inspect(tmp_path / "corpus")
     assert (found["kind"], list(found["files"])) == ("corpus", ["text.json"])
     assert inspection_text(found).startswith(f"{tmp_path / 'corpus'}: corpus made by clean, ")
-    assert "this corpus with 1 file (8 bytes) is" in verify(tmp_path / "corpus")
+    assert "this corpus artifact with 1 file (8 bytes) is" in verify(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("file", ["model.json", "weights/part-00001-000.safetensors"])

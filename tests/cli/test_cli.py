@@ -240,6 +240,14 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
         (["descrbe"], "mmnmt: error: there is no command 'descrbe'. Did you mean 'describe'?"),
         (["checkpoint", "flod"], "mmnmt: error: there is no command 'flod'. Did you mean 'fold'?"),
         (
+            ["checkpoint", "export", "runs/x"],
+            "mmnmt: error: there is no command 'export'. Did you mean 'mmnmt export'?",
+        ),
+        (
+            ["prune", "runs/x"],
+            "mmnmt: error: there is no command 'prune'. Did you mean 'mmnmt checkpoint prune'?",
+        ),
+        (
             ["analyze", "lenghts"],
             "mmnmt analyze: error: argument scales|vectors|languages|lengths: invalid choice: "
             "'lenghts' (choose from 'scales', 'vectors', 'languages', 'lengths')",
@@ -1415,7 +1423,7 @@ def test_an_artifact_is_inspected_and_verified(
     assert cli.main(["checkpoint", "inspect", artifact, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == {"text.json": len('"read"\n')}
     assert cli.main(["checkpoint", "verify", artifact]) == 0
-    assert capsys.readouterr().out.startswith(f"{artifact}: this corpus with 1 file (")
+    assert capsys.readouterr().out.startswith(f"{artifact}: this corpus artifact with 1 file (")
     (bench.folder / "corpus" / "text.json").write_text('"Read"\n')
     assert cli.main(["checkpoint", "verify", artifact]) == EXIT_USER_ERROR
     said = capsys.readouterr()

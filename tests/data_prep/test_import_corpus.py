@@ -231,6 +231,20 @@ def test_a_reversed_folder_with_the_same_text_is_taken_once(raw: Path, out: Path
         imported(out.with_name("again"), raw)
 
 
+def test_folders_of_two_regions_are_refused_with_the_setting_that_reads_both(
+    raw: Path, out: Path
+) -> None:
+    text = {"en-pt": "comboio\n", "en-pt_BR": "trem\n"}
+    for pair, line in text.items():
+        write(raw, {f"{pair}/train.en": "train\n", f"{pair}/train.{pair[3:]}": line})
+    with pytest.raises(
+        DataError, match=r"or set corpus\.regions to 'apart' if they are two regions"
+    ):
+        imported(out, raw)
+    corpus = imported(out, raw, CorpusConfig(regions="apart"))
+    assert line_counts(corpus, "train") == {"en-pt": 1, "en-pt_BR": 1}
+
+
 @pytest.mark.parametrize("packed", [GZIP[:40], GZIP[:-5], b"a\n"])
 def test_a_file_that_is_no_complete_gzip_file_is_named(raw: Path, out: Path, packed: bytes) -> None:
     write(raw, {"de-en/train.en": SENTENCES})
