@@ -506,6 +506,15 @@ def caveats(
         if parts:
             lines = sum(way.lines for way in ways)
             found.append(f"{system.name}: of {lines:,} translations, {' and '.join(parts)}.")
+    for runs in group_runs(translated).values():
+        first: dict[str, str] = {}
+        for run in runs:
+            other = first.setdefault(translated[run].digest, run)
+            if other != run:
+                found.append(
+                    f"{other} and {run} have the same translations, so that intervals over seeds "
+                    "are too narrow. Name each run once, and train each with a seed of its own."
+                )
     for name, translations in translated.items():
         record = translations.manifest.inputs.get("corpus")
         if record is not None and record.digest != call.artifacts["corpus"].digest:
