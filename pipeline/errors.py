@@ -114,10 +114,8 @@ def lacks_package(
     user: str, package: str, error: ImportError, *, extra: str, otherwise: str = ""
 ) -> ConfigError:
     """Return the refusal of work that needs a package of an extra."""
-    return ConfigError(
-        f"{user} needs the package {error.name or package} ({error}). Run pip install 'mmnmt[{extra}]'"
-        f"{otherwise}."
-    )
+    missing, fix = error.name or package, f"Run pip install 'mmnmt[{extra}]'{otherwise}."
+    return ConfigError(f"{user} needs the package {missing} ({error}). {fix}")
 
 
 def unreadable(what: object, error: Exception, fix: str) -> str:

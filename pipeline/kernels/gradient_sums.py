@@ -83,8 +83,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     return norm.square()
 
 
-class _Settings:
-    keeps_gradients = False
+class _KeptGradients:
+    are_kept = False
 
 
 def add_gradients_to(total: Tensor, parameter: nn.Parameter) -> None:
@@ -99,17 +99,17 @@ def add_gradients_to(total: Tensor, parameter: nn.Parameter) -> None:
 @contextmanager
 def keeping_gradients() -> Iterator[None]:
     """Let all parameters have their gradients inside the context, and add none to sums."""
-    _Settings.keeps_gradients = True
+    _KeptGradients.are_kept = True
     try:
         yield
     finally:
-        _Settings.keeps_gradients = False
+        _KeptGradients.are_kept = False
 
 
 def summed(parameter: Tensor) -> Tensor:
     """Return a parameter whose gradient goes into its ``main_gradient``, if there is one."""
     total: Tensor | None = getattr(parameter, "main_gradient", None)
-    if total is None or _Settings.keeps_gradients or not torch.is_grad_enabled():
+    if total is None or _KeptGradients.are_kept or not torch.is_grad_enabled():
         return parameter
     same: Tensor = _Summed.apply(parameter, total)  # type: ignore[no-untyped-call]
     return same

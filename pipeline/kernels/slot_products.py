@@ -463,11 +463,11 @@ class _ArrangedLinear(torch.autograd.Function):
 
 
 def _restored(arranged: Tensor, rows: ArrangedRows) -> Tensor:
-    x_NO: Tensor = _Move.apply(arranged, rows, False)  # type: ignore[no-untyped-call]
+    x_NO: Tensor = _MoveRows.apply(arranged, rows, False)  # type: ignore[no-untyped-call]
     return x_NO
 
 
-class _Move(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
     """Arrange rows or restore their order; each is the gradient of the other, without sums."""
 
     @staticmethod
@@ -486,7 +486,7 @@ class _Move(torch.autograd.Function):
 
 def sort_rows(x_ND: Tensor, rows: SortedRows) -> Tensor:
     """Return the rows in the order of their slots, differentiable."""
-    sorted_ND: Tensor = _Move.apply(x_ND, rows, True)  # type: ignore[no-untyped-call]
+    sorted_ND: Tensor = _MoveRows.apply(x_ND, rows, True)  # type: ignore[no-untyped-call]
     return sorted_ND
 
 

@@ -26,7 +26,7 @@ LINES = {
     "data_prep": 7_124,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
     "pipeline/artifacts": 4_961,  # 3,550: 3,900 without settings.py
     "pipeline/jobs": 3_784,  # 3,000
-    "pipeline/kernels": 5_752,  # 3,200
+    "pipeline/kernels": 5_131,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
     "pipeline/training": 3_623,  # 2,800
     "pipeline/checkpoints/foreign": 2_538,  # 2,200
@@ -53,12 +53,12 @@ LINES = {
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 294,  # 210: of pipeline and data_prep
+    "modules": 278,  # 210: of pipeline and data_prep
     "settings": 190,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 592,  # 350: texts given to the errors of pipeline/errors.py
-    "imports inside functions": 103,  # as few as possible
+    "error messages": 527,  # 350: texts given to the errors of pipeline/errors.py
+    "imports inside functions": 98,  # as few as possible
     "class names in more than one module": 11,  # as few as possible
 }
 
@@ -67,7 +67,7 @@ IDIOMS = {
     r"alone": 0.07,  # 0.1
     r"what is|what it|what they": 0.3,  # 0.3
     r"beside": 0.1,  # 0.1
-    r"whose": 0.5,  # 0.6
+    r"whose": 0.47,  # 0.6
     r"one of|ones|the one": 0.9,  # 0.9
     r"so that": 0.5,  # 0.5
 }
@@ -77,10 +77,10 @@ LEAST_EXAMPLES = 0.44  # 1.0
 """Least occurrences of "for example", "e.g." and "i.e." per 1,000 words of prose."""
 
 LEAST_COMMENTS = {
-    "pipeline/model": 1.18,  # 2
+    "pipeline/model": 2.0,  # 2
     "pipeline/kernels": 1.67,  # 2
     "pipeline/training": 1.68,  # 2
-    "pipeline/decoding": 0.78,  # 2
+    "pipeline/decoding": 2.0,  # 2
     "pipeline/distributed": 2.0,  # 2
     "pipeline/batching/global_step.py": 1.35,  # 2
     "pipeline/artifacts/locks.py": 2.0,  # 2
@@ -143,6 +143,16 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("modules", 2, "a reader who looks for digests, sbatch and sampling"),
     ("error messages", 7, "someone with other files on one rank"),
     ("tests", 126, "someone whose run meets a fault, or who slips in a command"),
+    ("pipeline/evaluation", 5, "someone who links folders of text"),
+    ("data_prep", 7, "someone who links folders of text"),
+    ("pipeline/model", 25, "someone whose router returns a wrong shape"),
+    ("pipeline/cli", 22, "someone who links folders of text"),
+    ("pipeline/checkpoints", 1, "someone who links folders of text"),
+    ("pipeline/stages", 4, "someone who links folders of text"),
+    ("pipeline", 34, "someone who links folders of text"),
+    ("pipeline/serving", 16, "someone whose malformed request is still arriving"),
+    ("tests", 200, "someone who links folders of text"),
+    ("tests/whole", 18, "someone who links folders of text"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
