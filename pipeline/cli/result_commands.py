@@ -15,7 +15,6 @@ from pipeline.cli.parser import chosen_recipe, named_paths
 from pipeline.config.documents import write_whole
 from pipeline.config.settings import describe_validation
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.decoding.text_input import IncomingLines
 from pipeline.errors import (
     EXIT_USER_ERROR,
     ArtifactError,
@@ -134,6 +133,7 @@ def filter_lines(options: argparse.Namespace) -> int:
         raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
     from pipeline.decoding.constraints import read_phrases
     from pipeline.decoding.line_filter import filter_lines
+    from pipeline.decoding.text_input import IncomingLines
 
     counts = filter_lines(
         checkpoint,

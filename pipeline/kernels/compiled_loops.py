@@ -9,8 +9,9 @@
   a thread can prepare batches ahead of training.
 
 Legend: N tokens or sentences, X places of a token; of a search R rows, H heads, K head width, P
-entries, T entries of a row; of batches R rounds, P pairs, B sentences; of n-grams T texts, K
-counts; an axis of 2: the sides of a pair, or source and target.
+entries, T entries of a row, V vocabulary, C candidates, B blocks of logits; of batches R rounds, P
+pairs, B sentences; of n-grams T texts, K counts; an axis of 2: the sides of a pair, or source and
+target.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,8 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
 States = npt.NDArray[np.float32]
+BLOCK = 32
+"""Number of logits whose common maximum decides whether they are searched; most blocks are not."""
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
@@ -97,6 +100,48 @@ def attend_entries(
                 for k in range(width):
                     total_K[k] += weight * value_K[k]
         context_RHK[row] = total_HK
+
+
+@numba.njit(inline="always")
+def insert(value: Any, token: int, best_C: States, token_C: Integers) -> None:
+    """Insert a value above the last into values in descending order, after its equals."""
+    place = len(best_C) - 1
+    while place > 0 and value > best_C[place - 1]:
+        best_C[place], token_C[place] = best_C[place - 1], token_C[place - 1]
+        place -= 1
+    best_C[place], token_C[place] = value, token
+
+
+@compiled()
+def best_tokens(
+    logits_RV: States, first: int, last: int, best_RC: States, token_RC: Integers
+) -> None:
+    """Fill in the C largest logits of rows ``first`` to ``last`` (exclusive), and their tokens.
+
+    They are in descending order; of equal logits, the first token comes first. NaN is skipped; if
+    fewer than C logits are above -inf, the rest is -inf and token 0. Only the blocks with the C
+    largest maxima are searched, which contain all results.
+    """
+    size, lowest = logits_RV.shape[1], np.float32(-np.inf)
+    peak_B = np.empty(-(-size // BLOCK), np.float32)
+    for row in range(first, last):
+        logit_V, best_C, token_C = logits_RV[row], best_RC[row], token_RC[row]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            block, peak = logit_V[b * BLOCK : (b + 1) * BLOCK], lowest
+            for v in range(len(block)):
+                peak = block[v] if block[v] > peak else peak
+            peak_B[b] = peak
+            if peak > best_C[-1]:
+                insert(peak, 0, best_C, token_C)
+        bar = best_C[-1]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            if peak_B[b] >= bar:
+                block = logit_V[b * BLOCK : (b + 1) * BLOCK]
+                for v in range(len(block)):
+                    if block[v] >= bar and block[v] > best_C[-1]:
+                        insert(block[v], b * BLOCK + v, best_C, token_C)
 
 
 @compiled()

@@ -14,7 +14,7 @@ import them where they run: commands that only count parameters or operators do 
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -170,8 +170,10 @@ def _on_single_threads(work: Callable[[], None], threads: int) -> None:
 
     # Before the helpers start: PyTorch gives a thread the number of the process at its first work.
     torch.set_num_threads(1)
-    futures = [_helpers(threads).submit(helped) for _ in range(threads - 1)]
+    futures: list[Future[None]] = []
     try:
+        for _ in range(threads - 1):
+            futures.append(_helpers(threads).submit(helped))
         work()
     finally:
         torch.set_num_threads(threads)

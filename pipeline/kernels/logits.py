@@ -3,10 +3,10 @@
 - :func:`summed_cross_entropy` and :func:`summed_divergence` process a chunk of rows at a time and
   compute their gradients in the forward pass. Their operators for devices other than the CPU have
   been counted on the meta device and tested on CPU.
-- :func:`best_tokens` serves a step of a search, :func:`fused_best_tokens` where fused kernels run.
+- :func:`best_tokens` serves a step of a search: by a compiled loop on CPU, else by PyTorch's
+  operators. :func:`fused_best_tokens` serves it where fused kernels run.
 
-Legend: L labels, V vocabulary, C rows of a chunk; R rows of a search, and there C candidates, B
-blocks of columns, X columns that may be among the best.
+Legend: L labels, V vocabulary, C rows of a chunk; R rows of a search, and there C candidates.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.kernels.cpu import LOOP_COST, can_loop, over_rows
 from pipeline.kernels.launching import is_fused, launch, power_of_two
 
 CACHED_ROWS = 16
@@ -25,8 +26,6 @@ DEVICE_CHUNKS = 8
 SEARCH_BLOCK, MOST_BEST = 1024, 32
 """Columns of a part of a row in :func:`fused_best_tokens`, 32 for each thread of one warp, and most
 tokens that it finds: its code grows with their number."""
-CPU_BLOCK = 64
-"""Columns of a block of :func:`best_tokens`."""
 LOSS_BLOCK, LOSS_WARPS = 8192, 16
 """Logits that a program reads at a time, and its warps: every thread reads 2 x 16 bytes."""
 
@@ -251,19 +250,19 @@ def fused_best_tokens(
     return best_RC, token_RC, normalizer_R
 
 
-def best_tokens(score_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the ``width`` largest values of every row and their tokens, (R, C), best first."""
-    rows, columns = score_RV.shape
-    blocks = columns // CPU_BLOCK
-    if score_RV.device.type != "cpu" or blocks <= width:
-        best_RC, token_RC = score_RV.topk(width, dim=1)
+def best_tokens(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the ``width`` largest logits of every row and their tokens, (R, C), best first."""
+    if not can_loop(logits_RV) or logits_RV.dtype != torch.float32:
+        best_RC, token_RC = logits_RV.topk(width, dim=1)
         return best_RC, token_RC
-    # A CPU selects from the blocks with the largest maxima, which have all results: it takes less
-    # than half the time of a selection from the whole row.
-    block_RBX = score_RV[:, : blocks * CPU_BLOCK].unflatten(1, (blocks, CPU_BLOCK))
-    first_RC = block_RBX.amax(2).topk(width, dim=1).indices * CPU_BLOCK
-    within_RX = (first_RC[:, :, None] + torch.arange(CPU_BLOCK)).flatten(1)
-    rest_RX = torch.arange(blocks * CPU_BLOCK, columns).expand(rows, -1)
-    token_RX = torch.cat([within_RX, rest_RX], dim=1)
-    best_RC, place_RC = score_RV.gather(1, token_RX).topk(width, dim=1)
-    return best_RC, token_RX.gather(1, place_RC)
+    from pipeline.kernels import compiled_loops as loops
+
+    best_RC = logits_RV.new_empty(len(logits_RV), width)
+    token_RC = torch.empty(best_RC.shape, dtype=torch.int64)
+    logits, best, token = logits_RV.contiguous().numpy(), best_RC.numpy(), token_RC.numpy()
+
+    def find(first: int, last: int) -> None:
+        loops.best_tokens(logits, first, last, best, token)
+
+    over_rows(find, len(best_RC), cost_of_row=logits_RV.shape[1] * LOOP_COST)
+    return best_RC, token_RC

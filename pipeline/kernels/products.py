@@ -202,6 +202,19 @@ class _PaddedProduct(torch.autograd.Function):
         )
 
 
+def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
+    """Add x · matrix to ``out``, all two-dimensional; in one pass unless that is slower.
+
+    ``out`` may have another dtype than the factors.
+    """
+    is_cpu, is_worth_it = x.device.type == "cpu", x.numel() * matrix.shape[1] >= WORTH_A_KERNEL
+    is_cast = out.dtype != x.dtype or (is_cpu and _in_float32(x.dtype))
+    if is_cast or (is_cpu and is_worth_it and _is_float32_by_onednn(x.dtype)):
+        out += product(x, matrix.t())
+    else:
+        out.addmm_(x, matrix)
+
+
 def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
     """Write x · matrix into ``out``, all two-dimensional; a copy costs less than a slow product."""
     if _in_float32(x.dtype) or _is_float32_by_onednn(x.dtype):

@@ -83,11 +83,17 @@ def test_a_row_is_computed_as_if_it_were_alone() -> None:
 
 def test_rows_are_scaled_whatever_they_hold() -> None:
     torch.manual_seed(4)
-    layer = QuantizedLinear(torch.randn(8, 16), torch.randn(8))
+    weight_OI, bias_O = torch.randn(8, 16), torch.randn(8)
+    layer = QuantizedLinear(weight_OI, bias_O)
     x_ABI = torch.randn(4, 3, 16) * torch.tensor([1e-42, 1e-3, 1.0, 1e30])[:, None, None]
-    x_ABI[0, 0], x_ABI[1, 0, 5] = 0, torch.nan
+    x_ABI[0, 0], x_ABI[1, 0, 5], x_ABI[2, 0, 3] = 0, torch.nan, torch.inf
     found = layer(x_ABI)
     assert found.isnan().any(2).nonzero().tolist() == [[1, 0]]
+    exact = x_ABI.double() @ weight_OI.double().T + bias_O.double()
+    largest = x_ABI.abs().amax(2, keepdim=True).double()
+    error = (found - exact).abs() / (largest * weight_OI.abs().max() * 16 + bias_O.abs().max())
+    assert error[error.isfinite()].max() < 0.01
+    assert torch.equal(found[2, 0], torch.sign(weight_OI[:, 3]) * torch.inf)
     assert torch.equal(layer(x_ABI.mT.contiguous().mT)[3], found[3])
 
 
