@@ -30,7 +30,7 @@ Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
 States = npt.NDArray[np.float32]
 BLOCK = 32
-"""Number of logits whose common maximum decides whether they are searched; most blocks are not."""
+"""Number of logits with one maximum, which decides if they are searched; most blocks are not."""
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
