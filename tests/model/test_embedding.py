@@ -260,7 +260,9 @@ def test_two_ranks_train_save_and_resume_every_kind(
     )
     assert norms == pytest.approx(expected.norms, rel=1e-4)
     for name, value in expected.weights.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-3)  # Adam steps 5e-3
+        # Adam steps 5e-3. Biases of keys change no attention: their steps follow rounding errors.
+        most = 1.5e-2 if name.endswith("key.bias") else 1e-4
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=most)
     if input == "frozen":
         model = build_model(spec)
         set_weights(model)
