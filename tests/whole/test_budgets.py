@@ -69,7 +69,7 @@ IDIOMS = {
     r"beside": 0.1,  # 0.1
     r"whose": 0.47,  # 0.6
     r"one of|ones|the one": 0.9,  # 0.9
-    r"so that": 0.5,  # 0.5
+    r"so that": 0.47,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
 
@@ -153,6 +153,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/serving", 16, "someone whose malformed request is still arriving"),
     ("tests", 208, "someone who links folders of text"),
     ("tests/whole", 18, "someone who links folders of text"),
+    ("pages", 14, "someone who asks whether experts pay"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
