@@ -75,7 +75,9 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
         first = known.setdefault((section.pair, section.split), section)
         if first is not section:
             places = first.sources[0].place, section.sources[0].place
-            raise same_text(*places, f"{section.split} text of the pair {section.pair}")
+            what = f"{section.split} text of the pair {section.pair}"
+            fix = "Name a data set that has it once, or leave these languages out"
+            raise same_text(*places, what, f"{fix} of corpus.languages")
     left_out = SkippedText(pairs_not_selected=len(named) - len(selected))
     left_out.ignore(FOLDERS_IGNORED, [name for name in names if not is_pair_name(name)])
     return RawText(sections, left_out=left_out)
@@ -103,7 +105,7 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
         )
     first, second = sorted(zip(pair.codes, pair.spellings, strict=True))
     if first[0] == second[0]:
-        raise one_language(dataset, pair.name)
+        raise one_language(f"{dataset} {pair.name}", "Leave its language out of corpus.languages")
     for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
         spellings = (first[1], second[1])
         one, other = (

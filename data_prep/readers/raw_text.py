@@ -356,9 +356,9 @@ def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
 # ---------------------------------------------------------------- refusals
 
 
-def same_text(first: object, second: object, what: str) -> DataError:
+def same_text(first: object, second: object, what: str, fix: str = "Remove one") -> DataError:
     """Return the refusal of two files, or parts of a data set, that are one text."""
-    return DataError(f"{first} and {second} are both {what}. Remove one.")
+    return DataError(f"{first} and {second} are both {what}. {fix}.")
 
 
 def no_counterpart(path: Path, language: str, missing: str) -> DataError:
@@ -366,10 +366,9 @@ def no_counterpart(path: Path, language: str, missing: str) -> DataError:
     return DataError(f"{path} has no counterpart in {language}. Add {missing} or remove the file.")
 
 
-def one_language(place: object, name: str = "") -> DataError:
+def one_language(place: object, fix: str = "Rename or remove it") -> DataError:
     """Return the refusal of a pair of a language with itself."""
-    within = f" in {name}" if name else ""
-    return DataError(f"{place} pairs a language with itself{within}. Correct or remove its name.")
+    return DataError(f"{place} pairs a language with itself. {fix}.")
 
 
 def holds_no(place: object, what: str, advice: str) -> DataError:

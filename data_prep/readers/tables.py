@@ -27,7 +27,13 @@ from data_prep.readers.multiway import MultiwayFile, is_language, pair_up
 from data_prep.readers.raw_text import RawFile, RawText, Record, find_files
 from data_prep.settings import CorpusConfig
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.raw_input import RawInput, iterate_blocks, iterate_raw_lines, table_rows
+from pipeline.artifacts.raw_input import (
+    RawInput,
+    iterate_blocks,
+    iterate_raw_lines,
+    several_columns,
+    table_rows,
+)
 from pipeline.artifacts.spelling import is_blank
 from pipeline.errors import DataError
 from pipeline.languages import find_code
@@ -147,12 +153,10 @@ def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes
 
 
 def _refuse_repeated(file: RawFile, header: Sequence[str], wanted: Iterable[str]) -> None:
-    """Refuse a header with several columns of a wanted name: which of them is meant?"""
+    """Refuse a header with several columns of a wanted name."""
     for name in wanted:
         if header.count(name) > 1:
-            raise DataError(
-                f"{file.path} has several columns {name!r}. Rename those that are not meant."
-            )
+            raise several_columns(file.path, name)
 
 
 def _header_cells(line: bytes) -> Sequence[str]:

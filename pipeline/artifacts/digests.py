@@ -5,6 +5,7 @@ Several threads hash, because hashing and reading release the interpreter.
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -150,18 +151,23 @@ def raw_digest(path: Path) -> str:
 def entries_below(root: Path, *, hidden: bool = True) -> Iterator[Path]:
     """Yield what is in a folder and its subfolders and is no folder.
 
-    Folders that are linked in count as folders, once each, under their first name.
+    Folders that are linked in count as folders, once each: by their own name if they are below the
+    root without a link, else by the first link.
 
     Args:
         root: The folder.
         hidden: Whether to yield hidden entries and those of hidden folders, too.
     """
     seen: set[tuple[int, int]] = set()
-    for folder, folder_names, names in os.walk(root, followlinks=True):
-        status = Path(folder).stat()
-        if (status.st_dev, status.st_ino) in seen:
-            folder_names.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folder_names[:] = sorted(name for name in folder_names if hidden or name[0] != ".")
-        yield from (Path(folder) / name for name in names if hidden or name[0] != ".")
+    starts = deque([root])
+    while starts:  # links come after all folders of the walk that found them
+        for folder, folder_names, names in os.walk(starts.popleft()):
+            status = Path(folder).stat()
+            if (status.st_dev, status.st_ino) in seen:
+                folder_names.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            folder_names[:] = sorted(name for name in folder_names if hidden or name[0] != ".")
+            below = [Path(folder) / name for name in folder_names]
+            starts.extend(path for path in below if path.is_symlink())
+            yield from (Path(folder) / name for name in names if hidden or name[0] != ".")

@@ -205,6 +205,11 @@ def _files_at(path: Path) -> list[tuple[str, Path]]:
     return sorted((p.relative_to(path).as_posix(), p) for p in places if p.is_file())
 
 
+def several_columns(path: Path, name: str) -> DataError:
+    """Return the refusal of a table with several columns of a wanted name: which is meant?"""
+    return DataError(f"{path} has several columns {name!r}. Rename those that are not meant.")
+
+
 def refuse_broken_link(path: Path) -> None:
     """Raise DataError if a path is a link to nothing and not hidden, and would be passed over."""
     if not path.name.startswith(".") and path.is_symlink() and not path.exists():
@@ -347,6 +352,8 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[Mapping[str, An
         open_table = _open_parquet if path.suffix == PARQUET else _open_arrow
         with open_table(path) as (names, batches_of):
             present = [name for name in names if name in columns]
+            if several := [name for name in present if present.count(name) > 1]:
+                raise several_columns(path, several[0])
             for batch in batches_of(present):
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
                     part = batch.slice(start, _BATCH_ROWS)

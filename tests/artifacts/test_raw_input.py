@@ -42,7 +42,11 @@ def test_folders_that_are_linked_in_are_read_and_links_to_nothing_told(tmp_path:
     (folder / "visible").symlink_to(folder / ".cache")
     (elsewhere / "loop").symlink_to(folder)
     (folder / ".#own.txt").symlink_to("user@host.1")  # an editor's lock is hidden, and a link
+    (folder / "de-en").mkdir()
+    (folder / "de-en" / "de.txt").touch()
+    (folder / "current").symlink_to("de-en")  # by its own name, although the link's is before it
     assert [name for name, _ in named_files([folder])] == [
+        "de-en/de.txt",
         "linked/deep/b.txt",
         "own.txt",
         "visible/c.txt",

@@ -580,6 +580,16 @@ def test_a_local_copy_of_opus_100_is_read(tmp_path: Path) -> None:
     assert corpus.statistics["pairs"]["de-en"]["valid"] == 2
 
 
+def test_parquet_with_two_columns_of_one_language_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    path = write(tmp_path / "raw", {"de-en/train.parquet": ""}) / "de-en/train.parquet"
+    texts = [pyarrow.array([text]) for text in ("eins", "one", "two")]
+    table = pyarrow.Table.from_arrays(texts, names=["de", "en", "en"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    with pytest.raises(DataError, match=r"train\.parquet has several columns 'en'\. Rename"):
+        import_columns(tmp_path / "corpus", tmp_path / "raw")
+
+
 def test_parquet_with_a_column_per_language_is_read(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"source": "eins", "target": "one", "n": 1},

@@ -75,12 +75,12 @@ def preferred(layer: MixtureOfExperts, x_ND: Tensor) -> list[list[int]]:
 class WrongRouter(nn.Module):
     """A user's router, of which one result has another shape."""
 
-    def __init__(self, **wrong: Tensor) -> None:
+    def __init__(self, **wrong: Tensor | None) -> None:
         super().__init__()
         self.wrong = wrong
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
-        return replace(choose(x_ND[:, :4], top_k=2, shares=tokens.shares), **self.wrong)
+        return replace(choose(x_ND[:, :4], top_k=2, shares=tokens.shares), **self.wrong)  # type: ignore[arg-type]
 
 
 class ReturnsNothing(nn.Module):
@@ -111,6 +111,9 @@ def test_a_router_that_returns_another_shape_is_named(
 
 def test_a_router_that_returns_nothing_is_named() -> None:
     layer = moe_layer(MoEConfig(num_experts=4))
+    layer.router = WrongRouter(expert_NC=None)
+    with pytest.raises(ConfigError, match="WrongRouter returned a Routing with expert_NC no tens"):
+        layer(*random_tokens(9))
     layer.router = ReturnsNothing()
     with pytest.raises(
         ConfigError, match="ReturnsNothing returned a NoneType with logits_NE no tensor"
