@@ -107,7 +107,8 @@ def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
 
 def no_such(what: str, name: str, known: Sequence[str], *, otherwise: str = "") -> ConfigError:
     """Return the refusal of an unknown name: ``what 'name'``, and a hint as of :func:`hint`."""
-    return ConfigError(f"{what} {name!r}{hint(name, known, otherwise=otherwise)}")
+    said = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+    return ConfigError(f"{what} {said!r}{hint(name, known, otherwise=otherwise)}")
 
 
 def lacks_package(
