@@ -172,7 +172,7 @@ def test_another_layout_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no configurations named like de-en"):
         imported(tmp_path / "corpus")
     hub.configurations = {"de-de": {"train": rows("de", "de", ("a", "b"))}}
-    with pytest.raises(DataError, match="de-de pairs a language with itself\. Leave"):
+    with pytest.raises(DataError, match=r"de-de pairs a language with itself\. Leave"):
         imported(tmp_path / "corpus")
 
 
