@@ -155,17 +155,21 @@ class JsonLines:
         with self.path.open("a", encoding="utf-8", newline="\n") as stream:
             stream.writelines(f"{line}\n" for line in lines)
 
-    def truncate_after(self, update: int) -> None:
+    def truncate_after(self, update: int, **of_kind: int) -> None:
         """Drop records of later updates, which a resumed run will write again.
 
         A last line that a killed run left incomplete goes too. The file is replaced in one step.
+
+        Args:
+            update: the last update to keep.
+            of_kind: another last update, for records of a kind.
         """
         if not self.path.is_file():
             return
         temporary = unfinished_path(self.path)
         with temporary.open("wb") as stream:
             for line, record in self._complete():
-                if _update_of(record) <= update:
+                if _update_of(record) <= of_kind.get(str(record.get("kind")), update):
                     stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())

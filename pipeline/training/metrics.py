@@ -167,7 +167,9 @@ class MetricsLog:
         BUSY_TIME.take()  # what an earlier run of this process left
         if self._world.rank == 0:
             self._interval = Interval(position.interval, experts=self._experts)
-            self._file.truncate_after(position.update)
+            # A stop in a validation saves the state of its update. If the next run is killed after
+            # the validation, its line has that update, too, but is not part of the state.
+            self._file.truncate_after(position.update, validation=position.validated)
             for line in self._file.read() if self._file.path.is_file() else ():
                 if line.get("kind") == "train":
                     self._alarms.add(line)

@@ -231,6 +231,19 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_same_run(
     assert_same_runs(out_dir, straight, state=UPDATES)
 
 
+def test_a_validation_whose_run_was_killed_before_the_next_state_has_one_line(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    """A stop in the validation saved a state of its update, which is older than the line."""
+    out_dir, (terminate_at, _) = tmp_path / "model", STOPS["in the first validation"]
+    pool2.run(pretrain, inputs, out_dir, make_recipe(), terminate_at=terminate_at)
+    lines = (straight / "metrics.jsonl").read_text().splitlines(keepends=True)
+    with (tmp_path / "model.run" / "metrics.jsonl").open("a") as stream:
+        stream.write(next(line for line in lines if json.loads(line)["kind"] == "validation"))
+    assert pool2.run(pretrain, inputs, out_dir, make_recipe()) == ["done"] * 2
+    assert_same_runs(out_dir, straight, state=UPDATES)
+
+
 def test_a_run_stopped_between_two_lines_of_metrics_loses_no_update_of_their_means(
     inputs: Inputs, pool1: ProcessPool, tmp_path: Path
 ) -> None:
