@@ -41,8 +41,9 @@ from pipeline.jobs.runner import (
     refuse_missing_inputs,
     stage_arguments,
 )
+from pipeline.jobs.sbatch import Request
 from pipeline.jobs.site import Allocation, Site, allocate
-from pipeline.jobs.slurm_commands import Request, Scheduler, SlurmJob
+from pipeline.jobs.slurm_commands import Scheduler, SlurmJob
 
 RECORD_NAME = ".jobs.json"
 _REPLACES = ("--overwrite", "--if-stale")
