@@ -57,6 +57,8 @@ GROUPS = {
     "BLEU into English": ("bleu", "into_pivot", None),
     "BLEU out of English": ("bleu", "out_of_pivot", None),
     "validation loss": ("loss", "", None),
+    "loss into English": ("loss", "into_pivot", None),
+    "loss out of English": ("loss", "out_of_pivot", None),
 }
 """Column of the page → score, family of directions (empty: any), resource tier (None: any)."""
 TITLES = ("Validation loss against FLOP", "Languages by training pairs and gain of experts")

@@ -120,7 +120,7 @@ def lacks_package(
 
 
 def unreadable(what: object, error: Exception, fix: str) -> str:
-    """Return the message about a file that cannot be read, with the fix if it is no permission."""
+    """Return the message about a file that cannot be read; ``fix`` is for all but permissions."""
     fix = "Make it readable." if isinstance(error, PermissionError) else fix
     return f"{what} cannot be read ({getattr(error, 'strerror', None) or error}). {fix}"
 

@@ -154,6 +154,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests", 239, "someone who links folders of text"),
     ("tests/whole", 18, "someone who links folders of text"),
     ("pages", 14, "someone who asks whether experts pay"),
+    ("modules", 1, "a reader who looks for the line of sbatch"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
