@@ -1,6 +1,7 @@
 # make demo — the whole story on this machine.
 # make check — linters, types, the fast tests: what to run after every change.
-# make test — linters, types, all tests.
+# make test — linters, types, all tests but those of faults and of a cluster.
+# make test-faults — kills at calls that change files, edited and broken files, signals.
 # make test-cluster — jobs on a SLURM cluster that the tests start here; needs slurm-wlm, munge, root.
 # make test-extras — the extras at the lowest and the newest versions of pyproject.toml.
 # make pictures — the pictures of the documentation; needs graphviz, chromium and a finished demo.
@@ -21,10 +22,10 @@ demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run demo
 
 check: lint
-	$(PYTEST) $(PARALLEL) -m "not slow and not cluster"
+	$(PYTEST) $(PARALLEL) -m "not slow and not cluster" --ignore tests/faults
 
 test: lint
-	$(PYTEST) $(PARALLEL) -m "not cluster"
+	$(PYTEST) $(PARALLEL) -m "not cluster" --ignore tests/faults
 
 test-cluster: $(VENV)/installed-dev
 	$(PYTEST) -m cluster -rs tests/cluster
@@ -53,7 +54,7 @@ test-versions-%:
 		-k "zstandard or Parquet"
 
 # Faults on two cores within a quarter of an hour: a sample of all calls that change state; edited
-# and broken files, of which make test has fewer; five minutes of signals to a running plan.
+# and broken files, of which make test has fewer broken ones; five minutes of signals to a plan.
 test-faults: $(VENV)/installed-dev
 	$(PYTEST) $(PARALLEL) tests/faults --ignore tests/faults/test_fuzz.py
 	$(PYTEST) $(PARALLEL) --every-case tests/faults/test_fuzz.py tests/whole/test_readers_sweep.py
