@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.cpu import side_by_side
+from pipeline.kernels.cpu import side_by_side, threads_worth
 from pipeline.kernels.placement import combine, gather
 from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.moe.capacity import Dispatch
@@ -32,6 +32,9 @@ LARGEST, MIDDLE = 63, 64
 """Largest magnitude of a row in unsigned 7 bits, and their zero point."""
 LARGEST_WEIGHT = 127
 
+WORTH_THREADS = 2**21
+"""Multiply-adds of a layer from which several threads are faster, as measured with two."""
+
 
 class QuantizedLinear(nn.Module):
     """Linear layer x Wᵀ + b with W in 8 bits; input and output are float32."""
@@ -40,11 +43,13 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.bias_O = None if bias_O is None else bias_O.detach().float()
         self.packed = _packed(weight_OI.detach().float())
+        self.outputs = len(weight_OI)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to (..., I); return (..., O)."""
         scaled, largest = _scaled(x)
-        y = _product(scaled, self.packed)
+        with threads_worth(x.numel() * self.outputs, least=WORTH_THREADS):
+            y = _product(scaled, self.packed)
         if self.bias_O is None:
             return y.mul_(largest)
         return torch.addcmul(self.bias_O, y, largest, out=y)

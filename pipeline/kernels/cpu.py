@@ -148,6 +148,24 @@ def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
             _on_single_threads(take_pieces, threads)
 
 
+@contextmanager
+def threads_worth(cost: float, *, least: float) -> Iterator[None]:
+    """Confine operators to this thread if ``cost`` multiply-adds are fewer than ``least``.
+
+    Threads that are woken for microseconds of work cost more than they save, most of all if another
+    program has their cores: every operator then waits for the slowest.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or cost >= least:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def over_rows(work: Callable[[int, int], None], rows: int, *, cost_of_row: float) -> None:
     """Call ``work(first, last)`` for slices of the rows, on all threads if that pays."""
     cost = rows * cost_of_row

@@ -20,6 +20,7 @@ from pipeline.kernels.cpu import (
     by_processor,
     cpu_kernels,
     side_by_side,
+    threads_worth,
     using_cpu_kernels,
 )
 
@@ -115,6 +116,15 @@ def test_pieces_too_small_to_share_stay_on_the_callers_threads(
     seen: list[int] = []
     side_by_side(lambda _: seen.append(torch.get_num_threads()), [1, 1, 1])
     assert seen == [3, 3, 3]
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize(("cost", "threads"), [(99, 1), (100, 3)])
+def test_work_below_the_least_cost_has_one_thread_until_it_ends(cost: int, threads: int) -> None:
+    with pytest.raises(ValueError, match="work"), threads_worth(cost, least=100):
+        assert torch.get_num_threads() == threads
+        raise ValueError("work")
+    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.usefixtures("three_threads")
