@@ -85,7 +85,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP_INSTALL) --editable '.[dev,gpu-tests]'
+	$(PIP_INSTALL) --editable '.[dev,gpu-tests,parquet,zstd]'
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

@@ -156,7 +156,7 @@ _PARQUET_ROWS = 64
 the file has one copy."""
 _LARGE_BYTES = 2**28
 _MOST_TIMES = 100
-"""Times that a row group above ``_LARGE_BYTES`` may be as large unpacked; usual text: below 20."""
+"""Times as large that unpacked text above ``_LARGE_BYTES`` may be; usual text: below 20."""
 _BatchesOf: TypeAlias = Callable[[list[str]], Iterable[Any]]
 """Returns batches of rows, of these columns."""
 
@@ -224,10 +224,11 @@ def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
 
     Raises:
         ConfigError: The package for Zstandard is missing.
-        DataError: The file is cut off, damaged, or not packed as its name says.
+        DataError: The file is cut off, damaged, not packed as its name says, or so small for its
+            text that it may have been made to fill the disk.
     """
     with open_bytes(path) as stream:
-        yield from _lines_of(stream, longest=max_line_bytes + 1)
+        yield from _lines_of(stream, longest=max_line_bytes + 1, note=_UsualText(path).add)
 
 
 def iterate_blocks(path: Path) -> Iterator[bytes]:
@@ -237,7 +238,9 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
         ConfigError, DataError: As ``iterate_raw_lines``.
     """
     with open_bytes(path) as stream:
+        text = _UsualText(path)
         while block := stream.read(BLOCK_BYTES):
+            text.add(block)
             yield block
 
 
@@ -270,6 +273,17 @@ def _incomplete(path: Path, kind: str, error: Exception) -> DataError:
         f"{path} is not a complete {kind} file ({reason}). Fetch it again, or remove "
         f"{path.suffix} from its name if it is plain text."
     )
+
+
+class _UsualText:
+    """Count of the bytes with lines of a file, of which packed text has not many times more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._packed, self._unpacked = path, path.stat().st_size, 0
+
+    def add(self, block: bytes) -> None:
+        self._unpacked += len(block)
+        _refuse_bomb(self._path, self._packed, self._unpacked, "unpack it yourself")
 
 
 class _ZstdFrames:
@@ -318,13 +332,16 @@ def _open_zstd(path: Path) -> Iterator[ByteStream]:
         raise _incomplete(path, "Zstandard", error) from error
 
 
-def _lines_of(stream: ByteStream, *, longest: int) -> Iterator[bytes]:
-    """Yield the lines of a stream, each cut to ``longest`` bytes."""
+def _lines_of(
+    stream: ByteStream, *, longest: int, note: Callable[[bytes], object]
+) -> Iterator[bytes]:
+    """Yield the lines of a stream, each cut to ``longest`` bytes; note blocks that end any."""
     begun = b""
     while block := stream.read(BLOCK_BYTES):
         first, *others = block.split(b"\n")
         begun += first[: longest - len(begun)]
         if others:
+            note(block)  # others lie within one line, which is skipped if it is that long
             yield begun
             *whole, begun = others
             begun = begun[:longest]
@@ -371,13 +388,13 @@ def _open_parquet(path: Path) -> Iterator[tuple[list[str], _BatchesOf]]:
 
         def batches_of(columns: list[str]) -> Iterable[Any]:
             for number in range(table.num_row_groups):
-                _refuse_bomb(path, table.metadata.row_group(number), columns)
+                _refuse_large_group(path, table.metadata.row_group(number), columns)
             yield from table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
 
         yield table.schema_arrow.names, batches_of
 
 
-def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
+def _refuse_large_group(path: Path, group: Any, columns: Collection[str]) -> None:
     """Refuse a row group of which some columns take little space, and much memory."""
     parts = [group.column(number) for number in range(group.num_columns)]
     begins = tuple(f"{name}." for name in columns)
@@ -385,10 +402,14 @@ def _refuse_bomb(path: Path, group: Any, columns: Collection[str]) -> None:
     listed = sum(part.num_values - group.num_rows for part in parts)  # in lists, at no cost
     unpacked = sum(part.total_uncompressed_size for part in parts) + 16 * listed
     packed = min(sum(part.total_compressed_size for part in parts), path.stat().st_size)
+    _refuse_bomb(path, packed, unpacked, "write it as JSON lines")
+
+
+def _refuse_bomb(path: Path, packed: int, unpacked: int, otherwise: str) -> None:
     if unpacked > max(_LARGE_BYTES, _MOST_TIMES * packed):
         raise DataError(
             f"{path} unpacks {packed:,} bytes to {unpacked:,}, as usual text does not. Remove it, "
-            "or write it as JSON lines if you trust it."
+            f"or {otherwise} if you trust it."
         )
 
 

@@ -43,6 +43,8 @@ from pipeline.training.engine import Engine, StepResult, Verdict
 from pipeline.training.optim import learning_rate
 from pipeline.training.task import Data
 
+MOST_IN_A_ROW = 10
+"""Updates in a row without some of their micro-batches, of which the last ends training."""
 SHOWN_LINES = 5
 """Most lines per direction that a message lists."""
 
@@ -121,6 +123,10 @@ class Quarantine:
     def of_update(self, update: int) -> frozenset[int]:
         """Return the indices of an update's micro-batches that are left out."""
         return frozenset(one.micro_batch for one in self.entries if one.update == update)
+
+    def would_end_training(self, update: int) -> bool:
+        """Return whether each of the updates right before this one lacks some micro-batch."""
+        return all(map(self.of_update, range(update - MOST_IN_A_ROW + 1, update)))
 
     def add(self, entries: Sequence[LeftOut]) -> None:
         """Record micro-batches, on disk when this returns, and print them.
@@ -224,7 +230,7 @@ class Updater:
         """Find the micro-batches whose gradients are not finite, and record them.
 
         Raises:
-            CheckpointError: on all ranks, where it is none of them, or all.
+            CheckpointError: on all ranks, where it is none of them, or all, or in too many updates.
         """
         known = self._quarantine.of_update(feed.number)
         verdicts = gather_objects(self._verdicts(feed, known))
@@ -232,6 +238,8 @@ class Updater:
         plans, pairs = feed.step.micro_batches, list(self._data.train.offsets)
         if not found or len(found | known) == len(plans):
             raise self._not_finite(feed.number)
+        if self._quarantine.would_end_training(feed.number):
+            raise self._not_finite(feed.number, f"as in all of the last {MOST_IN_A_ROW} updates")
         self._quarantine.add(
             [
                 left_out(plans[index], update=feed.number, micro_batch=index, pairs=pairs)
@@ -255,9 +263,9 @@ class Updater:
         """Return the share of training done before an update."""
         return (update - 1) / self._recipe.training.updates
 
-    def _not_finite(self, update: int) -> CheckpointError:
+    def _not_finite(self, update: int, finding: str = "") -> CheckpointError:
         run = self._quarantine.path.parent
-        finding = (
+        finding = finding or (
             "it is not some of its micro-batches alone"
             if self._tries
             else "training.skip_nonfinite_after leaves out micro-batches that cause it"

@@ -1,12 +1,20 @@
 """Raw inputs: what options may name, and what a manifest says of it."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.artifacts.artifact import raw_digest
-from pipeline.artifacts.raw_input import HubDataset, RawPaths, named_files, raw_input, table_rows
+from pipeline.artifacts.raw_input import (
+    HubDataset,
+    RawPaths,
+    iterate_raw_lines,
+    named_files,
+    raw_input,
+    table_rows,
+)
 from pipeline.errors import ArtifactError, ConfigError, DataError
 
 COMMIT = "805090dc28bf78897da9641cdf08b61287580df9"
@@ -158,3 +166,22 @@ def test_a_table_that_unpacks_to_far_more_than_text_does_is_refused(
     ):
         next(iter(table_rows(path, ["de"])))
     assert next(iter(table_rows(path, ["en"]))) == {"en": "one"}
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_packed_text_of_far_more_bytes_than_usual_text_has_is_refused(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines are short: none of them would be dropped before it is on the disk."""
+    monkeypatch.setattr("pipeline.artifacts.raw_input._LARGE_BYTES", 2**16)
+    pack = gzip.compress
+    if ending == ".zst":
+        why = "the package zstandard is not installed"
+        pack = pytest.importorskip("zstandard", reason=why).ZstdCompressor().compress
+    few, many = (tmp_path / f"{name}{ending}" for name in ("few", "many"))
+    few.write_bytes(pack(b"".join(b"%d\n" % number for number in range(2**16))))
+    assert sum(1 for _ in iterate_raw_lines(few, max_line_bytes=100)) == 2**16
+    many.write_bytes(pack(b"a\n" * 2**20))
+    refusal = r"many\S+ unpacks [\d,]+ bytes to [\d,]+, as usual text .* or unpack it yourself"
+    with pytest.raises(DataError, match=refusal):
+        list(iterate_raw_lines(many, max_line_bytes=100))

@@ -1,7 +1,7 @@
 """Micro-batches whose gradients are not finite: found, recorded, and left out for good."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -45,6 +45,7 @@ from pipeline.seeds import derive_seed
 from pipeline.stages.pretrain import model_spec
 from pipeline.terminal import counted
 from pipeline.training import engine as engine_module
+from pipeline.training import updates
 from pipeline.training.engine import Engine, Verdict
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
@@ -128,6 +129,17 @@ def test_what_was_recorded_is_read_again_without_a_line_that_was_cut_off(tmp_pat
     assert last.of_update(5) == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "ends"), [(range(3, 12), True), (range(4, 12), False), ([*range(2, 11)], False)]
+)
+def test_the_tenth_update_in_a_row_with_something_left_out_would_end_training(
+    tmp_path: Path, numbers: Sequence[int], ends: bool
+) -> None:
+    quarantine = Quarantine(tmp_path / "quarantine.jsonl", world=ALONE)
+    quarantine.add([*map(entry, numbers)])
+    assert quarantine.would_end_training(12) == ends
+
+
 def test_a_line_that_names_no_micro_batch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_text('{"update": 5, "micro_batch": -1, "labels": 3, "lines": {}}\n')
@@ -183,9 +195,11 @@ def pretrain_poisoned(
     times: int = 10**9,
     in_fp16: bool = False,
     dies_on_record: bool = False,
+    most_in_a_row: int = 10,
     **options: Any,
 ) -> str:
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(updates, "MOST_IN_A_ROW", most_in_a_row))
         # the rehearsal of the largest batch, at the start, takes none of the ``times``
         stack.enter_context(mock.patch.object(Engine, "rehearse"))
         stack.enter_context(poisoned(sentence, times=times))
@@ -421,6 +435,17 @@ def test_a_model_that_spoils_every_micro_batch_ends_the_run(
     with pytest.raises(RankFailed, match="not some of its micro-batches alone"):
         pool2.run(pretrain, inputs, tmp_path / "model", recipe)
     assert not (tmp_path / "model.run" / "quarantine.jsonl").exists()
+
+
+def test_training_ends_before_it_leaves_too_much_out(
+    inputs: Inputs, sentence: Sentence, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir, recipe = tmp_path / "model", skipping_recipe()
+    with pytest.raises(RankFailed, match=r"update 3 is not a number.*all of the last 1 updates"):
+        pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, most_in_a_row=1)
+    assert not (tmp_path / "model.run" / "quarantine.jsonl").exists()
+    pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence)
+    assert recorded(out_dir)[0][0] == 3
 
 
 def test_a_run_that_begins_anew_forgets_the_quarantine(

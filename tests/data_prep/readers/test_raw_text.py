@@ -52,7 +52,7 @@ def test_lines_are_those_of_a_split_at_newlines_cut_behind_the_limit(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(raw_bytes, "BLOCK_BYTES", block)
         stream = Dribble(data, sizes)
-        assert list(raw_bytes._lines_of(stream, longest=limit + 1)) == expected
+        assert list(raw_bytes._lines_of(stream, longest=limit + 1, note=len)) == expected
 
 
 @pytest.mark.parametrize("name", ["text", "text.gz"])
