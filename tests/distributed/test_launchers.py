@@ -34,12 +34,12 @@ class Training:
     folder: Path
     options: tuple[str, ...]
 
-    def run(self, name: str, *commands: Sequence[str]) -> dict[str, str]:
+    def run(self, name: str, *commands: Sequence[str], **variables: str) -> dict[str, str]:
         """Run commands side by side, one per node; return file of the weights → its digest."""
         out = self.folder / name
         kept = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
         # The launcher of DeepSpeed asks for GPUs unless it is told the accelerator.
-        environment = {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        environment = {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
         started = [
             subprocess.Popen(
                 [*command, *self.options, "--out", str(out)],
@@ -118,6 +118,31 @@ def test_mpirun(training: Training, expected: dict[str, str]) -> None:
     rights = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     mpirun = ["mpirun", *rights, "--oversubscribe", "-n", "2"]
     assert training.run("mpirun", [*mpirun, sys.executable, "-m", MODULE]) == expected
+
+
+NO_NETWORK = """
+import socket
+
+connect = socket.socket.connect
+
+
+def connect_here(self, address):
+    if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        raise SystemExit(f"a connection to {address}")
+    return connect(self, address)
+
+
+socket.socket.connect = connect_here
+"""
+
+
+def test_a_node_without_network_compiler_or_any_program_trains(
+    training: Training, expected: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pipeline", "pretrain", "--processes", "2"]
+    assert training.run("bare", command, PATH=str(tmp_path), PYTHONPATH=path) == expected
 
 
 def test_states_and_weights_take_the_disk_space_that_is_estimated(

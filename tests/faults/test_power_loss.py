@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from support.state_changes import seeing
 
-from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, open_artifact
+from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.places import restore
+from pipeline.checkpoints.resharding import Piece, write_pieces
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.training.run_directory import RunDirectory
 
@@ -120,15 +123,30 @@ def write(out_dir: Path, text: str) -> None:
         writer.path("text.txt").write_text(text)
 
 
-def save(out_dir: Path, update: int) -> None:
+def run_directory(out_dir: Path) -> RunDirectory:
     world = World(0, 1, 0, 1, LOOPBACK, 0)
-    directory = RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=world)
-    directory.write(
-        directory.state_dir(update),
-        kind="training_state",
-        write=lambda writer: writer.write_json("progress.json", {"update": update}),
-    )
+    return RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=world)
+
+
+def save(out_dir: Path, update: int) -> None:
+    directory, values = run_directory(out_dir), torch.full((2,), float(update))
+
+    def write_state(writer: ArtifactWriter) -> None:
+        pieces = iter([Piece("master", "weight", 0, values)])
+        writer.settled |= write_pieces(writer.directory / "optimizer", pieces, part=0)
+        writer.write_json("progress.json", {"update": update})
+
+    directory.write(directory.state_dir(update), kind="training_state", write=write_state)
     directory.prune(keep_last=1)
+
+
+def finish(out_dir: Path) -> None:
+    """Publish what a run has made, and remove its directory, as the end of training does."""
+    directory = run_directory(out_dir)
+    with directory.locked():
+        directory.announce_removal(key="key")
+        write(out_dir, "made")
+        directory.remove()
 
 
 def has_artifact(out_dir: Path) -> bool:
@@ -153,6 +171,7 @@ Act = Callable[[Path], object]
 CASES: dict[str, tuple[Act, Act, Callable[[Path], bool]]] = {
     "an artifact": (lambda out: write(out, "old"), lambda out: write(out, "new"), has_artifact),
     "a state": (lambda out: save(out, 1), lambda out: save(out, 2), has_state),
+    "the end": (lambda out: save(out, 1), finish, lambda out: has_state(out) or has_artifact(out)),
 }
 
 
@@ -165,6 +184,7 @@ def test_a_loss_of_power_at_any_moment_leaves_the_old_or_the_new_and_each_fsync_
     def lost(leave_out: int | None) -> tuple[list[str], int]:
         root = tmp_path / str(leave_out)
         (root / "out.run" / "states").mkdir(parents=True)
+        (root / "out.run" / MARKER_NAME).touch()
         before(root / "out")
         with power(root, leave_out=leave_out) as disk:
             act(root / "out")
