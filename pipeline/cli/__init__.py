@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 0
-    first = dict.fromkeys(name for name, *_ in words)
-    parser.refuse_unknown_command(arguments[0], [*commands_of_stages(), *first], words)
+    first = dict.fromkeys([*commands_of_stages(), *(name for name, *_ in words)])
+    parser.refuse_unknown_command(arguments[0], [*first], words)
     if arguments[:1] == ["checkpoint"] and len(arguments) > 1:
         below = [second for first, *rest in words if first == "checkpoint" for second in rest]
         parser.refuse_unknown_command(arguments[1], below, words)

@@ -49,10 +49,19 @@ class CommandParser(argparse.ArgumentParser):
         self._refuse_wrong_options(given)
         found, unread = super().parse_known_args(given, namespace)
         if unread := [word for word in unread if word != "--"]:
-            is_recipe = unread[0].partition("+")[0] in recipe_names()
-            fix = f"Pass --recipe {unread[0]}" if is_recipe else "Leave it out"
+            fix = self._fix_of_unread(unread[0], given)
             self.error(f"nothing reads {shown(' '.join(unread))!r}. {fix}")
         return found, unread
+
+    def _fix_of_unread(self, unread: str, given: Sequence[str]) -> str:
+        """Return what to do about a word too many, often meant for the option before it."""
+        if unread.partition("+")[0] in recipe_names():
+            return f"Pass --recipe {unread}"
+        place = given.index(unread)
+        before = [word.partition("=")[0] for word in given[max(0, place - 2) : place]]
+        name = next((word for word in reversed(before) if word.startswith("--")), "")
+        is_repeated = isinstance(self._option_string_actions.get(name), argparse._AppendAction)
+        return f"Repeat {name} before it" if is_repeated else "Leave it out"
 
     def _refuse_wrong_options(self, given: Sequence[str]) -> None:
         known = [

@@ -17,6 +17,7 @@ from pipeline.config.recipe import (
     load_recipe,
     override_texts,
     parse_overrides,
+    recipe_layers,
     recipe_names,
     setting_origins,
 )
@@ -147,10 +148,12 @@ def _list(options: argparse.Namespace) -> int:
 def estimate(options: argparse.Namespace) -> int:
     """Print memory, launches and time of a recipe, or the choices of a plan."""
     name = options.name
-    is_file = name.endswith(".toml")
-    if name in plan_names() or (is_file and "stages" in read_toml(Path(name))):
+    first, *overlays = recipe_layers(name)
+    is_file = first.endswith(".toml")
+    is_plan = is_file and not overlays and "stages" in read_toml(Path(first))
+    if is_plan or name in plan_names():
         return _estimate_plan(options)
-    if not is_file and name.partition("+")[0] not in recipe_names():
+    if not is_file and first not in recipe_names():
         known = [*recipe_names(), *plan_names()]
         raise no_such("There is no recipe or plan", name, known)
     if options.only:

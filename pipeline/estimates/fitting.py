@@ -29,7 +29,7 @@ def refuse_unfit(task: Task, allocation: Allocation) -> None:
 def _refuse_size(task: Task, recipe: Recipe, allocation: Allocation) -> None:
     node = allocation.queue.node
     on_gpu = allocation.gpus_per_node > 0
-    host = num_bytes(allocation.memory or node.memory)
+    host = num_bytes(allocation.memory) or num_bytes(node.memory)  # --mem=0: all of a node's
     gpu = num_bytes(node.gpu_memory) if on_gpu else None
     if host is None and gpu is None:
         return

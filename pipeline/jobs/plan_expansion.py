@@ -6,7 +6,7 @@ checked.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -64,6 +64,7 @@ def expand(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         if name in expanded:
             raise _named_twice(f"{where}: two stages are named", name, _IN_NAME)
         expanded[name] = stage
+    _refuse_unread_values(matrices, stages, where)
     return {**plain, "stages": _under_defaults(expanded, document.get("defaults", {}), where)}
 
 
@@ -89,6 +90,18 @@ def _matrices(document: Any, where: str) -> dict[str, Matrix]:
             said = describe_validation(error, Matrix)
             raise ConfigError(f"{where}, [matrix.{name}]: {said}") from error
     return {name: _product(name, matrices, where) for name in matrices}
+
+
+def _refuse_unread_values(
+    matrices: Mapping[str, Matrix], stages: Mapping[str, dict[str, Any]], where: str
+) -> None:
+    """Refuse a value of rows that no stage reads: mistyped, it would be lost without a word."""
+    read = dict.fromkeys((*_OF_ALL, *_PLACEHOLDER.findall(str(stages))))
+    for name, matrix in matrices.items():
+        for key in dict.fromkeys(chain(matrix.values, *matrix.rows.values())):
+            if key not in read and key not in matrices:  # rows of a product have their names
+                at = f"{where}, [matrix.{name}]: no stage reads the value"
+                raise no_such(at, key, [*read], otherwise="or remove it")
 
 
 def _product(name: str, matrices: Mapping[str, Matrix], where: str) -> Matrix:

@@ -18,6 +18,7 @@ found by its comment. A job with another name or comment than recorded is anothe
 anew.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -221,7 +222,7 @@ class _Submission:
             ArtifactError: training that runs would be canceled, and that is not asked for.
         """
         record = self.record.stages[task.name]
-        same_work = record.work == work_digest(task) and not is_renewed
+        same_work = record.work == work_digest(self.resolved, task) and not is_renewed
         if same_work and _is_ending(task, job):
             return False
         if same_work and (job.runs or record.command == command_digest(task, request)):
@@ -259,13 +260,22 @@ def _is_ending(task: Task, job: SlurmJob) -> bool:
     return job.state == "COMPLETING" and has_ended
 
 
-def work_digest(task: Task) -> str:
-    """Return the digest of the settings and inputs that decide a stage's artifact."""
+def work_digest(resolved: ResolvedPlan, task: Task) -> str:
+    """Return the digest of the settings and inputs that decide a stage's artifact.
+
+    Data from outside counts by its path: while a job runs, nothing has recorded its content.
+    """
+    sources = task.planned.sources()
+    places: dict[str, Sequence[str]] = {}
+    for key, source in sources.items():
+        if source.startswith("$"):
+            given = resolved.given[source[1:]]
+            places[key] = [str(p.absolute()) for p in given.named(key).values()] or given.values
     return json_digest(
         {
             "stage": task.stage.name,
             "settings": task.stage.deciding(task.config),
-            "inputs": task.planned.sources(),
+            "inputs": {**sources, **places},
         }
     )
 
@@ -332,10 +342,10 @@ def submit_plan(
         for decision in decisions:
             task, name = decision.task, decision.task.name
             if decision.request is not None:
-                request = _after(decision, ids=ids)
+                request = _after(resolved, decision, ids=ids)
                 job = JobRecord(
                     token=request.token,
-                    work=work_digest(task),
+                    work=work_digest(resolved, task),
                     command=command_digest(task, request),
                     submitted=now(),
                 )
@@ -369,13 +379,14 @@ def show_commands(
     if canceled := _canceled(decisions):
         say(f"scancel {' '.join(canceled)}")
     ids = _kept(decisions, submission.jobs)
-    for decision in decisions:
+    for number, decision in enumerate(decisions, start=1):
         name = decision.task.name
         if decision.request is None:
             say(f"# {_line(decision, ids=ids)}")
             continue
-        request = _after(decision, ids=ids)
-        variable = f"job_{name.replace('-', '_')}"
+        request = _after(resolved, decision, ids=ids)
+        letters = re.sub(r"\W", "_", name, flags=re.ASCII)  # which two stages may have in common
+        variable = f"job_{number}_{letters}"
         ids[name] = f"${variable}"
         say(f"# {name}: {decision.reason}")
         say(f"mkdir -p {shlex.quote(str(request.log.parent))}")
@@ -456,12 +467,12 @@ def _kept(decisions: Sequence[Decision], jobs: Mapping[str, SlurmJob]) -> dict[s
     return {name: job.id for name, job in jobs.items() if name not in gone}
 
 
-def _after(decision: Decision, *, ids: Mapping[str, str]) -> Request:
+def _after(resolved: ResolvedPlan, decision: Decision, *, ids: Mapping[str, str]) -> Request:
     """Return the request of a new job with its dependencies."""
     assert decision.request is not None
     task = decision.task
     needed = dict.fromkeys(task.planned.dependencies())
-    identity = [str(task.out_dir), work_digest(task), *(decision.canceled or ("",))]
+    identity = [str(task.out_dir), work_digest(resolved, task), *(decision.canceled or ("",))]
     return replace(
         decision.request,
         token=f"mmnmt-{json_digest(identity)[:16]}",

@@ -233,6 +233,16 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
     assert bench.calls == []
 
 
+def test_an_unknown_command_is_answered_with_a_list_that_has_each_command_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["xyzzy"])
+    listed = capsys.readouterr().err.partition("Choose from ")[2].strip(". \n").split(", ")
+    assert len(listed) == len(set(listed)), listed
+    assert {"upcycle", "run", "mix"} <= set(listed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -286,6 +296,14 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
         ),
         (
             ["run", "demo", "--only", "corpus", "clean"],
+            "mmnmt run: error: nothing reads 'clean'. Repeat --only before it",
+        ),
+        (
+            ["submit", "demo", "--set=training.updates=9", "training.seed=2", "--site", "x"],
+            "mmnmt submit: error: nothing reads 'training.seed=2'. Repeat --set before it",
+        ),
+        (
+            ["run", "demo", "--only", "corpus", "--out", "x", "clean"],
             "mmnmt run: error: nothing reads 'clean'. Leave it out",
         ),
         (

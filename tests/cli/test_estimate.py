@@ -153,6 +153,11 @@ def test_files_are_told_apart_by_their_stages(
     assert cli.main(["estimate", str(recipe), "--device", "cpu"]) == 0
     assert cli.main(["estimate", str(plan), "--device", "cpu"]) == EXIT_USER_ERROR
     assert "has no stage to estimate" in capsys.readouterr().err
+    (own := tmp_path / "overlay.toml").write_text("[training]\nseed = 2\n")
+    for overlay in ("smoke", own):
+        assert cli.main(["estimate", f"{recipe}+{overlay}", "--device", "cpu", "--json"]) == 0
+    assert cli.main(["estimate", f"{plan}+smoke"]) == EXIT_USER_ERROR
+    assert "there is no setting 'stages'" in capsys.readouterr().err
 
 
 def test_the_help_names_all_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,8 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
         ('order = "rows"', 'order = "row"', "[matrix.seeds]: order is row"),
         ('order = "rows"', 'ordr = "rows"', "[matrix.seeds]: there is no setting 'ordr'"),
         ("[matrix.seeds.rows]", "[matrix.seeds.row]", "[matrix.seeds]: rows is missing"),
+        ("{ number = 2 }", "{ number = 2, sett.training.seed = 2 }", "the value 'sett'. Did you"),
+        ("values = {", "values = { updates = 9,", "[matrix.systems]: no stage reads the value 'up"),
         (
             "[matrix.seeds]\n",
             "[matrix.more.rows]\n[matrix.seeds]\n",

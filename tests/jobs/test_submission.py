@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.places import run_dir
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import HubDataset, RawInput, RawPaths
+from pipeline.config.documents import toml_path
 from pipeline.errors import ArtifactError, ConfigError, SchedulerError
 from pipeline.jobs.job_endings import (
     RankEnd,
@@ -334,6 +336,27 @@ def test_a_running_job_keeps_running_where_only_its_resources_changed(
     assert needed(slurm)["clean"] == {"corpus"}
 
 
+def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tiny(tmp_path)
+    submit(plan)
+    first = slurm.ids()
+    slurm.become(first["corpus"], "RUNNING")
+    monkeypatch.chdir(tmp_path)
+    submit(replace(plan, given={"text": RawPaths((Path("text"),))}))
+    assert slurm.ids()["corpus"] == first["corpus"], "the same folder"
+    places = [RawPaths((tmp_path / "other",)), RawPaths((tmp_path / "text", tmp_path / "more"))]
+    inputs: list[RawInput] = [*places, *(HubDataset("our/text", commit * 40) for commit in "ab")]
+    for given in inputs:
+        before = slurm.ids()
+        slurm.become(before["corpus"], "RUNNING")
+        said = submit(replace(plan, given={"text": given}))
+        assert f"instead of job {before['corpus']}" in said[0]
+        assert slurm.jobs[before["corpus"]]["state"] == "CANCELLED"
+        assert needed(slurm)["clean"] == {"corpus"}
+
+
 def test_training_that_runs_is_canceled_only_if_that_is_asked_for(
     slurm: FakeSlurm, out: Path
 ) -> None:
@@ -400,6 +423,24 @@ def test_the_printed_commands_submit_the_same_jobs_when_bash_runs_them(
     assert not theirs.jobs
     subprocess.run(["bash", "-euc", "\n".join(said)], check=True, timeout=120)
     assert theirs.jobs == ours.jobs
+
+
+def test_printed_commands_tell_stages_apart_by_all_characters_of_their_names(
+    slurm: FakeSlurm, out: Path
+) -> None:
+    """Variables of bash have neither hyphens nor letters beyond ASCII."""
+    names = ("moe-a", "moe_a", "mo\u00e9_a", "mo\u00e8_a")
+    path, stages = out.with_name("names.toml"), ""
+    for name in names:
+        stages += f'[stages."{name}"]\nrun = "pretrain"\n[stages."{name}-test"]\n'
+        stages += f'run = "translate"\ninputs = {{ checkpoint = "{name}", corpus = "clean" }}\n'
+    path.write_text(GRAPH + stages, encoding="utf-8")
+    plan = resolve_plan(load_plan(str(path)), out_dir=out, auto="cpu_fp32")
+    said: list[str] = []
+    show_commands(plan, SITE, say=said.append)
+    subprocess.run(["bash", "-euc", "\n".join(said)], check=True, timeout=120)
+    for name in names:
+        assert needed(slurm)[f"{name}-test"] == {"clean", name}
 
 
 def test_commands_can_be_shown_without_slurm(out: Path) -> None:
@@ -685,6 +726,17 @@ def test_training_that_does_not_fit_is_refused_before_anything_is_submitted(
     assert "where a GPU has 0.0 GiB" in said
     (tmp_path / "site.toml").write_text('node = { cpus = 16, memory = "20M" }', encoding="utf-8")
     assert "2 ranks need" in run(*chosen)[1]
+    (tmp_path / "site.toml").write_text("node = { cpus = 16 }", encoding="utf-8")
+    plan = toml_path("demo", folder="plans", what="plan").read_text(encoding="utf-8")
+    whole = plan.replace("[defaults]", '[defaults]\njob.memory = "0"', 1)  # all of a node's
+    (tmp_path / "whole.toml").write_text(whole, encoding="utf-8")
+    code, said = run(*("submit", str(tmp_path / "whole.toml"), *chosen[2:], "--dry-run"))
+    assert (code, "--mem=0" in said) == (0, True), said
+    for memory, refused in (("20M", True), ("64G", False)):
+        site = f'node = {{ cpus = 16, memory = "{memory}" }}'
+        (tmp_path / "site.toml").write_text(site, encoding="utf-8")
+        said = run(*("submit", str(tmp_path / "whole.toml"), *chosen[2:], "--dry-run"))[1]
+        assert ("2 ranks need" in said) == refused
     assert not slurm.jobs
 
 
