@@ -148,7 +148,7 @@ def test_a_job_whose_artifact_is_finished_ends_with_0(bench: Bench) -> None:
     assert " -m pipeline.doctor --out " in preflight
     assert command == (
         "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --distribution=block --label "
-        f"{Path(sys.executable)} -m pipeline pretrain --out={bench.out_dir}"
+        f"{Path(sys.executable)} -P -m pipeline pretrain --out={bench.out_dir}"
     )
     variables = json.loads((bench.folder / "env").read_text())
     assert variables.pop("MASTER_PORT").startswith("24")
