@@ -217,7 +217,7 @@ def _processes_here(wanted: int) -> int:
 
 def _start(arguments: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
     # A folder "pipeline" or a file "random.py" of the current folder must not replace our modules.
-    safe_path = [] if {"", os.getcwd()} & {*sys.path} else ["-P"]
+    safe_path = [] if {"", str(Path.cwd())} & {*sys.path} else ["-P"]
     return subprocess.Popen(
         [sys.executable, *safe_path, *arguments],
         env=os.environ | variables,

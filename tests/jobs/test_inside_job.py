@@ -324,7 +324,7 @@ def test_the_lines_of_a_site_may_read_unset_variables_and_call_what_fails_within
     setup = f"source '{site}'\nfalse || true\n[ -z x ] && true"
     bench.variables = {"MMNMT_SETUP": setup, "MMNMT_CONTAINER": "env IN_CONTAINER=1"}
     assert bench.run(PUBLISH + "end(0, 'done')") == 0, bench.ended.stderr
-    assert " env IN_CONTAINER=1 python -m pipeline" in bench.calls("srun")[0]
+    assert " env IN_CONTAINER=1 python -P -m pipeline" in bench.calls("srun")[0]
 
 
 @pytest.mark.parametrize(
