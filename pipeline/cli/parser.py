@@ -215,11 +215,15 @@ def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
 
 
 def refuse_paths(options: argparse.Namespace) -> None:
-    """Refuse option values that are paths no stage can use.
+    """Refuse option values that are paths no stage can use, and a current folder that is gone.
 
     Raises:
         ConfigError: names the path.
     """
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigError("The current folder was removed. Change to another one.") from error
     for name, value in vars(options).items():
         for entry in value if isinstance(value, list) else [value]:
             if isinstance(entry, Path):

@@ -130,7 +130,7 @@ def launch_of(
 def _attention_blocks(named: dict[str, Any]) -> int:
     query = named["query"]
     pairs, lengths = prod(query.shape[:2]), (query.shape[-2], named["key"].shape[-2])
-    if "cum_seq_q" in named:  # packed sentences (N, H, K), else (B, H, T, K)
+    if named.get("cum_seq_q") is not None:  # packed sentences (N, H, K), else (B, H, T, K)
         pairs = (len(named["cum_seq_q"]) - 1) * query.shape[1]
         lengths = named["max_q"], named["max_k"]
     return int(pairs * prod(ceil(length / ATTENTION_TILE) for length in lengths))

@@ -360,9 +360,12 @@ def kill_wait_seconds() -> int:
 
 
 def python() -> list[str]:
-    """Return the words that start Python in a rank, in the site's container if it has one."""
+    """Return the words that start Python in a rank, in the site's container if it has one.
+
+    ``-P`` keeps a folder ``pipeline`` of the work directory from replacing this code.
+    """
     container = shlex.split(os.environ.get("MMNMT_CONTAINER", ""))
-    return [*container, "python"] if container else [sys.executable]
+    return [*([*container, "python"] if container else [sys.executable]), "-P"]
 
 
 def step_options(job: RunningJob) -> list[str]:

@@ -216,8 +216,10 @@ def _processes_here(wanted: int) -> int:
 
 
 def _start(arguments: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    # A folder "pipeline" or a file "random.py" of the current folder must not replace our modules.
+    safe_path = [] if {"", str(Path.cwd())} & {*sys.path} else ["-P"]
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, *safe_path, *arguments],
         env=os.environ | variables,
         start_new_session=True,
         preexec_fn=_die_with_parent() if sys.platform == "linux" else None,

@@ -64,7 +64,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, WrapValidator
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.manifest import describe_name
@@ -143,6 +143,14 @@ class StageJob(Settings):
     site's."""
 
 
+def _one_refusal(value: object, check: Callable[[object], object]) -> object:
+    """Check an input of a stage; pydantic would refuse it once per type, under names of its own."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise ValueError("Write the name of a stage, or a table of names") from error
+
+
 class PlanStage(Settings):
     """The table ``[stages.NAME]`` of a plan."""
 
@@ -152,7 +160,9 @@ class PlanStage(Settings):
     """Recipe; empty for stages that read no settings."""
     set: dict[str, Any] = Field(default_factory=dict)
     """Sections and settings laid over the recipe and its overlays."""
-    inputs: dict[str, str | dict[str, str]] = Field(default_factory=dict)
+    inputs: dict[str, Annotated[str | dict[str, str], WrapValidator(_one_refusal)]] = Field(
+        default_factory=dict
+    )
     """Input → stage name, or ``$`` and the name of an input of the plan; for inputs that take
     several artifacts, a table of name → stage name."""
     processes: Annotated[int, whole(1, MAX_PROCESSES)] = 1

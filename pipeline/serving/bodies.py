@@ -163,13 +163,13 @@ def _parts(body: bytes, boundary: bytes) -> list[tuple[str, str]]:
     during which the server answers nobody.
     """
     _, *parts, end = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    heads = [part[:MAX_HEAD].partition(b"\r\n\r\n")[0] for part in parts]
-    names = [_NAME.search(head) for head in heads]
+    heads = [part[:MAX_HEAD].partition(b"\r\n\r\n")[:2] for part in parts]
+    names = [_NAME.search(head) if end_of_head else None for head, end_of_head in heads]
     if not parts or not end.startswith(b"--") or None in names:
         raise Refused(400, "The parts of the form cannot be told apart. Send JSON.")
     return [
         (name[1].decode(), part[len(head) + 4 :].decode())
-        for name, head, part in zip(names, heads, parts, strict=True)
+        for name, (head, _), part in zip(names, heads, parts, strict=True)
         if name is not None
     ]
 

@@ -1333,6 +1333,23 @@ def test_an_output_below_a_folder_that_is_not_utf_8_is_refused(
     assert "o\\xff/corpus is not UTF-8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["import_tests", "--raw", "raw", "--out", "corpus"], ["run", "demo"], ["describe"]],
+)
+def test_a_current_folder_that_was_removed_is_named(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(arguments) == EXIT_USER_ERROR
+    assert "The current folder was removed. Change to another one." in capsys.readouterr().err
+
+
 def test_a_raw_file_whose_name_is_not_utf_8_is_named_before_any_work(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

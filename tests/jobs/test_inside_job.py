@@ -148,7 +148,7 @@ def test_a_job_whose_artifact_is_finished_ends_with_0(bench: Bench) -> None:
     assert " -m pipeline.doctor --out " in preflight
     assert command == (
         "srun --kill-on-bad-exit=1 --nodes=2 --ntasks=4 --distribution=block --label "
-        f"{Path(sys.executable)} -m pipeline pretrain --out={bench.out_dir}"
+        f"{Path(sys.executable)} -P -m pipeline pretrain --out={bench.out_dir}"
     )
     variables = json.loads((bench.folder / "env").read_text())
     assert variables.pop("MASTER_PORT").startswith("24")
@@ -324,7 +324,7 @@ def test_the_lines_of_a_site_may_read_unset_variables_and_call_what_fails_within
     setup = f"source '{site}'\nfalse || true\n[ -z x ] && true"
     bench.variables = {"MMNMT_SETUP": setup, "MMNMT_CONTAINER": "env IN_CONTAINER=1"}
     assert bench.run(PUBLISH + "end(0, 'done')") == 0, bench.ended.stderr
-    assert " env IN_CONTAINER=1 python -m pipeline" in bench.calls("srun")[0]
+    assert " env IN_CONTAINER=1 python -P -m pipeline" in bench.calls("srun")[0]
 
 
 @pytest.mark.parametrize(

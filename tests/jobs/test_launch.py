@@ -320,6 +320,28 @@ def test_the_folder_of_a_launcher_that_was_killed_goes_at_the_next_start(
     assert [folder.name for folder in tmp_path.iterdir()] == ["mmnmt-reports-made-now"]
 
 
+@pytest.mark.parametrize("name", ["random.py", "pipeline/__init__.py"])
+@pytest.mark.parametrize("own", [False, True], ids=["installed", "in the current folder"])
+def test_ranks_import_from_the_current_folder_only_if_the_launcher_does(
+    name: str, own: bool, tmp_path: Path
+) -> None:
+    module = name.partition("/")[0].removesuffix(".py")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("")
+    rank = ["-c", f"import {module}, os, sys; sys.exit(int(os.getcwd() in {module}.__file__))"]
+    program = (
+        "import sys; from pipeline.jobs.launch import launch; "
+        f"sys.path[:0] = {[str(tmp_path)] * own}; sys.exit(launch({rank}, processes=1, threads=1))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        timeout=60,
+    )
+    assert ended.returncode == int(own)
+
+
 def _launcher_command(arguments: list[str], *, processes: int) -> list[str]:
     program = (
         "import sys; from pipeline.jobs.launch import launch; "

@@ -276,6 +276,17 @@ def test_the_systems_of_the_demo_have_equally_many_updates_beyond_the_given_mode
         ('corpus = "corpus"', 'corpse = "corpus"', "needs input 'corpus'"),
         ('corpus = "corpus" }', 'corpus = "corpus", more = "corpus" }', "no input 'more'"),
         ('corpus = "corpus"', 'corpus = { a = "corpus" }', "takes one stage name"),
+        (
+            'corpus = "corpus"',
+            'corpus = ["corpus"]',
+            r"': stages\.shards\.inputs\.corpus is \['corpus'\]\. Write the name of a stage, or a "
+            r"table of names\.$",
+        ),
+        (
+            'corpus = "corpus"',
+            "corpus = { a = 3 }",
+            r"': stages\.shards\.inputs\.corpus: Write the name of a stage, or a table of names\.$",
+        ),
         ('raw = "$text"', 'raw = "$txt"', r"'\$txt' is not declared. Did you mean '\$text'\?"),
         ('raw = "$text"', 'raw = "$memories"', r"'\$memories' is not declared. Add it"),
         ('raw = "$text"', 'raw = "shards"', "raw data comes from outside"),

@@ -305,6 +305,12 @@ def test_the_page_asks_no_other_host(served: Served) -> None:
 
 # ---------------------------------------------------------------- hostility
 
+FORM_WITHOUT_TEXT = b"".join(
+    b'--x\r\nContent-Disposition: form-data; name="%s"\r\n%s' % part
+    for part in [(b"source", b"\r\nde\r\n"), (b"target", b"\r\nen\r\n"), (b"q", b"%s--x--\r\n")]
+)
+"""A form whose last part has no text, or a longer head than the server reads, in place of %s."""
+
 
 @pytest.mark.parametrize(
     ("status", "body", "kind"),
@@ -345,6 +351,8 @@ def test_the_page_asks_no_other_host(served: Served) -> None:
             PARTS,
         ),
         (400, b'--x\r\nContent-Disposition: form-data; name="q"\r\n\r\nja\r\n', PARTS),
+        (400, FORM_WITHOUT_TEXT % b"", PARTS),
+        (400, FORM_WITHOUT_TEXT % (b"X: %s\r\n\r\nja\r\n" % (b"a" * 1024)), PARTS),
         (400, b"ja", "multipart/form-data"),
         (400, b'{"q": "ja", "source": "de", "target": "en", "alternatives": true}', JSON),
         (400, b'{"q": "ja", "source": "de", "target": "en", "alternatives": "1_0"}', JSON),

@@ -5,6 +5,7 @@ The reference runs one micro-batch after the other through the same model, as tr
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,20 @@ def test_a_shared_pass_draws_the_same_numbers_again(name: str) -> None:
     assert_close(recomputed_gradients, first_gradients)
     others, _ = run(model, [join([part.keyed(9) for part in parts])], loss, progress=0.5)
     assert not torch.allclose(others, first, rtol=1e-4), "the seed must matter"
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["one", "shared"])
+def test_a_second_call_draws_the_same_numbers_unless_its_batch_is_noisy_anew(shares: bool) -> None:
+    spec = SPECS["moe"][0]
+    model = tiny_model(spec, regularization=NOISY).train()
+    parts = [batch.keyed(seed) for seed, batch in enumerate(micro_batches(spec, 1)[1:])]
+    batches = [join(parts)] if shares else parts
+    anew = [replace(b, source=b.source.noisy(2), target=b.target.noisy(2)) for b in batches]
+    first, again, other = (
+        torch.cat([model(batch).logits_LV for batch in each]) for each in (batches, batches, anew)
+    )
+    assert torch.equal(first, again)
+    assert not torch.isclose(first, other).all(-1).any()
 
 
 def with_sigmoid_routers(spec: ModelSpec) -> Transformer:

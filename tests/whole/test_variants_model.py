@@ -245,7 +245,8 @@ VARIANTS = {
                 (
                     'Literal["cross_entropy", "fuse_distillation"]',
                     'Literal["cross_entropy", "fuse_distillation", "two_routes"]',
-                )
+                ),
+                ('objective == "fuse_distillation"', 'objective != "cross_entropy"'),
             ],
             "pipeline/training/losses.py": [
                 (
