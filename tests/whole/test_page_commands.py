@@ -41,6 +41,8 @@ PARSED_ALONE = ("logs", "cancel")
 """Commands that need jobs of a cluster: their options are looked at alone."""
 FROM_THE_NETWORK = ("hub:",)
 """What a command reads that no test does: its options and its recipe are looked at alone."""
+PLENTY = "training.updates="
+"""A setting of a command that the overlay keeps small."""
 DEMO = """
 [corpus]
 max_train_lines = 60
@@ -224,6 +226,11 @@ def small(command: str, folder: Path) -> list[str]:
             continue
         if word in ("--processes", "--ds-config"):
             next(waiting)
+            continue
+        if word == "--set":
+            setting = next(waiting)
+            if not setting.startswith(PLENTY):
+                found += [word, setting]
             continue
         if word == "--profile":
             next(waiting)
