@@ -13,7 +13,7 @@ see both of its libraries. It has no experts: those in 8 bits stand beside ours 
 import copy
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,9 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sentences at once and one at a time, and how many tokens each gets."""
-
-    sentences: int
-    alone: int
-    new_tokens: int
-
-    @classmethod
-    def of(cls, options: Options) -> "Sizes":
-        return cls(4, 2, 6) if options.quick else cls(32, 8, 40)
+def sizes(options: Options) -> tuple[int, int, int]:
+    """Return the sentences searched at once and one at a time, and how many tokens each gets."""
+    return (4, 2, 6) if options.quick else (32, 8, 40)
 
 
 def peer_search(peer: Any, examples: list[Example], *, new_tokens: int) -> Callable[[], Sequences]:
@@ -86,39 +78,32 @@ def ctranslate2_rows(options: Options) -> list[Row]:
     """Ours in float32 and in 8 bits beside CTranslate2's."""
     from ctranslate2_peer import ctranslate2_search, library, write_model
 
-    sizes, quick = Sizes.of(options), options.quick
-    model, examples = model_and_examples(torch.float32, sentences=sizes.sentences, quick=quick)
+    count, few, new_tokens = sizes(options)
+    model, examples = model_and_examples(torch.float32, sentences=count, quick=options.quick)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         write_model(directory, model)
         for kind, targets in CTRANSLATE2_TARGETS.items():
             target = targets[options.threads > 1]
-            for beams, sentences, at_once in (
-                (BEAMS, sizes.sentences, sizes.sentences),
-                (BEAMS, sizes.alone, 1),
-                (1, sizes.alone, 1),
-            ):
+            for beams, sentences, at_once in ((BEAMS, count, count), (BEAMS, few, 1), (1, few, 1)):
                 lines = examples[:sentences]
                 searched = copy.deepcopy(model.eval())
                 if kind == "int8":
                     quantize(searched)
-                ours = beam_search(
-                    searched, lines, new_tokens=sizes.new_tokens, beams=beams, at_once=at_once
-                )
+                asked: dict[str, Any] = {
+                    "beams": beams,
+                    "new_tokens": new_tokens,
+                    "at_once": at_once,
+                }
+                ours = beam_search(searched, lines, **asked)
                 peer = ctranslate2_search(
-                    directory,
-                    lines,
-                    compute_type=kind,
-                    threads=options.threads,
-                    beams=beams,
-                    new_tokens=sizes.new_tokens,
-                    at_once=at_once,
+                    directory, lines, compute_type=kind, threads=options.threads, **asked
                 )
                 found, expected = ours(), peer()
                 same = sum(one == other for one, other in zip(found, expected, strict=True))
                 print(f"{kind}: {same} of {sentences} translations are CTranslate2's")
-                assert {len(tokens) for tokens in found + expected} == {sizes.new_tokens}
+                assert {len(tokens) for tokens in found + expected} == {new_tokens}
                 seconds = interleaved(
                     {"ours": ours, f"CTranslate2 {library()}": peer},
                     rounds=options.rounds,
@@ -132,14 +117,14 @@ def ctranslate2_rows(options: Options) -> list[Row]:
 
 def experts_rows(options: Options) -> list[Row]:
     """Experts in 8 bits beside the same in float32."""
-    sizes = Sizes.of(options)
-    case = replace(QUICK if options.quick else WIDE, pairs=sizes.sentences)
+    sentences, _, new_tokens = sizes(options)
+    case = replace(QUICK if options.quick else WIDE, pairs=sentences)
     model = case.model(torch.float32, moe=MoEConfig(num_experts=8, every=2)).eval()
     examples = case.examples(model)
     small = copy.deepcopy(model)
     quantize(small)
     searches = {
-        name: beam_search(one, examples, new_tokens=sizes.new_tokens)
+        name: beam_search(one, examples, new_tokens=new_tokens)
         for name, one in (("ours", small), ("float32", model))
     }
     seconds = interleaved(searches, rounds=options.rounds, warm_up=1)
@@ -156,9 +141,9 @@ def main() -> None:
         rows += ctranslate2_rows(options)
     if "experts" in measured:
         rows += experts_rows(options)
-    sizes = Sizes.of(options)
+    sentences, _, new_tokens = sizes(options)
     model, _ = model_and_examples(torch.float32, sentences=1, quick=options.quick)
-    lengths = f"{sizes.sentences} sentences, beam {BEAMS}, {sizes.new_tokens} tokens each"
+    lengths = f"{sentences} sentences, beam {BEAMS}, {new_tokens} tokens each"
     shapes = f"{shape_text(model)}, {lengths}"
     report(rows, options, shapes=shapes)
 
@@ -166,19 +151,19 @@ def main() -> None:
 def generate_rows(options: Options) -> list[Row]:
     """Ours beside Hugging Face's, in both precisions."""
     rows: list[Row] = []
-    sizes, quick = Sizes.of(options), options.quick
+    sentences, _, new_tokens = sizes(options)
     for dtype, target in TARGETS.items():
-        model, examples = model_and_examples(dtype, sentences=sizes.sentences, quick=quick)
+        model, examples = model_and_examples(dtype, sentences=sentences, quick=options.quick)
         peer = m2m100_peer(model.eval(), eos_id=EOS_ID)
         searches = {
-            "ours": beam_search(model, examples, new_tokens=sizes.new_tokens),
-            "generate": peer_search(peer, examples, new_tokens=sizes.new_tokens),
+            "ours": beam_search(model, examples, new_tokens=new_tokens),
+            "generate": peer_search(peer, examples, new_tokens=new_tokens),
         }
         found, expected = (search() for search in searches.values())
         same = sum(one == other for one, other in zip(found, expected, strict=True))
-        print(f"{dtype}: {same} of {sizes.sentences} translations are the same on both sides")
-        assert {len(tokens) for tokens in found + expected} == {sizes.new_tokens}
-        assert same == sizes.sentences or dtype == torch.bfloat16 or DEVICE.type == "cuda"
+        print(f"{dtype}: {same} of {sentences} translations are the same on both sides")
+        assert {len(tokens) for tokens in found + expected} == {new_tokens}
+        assert same == sentences or dtype == torch.bfloat16 or DEVICE.type == "cuda"
         seconds = interleaved(searches, rounds=options.rounds)
         case = f"beam search, {dtype_name(dtype)}"
         rows += compare(seconds, case=case, target=target)

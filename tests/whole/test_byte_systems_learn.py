@@ -41,8 +41,7 @@ TASKS = ("copy", "reverse", "second")
 CODES = {"copy": "de", "reverse": "fr", "second": "ru"}
 UPDATES, LOOK_EVERY = 1000, 50
 """Within so many updates; how often it is looked."""
-LINES, HELD_OUT = 64, 300
-ENOUGH = 0.9
+LINES, HELD_OUT, ENOUGH = 64, 300, 0.9
 OPTIMIZER = OptimizerConfig(
     learning_rate=8e-3, final_learning_rate=2e-4, warmup_updates=40, clip_norm=1.0
 )
@@ -158,5 +157,4 @@ def test_a_byte_system_learns_to_copy_to_reverse_words_and_their_second_letters(
     system: str,
 ) -> None:
     updates, shares = updates_until_learnt(SYSTEMS[system])
-    print(f"{system}: {shares} after {updates} updates")
-    assert min(shares.values()) >= ENOUGH, shares
+    assert min(shares.values()) >= ENOUGH, f"{shares} after {updates} updates"

@@ -136,8 +136,7 @@ def test_two_runs_of_its_plan_in_two_folders_make_the_same_and_so_does_a_repair(
     def ran(folder: Path, **chosen: Sequence[str]) -> list[str]:
         lines: list[str] = []
         resolved = resolve_plan(plan, out_dir=folder, overlay=str(overlay), processes=1)
-        resolved = resolved.chosen(**chosen)
-        assert run_plan(resolved, launcher=as_child, say=lines.append) == 0
+        assert run_plan(resolved.chosen(**chosen), launcher=as_child, say=lines.append) == 0
         return [line.partition(":")[0] for line in lines if ": running " in line]
 
     def made(folder: Path) -> dict[str, tuple[str, str]]:
