@@ -34,7 +34,7 @@ from support.tiny_training import (
     terminate_at_call,
 )
 
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.places import run_dir
@@ -503,10 +503,6 @@ def validation_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(path) if record["kind"] == "validation"]
 
 
-def tokens_of(shards: Artifact) -> Path:
-    return next(shards.directory.glob("train/*/*.tokens"))
-
-
 def test_an_optimizer_that_a_ds_config_offloads_learns_the_same(
     inputs: Inputs, pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -525,7 +521,7 @@ def test_an_optimizer_that_a_ds_config_offloads_learns_the_same(
 def test_tampered_shards_are_not_trained_on(inputs: Inputs, tmp_path: Path) -> None:
     shutil.copytree(inputs.shards.directory, tmp_path / "shards")
     shards = open_artifact(tmp_path / "shards", kind="shards")
-    path = tokens_of(shards)
+    path = next(shards.directory.glob("train/*/*.tokens"))
     path.write_bytes(b"\xff" * path.stat().st_size)
     call = make_call(
         "pretrain", make_recipe(), {**inputs.artifacts(), "shards": shards}, tmp_path / "model"
