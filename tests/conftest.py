@@ -25,7 +25,7 @@ SAMPLED_CASES = 6
 
 LONGEST_FIRST = (
     *("test_crash_points", "test_benchmarks_run", "test_byte_systems_learn", "test_parity"),
-    *("test_paper_rows", "test_many_ranks", "test_watchdog"),
+    *("test_paper_rows", "test_fused_kernels", "test_memory", "test_many_ranks", "test_watchdog"),
     *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
     *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
     *("test_language_module_rows", "test_beam_search", "test_variants_model"),

@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.folder_listing import names_in
+from support.forked import started_code
 
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
@@ -137,10 +136,8 @@ def test_a_killed_stage_leaves_nothing_that_looks_finished_and_can_run_again(
     tmp_path: Path, moment: str
 ) -> None:
     out_dir = tmp_path / "corpus"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_SCRIPT, str(out_dir), moment], timeout=60, check=False
-    )
-    assert killed.returncode == -9
+    with started_code(KILLED_SCRIPT, [str(out_dir), moment], environment=os.environ) as process:
+        assert process.end()[0] == -9
     assert len(list(tmp_path.iterdir())) == 1, "what was begun must lie about"
     with pytest.raises(ArtifactError, match="does not exist"):
         open_artifact(out_dir, kind="corpus")

@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.corpora import writing
 from support.folder_listing import names_in
+from support.forked import started_code
 from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
@@ -556,6 +555,12 @@ with new_artifact(Path(sys.argv[1]), kind=sys.argv[3], stage="x", config={}, inp
 """
 
 
+def exit_code_of_replacing(out_dir: Path, moment: int, *, kind: str) -> int | None:
+    given = [str(out_dir), str(moment), kind]
+    with started_code(REPLACING, given, environment=os.environ) as process:
+        return process.end()[0]
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_of_replacing_the_old_or_the_new_is_there_and_nothing_in_the_way(
     tmp_path: Path,
@@ -565,8 +570,7 @@ def test_killed_at_any_moment_of_replacing_the_old_or_the_new_is_there_and_nothi
         out_dir = tmp_path / str(moment) / "out"
         with writing(out_dir, "corpus", "x") as writer:
             writer.path("old/old.txt").write_text("old")
-        command = [sys.executable, "-c", REPLACING, str(out_dir), str(moment), "corpus"]
-        code = subprocess.run(command, check=False, timeout=60).returncode
+        code = exit_code_of_replacing(out_dir, moment, kind="corpus")
         assert code in (0, 9)
         restore(out_dir)
         found = open_artifact(out_dir, kind="corpus")
@@ -599,8 +603,7 @@ def test_killed_at_any_moment_of_taking_a_trained_models_place_that_model_is_kep
             out_dir, kind="checkpoint", stage="x", config=trained, inputs={}
         ) as writer:
             writer.path("old/old.txt").write_text("old")
-        command = [sys.executable, "-c", REPLACING, str(out_dir), str(moment), "checkpoint"]
-        code = subprocess.run(command, check=False, timeout=60, capture_output=True).returncode
+        code = exit_code_of_replacing(out_dir, moment, kind="checkpoint")
         assert code in (0, 9)
         restore(out_dir)
         open_artifact(out_dir, kind="checkpoint").check()

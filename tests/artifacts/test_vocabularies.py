@@ -12,6 +12,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
+from support.foreign_models import pieces_of
 from transformers import M2M100Tokenizer
 
 from pipeline.artifacts.tokenizer import (
@@ -236,11 +237,6 @@ def model() -> bytes:
         minloglevel=2,
     )
     return stream.getvalue()
-
-
-def pieces_of(model: bytes) -> list[str]:
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
 
 
 @pytest.fixture(scope="module")

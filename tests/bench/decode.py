@@ -37,7 +37,7 @@ TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}
 CTRANSLATE2_TARGETS = {"float32": (1.15, 1.15), "int8": (1.1, 1.05)}
 """With one thread and with several, of all sentences at once; one at a time, the target is 1."""
 EXPERTS_TARGET = 1.3
-SENTENCES, ALONE, BEAMS, NEW_TOKENS = 32, 8, 5, 40
+BEAMS = 5
 PEERS = ("generate", "ctranslate2", "experts")
 CASES = {
     r"beam search, (float32|bfloat16), against generate": "milliseconds",
@@ -47,7 +47,12 @@ CASES = {
 }
 
 
-def peer_search(peer: Any, examples: list[Example]) -> Callable[[], Sequences]:
+def sizes(options: Options) -> tuple[int, int, int]:
+    """Return the sentences searched at once and one at a time, and how many tokens each gets."""
+    return (4, 2, 6) if options.quick else (32, 8, 40)
+
+
+def peer_search(peer: Any, examples: list[Example], *, new_tokens: int) -> Callable[[], Sequences]:
     """The same search of the peer, over the same prompts."""
     batch = collate(examples, eos_id=EOS_ID).to(DEVICE)
     source_BS = padded(batch.source_N, batch.source, fill=PAD_ID)
@@ -61,8 +66,8 @@ def peer_search(peer: Any, examples: list[Example]) -> Callable[[], Sequences]:
             num_beams=BEAMS,
             length_penalty=1.0,
             early_stopping=False,
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
         )
         return [tuple(tokens) for tokens in sequences[:, prompts_BT.shape[1] :].tolist()]
 
@@ -73,38 +78,32 @@ def ctranslate2_rows(options: Options) -> list[Row]:
     """Ours in float32 and in 8 bits beside CTranslate2's."""
     from ctranslate2_peer import ctranslate2_search, library, write_model
 
-    model, examples = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
+    count, few, new_tokens = sizes(options)
+    model, examples = model_and_examples(torch.float32, sentences=count, quick=options.quick)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         write_model(directory, model)
         for kind, targets in CTRANSLATE2_TARGETS.items():
             target = targets[options.threads > 1]
-            for beams, sentences, at_once in (
-                (BEAMS, SENTENCES, SENTENCES),
-                (BEAMS, ALONE, 1),
-                (1, ALONE, 1),
-            ):
+            for beams, sentences, at_once in ((BEAMS, count, count), (BEAMS, few, 1), (1, few, 1)):
                 lines = examples[:sentences]
                 searched = copy.deepcopy(model.eval())
                 if kind == "int8":
                     quantize(searched)
-                ours = beam_search(
-                    searched, lines, new_tokens=NEW_TOKENS, beams=beams, at_once=at_once
-                )
+                asked: dict[str, Any] = {
+                    "beams": beams,
+                    "new_tokens": new_tokens,
+                    "at_once": at_once,
+                }
+                ours = beam_search(searched, lines, **asked)
                 peer = ctranslate2_search(
-                    directory,
-                    lines,
-                    compute_type=kind,
-                    threads=options.threads,
-                    beams=beams,
-                    new_tokens=NEW_TOKENS,
-                    at_once=at_once,
+                    directory, lines, compute_type=kind, threads=options.threads, **asked
                 )
                 found, expected = ours(), peer()
                 same = sum(one == other for one, other in zip(found, expected, strict=True))
                 print(f"{kind}: {same} of {sentences} translations are CTranslate2's")
-                assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
+                assert {len(tokens) for tokens in found + expected} == {new_tokens}
                 seconds = interleaved(
                     {"ours": ours, f"CTranslate2 {library()}": peer},
                     rounds=options.rounds,
@@ -118,13 +117,14 @@ def ctranslate2_rows(options: Options) -> list[Row]:
 
 def experts_rows(options: Options) -> list[Row]:
     """Experts in 8 bits beside the same in float32."""
-    case = replace(QUICK if options.quick else WIDE, pairs=SENTENCES)
+    sentences, _, new_tokens = sizes(options)
+    case = replace(QUICK if options.quick else WIDE, pairs=sentences)
     model = case.model(torch.float32, moe=MoEConfig(num_experts=8, every=2)).eval()
     examples = case.examples(model)
     small = copy.deepcopy(model)
     quantize(small)
     searches = {
-        name: beam_search(one, examples, new_tokens=NEW_TOKENS)
+        name: beam_search(one, examples, new_tokens=new_tokens)
         for name, one in (("ours", small), ("float32", model))
     }
     seconds = interleaved(searches, rounds=options.rounds, warm_up=1)
@@ -141,26 +141,29 @@ def main() -> None:
         rows += ctranslate2_rows(options)
     if "experts" in measured:
         rows += experts_rows(options)
-    model, _ = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
-    shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"
+    sentences, _, new_tokens = sizes(options)
+    model, _ = model_and_examples(torch.float32, sentences=1, quick=options.quick)
+    lengths = f"{sentences} sentences, beam {BEAMS}, {new_tokens} tokens each"
+    shapes = f"{shape_text(model)}, {lengths}"
     report(rows, options, shapes=shapes)
 
 
 def generate_rows(options: Options) -> list[Row]:
     """Ours beside Hugging Face's, in both precisions."""
     rows: list[Row] = []
+    sentences, _, new_tokens = sizes(options)
     for dtype, target in TARGETS.items():
-        model, examples = model_and_examples(dtype, sentences=SENTENCES, quick=options.quick)
+        model, examples = model_and_examples(dtype, sentences=sentences, quick=options.quick)
         peer = m2m100_peer(model.eval(), eos_id=EOS_ID)
         searches = {
-            "ours": beam_search(model, examples, new_tokens=NEW_TOKENS),
-            "generate": peer_search(peer, examples),
+            "ours": beam_search(model, examples, new_tokens=new_tokens),
+            "generate": peer_search(peer, examples, new_tokens=new_tokens),
         }
         found, expected = (search() for search in searches.values())
         same = sum(one == other for one, other in zip(found, expected, strict=True))
-        print(f"{dtype}: {same} of {SENTENCES} translations are the same on both sides")
-        assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
-        assert same == SENTENCES or dtype == torch.bfloat16 or DEVICE.type == "cuda"
+        print(f"{dtype}: {same} of {sentences} translations are the same on both sides")
+        assert {len(tokens) for tokens in found + expected} == {new_tokens}
+        assert same == sentences or dtype == torch.bfloat16 or DEVICE.type == "cuda"
         seconds = interleaved(searches, rounds=options.rounds)
         case = f"beam search, {dtype_name(dtype)}"
         rows += compare(seconds, case=case, target=target)

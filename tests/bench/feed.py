@@ -222,14 +222,7 @@ def waiting(data: TrainingData, *, micro_batches: int) -> list[float]:
 
 def measured_apart(directory: Path, micro_batches: int, *, times: int) -> Row:
     """:func:`measure` in a process of its own, the last time it is done: all is warm then."""
-    command = [
-        sys.executable,
-        __file__,
-        "--folder",
-        str(directory),
-        "--measure",
-        str(micro_batches),
-    ]
+    command = [sys.executable, __file__, f"--folder={directory}", f"--measure={micro_batches}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for _ in range(times):
         done = subprocess.run(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from support.passes import passes_of
 from support.process_pool import ProcessPool
-from support.stored_checkpoints import Weights, make_checkpoint
+from support.stored_checkpoints import Weights, flip, make_checkpoint
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
@@ -400,12 +400,6 @@ def test_a_missing_tensor_and_one_of_another_shape_are_errors_that_name_it(tmp_p
     words = r"embedding.weight has shape \(40, 16\), but the model needs \(41, 16\)"
     with pytest.raises(CheckpointError, match=words):
         load_weights(wider, whole)
-
-
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {

@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 import torch
+from support.stored_checkpoints import weights_of as values
 from support.tiny_models import PAD_ID, tiny_spec
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -28,10 +29,6 @@ def initialized(spec: ModelSpec, *, seed: int = 1) -> Transformer:
     model = build_model(spec)
     initialize_weights(model, seed=seed)
     return model
-
-
-def values(model: Transformer) -> dict[str, Tensor]:
-    return {entry.name: entry.value.clone() for entry in named_slices(model)}
 
 
 def rank_of_two(spec: ModelSpec, rank: int) -> Transformer:

@@ -161,7 +161,7 @@ def test_a_width_that_no_model_has_is_refused_with_its_range(broken: Path) -> No
     [
         {"width": 2**15},
         {"feed_forward_width": 2**20},
-        {"encoder_layers": 1000, "decoder_layers": 1000},
+        {"encoder_layers": 200, "decoder_layers": 200},
     ],
     ids=str,
 )
@@ -181,7 +181,7 @@ def test_a_model_far_larger_than_its_files_is_refused_before_anything_is_allocat
     tracemalloc.stop()
     assert f"hold {held:,} values" in str(caught.value)
     assert "parameters" in str(caught.value)
-    assert peak < 2**28
+    assert peak < 2**26
 
 
 def test_a_tokenizer_of_another_model_is_refused(

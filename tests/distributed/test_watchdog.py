@@ -315,7 +315,7 @@ HANGS: dict[str, tuple[Hang, int]] = {
     "work": (work_for_longer_than_the_silence, 0),
 }
 """What hangs, and how many of the first ranks are stopped."""
-AT_ONCE = 3
+AT_ONCE = 5
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,7 @@ from pipeline.kernels.pointwise import (
     norm_of_sum,
 )
 from pipeline.kernels.products import Activation
+from pipeline.model import fused_comparison
 from pipeline.model.fused_comparison import Sizes, compare
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
@@ -149,8 +150,7 @@ def test_fused_kernels_run_only_where_they_may() -> None:
     [
         ((0,), 48, 0.3, 256),
         ((1,), 16, 0.0, 256),
-        ((5, 9), 48, 0.6, LAST_SITE),
-        ((9,), 24, 0.3, 512),
+        ((4, 5), 24, 0.6, LAST_SITE),
     ],
 )
 def test_residual_kernels_equal_pytorch(
@@ -235,7 +235,7 @@ def test_dropout_does_not_depend_on_how_micro_batches_share_a_pass() -> None:
 @pytest.mark.parametrize("block", [128, 8192])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("rows", "vocabulary", "columns"), [(0, 301, 320), (1, 256, 256), (9, 301, 448)]
+    ("rows", "vocabulary", "columns"), [(0, 301, 320), (1, 256, 256), (4, 301, 448)]
 )
 def test_cross_entropy_equals_pytorch(
     rows: int, vocabulary: int, columns: int, smoothing: float, block: int, dtype: torch.dtype,
@@ -333,11 +333,18 @@ LENGTHS = [[3], [], [5, 1, 30, 7, 9, 40, 3, 2, 17]]
 OTHER_LENGTHS = [[33], [], [6, 2, 17, 70, 1, 33, 4, 1, 1]]
 
 
-# The interpreter has no products of bfloat16 (Triton 3.9).
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+# Each two values of type, mask and dropout meet, not each three: the interpreter is slow. It has no
+# products of bfloat16 (Triton 3.9).
+@pytest.mark.parametrize(
+    ("dtype", "is_causal", "rate"),
+    [
+        (torch.float32, False, 0.0),
+        (torch.float32, True, 0.4),
+        (torch.float16, False, 0.4),
+        (torch.float16, True, 0.0),
+    ],
+)
 @pytest.mark.parametrize(("width", "case"), [(16, 0), (32, 1), (24, 2), (96, 2), (128, 2)])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_packed_attention_equals_attention_of_each_sentence(
     width: int, case: int, is_causal: bool, rate: float, dtype: torch.dtype
 ) -> None:
@@ -449,15 +456,15 @@ def test_a_step_of_attention_equals_attention_over_the_entries_that_a_row_sees(
     assert torch.equal(value_BHSK, values)
 
 
-@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, top_k=2, every=2)])
+@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, top_k=2, every=1)])
 def test_a_search_with_fused_kernels_finds_the_translations_of_the_plain_search(
     moe: MoEConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grid_search, "has_grouped_products", lambda _: True)
-    model = tiny_model(tiny_spec(moe=moe)).eval()
-    examples = random_examples(model.spec, sentences=3, seed=4, shortest=1, longest=5)
+    model = tiny_model(tiny_spec(moe=moe, layers=1)).eval()
+    examples = random_examples(model.spec, sentences=2, seed=4, shortest=1, longest=4)
     sources = [source_of(one) for one in examples]
-    config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=8)
+    config = DecodingConfig(beam_size=2, n_best=2, max_length_ratio=0, max_extra_length=5)
     grids = grid_search.Grids()
     with fused_kernels_off():
         expected = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
@@ -507,7 +514,7 @@ def test_a_model_with_fused_kernels_has_the_loss_and_gradient_of_the_plain_one(
     spec = tiny_spec(moe=moe, layers=1, width=16, num_heads=2, vocabulary=70, model=model)
     rates = Regularization(dropout=0.3, attention_dropout=0.2, expert_output_masking=0.1)
     network = tiny_model(spec, regularization=rates).train()
-    batches = [random_batch(spec, sentences=3, seed=seed).keyed(seed) for seed in range(2)]
+    batches = [random_batch(spec, sentences=2, seed=n, longest=4).keyed(n) for n in range(2)]
     config = LossConfig(label_smoothing=0.1, balance_weight=0.2)
     # In float32, logits are not padded by themselves.
     monkeypatch.setattr(products, "pads_outputs", lambda *_: True)
@@ -530,7 +537,8 @@ def test_a_model_with_fused_kernels_has_the_loss_and_gradient_of_the_plain_one(
 def test_forms_are_compared_and_a_kernel_that_differs_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sizes = Sizes(sentences=3, length=5, width=16, heads=2, vocabulary=40)
+    monkeypatch.setattr(fused_comparison, "ROUNDS", 1)
+    sizes = Sizes(sentences=2, length=3, width=16, heads=2, vocabulary=40)
     found = list(compare(torch.device("cpu"), sizes, dtype=torch.float32))
     assert [one.name for one in found] == ["residual and norm", "activation", "attention", "loss"]
     assert all(one.distance < 1e-5 and one.agrees for one in found)

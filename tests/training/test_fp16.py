@@ -32,7 +32,7 @@ from pipeline.model.building import build_model
 from pipeline.training.engine import Engine, connect
 from pipeline.training.optim import prepare_scaler, read_scale, restore_scale
 
-TOO_LARGE = 30
+TOO_LARGE = 22
 """A power of two at which the gradients of tiny models overflow in fp16."""
 
 
@@ -229,7 +229,7 @@ def test_an_overflow_that_the_scale_mends_puts_nothing_into_quarantine(straight:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [1, 3, 16])
+@pytest.mark.parametrize("call", [1, 3, 8])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_loss_scale(
     inputs: Inputs, ds_config: str, straight: Path, pool2: ProcessPool, tmp_path: Path, call: int
 ) -> None:

@@ -48,11 +48,11 @@ def test_a_plan_killed_at_every_stage_completes_with_the_same_result(
         done = run_command(["run", str(plan), "--out", str(out_dir)])
         assert done.returncode == 0, done.stderr
     for stage in STAGES:
-        ours, reference = read_manifest(interrupted / stage), read_manifest(straight / stage)
-        assert ours is not None
-        assert reference is not None
-        weights = {name: r for name, r in ours.files.items() if name.startswith("weights/")}
-        expected = {name: r for name, r in reference.files.items() if name.startswith("weights/")}
+        weights, expected = (
+            {name: one for name, one in made.files.items() if name.startswith("weights/")}
+            for made in (read_manifest(out_dir / stage) for out_dir in (interrupted, straight))
+            if made is not None
+        )
         assert weights == expected, f"{stage} differs"
     leftovers = (".unfinished", ".run")
     assert not [path for path in interrupted.iterdir() if path.name.endswith(leftovers)]

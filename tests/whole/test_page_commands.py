@@ -220,29 +220,29 @@ def small(command: str, folder: Path) -> list[str]:
     found: list[str] = []
     waiting = iter(words)
     for word in waiting:
-        if word == "--mpi":
-            continue
-        if word in ("--processes", "--ds-config"):
-            next(waiting)
-            continue
-        if word == "--profile":
-            next(waiting)
-            found += [word, "1:2"]
-            continue
-        if word == "--recipe":
-            recipe = next(waiting)
-            overlay = "bytes.toml" if recipe.startswith("bytes") else "small.toml"
-            found += [word, f"{recipe}+{overlay}"]
-            continue
-        if word == "--out":
-            out = next(waiting).removeprefix("/")
-            again = 1
-            while (folder / out).exists():
-                again += 1
-                out = f"{re.sub('~.*', '', out)}~{again}"
-            found += [word, out]
-            continue
-        found.append(word.removeprefix("/"))
+        match word:
+            case "--mpi":
+                pass
+            case "--processes" | "--ds-config":
+                next(waiting)
+            case "--profile":
+                next(waiting)
+                found += [word, "1:2"]
+            case "--set":
+                setting = next(waiting)  # the overlay makes few updates
+                found += [] if setting.startswith("training.updates=") else [word, setting]
+            case "--recipe":
+                recipe = next(waiting)
+                overlay = "bytes.toml" if recipe.startswith("bytes") else "small.toml"
+                found += [word, f"{recipe}+{overlay}"]
+            case "--out":
+                out, again = next(waiting).removeprefix("/"), 1
+                while (folder / out).exists():
+                    again += 1
+                    out = f"{re.sub('~.*', '', out)}~{again}"
+                found += [word, out]
+            case _:
+                found.append(word.removeprefix("/"))
     return found
 
 
@@ -279,8 +279,7 @@ def test_every_command_of_a_page_succeeds_one_after_the_other(
     for at, command in commands("demo", "needs-data", "cluster"):
         if at == page and without_launcher(command):
             run_small(command, place)
-            printed = capsys.readouterr()
             told = {"run": "would run", "submit": "$(MMNMT_SETUP="}
-            assert told.get(without_launcher(command)[0], "") in printed.out
+            assert told.get(without_launcher(command)[0], "") in capsys.readouterr().out
             tried += 1
     assert tried or {at for at, _ in commands("run")} >= {page}

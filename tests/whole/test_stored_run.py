@@ -129,13 +129,14 @@ def test_settings_that_decide_nothing_of_a_stage_make_nothing_of_it_stale(
 def test_two_runs_of_its_plan_in_two_folders_make_the_same_and_so_does_a_repair(
     tmp_path: Path,
 ) -> None:
-    """Artifact by artifact, wherever and whenever they are made."""
-    plan = load_plan("plan.toml")
+    """Artifact by artifact, wherever and whenever they are made, of shorter trainings."""
+    plan, overlay = load_plan("plan.toml"), tmp_path / "short.toml"
+    overlay.write_text("[training]\nupdates = 8\nvalidate_every = 4\ncheckpoint_every = 4\n")
 
     def ran(folder: Path, **chosen: Sequence[str]) -> list[str]:
         lines: list[str] = []
-        resolved = resolve_plan(plan, out_dir=folder, processes=1).chosen(**chosen)
-        assert run_plan(resolved, launcher=as_child, say=lines.append) == 0
+        resolved = resolve_plan(plan, out_dir=folder, overlay=str(overlay), processes=1)
+        assert run_plan(resolved.chosen(**chosen), launcher=as_child, say=lines.append) == 0
         return [line.partition(":")[0] for line in lines if ": running " in line]
 
     def made(folder: Path) -> dict[str, tuple[str, str]]:

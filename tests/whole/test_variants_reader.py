@@ -6,7 +6,6 @@ The additions are made to a copy of the packages, which then imports such text.
 import json
 from pathlib import Path
 
-import pytest
 from support.added_variants import Variant, copy_with, run_in, touched_files
 from support.raw_trees import write
 
@@ -77,13 +76,8 @@ VARIANT = Variant(
 )
 
 
-@pytest.fixture
-def copied(tmp_path: Path) -> Path:
-    """A copy of the packages that reads files of word aligners."""
-    return copy_with(tmp_path / "copy", [VARIANT])
-
-
-def test_a_reader_is_one_file_one_setting_and_one_case(copied: Path, tmp_path: Path) -> None:
+def test_a_reader_is_one_file_one_setting_and_one_case(tmp_path: Path) -> None:
+    copied = copy_with(tmp_path / "copy", [VARIANT])
     assert touched_files(copied) == {
         "data_prep/readers/bars.py",
         "data_prep/settings.py",
