@@ -479,7 +479,7 @@ micro_batches = 1
 [shards]
 max_tokens = 60
 [training]
-updates = 1000
+updates = 2000
 attention_dropout = 0.1
 [optimizer]
 warmup_updates = 1
@@ -500,11 +500,11 @@ WARM = 300
     ("ds_config", "changes"),
     [
         ("cpu_fp32", []),
-        ("cpu_bf16", ["training.updates=450"]),
+        ("cpu_bf16", ["training.updates=600"]),
         ("cpu_fp32", WIDER),
         ("cpu_fp32", ["batches.tokens=64000", "training.updates=4"]),
     ],
-    ids=["1000 updates", "kernels of many shapes", "activations", "large blocks of logits"],
+    ids=["2000 updates", "kernels of many shapes", "activations", "large blocks of logits"],
 )
 def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
     ds_config: str, changes: list[str], tmp_path: Path
@@ -523,4 +523,4 @@ def test_training_on_a_cpu_takes_the_memory_that_is_estimated_and_is_soon_flat(
     found = estimated(recipe, ds_config=load_ds_config(ds_config), vocabulary_size=264)
     assert found.device_bytes / 2**30 == pytest.approx(max(peaks.values()), rel=0.15)
     if WARM in peaks:
-        assert max(peaks.values()) - peaks[WARM] < 0.008
+        assert max(peaks.values()) - peaks[WARM] < 0.02
