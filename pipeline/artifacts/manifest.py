@@ -11,6 +11,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -177,6 +178,13 @@ def _has_manifest(directory: Path) -> bool:
     return True
 
 
+@lru_cache(maxsize=256)
+def _parsed(content: bytes) -> tuple[Manifest, str | None]:
+    """Return a manifest and the fault of a name in it; a plan reads all before every stage."""
+    manifest = Manifest.model_validate_json(content)
+    return manifest, describe_names(manifest.files)
+
+
 def read_manifest(directory: Path) -> Manifest | None:
     """Return the manifest of a finished artifact; None if there is none.
 
@@ -192,7 +200,7 @@ def read_manifest(directory: Path) -> Manifest | None:
             )
         if not path.is_file():
             return None
-        manifest = Manifest.model_validate_json(read_bytes(path))
+        manifest, problem = _parsed(read_bytes(path))
     except ArtifactError:
         if os.path.lexists(path):  # else it has been removed since
             raise
@@ -204,7 +212,6 @@ def read_manifest(directory: Path) -> Manifest | None:
         ) from error
     except OSError as error:  # of a folder that may not be entered
         raise ArtifactError(unreadable(path, error, "Make it readable.")) from error
-    problem = describe_names(manifest.files)
     if problem is not None:
         raise ArtifactError(
             f"{path} lists a file {problem}. No stage writes this: do not use the folder, and run "
