@@ -232,6 +232,6 @@ def refuse_damaged(sources: Sequence[LineSource], counts: LineCounts) -> None:
     suggested_fix = fixes.get(", ".join(reasons), "Convert the files to UTF-8 or fetch them again")
     raise DataError(
         f"{listed(damaged)}: {bad} of {counted(lines, 'line')} "
-        f"{'is' if bad == 1 else 'are'} not UTF-8 text of at most 1 MiB ({', '.join(reasons)}). "
+        f"cannot be read as text ({', '.join(reasons)}). "
         f"{suggested_fix}."
     )

@@ -14,7 +14,7 @@ through Babel, which is imported on first use: training and decoding need neithe
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -358,6 +358,22 @@ def parts_words_by_spaces(code: str) -> bool:
     if tag.script is not None:
         return tag.script not in UNSPACED_SCRIPTS
     return tag.language not in UNSPACED_LANGUAGES
+
+
+def unknown_language(code: str, codes: Sequence[str], refusal: str) -> ConfigError:
+    """Return the refusal of a language that is none of ``codes``.
+
+    Args:
+        code: the language, perhaps its name.
+        codes: the possible codes.
+        refusal: the sentence that says who does not know the language.
+    """
+    named = code_of_name(code)
+    if named is not None and (meant := find_code(named, codes)):
+        return ConfigError(f"{code!r} is the name of a language. Write its code {meant!r}.")
+    near = nearest_codes(code, codes)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"{refusal} Choose from {', '.join(codes)}.{hint}")
 
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:

@@ -660,7 +660,7 @@ def test_half_precision_translates_in_half_precision(bench: Bench) -> None:
 
 def test_an_unknown_language_is_named_with_its_nearest(bench: Bench) -> None:
     translator = Translator(bench.checkpoint, DecodingConfig())
-    message = r"does not know the language 'deu'\. It knows de, en, fr\. Did you mean 'de'\?"
+    message = r"does not know the language 'deu'\. Choose from de, en, fr\. Did you mean 'de'\?"
     with pytest.raises(ConfigError, match=message):
         translator.translate([Job(Direction("en", "deu"), 0, "Yes")])
     with pytest.raises(ConfigError, match="does not know the language 'zz'"):

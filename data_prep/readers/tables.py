@@ -44,6 +44,7 @@ MISSING = b"__NULL__"
 """Mark of missing translations in the TED talks."""
 
 _BOM = b"\xef\xbb\xbf"
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ def open_table(
             cannot be read.
     """
     max_line_bytes = config.max_line_bytes
+    if next(iterate_blocks(file.path), b"").startswith(_UTF16):
+        raise DataError(f"{file.path} is UTF-16. Convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     records: Callable[[], Iterator[Record]]
     if file.ending in TSV_ENDINGS:
         columns = _find_columns(file, pair or file.pair(), max_line_bytes=max_line_bytes)

@@ -94,6 +94,10 @@ def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> 
     """
     if path.is_file():
         refuse_pointer(path, error=CheckpointError)
+        if (path.parent / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                f"{path} is part of a checkpoint of Hugging Face's. Name its folder, {path.parent}."
+            )
         return fairseq.open_file(path, vocabulary)
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(

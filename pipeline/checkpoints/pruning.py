@@ -27,7 +27,7 @@ from pipeline.checkpoints.names import num_parameters, select_experts, tensor_sh
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.variants import SHARED
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import nearest_codes
+from pipeline.languages import unknown_language
 from pipeline.model.extension import extensions
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.spec import ModelSpec
@@ -201,10 +201,8 @@ def _mass(routing: RoutingStatistics, languages: Sequence[str]) -> npt.NDArray[n
     """Return the routes per layer and expert, (L, E), summed over the distinct languages."""
     for code in languages:
         if code not in routing.languages:
-            candidates = nearest_codes(code, routing.languages) or routing.languages
-            raise ConfigError(
-                f"The model has no language {code!r}. Choose from {', '.join(candidates)}."
-            )
+            refusal = f"The model has no language {code!r}."
+            raise unknown_language(code, routing.languages, refusal)
         if not routing.routed_LGE[:, routing.languages.index(code)].sum(-1).all():
             raise ConfigError(
                 f"No routes of translations into {code!r} were counted, so its experts are not "
@@ -278,11 +276,8 @@ def prune_languages(
     had = spec.languages if modules.languages is None else modules.languages
     for code in languages:
         if code not in had:
-            candidates = nearest_codes(code, had) or had
-            raise ConfigError(
-                f"{directory} has no module for the language {code!r}: choose from "
-                f"{', '.join(candidates)}."
-            )
+            refusal = f"{directory} has no module for the language {code!r}."
+            raise unknown_language(code, had, refusal)
     kept = tuple(code for code in had if code in set(languages))
     target = _with_model(spec, language_modules=modules.model_copy(update={"languages": kept}))
     files = TensorFiles(checkpoint, "weights/")

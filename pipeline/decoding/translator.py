@@ -36,7 +36,7 @@ from pipeline.decoding.sentences import align, join_sentences, split_to_fit, tex
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import can_loop
-from pipeline.languages import code_of_name, find_code, nearest_codes
+from pipeline.languages import find_code, unknown_language
 from pipeline.model.front_end import SeesLanguage
 from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
 from pipeline.model.transformer import Transformer
@@ -268,14 +268,8 @@ class Translator:
                 needs one.
         """
         if code not in self._language:
-            named = code_of_name(code)
-            if named is not None and (meant := find_code(named, self._language)):
-                raise ConfigError(f"{code!r} is the name of a language. Write its code {meant!r}.")
-            near = nearest_codes(code, self._language)
-            raise ConfigError(
-                f"This model does not know the language {code!r}. It knows "
-                f"{', '.join(self._language)}." + (f" Did you mean {near[0]!r}?" if near else "")
-            )
+            refusal = f"This model does not know the language {code!r}."
+            raise unknown_language(code, [*self._language], refusal)
         if self.config.route == "specific":
             refuse_languages_without_modules(self.model.spec, [code])
         return self._language[code]

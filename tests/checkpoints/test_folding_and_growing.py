@@ -144,7 +144,7 @@ def test_routes_and_modules_that_a_checkpoint_lacks_are_named(tmp_path: Path) ->
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="no route that all languages share"):
         fold_checkpoint(clsr, out_dir=out)
-    with pytest.raises(ConfigError, match="no module for the language 'xx': choose from"):
+    with pytest.raises(ConfigError, match=r"no module for the language 'xx'\. Choose"):
         prune_languages(whole, languages=["xx"], out_dir=out)
     with pytest.raises(ConfigError, match="no language modules to prune"):
         prune_languages(plain, languages=["de"], out_dir=out)

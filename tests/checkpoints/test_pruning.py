@@ -280,7 +280,8 @@ def test_experts_of_equal_mass_are_kept_by_the_lower_id() -> None:
         ({"keep_mass": 0.0}, "--keep-mass 0.0 is no share"),
         ({"keep_mass": 1.1}, "--keep-mass 1.1 is no share"),
         ({"keep_mass": float("nan")}, "--keep-mass nan is no share"),
-        ({"languages": ["fra"], "experts": 2}, "no language 'fra'. Choose from fr"),
+        ({"languages": ["fra"], "experts": 2}, "'fra'. Choose from de, .* Did you mean 'fr'"),
+        ({"languages": ["German"], "experts": 2}, "name of a language. Write its code 'de'"),
         ({"languages": ["de", "en"], "experts": 2}, "No routes of translations into 'en'"),
     ],
 )

@@ -169,7 +169,7 @@ SENTENCES = "a sentence\n" * 500
     [
         (
             {"de-en/train.de": "süß\n".encode("latin-1") * 50, "de-en/train.en": "sweet\n" * 50},
-            r"train\.de: 50 of 50 lines are not UTF-8",
+            r"train\.de: 50 of 50 lines cannot be read as text \(invalid_utf8\). Convert",
         ),
         (
             {"de-en/train.de": "a\nb\nc\n", "de-en/train.en": "a\n"},

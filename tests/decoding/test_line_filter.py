@@ -457,7 +457,7 @@ def test_an_unknown_language_is_refused_before_anything_is_read(
     found = piped(b"Ja\n", source="en", target=target)
     assert found == (EXIT_USER_ERROR, [])
     (said,) = apart_from_invalid(capsys.readouterr().err).splitlines()
-    assert f"This model does not know the language {target!r}. It knows de, en, fr, ru" in said
+    assert f"This model does not know the language {target!r}. Choose from de, en, fr, ru" in said
 
 
 @pytest.mark.parametrize(

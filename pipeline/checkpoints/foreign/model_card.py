@@ -5,6 +5,7 @@ artifacts that it was made from, if they can still be found. ``model_card.md.j2`
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,8 @@ class Card:
             targets=() if set(self.targets) == set(self.spec.languages) else self.targets,
             name_of=lambda code: language(code).name,
             tokens=tokens,
+            # Hubs refuse codes with a script or a region
+            hub_codes=dict.fromkeys(re.split("[_-]", code)[0] for code in self.spec.languages),
             source=source,
             target=target,
             sentencepiece=MODEL_NAME,

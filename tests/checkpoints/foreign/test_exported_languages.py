@@ -174,6 +174,13 @@ def test_an_added_language_follows_the_style_of_the_tokens_a_model_came_with(
         index = theirs.convert_tokens_to_ids(token)
         assert rows[index] == grown.build().language_token_id(code)
         assert back.description.language_token(code) == token
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    code = card.split("```python\n")[1].split("```")[0]
+    named: dict[str, Any] = {}
+    exec(code.replace('"DIR', f'"{tmp_path / "out"}'), named)
+    spelled = code.split('src_lang="')[1].split('"')[0]
+    assert spelled in back.description.token_spellings.values()
+    assert named["tokenizer"].convert_tokens_to_ids(spelled) in named["batch"]["input_ids"][0]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +275,9 @@ def test_scripts_and_regions_of_one_language_are_told_apart_and_read_back(tmp_pa
     assert rows[theirs("x")["input_ids"][0]] == ours.language_token_id("pt_BR")
     back = open_foreign(tmp_path / "out").tokenizer.build()
     assert len(back.languages) == len(languages)
+    header = (tmp_path / "out" / "README.md").read_text("utf-8").partition("license:")[0]
+    # Hubs refuse a card with a code of more than a language
+    assert header == '---\nlanguage:\n- "en"\n- "pt"\n- "sh"\n- "sr"\n- "zh"\n'
 
 
 @pytest.mark.parametrize("languages", [BEYOND, HUNDRED])

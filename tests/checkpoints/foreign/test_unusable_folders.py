@@ -49,6 +49,11 @@ def folder(nllb: Path, tmp_path: Path) -> Path:
     return copy
 
 
+def test_a_file_of_a_folder_is_answered_with_the_folder(folder: Path) -> None:
+    said = refusal(folder / WEIGHTS)
+    assert said.endswith(f"is part of a checkpoint of Hugging Face's. Name its folder, {folder}.")
+
+
 def refusal(folder: Path) -> str:
     """What an import says; it leaves nothing beside the folder."""
     before = names_in(folder.parent)
