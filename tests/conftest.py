@@ -1,10 +1,14 @@
-"""Fixtures that tests share: pools of ranks, a sweep, a cluster, and requests to stop."""
+"""Fixtures that tests share: ranks, a small disk, a sweep, a cluster, and requests to stop."""
 
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,6 +89,22 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     from support.tiny_training import make_inputs
 
     return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half a mebibyte."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
+    if os.getuid() != 0 or not shutil.which("mount"):
+        pytest.skip("only root can mount a small file system")
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.fixture(scope="session")

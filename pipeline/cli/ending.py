@@ -142,6 +142,8 @@ class _Reports:
 
     def write_crash(self, error: Exception) -> End | None:
         """Report an error that no stage handles; return as what, None if no launcher reads it."""
+        if isinstance(error, RuntimeError):  # its traceback loses torch's C++ frames, too
+            error.args = (str(error).partition("\nException raised from ")[0],)
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
         is_consequence = isinstance(error, RuntimeError) and _CONNECTION.search(cause)
         end: End = "lost" if is_consequence else "crashed"
@@ -172,15 +174,13 @@ def _report(name: str, error: UserError) -> None:
     errors can be one rank's own.
     """
     rank = own_rank()
-    if rank == 0:
-        print(f"mmnmt {name}: {error}", file=sys.stderr, flush=True)
-    elif not isinstance(error, ConfigError) or _is_first_on_node(os.environ):
-        print(f"mmnmt {name}: rank {rank}: {error}", file=sys.stderr, flush=True)
+    if rank == 0 or not isinstance(error, ConfigError) or _is_first_on_node(os.environ):
+        place = f"rank {rank}: " if rank else ""
+        print(f"mmnmt {name}: {place}{error}", file=sys.stderr, flush=True)
 
 
 def _is_first_on_node(environment: Mapping[str, str]) -> bool:
-    found = [environment[name] for name in _LOCAL_RANK_NAMES if name in environment]
-    return found[:1] == ["0"]
+    return next((environment[name] for name in _LOCAL_RANK_NAMES if name in environment), "") == "0"
 
 
 def say_once(text: str) -> None:

@@ -143,6 +143,7 @@ raise SystemExit(guarded("train", act, is_rank=True))
 """
 LEFT = "raise RuntimeError('[gloo/transport/tcp/pair.cc:534] Connection closed by peer')"
 LOST = "raise RankLost('Rank 1 has ended while others wait for it.')"
+FRAMES = "Exception raised from wait at a.cpp:1:\\nframe #0: c10::Error\\nframe #1: _start"
 
 
 @pytest.mark.slow
@@ -151,6 +152,7 @@ LOST = "raise RankLost('Rank 1 has ended while others wait for it.')"
     ("act", "code", "line"),
     [
         ("raise RuntimeError('no room')", 1, "mmnmt train: rank 1: RuntimeError: no room"),
+        (f"raise RuntimeError('x\\n{FRAMES}')", 1, "mmnmt train: rank 1: RuntimeError: x"),
         ("raise MemoryError", 1, "mmnmt train: rank 1: MemoryError"),
         ("raise OSError(errno.EIO, 'Input/output error')", 1, "rank 1: OSError: [Errno 5] Input"),
         ("raise DataError('A line is bad.')", 2, "mmnmt train: rank 1: A line is bad."),
@@ -180,7 +182,30 @@ def test_the_last_line_and_the_exit_code_are_those_of_the_rank_that_is_the_cause
     assert ended == code or (code is None and ended in (1, 2))
     lines = capfd.readouterr().err.splitlines()
     assert line in lines[-1]
-    assert not any("gloo" in said or "others wait" in said for said in lines)
+    assert not any(word in said for said in lines for word in ("gloo", "others wait", "frame #"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("act", "code", "line"),
+    [
+        (LOST, 2, "mmnmt train: rank 0: Rank 1 has ended while others wait for it."),
+        ("raise DataError('A line is bad.')", 2, "mmnmt train: rank 0: A line is bad."),
+        ("os.kill(os.getpid(), signal.SIGTERM)", EXIT_RUN_AGAIN, "rank 0: stopped by SIGTERM"),
+    ],
+)
+def test_a_rank_that_stands_still_is_killed_after_another_has_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], act: str, code: int, line: str
+) -> None:
+    pid = tmp_path / "pid"
+    (tmp_path / "ranks").mkdir()
+    stands = f"open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getpid(), 19)"
+    programs = [AS_STAGE.format(folder=str(tmp_path / "ranks"), act=one) for one in (act, stands)]
+    started = time.monotonic()
+    assert launch(_as_rank(*programs), processes=2, threads=1) == code
+    assert time.monotonic() - started < 45
+    assert not _is_alive(int(pid.read_text()))
+    assert line in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow

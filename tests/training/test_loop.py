@@ -1,12 +1,13 @@
 """Training from shards to a checkpoint: stopping, resuming, validating, keeping the best."""
 
+import io
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,12 @@ from pipeline.batching.feed import SplitData
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
+from pipeline.distributed import progress
+from pipeline.distributed.progress import last_update
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError
+from pipeline.model.moe import layer
+from pipeline.model.moe.capacity import expert_capacity
 from pipeline.registry import STAGES
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.metrics import Interval
@@ -126,6 +131,19 @@ def test_the_curves_count_the_tokens_of_every_update(
     assert 0 < sum(spent) < records[-1]["seconds"]
 
 
+def pretrain_said(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> list[str]:
+    """Pretrain with room for all routes after update 3; return what is printed about them."""
+    progress.advance(0)  # an earlier run of this process left another number
+
+    def capacity(rows: int, **settings: Any) -> int:
+        return expert_capacity(rows, **settings) if (last_update() or 0) < 3 else rows
+
+    said = io.StringIO()
+    with mock.patch.object(layer, "expert_capacity", capacity), redirect_stderr(said):
+        assert pretrain(world, inputs, out_dir, recipe) == "done"
+    return [line for line in said.getvalue().splitlines() if "dropped" in line]
+
+
 def test_routes_beyond_a_small_capacity_are_counted_on_all_ranks_and_said(
     inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -135,19 +153,21 @@ def test_routes_beyond_a_small_capacity_are_counted_on_all_ranks_and_said(
     small = moe.model_copy(update={"dispatch": "capacity", "capacity_factor": 0.25})
     recipe = changed(make_recipe(**NO_DROPOUT), "model", moe=small)
     out_dir = tmp_path / "model"
-    assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
+    said, said_by_other = pool2.run(pretrain_said, inputs, out_dir, recipe)
     lines = read_metrics(out_dir / "metrics.jsonl")
     of_updates = [one for one in lines if one["kind"] == "train"]
     for record in of_updates:
         assert set(record["routing"]) == {"encoder.layers.0", "decoder.layers.0"}
-        assert all(0.5 < layer["dropped"] < 0.8 for layer in record["routing"].values())
+        shares = [of_layer["dropped"] for of_layer in record["routing"].values()]
+        assert all(0.5 < one < 0.8 if record["update"] <= 3 else one == 0 for one in shares)
     alarms = [(one["update"], one["text"]) for one in lines if one["kind"] == "alarm"]
     dropping = [(update, text) for update, text in alarms if "dropped" in text]
-    assert [update for update, _ in dropping] == [1]
-    assert "encoder.layers.0" in dropping[0][1]
-    assert "decoder.layers.0" in dropping[0][1]
+    assert [update for update, _ in dropping] == [1, 4], "where it begins and where it ends"
+    assert all(f"{side}coder.layers.0" in text for _, text in dropping for side in ("en", "de"))
+    assert said == [f"model, update {update}: {text}" for update, text in dropping]
+    assert not said_by_other
     dropless = [one for one in read_metrics(straight / "metrics.jsonl") if one["kind"] == "train"]
-    assert {layer["dropped"] for one in dropless for layer in one["routing"].values()} == {0.0}
+    assert {one["dropped"] for line in dropless for one in line["routing"].values()} == {0.0}
 
 
 def largest_resident() -> int:
@@ -205,6 +225,34 @@ def test_the_wall_time_of_a_resumed_run_holds_its_attempts_from_start_to_end(
     last_update = json.loads(records[-1])["seconds"]
     wall = open_artifact(tmp_path / "model", kind="checkpoint").manifest.run.wall_seconds
     assert last_update < wall <= time.monotonic() - began
+
+
+def pretrain_with_clock_set_back(
+    world: World, inputs: Inputs, out_dir: Path, recipe: Recipe
+) -> str:
+    """Pretrain; after update 2, the wall clock of this process shows an hour less."""
+    progress.advance(0)  # an earlier run of this process left another number
+    original = time.time
+
+    def set_back() -> float:
+        return original() - 3600 * ((last_update() or 0) >= 2)
+
+    with mock.patch.object(time, "time", set_back):
+        return pretrain(world, inputs, out_dir, recipe)
+
+
+def test_a_wall_clock_that_is_set_back_changes_neither_the_run_nor_its_seconds(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "model"
+    done = pool2.run(pretrain_with_clock_set_back, inputs, out_dir, make_recipe())
+    assert done == ["done"] * 2
+    assert_same_runs(out_dir, straight, state=UPDATES)
+    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
+    seconds = [one["seconds"] for one in lines if one["kind"] == "train"]
+    assert [0, *seconds] == sorted({0, *seconds})
+    wall = open_artifact(out_dir, kind="checkpoint").manifest.run.wall_seconds
+    assert seconds[-1] <= wall < 3600
 
 
 STOPS: dict[str, tuple[tuple[int, int], bool]] = {
@@ -406,6 +454,27 @@ def test_a_finished_run_that_is_made_longer_is_the_run_that_was_stopped_there(
         overwrite = out_dir.exists()
         assert pool2.run(pretrain, inputs, out_dir, longer, overwrite=overwrite) == ["done"] * 2
     assert_same_runs(tmp_path / "model", stopped, state=8)
+
+
+def test_a_run_whose_newest_state_is_damaged_is_the_same_run_after_what_it_is_told_to_do(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir, recipe = tmp_path / "model", make_recipe(keep_last=2)
+    pool2.run(_stop_in_update, inputs, out_dir, recipe, 3)
+    states = tmp_path / "model.run" / "states"
+    assert names_in(states) == ["update-0000002", "update-0000003"]
+    newest = states / "update-0000003"
+    part = max((newest / "optimizer").iterdir())
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    told = rf"{part} is damaged.*move the folder {newest} away; .* resumes after update 2\."
+    for _ in range(2):  # it is never taken silently
+        with pytest.raises(RankFailed, match=told):
+            pool2.run(pretrain, inputs, out_dir, recipe)
+    newest.rename(tmp_path / "damaged")
+    assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
+    assert_same_runs(out_dir, straight, state=UPDATES)
 
 
 def test_a_state_of_other_settings_is_refused_with_the_difference_and_kept_when_set_aside(

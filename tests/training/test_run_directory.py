@@ -269,15 +269,21 @@ def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
 
 
 def write_with_others(
-    world: World, tmp_path: Path, failing: tuple[int, Exception] | None
+    world: World, tmp_path: Path, failing: tuple[int, Exception | bytes] | None
 ) -> list[str]:
-    """Every rank adds a file; the failing rank meets an error instead."""
+    """Every rank adds a file; the failing rank meets an error, or has more to write."""
     directory = run_directory(tmp_path, world=world)
 
     def write(writer: ArtifactWriter) -> None:
-        if failing is not None and world.rank == failing[0]:
-            raise failing[1]
-        writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
+        path = writer.path(f"optimizer/{part_prefix(world.rank)}000")
+        fault = failing[1] if failing is not None and world.rank == failing[0] else None
+        if fault is None:
+            path.write_text(str(world.rank))
+        wait_for_all()  # the disk has room for the files of the others
+        if isinstance(fault, Exception):
+            raise fault
+        if fault is not None:
+            path.write_bytes(fault)
 
     with directory.locked():
         directory.write(directory.states_dir / "update-0000001", kind="training_state", write=write)
@@ -293,7 +299,10 @@ def test_all_ranks_add_their_files_to_one_state(pool2: ProcessPool, tmp_path: Pa
 
 
 def failure_of(
-    world: World, tmp_path: Path, failing: tuple[int, Exception] | None, wanted: type[Exception]
+    world: World,
+    tmp_path: Path,
+    failing: tuple[int, Exception | bytes] | None,
+    wanted: type[Exception],
 ) -> str:
     with pytest.raises(wanted) as caught:
         write_with_others(world, tmp_path, failing)
@@ -301,11 +310,19 @@ def failure_of(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "fault"), [("tmp_path", FULL_DISK), ("small_disk", bytes(2**20))], ids=["", "real"]
+)
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_old_state(
-    pool2: ProcessPool, tmp_path: Path, rank: int
+    request: pytest.FixtureRequest,
+    pool2: ProcessPool,
+    rank: int,
+    place: str,
+    fault: Exception | bytes,
 ) -> None:
+    tmp_path = request.getfixturevalue(place)
     pool2.run(write_with_others, tmp_path, None)
-    messages = pool2.run(failure_of, tmp_path, (rank, FULL_DISK), ArtifactError)
+    messages = pool2.run(failure_of, tmp_path, (rank, fault), ArtifactError)
     assert messages[0] == messages[1]
     assert f"rank {rank}: no space is left" in messages[0]
     assert "no space is left; make room" in messages[0]

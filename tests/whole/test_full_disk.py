@@ -190,22 +190,6 @@ def test_a_full_standard_output_is_said_on_standard_error() -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of half a mebibyte."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
-    if os.getuid() != 0 or not shutil.which("mount"):
-        pytest.skip("only root can mount a small file system")
-    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        pytest.skip("a small file system cannot be mounted here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
 @pytest.mark.parametrize("what", ["weights", "offsets"])
 def test_files_that_libraries_write_find_the_disk_full_like_all_others(
     small_disk: Path, what: str

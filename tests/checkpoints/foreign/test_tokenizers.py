@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import tokenizers
 from support.bible_lines import bible_lines
 from support.exported_models import BEYOND as OTHER_LANGUAGES
@@ -161,6 +162,24 @@ def test_odd_lines_have_the_ids_of_the_library(kind: str, tmp_path: Path) -> Non
     theirs, ours = both(kind, sentencepiece_model(), tmp_path)
     for line in ODD_LINES:
         assert ours.encode(line) == theirs.convert_tokens_to_ids(theirs.tokenize(line)), line
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_text_like_a_token_is_text_also_where_the_library_makes_a_token_of_it(
+    kind: str, tmp_path: Path
+) -> None:
+    """The pieces are SentencePiece's own; the library's classes look for their tokens in text."""
+    theirs, ours = both(kind, sentencepiece_model(), tmp_path)
+    pieces: Any = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+    controls = {ours.bos_id, ours.pad_id, ours.eos_id, *map(ours.language_token_id, ours.languages)}
+    of_library = set()
+    for token in ("<s>", "</s>", "<pad>", "<mask>", "__de__", "deu_Latn", "de_DE"):
+        for line in (token, f"x {token} x", f"x{token}x"):
+            ids = ours.encode(line)
+            assert ids == theirs.convert_tokens_to_ids(pieces.encode(line, out_type=str)), line
+            assert not controls & {*ids}, line
+            of_library |= controls & {*theirs.convert_tokens_to_ids(theirs.tokenize(line))}
+    assert {ours.bos_id, ours.pad_id, ours.eos_id} <= of_library
 
 
 @pytest.mark.parametrize(
