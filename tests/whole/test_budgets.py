@@ -68,7 +68,7 @@ IDIOMS = {
     r"what is|what it|what they": 0.3,  # 0.3
     r"beside": 0.1,  # 0.1
     r"whose": 0.47,  # 0.6
-    r"one of|ones|the one": 0.9,  # 0.9
+    r"one of|ones|the one": 0.87,  # 0.9
     r"so that": 0.47,  # 0.5
 }
 """Occurrences per 1,000 words of prose: docstrings, comments, hand-written pages and messages."""
@@ -155,6 +155,20 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests/whole", 18, "someone who links folders of text"),
     ("pages", 14, "someone who asks whether experts pay"),
     ("modules", 1, "a reader who looks for the line of sbatch"),
+    ("data_prep", 3, "Excel's UTF-16 tables: the student"),
+    ("pipeline/jobs", 28, "operator: data named anew, values of rows that nothing reads"),
+    ("pipeline/kernels", 18, "a laptop of two cores: small int8 products on one thread"),
+    ("pipeline/training", 2, "faults, row 11: ten updates in a row end training"),
+    ("pipeline/checkpoints/foreign", 1, "hubs refuse a card's codes"),
+    (
+        "pipeline/cli",
+        16,
+        "engineer: repeated options, overlays; crashes in few lines",
+    ),
+    ("pipeline", 16, "holder of a checkpoint: names of languages are answered once for all"),
+    ("tests", 416, "faults: audit of every line; three roles"),
+    ("pages", 19, "faults: audit; claims of the hundred-language study"),
+    ("error messages", 1, "holder of a checkpoint: part of a folder"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 
