@@ -35,6 +35,7 @@ from pipeline.artifacts.raw_input import (
     table_rows,
 )
 from pipeline.artifacts.spelling import is_blank
+from pipeline.config.settings import shown
 from pipeline.errors import DataError
 from pipeline.languages import find_code
 from pipeline.terminal import listed
@@ -269,7 +270,7 @@ def _require_columns(file: RawFile, rows: Iterable[TableRow], columns: Mapping[s
     if line:
         missing = [column for column in columns.values() if column not in present]
         raise DataError(
-            f"{file.path} has no column {listed(missing)} (it has {listed(present)}). Set "
+            f"{file.path} has no column {listed(missing)} (it has {shown(listed(present))}). Set "
             "corpus.columns, language = column."
         )
 

@@ -530,6 +530,7 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
     [
         ("de-en/a.jsonl", json_lines({"de": "x", "fr": "y"}), r"no column en \(it has de, fr\)"),
         ("de-en/a.csv", "fr,en\na,b\n", r"has no column de"),
+        ("de-en/a.csv", f"{'9' * 5000}\n1\n", r"has no column de, en \(it has 9{5,200}…\)\. Set"),
         ("de-en/a.jsonl", "eins\n", "line 1, is not a row of a .jsonl file"),
         ("de-en/a.json", '[{"de": "a", "en": "b"}]', "is one JSON array. Write an object per line"),
         ("de-en/a.json", '[\n{"de": "a", "en": "b"}\n]\n', "is one JSON array"),
