@@ -94,7 +94,7 @@ def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> 
     """
     if path.is_file():
         refuse_pointer(path, error=CheckpointError)
-        if (path.parent / CONFIG_FILE).is_file():
+        if vocabulary is None and (path.parent / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"{path} is part of a checkpoint of Hugging Face's. Name its folder, {path.parent}."
             )

@@ -270,7 +270,7 @@ def work_digest(resolved: ResolvedPlan, task: Task) -> str:
     for key, source in sources.items():
         if source.startswith("$"):
             given = resolved.given[source[1:]]
-            places[key] = [str(p.absolute()) for p in given.named(key).values()] or given.values
+            places[key] = [str(p.resolve()) for p in given.named(key).values()] or given.values
     return json_digest(
         {
             "stage": task.stage.name,

@@ -130,7 +130,6 @@ def updates(model: Transformer, recipe: Recipe, batches: Sequence[Batch]) -> Cal
 
 
 @cache
-@cache
 def estimates(recipe: str, vocabulary: int) -> dict[str, tuple[float, float]]:
     """Return launches, and milliseconds of the kernels, of a training pass and a decoding step."""
     card = card_name().lower()

@@ -151,8 +151,10 @@ def test_files_are_told_apart_by_their_stages(
     recipe.write_text('parent = "demo_dense"\n')
     plan.write_text("[stages]\n")
     assert cli.main(["estimate", str(recipe), "--device", "cpu"]) == 0
-    assert cli.main(["estimate", str(plan), "--device", "cpu"]) == EXIT_USER_ERROR
-    assert "has no stage to estimate" in capsys.readouterr().err
+    (odd := tmp_path / "my+plan.toml").write_text("[stages]\n")
+    for path in (plan, odd):
+        assert cli.main(["estimate", str(path), "--device", "cpu"]) == EXIT_USER_ERROR
+        assert "has no stage to estimate" in capsys.readouterr().err
     (own := tmp_path / "overlay.toml").write_text("[training]\nseed = 2\n")
     for overlay in ("smoke", own):
         assert cli.main(["estimate", f"{recipe}+{overlay}", "--device", "cpu", "--json"]) == 0

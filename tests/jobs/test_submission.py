@@ -344,8 +344,9 @@ def test_a_running_job_is_replaced_if_its_raw_data_is_named_elsewhere(
     first = slurm.ids()
     slurm.become(first["corpus"], "RUNNING")
     monkeypatch.chdir(tmp_path)
-    submit(replace(plan, given={"text": RawPaths((Path("text"),))}))
-    assert slurm.ids()["corpus"] == first["corpus"], "the same folder"
+    for same in (Path("text"), tmp_path / "other" / ".." / "text"):
+        submit(replace(plan, given={"text": RawPaths((same,))}))
+        assert slurm.ids()["corpus"] == first["corpus"], "the same folder"
     places = [RawPaths((tmp_path / "other",)), RawPaths((tmp_path / "text", tmp_path / "more"))]
     inputs: list[RawInput] = [*places, *(HubDataset("our/text", commit * 40) for commit in "ab")]
     for given in inputs:
