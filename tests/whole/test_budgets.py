@@ -163,7 +163,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/cli", 17, "engineer: repeated options, overlays; crashes in few lines"),
     ("pipeline", 16, "holder of a checkpoint: names of languages are answered once for all"),
     ("tests", 419, "faults: audit of every line; three roles"),
-    ("pages", 20, "faults: audit; claims of the hundred-language study"),
+    ("pages", 23, "faults: audit; claims of the hundred-language study"),
     ("error messages", 1, "holder of a checkpoint: part of a folder"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
