@@ -186,7 +186,8 @@ class _Launched:
         start_new_session: bool,
         preexec_fn: Callable[[], None],
     ) -> None:
-        assert command[1:3] == ["-m", "pipeline"]
+        words = [word for word in command[1:] if word != "-P"]
+        assert words[:2] == ["-m", "pipeline"]
         assert start_new_session
         self.returncode: int | None = None
         sys.stdout.flush()
@@ -194,7 +195,7 @@ class _Launched:
         if self.pid == 0:
             os.setsid()
             preexec_fn()
-            self._run(command[3:], env)
+            self._run(words[2:], env)
 
     def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         """Drop what a new program would not have, and run the command."""

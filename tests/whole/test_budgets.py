@@ -139,7 +139,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("pipeline/serving", 4, "someone who sends a method that a server does not take"),
     ("pipeline data_prep", 165, "someone whose run meets a fault, or who slips in a command"),
     ("tests", 876, "someone whose run meets a fault, or who slips in a command"),
-    ("tests/support", 163, "someone who wants to know that kills lose nothing"),
+    ("tests/support", 164, "someone who wants to know that kills lose nothing"),
     ("modules", 2, "a reader who looks for digests, sbatch and sampling"),
     ("error messages", 7, "someone with other files on one rank"),
     ("tests", 126, "someone whose run meets a fault, or who slips in a command"),
