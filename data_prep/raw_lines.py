@@ -232,6 +232,5 @@ def refuse_damaged(sources: Sequence[LineSource], counts: LineCounts) -> None:
     suggested_fix = fixes.get(", ".join(reasons), "Convert the files to UTF-8 or fetch them again")
     raise DataError(
         f"{listed(damaged)}: {bad} of {counted(lines, 'line')} "
-        f"cannot be read as text ({', '.join(reasons)}). "
-        f"{suggested_fix}."
+        f"cannot be read as text ({', '.join(reasons)}). {suggested_fix}."
     )
