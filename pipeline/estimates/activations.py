@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.batching.batch import Packing
-from pipeline.kernels.placement import slice_step
 from pipeline.kernels.products import GROUPED_CAPABILITY, meta_stands_for
 from pipeline.model.attention import Attention
 from pipeline.model.building import shape_of_model
@@ -148,8 +147,6 @@ def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
     _, hidden_width, width = module.experts.up.weight.shape
     keeps_rows = batch.device == "cuda" and not batch.is_spread  # for dropped routes, too
     routes = moe.top_k * tokens if keeps_rows else _routes(moe, tokens)
-    if batch.device == "cpu":  # the mean number of spare rows
-        routes += moe.num_experts * slice_step(routes // moe.num_experts) // 2
     on_cuda_gelu = batch.device == "cuda" and module.experts.activation == "gelu"
     hidden = routes * hidden_width * value * (2 if on_cuda_gelu else 1)
     gathers_again = batch.device == "cpu" and not batch.is_spread

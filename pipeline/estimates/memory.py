@@ -25,7 +25,7 @@ from pipeline.config.ds_config import micro_batches_per_pass, precision_of
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.logits import rows_at_a_time
-from pipeline.kernels.products import is_by_onednn, pads_outputs
+from pipeline.kernels.products import pads_outputs
 from pipeline.machine import own_mapping_from
 from pipeline.model.building import shape_of_model
 from pipeline.model.regularization import Regularization
@@ -49,7 +49,7 @@ DEFAULT_BUCKET = 500_000_000
 CPU_PROCESS = 560 * 2**20
 """Interpreter, libraries, and what they hold once training has begun (measured, torch 2.13)."""
 CPU_KERNELS = 90 * 2**20
-"""Kernels that oneDNN has generated and keeps (:mod:`pipeline.kernels.cpu` limits their number)."""
+"""Kernels of oneDNN for bfloat16, of which :mod:`pipeline.kernels.cpu` limits the number."""
 CPU_GAPS = 0.85
 """Gaps in the heap, as a share of the tensors and kernels that it held at its peaks.
 
@@ -139,7 +139,7 @@ def estimate(
     }
     if device == "cpu":
         mapped = own_mapping_from(0 if zero.flat else FLOAT32 * max(one.share for one in groups))
-        kernels = CPU_KERNELS if is_by_onednn(batch.dtype) else 0
+        kernels = CPU_KERNELS if batch.value < FLOAT32 else 0
         gradients = [zero.value * size for one in groups for size in one.sizes]
         backward = kept + max(sum(size for size in moment if size < mapped) for moment in moments)
         reduce = sum(size for size in gradients if size < mapped)

@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -32,9 +31,7 @@ for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
 
 NO_AVX512 = ("DEFAULT", "AVX2")
-"""PyTorch's names of x86 capabilities with which MKL's float32 products beat oneDNN's."""
-
-CPU_INFO = Path("/proc/cpuinfo")
+"""PyTorch's names of x86 capabilities with which MKL's products of few rows beat oneDNN's."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +39,23 @@ class CpuKernels:
     """Choice of a kernel for every operation that has several on CPU.
 
     Attributes:
-        float32_products: library of float32 matrix products: oneDNN, or PyTorch's default (MKL in
-            its builds for x86).
         bfloat16_products: type of bfloat16 matrix products: bfloat16, or, if the processor has no
             instructions for it, float32 with rounding (PyTorch accumulates in float32, too).
         few_rows_products: library of float32 products of 3 to 64 rows with a large matrix, in a
-            search.
+            search: oneDNN, or PyTorch's default (MKL in its builds for x86).
     """
 
-    float32_products: Literal["onednn", "blas"]
     bfloat16_products: Literal["bfloat16", "float32"]
     few_rows_products: Literal["onednn", "blas"] = "blas"
 
 
 @cache
 def by_processor() -> CpuKernels:
-    """Return the kernels for this processor, which depend on its vendor and features only.
-
-    On Intel's, MKL's products are the faster ones also with AVX-512, except for few rows.
-    """
-    has_onednn = torch.backends.mkldnn.is_available()
+    """Return the kernels for this processor, which depend on its instructions only."""
     has_avx512 = torch.backends.cpu.get_cpu_capability() not in NO_AVX512
-    is_intel = CPU_INFO.is_file() and "GenuineIntel" in CPU_INFO.read_text(encoding="utf-8")
-    has_mkl = torch.backends.mkl.is_available()
-
-    def library(*, is_onednn_faster: bool) -> Literal["onednn", "blas"]:
-        return "onednn" if has_onednn and (is_onednn_faster or not has_mkl) else "blas"
-
+    has_onednn = torch.backends.mkldnn.is_available()
     return CpuKernels(
-        float32_products=library(is_onednn_faster=has_avx512 and not is_intel),
-        few_rows_products=library(is_onednn_faster=has_avx512),
+        few_rows_products="onednn" if has_onednn and has_avx512 else "blas",
         bfloat16_products="bfloat16" if has_bfloat16_products() else "float32",
     )
 

@@ -26,7 +26,7 @@ from pipeline.kernels.products import (
     Activation,
     activate,
     has_grouped_products,
-    product,
+    linear,
     product_into,
 )
 
@@ -177,7 +177,7 @@ class _Grouped(torch.autograd.Function):
         activation: Activation,
     ) -> Tensor:
         hidden_RF = _grouped_linear(x_RD, up_EFD, up_bias_EF, slices, relu=activation == "relu")
-        active_RF = _activate_product(hidden_RF, activation)
+        active_RF = hidden_RF if activation == "relu" else F.gelu(hidden_RF)
         ctx.save_for_backward(x_RD, up_EFD, down_EDF, hidden_RF, active_RF)
         ctx.slices, ctx.activation = slices, activation
         return _grouped_linear(active_RF, down_EDF, down_bias_ED, slices)
@@ -268,10 +268,10 @@ class _ExpertByExpert(torch.autograd.Function):
         hiddens = [x_RD.new_empty(0, up_EFD.shape[1])] * len(rows_E)
 
         def serve(e: int) -> None:
-            rows, is_relu = slices[e], activation == "relu"
-            hiddens[e] = product(x_RD[rows], up_EFD[e], up_bias_EF[e], relu=is_relu)
-            active = _activate_product(hiddens[e], activation)
-            y_RD[rows] = product(active, down_EDF[e], down_bias_ED[e])
+            rows = slices[e]
+            hiddens[e] = linear(x_RD[rows], up_EFD[e], up_bias_EF[e])
+            active = hiddens[e].relu_() if activation == "relu" else F.gelu(hiddens[e])
+            y_RD[rows] = linear(active, down_EDF[e], down_bias_ED[e])
 
         weights = up_EFD[0].numel()
         side_by_side(serve, [rows * weights for rows in rows_E])
@@ -298,8 +298,9 @@ class _ExpertByExpert(torch.autograd.Function):
                 return
             dy = dy_RD[rows]
             torch.sum(dy, 0, out=d_down_bias_ED[e])
-            product_into(d_down_EDF[e], dy.t(), _activate_product(hidden, ctx.activation))
-            d_hidden = product(dy, down_EDF[e].t())
+            active = hidden if ctx.activation == "relu" else F.gelu(hidden)  # ReLU was in place
+            product_into(d_down_EDF[e], dy.t(), active)
+            d_hidden = linear(dy, down_EDF[e].t())
             _activation_gradient_(d_hidden, hidden, ctx.activation)
             torch.sum(d_hidden, 0, out=d_up_bias_EF[e])
             product_into(d_up_EFD[e], d_hidden.t(), x_RD[rows])
@@ -308,15 +309,6 @@ class _ExpertByExpert(torch.autograd.Function):
         weights = up_EFD[0].numel()
         side_by_side(serve, [max(len(hidden), 1) * weights for hidden in hiddens])
         return dx_RD, *d_weights, None, None
-
-
-def _activate_product(product: Tensor, activation: Activation) -> Tensor:
-    """Apply GELU to the result of a product; ReLU has been applied by the product itself."""
-    match activation:
-        case "relu":
-            return product
-        case "gelu":
-            return F.gelu(product)
 
 
 def _activation_gradient_(d_hidden_RF: Tensor, hidden_RF: Tensor, activation: Activation) -> None:

@@ -66,6 +66,7 @@ def summed_cross_entropy(
         labels_L,
         smoothing,
         rows_at_a_time(len(labels_L), is_cpu=logits_LV.device.type == "cpu"),
+        overwrites,
     )
     return smoothed, plain
 
@@ -115,18 +116,24 @@ class _CrossEntropy(torch.autograd.Function):
     """Sum of cross entropies, with the gradient computed in the forward pass.
 
     Rows are processed a chunk at a time, in float32 at least. The only tensors of size (L, V) are
-    the logits and their gradient, both in the model's dtype.
+    the logits and their gradient, both in the model's dtype, or one tensor for both.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_LV: Tensor, labels_L: Tensor, smoothing: float, chunk_rows: int
+        ctx: Any,
+        logits_LV: Tensor,
+        labels_L: Tensor,
+        smoothing: float,
+        chunk_rows: int,
+        overwrites: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits_LV.dtype, torch.float32)
         plain = torch.zeros((), dtype=dtype, device=logits_LV.device)
         uniform = torch.zeros_like(plain)
-        wants_gradient = ctx.needs_input_grad[0]
-        d_logits_LV = torch.empty_like(logits_LV) if wants_gradient else None
+        d_logits_LV = None
+        if ctx.needs_input_grad[0]:
+            d_logits_LV = logits_LV.detach() if overwrites else torch.empty_like(logits_LV)
         for start in range(0, len(labels_L), chunk_rows):
             rows = slice(start, start + chunk_rows)
             chunk_CV, labels_C1 = logits_LV[rows].to(dtype), labels_L[rows, None]
@@ -145,9 +152,9 @@ class _CrossEntropy(torch.autograd.Function):
         return smoothed, plain
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d_logits_LV,) = ctx.saved_tensors
-        return d_logits_LV.mul_(gradients[0].to(d_logits_LV.dtype)), None, None, None
+        return d_logits_LV.mul_(gradients[0].to(d_logits_LV.dtype)), None, None, None, None
 
 
 def _gradient_(probability_CV: Tensor, labels_C1: Tensor, smoothing: float) -> Tensor:

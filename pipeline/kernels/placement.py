@@ -4,20 +4,15 @@ A *route* is one (token, choice) pair, numbered token · C + choice. Rows are so
 fused kernels on GPUs, else by a stable sort. If experts keep a limited number of routes, each
 micro-batch of a pass has limits of its own (:class:`Limits`), and all are placed at once.
 
-On CPU, an expert's rows may end with spare rows, which belong to no route: they limit the number of
-different shapes of products (:func:`slice_length`). A spare row repeats a token, and its result is
-never read.
-
 On other devices, the host should not wait for the number of kept routes. If the rows are computed
 on this rank, dropped routes have rows as well, with a combine weight of 0. If rows are sent to
 other ranks, dropped routes follow the kept ones until the host knows their number
 (:meth:`Placement.first_rows`). Operators were counted on the meta device and tested on CPU.
 
 Legend: N tokens, C choices per token, E experts, M micro-batches of the pass, G groups: each
-expert's micro-batches, Q routes by number, R rows: kept routes and spare rows, D model width.
+expert's micro-batches, Q routes by number, R rows of routes, D model width.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
@@ -177,8 +172,8 @@ class Placement:
     """The row of every route, and the route of every row.
 
     Attributes:
-        route_R: route of each row, sorted by expert: token · C + choice, or N · C for a spare row.
-            Dropped routes without a row may follow.
+        route_R: route of each row, sorted by expert: token · C + choice. Dropped
+            routes without a row may follow.
         token_R: token of each row.
         row_NC: row of each (token, choice); the number of rows if it has none.
         is_dropped_NC: True for dropped routes; None if none is dropped.
@@ -203,7 +198,7 @@ class Placement:
 
     @property
     def rows_E(self) -> Tensor:
-        """Return the rows per expert, spare ones included."""
+        """Return the rows per expert."""
         return self._counts.rows_E
 
     @property
@@ -236,7 +231,7 @@ def place_routes(
     numbers: RouteNumbers,
     *,
     top_N: Tensor | None = None,
-    spare_rows: bool = False,
+    keeps_dropped: bool = False,
 ) -> Placement:
     """Assign rows to routes; within limits, to each micro-batch's routes that claim them first.
 
@@ -247,22 +242,21 @@ def place_routes(
         expert_NC: expert of each route.
         numbers: numbers of tokens, choices and experts on all ranks, and limits.
         top_N: probability of each token's best expert; ties are ordered by position.
-        spare_rows: whether rows are computed on this rank, so that spare rows may be added, and
-            dropped routes may have rows.
+        keeps_dropped: whether dropped routes may have rows, since these are computed on this rank.
     """
     if expert_NC.device.type != "cpu":
-        return place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
+        return place_by_sorting(expert_NC, numbers, top_N=top_N, keeps_dropped=keeps_dropped)
     if expert_NC.numel() and not 0 <= expert_NC.min() <= expert_NC.max() < numbers.num_experts:
         raise ConfigError(
             f"A router chose an expert that does not exist: there are {numbers.num_experts}, "
             "numbered from 0. Correct its expert_NC."
         )
-    placement = place_by_sorting(expert_NC, numbers, top_N=top_N, spare_rows=False)
-    return _without_dropped(placement, expert_NC, spare_rows=spare_rows)
+    placement = place_by_sorting(expert_NC, numbers, top_N=top_N, keeps_dropped=False)
+    return _without_dropped(placement)
 
 
 def place_by_sorting(
-    expert_NC: Tensor, numbers: RouteNumbers, *, top_N: Tensor | None, spare_rows: bool
+    expert_NC: Tensor, numbers: RouteNumbers, *, top_N: Tensor | None, keeps_dropped: bool
 ) -> Placement:
     """Place routes on any device, without a copy to the host."""
     limits = numbers.limits
@@ -298,11 +292,11 @@ def place_by_sorting(
     first_G = bounds[-numbers.num_experts * numbers.num_micro_batches - 1 : -1]
     stop_G = (first_G.view(numbers.num_experts, -1) + limits.capacity_M).view(-1)
     placement = replace(placement, is_dropped_NC=row_NC >= stop_G[group_NC])
-    return placement if spare_rows else _dropped_last(placement, numbers)
+    return placement if keeps_dropped else _dropped_last(placement, numbers)
 
 
 def place_by_kernels(
-    expert_NC: Tensor, numbers: RouteNumbers, *, claim_N: Tensor | None, spare_rows: bool
+    expert_NC: Tensor, numbers: RouteNumbers, *, claim_N: Tensor | None, keeps_dropped: bool
 ) -> Placement:
     """Place routes by fused kernels that count them in blocks of tokens.
 
@@ -339,7 +333,7 @@ def place_by_kernels(
         slices=RowSlices(bound_E, expert_R, numbers.number_Q),
         numbers=numbers,
     )
-    return placement if spare_rows or limits is None else _dropped_last(placement, numbers)
+    return placement if keeps_dropped or limits is None else _dropped_last(placement, numbers)
 
 
 def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
@@ -366,50 +360,19 @@ def _dropped_last(placement: Placement, numbers: RouteNumbers) -> Placement:
     )
 
 
-def _without_dropped(placement: Placement, expert_NC: Tensor, *, spare_rows: bool) -> Placement:
-    """Return a placement on CPU without rows for dropped routes, and with spare rows if asked."""
-    kept_E, kept = placement.rows_E, placement.rows_E.tolist()
-    has_spare_rows = spare_rows and any(kept)
-    rows_E = torch.tensor([slice_length(n) for n in kept] if has_spare_rows else kept)
-    num_rows, num_routes = int(rows_E.sum()), expert_NC.numel()
-    shift_E = (rows_E - kept_E).cumsum(0) - (rows_E - kept_E)
-    row_NC = placement.row_NC + shift_E[expert_NC]
-    is_dropped_NC = placement.is_dropped_NC if sum(kept) != num_routes else None
-    if is_dropped_NC is not None:
-        row_NC.masked_fill_(is_dropped_NC, num_rows)
-    # one row in excess takes the dropped routes
-    route_R = torch.full((num_rows + 1,), num_routes)
-    route_R[row_NC.flatten()] = torch.arange(num_routes)
-    route_R = route_R[:-1]
-    return Placement(
-        route_R=route_R,
-        token_R=route_R.remainder(max(num_routes, 1)) // expert_NC.shape[1],
-        row_NC=row_NC,
-        is_dropped_NC=is_dropped_NC,
-        lacks_rows=is_dropped_NC is not None,
-        counts=Counts(rows_E, placement.routed_E, kept_E),
+def _without_dropped(placement: Placement) -> Placement:
+    """Return a placement on CPU with rows for kept routes only, which the host has counted."""
+    rows_E, num_routes = placement.count_E, placement.row_NC.numel()
+    num_rows = int(rows_E.sum())
+    lacks_rows = num_rows != num_routes
+    return replace(
+        placement.first_rows(num_rows),
+        is_dropped_NC=placement.is_dropped_NC if lacks_rows else None,
+        lacks_rows=lacks_rows,
+        counts=Counts(rows_E, placement.routed_E, rows_E),
+        slices=None,
+        numbers=None,
     )
-
-
-def slice_lengths(counts: Sequence[int], *, beside: Tensor) -> list[int]:
-    """Return the number of rows of experts with ``counts`` routes, on the device of ``beside``."""
-    return [slice_length(n) for n in counts] if beside.device.type == "cpu" else list(counts)
-
-
-def slice_length(count: int) -> int:
-    """Return the number of rows of an expert with ``count`` routes on CPU: a multiple of a step.
-
-    oneDNN generates code for every new shape, which takes as long as a small product. Unpadded
-    slices would have a new shape at almost every step. Rounding up to a multiple keeps both the
-    number of shapes and the number of unused rows small.
-    """
-    step = slice_step(count)
-    return -(-count // step) * step
-
-
-def slice_step(count: int) -> int:
-    """Return the step of slice lengths: 8, or about a 48th of the count."""
-    return max(8, 1 << max(count.bit_length() - 6, 0))
 
 
 def gather(x_ND: Tensor, placement: Placement) -> Tensor:
@@ -492,12 +455,11 @@ def _combine_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and of weights."""
     d_rows_RD = d_y_ND.index_select(0, placement.token_R)
-    # one extra entry receives the gradients of all spare rows
-    d_weight_Q = weight_NC.new_zeros(weight_NC.numel() + 1)
+    d_weight_Q = weight_NC.new_zeros(weight_NC.numel())
     d_weight_Q[placement.route_R] = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
-    weight_R = F.pad(weight_NC.flatten(), (0, 1))[placement.route_R]
+    weight_R = weight_NC.flatten()[placement.route_R]
     d_rows_RD *= weight_R[:, None].to(y_RD.dtype)
-    return d_rows_RD, d_weight_Q[:-1].view_as(weight_NC)
+    return d_rows_RD, d_weight_Q.view_as(weight_NC)
 
 
 def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:

@@ -1,10 +1,9 @@
 """Linear layers and other matrix products by PyTorch's fastest kernel.
 
-On CPU, ``F.linear`` uses MKL for float32. On processors that have AVX-512 and are not Intel's, MKL
-is up to half as fast as oneDNN, which is called by the operator that torch.compile emits. bfloat16
-uses oneDNN if the processor has instructions for it; otherwise PyTorch's product is a plain loop,
-and a float32 product takes a tenth of its time. :mod:`pipeline.kernels.cpu` chooses. On CUDA,
-nothing differs from ``nn.Linear``.
+On CPU, ``F.linear`` uses MKL for float32, except in products of few rows by a large matrix, as in a
+search. bfloat16 uses oneDNN if the processor has instructions for it; otherwise PyTorch's product
+is a plain loop, and a float32 product takes a tenth of its time. :mod:`pipeline.kernels.cpu`
+chooses. On CUDA, nothing differs from ``nn.Linear``.
 
 Legend: N rows, I inputs, O outputs.
 """
@@ -20,11 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu import cpu_kernels, has_bfloat16_products
-
-WORTH_A_KERNEL = 2**22
-"""Number of multiply-adds from which oneDNN is faster; below, generating code for a shape costs
-more than it saves."""
+from pipeline.kernels.cpu import cpu_kernels
 
 FEW_ROWS, LARGE = range(3, 65), 2**18
 """Numbers of rows, and of weights, with which a product by MKL reads the weights more slowly."""
@@ -57,86 +52,21 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b over the last dimension, differentiable.
-
-    Which kernel is faster depends on the number of rows, which differs between ranks and
-    micro-batches. That choice is made inside one autograd node, so that a layer's gradients come in
-    the same order on all of them (:mod:`pipeline.training.optim`).
-    """
-    if x.device.type == "cpu" and not torch.is_grad_enabled():
-        return _faster_product(x, weight)(x, weight, bias)
-    if x.device.type != "cpu" or not (_is_float32_by_onednn(x.dtype) or _in_float32(x.dtype)):
-        return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return _faster_product(x, weight)(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = gradients
-        x, weight = ctx.saved_tensors
-        multiply = _faster_product(x, weight)
-        wants_dx, wants_d_weight, wants_d_bias = ctx.needs_input_grad
-        dx = multiply(dy, weight.t(), None) if wants_dx else None
-        dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-        d_weight = multiply(dy.t(), x.t(), None) if wants_d_weight else None
-        return dx, d_weight, dy.sum(0) if wants_d_bias else None
+    """Return x Wᵀ + b over the last dimension, differentiable."""
+    if x.device.type == "cpu" and _in_float32(x.dtype):
+        float32_bias = None if bias is None else bias.float()
+        return F.linear(x.float(), weight.float(), float32_bias).to(x.dtype)
+    if x.device.type == "cpu" and _few_rows_by_onednn(x, weight):
+        y: Tensor = _linear_pointwise()(x, weight, bias, "none", [], "")
+        return y
+    return F.linear(x, weight, bias)
 
 
 def batched_product(x: Tensor, y: Tensor) -> Tensor:
     """Return the matrix products of two equally large batches of matrices, differentiable."""
-    if x.device.type != "cpu" or not _in_float32(x.dtype):
-        return x @ y
-    z: Tensor = _BatchedProduct.apply(x, y)  # type: ignore[no-untyped-call]
-    return z
-
-
-class _BatchedProduct(torch.autograd.Function):
-    """Product of bfloat16 matrices in float32, without keeping the float32 copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
+    if x.device.type == "cpu" and _in_float32(x.dtype):
         return (x.float() @ y.float()).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
-        dz = gradients[0].float()
-        dx = dz @ y.float().transpose(-1, -2)
-        dy = x.float().transpose(-1, -2) @ dz
-        return dx.to(x.dtype), dy.to(y.dtype)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    """Return x Wᵀ + b, with ReLU if ``relu``, in one pass where oneDNN has one; without autograd.
-
-    In bfloat16 without a bias, there is no second pass to save, and PyTorch's own product costs
-    fewer calls.
-    """
-    if _in_float32(x.dtype):
-        float32_bias = None if bias is None else bias.float()
-        return product(x.float(), weight.float(), float32_bias, relu=relu).to(x.dtype)
-    if _is_float32_by_onednn(x.dtype) or (bias is not None and _is_bfloat16_by_onednn(x.dtype)):
-        return _product_by_onednn(x, weight, bias, relu=relu)
-    y = F.linear(x, weight, bias)
-    return y.relu_() if relu else y
-
-
-def _product_by_onednn(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False
-) -> Tensor:
-    y: Tensor = _linear_pointwise()(x, weight, bias, "relu" if relu else "none", [], "")
-    return y
+    return x @ y
 
 
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -203,32 +133,22 @@ class _PaddedProduct(torch.autograd.Function):
 
 
 def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """Add x · matrix to ``out``, all two-dimensional; in one pass unless that is slower.
+    """Add x · matrix to ``out``, all two-dimensional.
 
     ``out`` may have another dtype than the factors.
     """
-    is_cpu, is_worth_it = x.device.type == "cpu", x.numel() * matrix.shape[1] >= WORTH_A_KERNEL
-    is_cast = out.dtype != x.dtype or (is_cpu and _in_float32(x.dtype))
-    if is_cast or (is_cpu and is_worth_it and _is_float32_by_onednn(x.dtype)):
-        out += product(x, matrix.t())
+    if out.dtype != x.dtype or (x.device.type == "cpu" and _in_float32(x.dtype)):
+        out += linear(x, matrix.t())
     else:
         out.addmm_(x, matrix)
 
 
 def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """Write x · matrix into ``out``, all two-dimensional; a copy costs less than a slow product."""
-    if _in_float32(x.dtype) or _is_float32_by_onednn(x.dtype):
-        out.copy_(product(x, matrix.t()))
+    """Write x · matrix into ``out``, all two-dimensional and on CPU."""
+    if _in_float32(x.dtype):
+        out.copy_(linear(x, matrix.t()))
     else:
         torch.mm(x, matrix, out=out)
-
-
-def _faster_product(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
-    """Return :func:`product`, or PyTorch's own function for products too small for oneDNN."""
-    is_worth_it = x.numel() * weight.shape[0] >= WORTH_A_KERNEL
-    if is_worth_it or _in_float32(x.dtype):
-        return _product_by_onednn if _few_rows_by_onednn(x, weight) else product
-    return F.linear
 
 
 def _few_rows_by_onednn(x: Tensor, weight: Tensor) -> bool:
@@ -248,20 +168,6 @@ def _linear_pointwise() -> Callable[..., Tensor]:
 def _in_float32(dtype: torch.dtype) -> bool:
     """Return whether products of a dtype are computed in float32."""
     return dtype == torch.bfloat16 and cpu_kernels().bfloat16_products == "float32"
-
-
-def is_by_onednn(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN computes large products of a dtype on CPU."""
-    dtype = torch.float32 if _in_float32(dtype) else dtype
-    return dtype == torch.bfloat16 or _is_float32_by_onednn(dtype)
-
-
-def _is_float32_by_onednn(dtype: torch.dtype) -> bool:
-    return dtype == torch.float32 and cpu_kernels().float32_products == "onednn"
-
-
-def _is_bfloat16_by_onednn(dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and has_bfloat16_products()
 
 
 Activation = Literal["relu", "gelu"]
@@ -325,9 +231,3 @@ def meta_stands_for(capability: tuple[int, int] | None) -> Iterator[None]:
 def is_on_cpu(x: Tensor) -> bool:
     """Return whether a tensor is on a CPU, or on the meta device while that stands for one."""
     return x.device.type == "cpu" or (x.is_meta and _meta.get() is None)
-
-
-def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b by the fastest kernel for the number of rows, without autograd."""
-    multiply = _faster_product(x, weight) if x.device.type == "cpu" else F.linear
-    return multiply(x, weight, bias)

@@ -41,7 +41,7 @@ from pipeline.kernels.products import (
     add_product_,
     has_grouped_products,
     is_on_cpu,
-    times,
+    linear,
 )
 
 Which = Literal["first", "second"]
@@ -246,7 +246,7 @@ class RowRuns(ArrangedRows):
         y_NO = rows.new_empty(len(rows), weight_SOI.shape[1])
         for start, stop, slot in self.runs:
             bias_O = None if bias_SO is None else bias_SO[slot]
-            y_NO[start:stop] = times(rows[start:stop], weight_SOI[slot], bias_O)
+            y_NO[start:stop] = linear(rows[start:stop], weight_SOI[slot], bias_O)
         return y_NO
 
     def input_gradient(self, d_rows: Tensor, weight_SOI: Tensor) -> Tensor:

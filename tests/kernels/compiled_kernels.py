@@ -113,7 +113,7 @@ def run_experts(shares: Shares | None) -> None:
         )
         for claim_N in (choice.claim_N, None):
             placement = place_by_kernels(
-                choice.expert_NC, numbers, claim_N=claim_N, spare_rows=True
+                choice.expert_NC, numbers, claim_N=claim_N, keeps_dropped=True
             )
         assert placement.slices is not None
         assert placement.is_dropped_NC is not None

@@ -120,7 +120,7 @@ def test_experts_by_fused_kernels_are_those_by_operators(
         [torch.tensor([0, 2, 3]).repeat(7), torch.tensor([2, 3]).repeat(11)[:21]], 1
     )
     numbers = RouteNumbers(21, 2, 4, expert_NC.device)
-    placement = place_by_sorting(expert_NC, numbers, top_N=None, spare_rows=True)
+    placement = place_by_sorting(expert_NC, numbers, top_N=None, keeps_dropped=True)
     shapes = (21, 16), (21, 2), (4, 24, 16), (4, 24), (4, 16, 24), (4, 16)
     results = []
     for fused in (False, True):
@@ -212,10 +212,10 @@ def test_only_the_weights_or_only_the_balance_may_have_a_gradient() -> None:
 
 @ROWS
 @pytest.mark.parametrize("order", ["priority", "position"])
-@pytest.mark.parametrize("spare_rows", [True, False])
+@pytest.mark.parametrize("keeps_dropped", [True, False])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_kernels_place_routes_within_limits_as_a_sort_does(
-    is_tied: bool, spare_rows: bool, order: str, rows_M: list[int]
+    is_tied: bool, keeps_dropped: bool, order: str, rows_M: list[int]
 ) -> None:
     num_tokens, num_experts = sum(rows_M), 5
     shape = num_tokens, num_experts
@@ -226,9 +226,9 @@ def test_kernels_place_routes_within_limits_as_a_sort_does(
     given = choice.expert_NC, RouteNumbers(num_tokens, 2, num_experts, logits_NE.device, limits)
     by_priority = order == "priority"
     top_N = choice.probability_NE.amax(-1) if by_priority else None
-    expected = place_by_sorting(*given, top_N=top_N, spare_rows=spare_rows)
+    expected = place_by_sorting(*given, top_N=top_N, keeps_dropped=keeps_dropped)
     claim_N = choice.claim_N if by_priority else None
-    found = place_by_kernels(*given, claim_N=claim_N, spare_rows=spare_rows)
+    found = place_by_kernels(*given, claim_N=claim_N, keeps_dropped=keeps_dropped)
     assert found.lacks_rows == expected.lacks_rows
     assert (found.slices is None) == (expected.slices is None)
     for name in ("route_R", "token_R", "row_NC", "is_dropped_NC", "rows_E", "routed_E", "count_E"):
@@ -245,7 +245,7 @@ def test_without_limits_an_experts_first_choices_come_before_its_second_ones(
     logits_NE = random(num_tokens, 6, seed=1, dtype=torch.float32)
     choice = choose_by_kernels(logits_NE, top_k=2, is_renormalized=True)
     numbers = RouteNumbers(num_tokens, 2, 6, logits_NE.device)
-    found = place_by_kernels(choice.expert_NC, numbers, claim_N=None, spare_rows=True)
+    found = place_by_kernels(choice.expert_NC, numbers, claim_N=None, keeps_dropped=True)
     expert_Q = choice.expert_NC.flatten().tolist()
     expected = sorted(range(2 * num_tokens), key=lambda route: (expert_Q[route], route % 2, route))
     assert found.route_R.tolist() == expected
@@ -271,12 +271,12 @@ def test_tokens_that_are_not_numbers_have_experts_and_rows_that_exist(rows_M: li
     assert choice.balance_loss.isnan()
     limits = Limits(torch.tensor([3] * len(rows_M)), shares)
     numbers = RouteNumbers(9, 2, 4, logits_NE.device, limits)
-    for spare_rows in (True, False):
+    for keeps_dropped in (True, False):
         found = place_by_kernels(
-            choice.expert_NC, numbers, claim_N=choice.claim_N, spare_rows=spare_rows
+            choice.expert_NC, numbers, claim_N=choice.claim_N, keeps_dropped=keeps_dropped
         )
         assert sorted(found.route_R.tolist()) == list(range(18))
-        num_rows = 18 if spare_rows else int(found.rows_E.sum())
+        num_rows = 18 if keeps_dropped else int(found.rows_E.sum())
         assert 0 <= found.row_NC.min() <= found.row_NC.max() <= num_rows
 
 

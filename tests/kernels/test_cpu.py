@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from threading import Barrier, current_thread, main_thread
 
 import pytest
@@ -27,41 +27,27 @@ from pipeline.kernels.cpu import (
 
 def test_a_process_takes_what_it_is_told_and_else_its_processors_kernels() -> None:
     assert cpu_kernels() == by_processor()
-    told = CpuKernels("blas", "float32")
+    told = replace(by_processor(), bfloat16_products="float32")
     with using_cpu_kernels(told):
         assert cpu_kernels() == told
     assert cpu_kernels() == by_processor()
 
 
 @pytest.mark.parametrize(
-    ("capability", "vendor", "has_bfloat16", "expected"),
+    ("capability", "has_bfloat16", "expected"),
     [
-        ("AVX2", "AuthenticAMD", False, ("blas", "blas", "float32")),
-        ("AVX512", "AuthenticAMD", False, ("onednn", "onednn", "float32")),
-        ("AVX512", "AuthenticAMD", True, ("onednn", "onednn", "bfloat16")),
-        ("AVX2", "GenuineIntel", False, ("blas", "blas", "float32")),
-        ("AVX512", "GenuineIntel", True, ("blas", "onednn", "bfloat16")),
-        ("AVX512", None, True, ("onednn", "onednn", "bfloat16")),
+        ("AVX2", False, CpuKernels("float32", "blas")),
+        ("AVX512", False, CpuKernels("float32", "onednn")),
+        ("AVX512", True, CpuKernels("bfloat16", "onednn")),
     ],
 )
-def test_the_table_goes_by_the_vendor_and_the_instructions_of_a_processor(
-    capability: str,
-    vendor: str | None,
-    has_bfloat16: bool,
-    expected: tuple[str, str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+def test_the_table_goes_by_the_instructions_of_a_processor(
+    capability: str, has_bfloat16: bool, expected: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "CPU_INFO", tmp_path / "cpuinfo")
-    if vendor is not None:  # as on Linux
-        (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(cpu, "has_bfloat16_products", lambda: has_bfloat16)
-    for library in ("mkl", "mkldnn"):
-        monkeypatch.setattr(getattr(torch.backends, library), "is_available", lambda: True)
-    found = by_processor.__wrapped__()
-    libraries = found.float32_products, found.few_rows_products
-    assert (*libraries, found.bfloat16_products) == expected
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert by_processor.__wrapped__() == expected
 
 
 @pytest.fixture
@@ -197,17 +183,14 @@ def test_pieces_run_without_autograd_and_in_the_callers_mode(is_inference: bool)
 
 MANY_SHAPES = """
 import sys
-from dataclasses import replace
 import torch
-from pipeline.kernels import cpu
-from pipeline.kernels.products import product
-cpu.use_cpu_kernels(replace(cpu.by_processor(), float32_products="onednn"))
+from pipeline.kernels.products import linear
 dtype = getattr(torch, sys.argv[1])
 weights = [torch.randn(shape, dtype=dtype) for shape in ((64, 64), (256, 64), (64, 256))]
 with torch.no_grad():
     for rows in range(16, 616):
         for weight in weights:
-            product(torch.ones(rows, weight.shape[1], dtype=dtype), weight, None)
+            linear(torch.ones(rows, weight.shape[1], dtype=dtype), weight, None)
         if rows in (215, 615):
             pages = int(open("/proc/self/statm").read().split()[1])
             print(pages * 4096 // 2**20)

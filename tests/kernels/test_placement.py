@@ -77,9 +77,12 @@ def test_micro_batches_placed_at_once_keep_what_each_of_them_keeps(
         num_tokens, top_k, num_experts, expert_NC.device, limits_of(capacity_M, rows_M)
     )
     for place in (place_routes, place_by_sorting):
-        for spare_rows in (False, True):
+        for keeps_dropped in (False, True):
             placement = place(
-                expert_NC, numbers, top_N=top_N if prioritized else None, spare_rows=spare_rows
+                expert_NC,
+                numbers,
+                top_N=top_N if prioritized else None,
+                keeps_dropped=keeps_dropped,
             )
             for token, row_C in enumerate(placement.row_NC.tolist()):
                 for choice, row in enumerate(row_C):
@@ -112,8 +115,10 @@ def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(
     routing = choose(random(40, 5, seed=4), top_k=2)
     top_N = routing.probability_NE.amax(-1) if order == "priority" else None
     numbers = numbers_of(routing, limits_of([capacity, 2], [23, 17]))
-    for spare_rows in (False, True):
-        placement = place_by_sorting(routing.expert_NC, numbers, top_N=top_N, spare_rows=spare_rows)
+    for keeps_dropped in (False, True):
+        placement = place_by_sorting(
+            routing.expert_NC, numbers, top_N=top_N, keeps_dropped=keeps_dropped
+        )
         placement = placement.first_rows(int(placement.rows_E.sum()))
         assert (placement.slices is None) == placement.lacks_rows
         layer.zero_grad(set_to_none=True)
@@ -136,9 +141,9 @@ def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(
 
 @pytest.mark.parametrize("rows_M", [[9], [4, 5]])
 @pytest.mark.parametrize("order", ["all", "position", "priority"])
-@pytest.mark.parametrize("spare_rows", [True, False])
+@pytest.mark.parametrize("keeps_dropped", [True, False])
 def test_routes_with_priorities_that_are_nan_get_rows_that_exist(
-    spare_rows: bool, order: str, rows_M: list[int]
+    keeps_dropped: bool, order: str, rows_M: list[int]
 ) -> None:
     """The update that NaN spoils is found later: until then kernels must not read elsewhere."""
     routing = choose(random(9, 4, seed=1), top_k=2)
@@ -149,10 +154,10 @@ def test_routes_with_priorities_that_are_nan_get_rows_that_exist(
         routing.expert_NC,
         numbers_of(routing, limits),
         top_N=top_N if order == "priority" else None,
-        spare_rows=spare_rows or limits is None,
+        keeps_dropped=keeps_dropped or limits is None,
     )
     assert sorted(placement.route_R.tolist()) == list(range(18))
-    if spare_rows or limits is None:
+    if keeps_dropped or limits is None:
         assert placement.slices is not None
         assert sorted(placement.row_NC.flatten().tolist()) == list(range(18))
         bounds = placement.slices.bound_E.tolist()
@@ -169,7 +174,7 @@ def test_routes_with_priorities_that_are_nan_get_rows_that_exist(
 def test_combining_sorted_rows_in_half_precision_is_near_single_precision() -> None:
     routing = choose(random(40, 5, seed=4), top_k=2)
     placement = place_by_sorting(
-        routing.expert_NC, numbers_of(routing, None), top_N=None, spare_rows=True
+        routing.expert_NC, numbers_of(routing, None), top_N=None, keeps_dropped=True
     )
     results = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -230,12 +235,10 @@ def some_experts(activation: Activation) -> Experts:
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("capacity", [None, 12])
-@pytest.mark.parametrize("spare", [False, True])
 def test_tokens_are_served_as_by_a_loop_over_their_experts(
-    activation: Activation, capacity: int | None, spare: bool, monkeypatch: pytest.MonkeyPatch
+    activation: Activation, capacity: int | None
 ) -> None:
     """Output and all gradients; an expert without rows has gradients of zero."""
-    monkeypatch.setattr(placement, "slice_length", lambda count: count + 3)
     layer, results = some_experts(activation), []
     for is_plain in (False, True):
         layer.zero_grad(set_to_none=True)
@@ -245,11 +248,9 @@ def test_tokens_are_served_as_by_a_loop_over_their_experts(
         logits_NE.requires_grad_()
         routing = choose(logits_NE, top_k=2)
         if capacity is None:
-            dispatch = dispatch_dropless(routing, spare_rows=spare)
+            dispatch = dispatch_dropless(routing)
         else:
-            dispatch = dispatch_with_capacity(
-                routing, capacity=capacity, prioritized=True, spare_rows=spare
-            )
+            dispatch = dispatch_with_capacity(routing, capacity=capacity, prioritized=True)
         if is_plain:
             is_dropped_NC = dispatch.is_dropped_NC
             outputs = []

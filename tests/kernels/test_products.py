@@ -1,7 +1,6 @@
 """Linear layers and other products against PyTorch's, on all kernels a process may choose."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,23 +14,19 @@ from pipeline.kernels.products import (
     OUTPUT_MULTIPLE,
     Linear,
     _product_in_padded_rows,
+    add_product_,
     batched_product,
     linear,
     padded_product,
-    product,
     product_into,
 )
 
-ONEDNN = CpuKernels("onednn", "bfloat16", few_rows_products="onednn")
-OTHERS = CpuKernels("blas", "float32")
+ONEDNN = CpuKernels("bfloat16", "onednn")
+OTHERS = CpuKernels("float32", "blas")
 
 
 @pytest.fixture(autouse=True, params=[ONEDNN, OTHERS], ids=["oneDNN", "others"])
-def kernels(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[CpuKernels]:
-    """Small products, too, go to the kernels."""
-    monkeypatch.setattr(linear_module, "WORTH_A_KERNEL", 1)
+def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
     with using_cpu_kernels(request.param):
         yield request.param
 
@@ -80,25 +75,17 @@ def test_only_what_wants_a_gradient_gets_one(wanted: str) -> None:
             assert value.grad is None
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong(kernels: CpuKernels) -> None:
-    dtype = torch.float32 if kernels == ONEDNN else torch.bfloat16  # others are PyTorch's own
-    x = tokens(5, 12).to(dtype).requires_grad_()
-    weight = tokens(20, 12).to(dtype).requires_grad_()
-    (gradient,) = torch.autograd.grad(linear(x, weight).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_rectified_and_written_where_asked(dtype: torch.dtype) -> None:
-    x, weight, bias = tokens(6, 12).to(dtype), tokens(20, 12).to(dtype), tokens(20).to(dtype)
-    expected = F.linear(x.double(), weight.double(), bias.double()).relu()
-    found = product(x, weight, bias, relu=True)
+def test_products_are_written_and_added_where_asked(dtype: torch.dtype) -> None:
+    x, weight = tokens(6, 12).to(dtype), tokens(20, 12).to(dtype)
+    expected = x.double() @ weight.double().t()
     atol = 1e-5 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
     out = torch.empty(6, 20, dtype=dtype)
     product_into(out, x, weight.t())
-    torch.testing.assert_close(out, product(x, weight), rtol=0, atol=atol)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    for total in (torch.ones(6, 20, dtype=dtype), torch.ones(6, 20)):
+        add_product_(total, x, weight.t())
+        torch.testing.assert_close(total.double(), 1 + expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,14 +110,13 @@ def test_few_rows_of_a_search_are_multiplied_by_onednn_as_many_are(
     kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     monkeypatch.setattr(linear_module, "LARGE", 20 * 12)
-    kernels = replace(kernels, float32_products="blas")
     layer, _ = pair()
     x_NI = tokens(rows, 12)
     expected = x_NI.double() @ layer.weight.double().t() + layer.bias.double()
     by_onednn = mock.patch.object(
-        linear_module, "_product_by_onednn", wraps=linear_module._product_by_onednn
+        linear_module, "_linear_pointwise", wraps=linear_module._linear_pointwise
     )
-    with using_cpu_kernels(kernels), by_onednn as calls:
+    with by_onednn as calls:
         assert not layer(x_NI).detach().sub(expected).abs().gt(1e-5).any()
         assert calls.call_count == 0
         with torch.no_grad():

@@ -13,13 +13,13 @@ def numbers_of(routing: Routing, limits: Limits | None) -> RouteNumbers:
     return RouteNumbers(num_tokens, top_k, num_experts, device, limits)
 
 
-def dispatch_dropless(routing: Routing, *, spare_rows: bool = False) -> Dispatch:
+def dispatch_dropless(routing: Routing, *, keeps_dropped: bool = False) -> Dispatch:
     return dispatch_routes(
         routing,
         numbers_of(routing, None),
         prioritized=False,
         renormalize=True,
-        spare_rows=spare_rows,
+        keeps_dropped=keeps_dropped,
     )
 
 
@@ -29,12 +29,12 @@ def dispatch_with_capacity(
     capacity: int,
     prioritized: bool,
     renormalize: bool = True,
-    spare_rows: bool = False,
+    keeps_dropped: bool = False,
 ) -> Dispatch:
     return dispatch_routes(
         routing,
         numbers_of(routing, Limits(torch.tensor([capacity]))),
         prioritized=prioritized,
         renormalize=renormalize,
-        spare_rows=spare_rows,
+        keeps_dropped=keeps_dropped,
     )

@@ -44,7 +44,6 @@ from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.checkpoints.resharding import CheckedState, write_pieces
 from pipeline.distributed.world import World
 from pipeline.kernels import cpu
-from pipeline.kernels import products as linear
 from pipeline.model.spec import ModelSpec
 from pipeline.training.engine import Engine
 from pipeline.training.optim import make_optimizer
@@ -89,16 +88,15 @@ class Joined:
 @contextmanager
 def thresholds_among_the_sizes(wanted: bool) -> Iterator[None]:
     """Choose kernels as if the sizes of these micro-batches were the ones that matter."""
-    before = linear.WORTH_A_KERNEL, cpu.WORTH_OTHER_THREADS
+    before = cpu.WORTH_OTHER_THREADS
     if wanted:
-        linear.WORTH_A_KERNEL = 16 * 32 * 32
-        cpu.use_cpu_kernels(cpu.CpuKernels("onednn", "bfloat16"))
+        cpu.use_cpu_kernels(cpu.CpuKernels("bfloat16", "onednn"))
         cpu.WORTH_OTHER_THREADS = 16 * 32 * 16
         torch.set_num_threads(2)
     try:
         yield
     finally:
-        linear.WORTH_A_KERNEL, cpu.WORTH_OTHER_THREADS = before
+        cpu.WORTH_OTHER_THREADS = before
         cpu.use_cpu_kernels(None)
         torch.set_num_threads(1)
 

@@ -4,7 +4,7 @@ A *route* is one (token, choice) pair. Dropless dispatch keeps every route. Capa
 a limited number of routes per expert and micro-batch: first choices before second choices, by
 position or by descending top probability.
 
-Legend: N tokens, C choices per token, E experts, R rows: kept routes and spare rows.
+Legend: N tokens, C choices per token, E experts, R rows of routes.
 """
 
 import math
@@ -40,7 +40,7 @@ def dispatch_routes(
     *,
     prioritized: bool,
     renormalize: bool,
-    spare_rows: bool,
+    keeps_dropped: bool,
 ) -> Dispatch:
     """Keep every route or, if ``numbers`` has limits, as many as they allow.
 
@@ -52,10 +52,10 @@ def dispatch_routes(
     given, by_priority = (routing.expert_NC, numbers), is_limited and prioritized
     if routing.claim_N is not None:
         claim_N = routing.claim_N if by_priority else None
-        placement = place_by_kernels(*given, claim_N=claim_N, spare_rows=spare_rows)
+        placement = place_by_kernels(*given, claim_N=claim_N, keeps_dropped=keeps_dropped)
     else:
         top_N = routing.probability_NE.amax(-1) if by_priority else None
-        placement = place_routes(*given, top_N=top_N, spare_rows=spare_rows)
+        placement = place_routes(*given, top_N=top_N, keeps_dropped=keeps_dropped)
     weight_NC = (
         _kept_weights(routing, placement.is_dropped_NC, renormalize=renormalize)
         if is_limited

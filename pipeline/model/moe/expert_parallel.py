@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.distributed.progress import BUSY_TIME
-from pipeline.kernels.placement import slice_lengths
 
 RankExperts = Callable[[Tensor, list[int], Tensor], Tensor]
 """The experts of a rank: rows sorted by expert, the rows of each on the host, and the same on the
@@ -102,29 +101,19 @@ class ExpertParallel:
 
 
 def _apply(experts: RankExperts, x_QD: Tensor, counts: RowCounts) -> Tensor:
-    """Apply the experts to rows sorted by source rank, then expert; return that order.
-
-    The slices of experts may be padded with rows of zeros
-    (:func:`~pipeline.kernels.placement.slice_lengths`).
-    """
+    """Apply the experts to rows sorted by source rank, then expert; return that order."""
     count_SE = counts.received_SE
-    per_expert = [sum(column) for column in zip(*count_SE, strict=True)]
-    rows_E = slice_lengths(per_expert, beside=x_QD)
-    spare_E = [rows - count for rows, count in zip(rows_E, per_expert, strict=True)]
+    rows_E = [sum(column) for column in zip(*count_SE, strict=True)]
 
     # Rows arrive rank by rank, and each expert's rows of all ranks are one product.
     from_source = iter(x_QD.split([count for row in count_SE for count in row]))
     chunk_SE = [[next(from_source) for _ in row] for row in count_SE]
-    by_expert = [list(column) for column in zip(*chunk_SE, strict=True)]
-    if any(spare_E):  # never on a GPU, where each slice of padding would have a gradient of zeros
-        padding = x_QD.new_zeros(max(spare_E), x_QD.shape[1])
-        for column, spare in zip(by_expert, spare_E, strict=True):
-            column.append(padding[:spare])
+    by_expert = list(zip(*chunk_SE, strict=True))
     sorted_QD = torch.cat([chunk for column in by_expert for chunk in column])
     y_QD = experts(sorted_QD, rows_E, counts.count_E)
 
     from_expert = iter(y_QD.split([len(chunk) for column in by_expert for chunk in column]))
-    result_ES = [[next(from_expert) for _ in column][: len(count_SE)] for column in by_expert]
+    result_ES = [[next(from_expert) for _ in column] for column in by_expert]
     return torch.cat([chunk for row in zip(*result_ES, strict=True) for chunk in row])
 
 

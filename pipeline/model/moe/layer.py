@@ -113,8 +113,7 @@ class MixtureOfExperts(nn.Module):
             tokens.route_numbers(**shape, capacity_M=capacity_M),
             prioritized=config.batch_prioritized,
             renormalize=config.combine_weights == "renormalized",
-            # Rows that are exchanged have no spare ones: the receiving rank adds them.
-            spare_rows=self.expert_parallel is None,
+            keeps_dropped=self.expert_parallel is None,
         )
 
     def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:

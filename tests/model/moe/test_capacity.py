@@ -1,7 +1,6 @@
 """Dispatch and combine against a loop over single tokens."""
 
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
 
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 from support.dispatched import dispatch_dropless, dispatch_with_capacity
 from torch import Tensor
 
-from pipeline.kernels import placement
-from pipeline.kernels.placement import combine, gather
+from pipeline.kernels.placement import combine
 from pipeline.model.moe.capacity import Dispatch, expert_capacity
 from pipeline.model.moe.routing import Routing, choose
 
@@ -106,51 +104,6 @@ def test_capacity_keeps_what_a_loop_over_tokens_keeps(
     assert dispatch.routed_E.tolist() == [wanted[expert] for expert in range(num_experts)]
 
 
-@settings(deadline=None)
-@given(routings(), st.none() | st.integers(0, 6), st.integers(0, 3))
-@example(NO_TOKENS, None, 2)
-@example(ALL_TIED, 2, 1)
-def test_spare_rows_end_each_experts_slice_and_change_no_result(
-    routing: Routing, capacity: int | None, spare: int
-) -> None:
-    plain = dispatched(routing, capacity)
-    spacious = dispatched(routing, capacity, slice_length=lambda count: count + spare)
-    assert torch.equal(spacious.count_E, plain.count_E)
-    total = int(spacious.rows_E.sum())
-    assert len(spacious.token_R) == total
-    if len(plain.token_R):
-        assert torch.equal(spacious.rows_E, plain.count_E + spare)
-    stops = spacious.rows_E.cumsum(0)
-    starts = stops - spacious.rows_E
-    for row_C, expert_C in zip(spacious.row_NC.tolist(), routing.expert_NC.tolist(), strict=True):
-        for row, expert in zip(row_C, expert_C, strict=True):
-            first = int(starts[expert])
-            assert row == total or first <= row < first + int(spacious.count_E[expert])
-    x_ND = torch.randn(len(routing.expert_NC), 4, generator=torch.Generator().manual_seed(1))
-    results = []
-    for dispatch in (plain, spacious):
-        x = x_ND.clone().requires_grad_()
-        y_ND = combine(gather(x, dispatch).tanh(), dispatch.weight_NC, dispatch)
-        y_ND.square().sum().backward()
-        results.append((y_ND, x.grad))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-
-
-def dispatched(
-    routing: Routing, capacity: int | None, *, slice_length: Callable[[int], int] | None = None
-) -> Dispatch:
-    spare_rows = slice_length is not None
-    with pytest.MonkeyPatch.context() as patch:
-        if slice_length is not None:
-            patch.setattr(placement, "slice_length", slice_length)
-        if capacity is None:
-            return dispatch_dropless(routing, spare_rows=spare_rows)
-        return dispatch_with_capacity(
-            routing, capacity=capacity, prioritized=True, spare_rows=spare_rows
-        )
-
-
 def three_tokens() -> Routing:
     """All prefer expert 0; the last most, then the first."""
     return choose(torch.tensor([[2.0, 1.0, 0.0], [1.5, 0.0, 1.0], [9.0, 1.0, 0.0]]), top_k=2)
@@ -185,7 +138,10 @@ def test_a_token_without_any_slot_becomes_zero() -> None:
 @given(routings(), st.none() | st.integers(0, 6))
 @example(NO_TOKENS, None)
 def test_combine_sums_each_tokens_weighted_rows(routing: Routing, capacity: int | None) -> None:
-    dispatch = dispatched(routing, capacity)
+    if capacity is None:
+        dispatch = dispatch_dropless(routing)
+    else:
+        dispatch = dispatch_with_capacity(routing, capacity=capacity, prioritized=True)
     y_RD = torch.randn(len(dispatch.token_R), 4, generator=torch.Generator().manual_seed(1))
     expected = torch.zeros(len(routing.expert_NC), 4)
     for token, (rows, weights) in enumerate(

@@ -15,7 +15,6 @@ from pipeline.kernels.expert_products import (
     grouped_feed_forward,
     padded_feed_forward,
 )
-from pipeline.kernels.placement import slice_length
 from pipeline.kernels.products import Activation
 from pipeline.model.moe.experts import Experts
 
@@ -207,17 +206,6 @@ def test_experts_served_by_several_threads_give_what_they_give_on_one(
         results.append([y_RD, x_RD.grad, *(parameter.grad for parameter in experts.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-
-
-@given(st.integers(0, 10**6))
-def test_slices_come_in_few_lengths_with_few_rows_to_spare(count: int) -> None:
-    length = slice_length(count)
-    assert length % 8 == 0
-    assert count <= length <= max(count + 7, count * (1 + 1 / 32))
-
-
-def test_there_are_at_most_64_slice_lengths_per_doubling() -> None:
-    assert len({slice_length(count) for count in range(4097, 8193)}) <= 64
 
 
 def test_a_row_that_is_not_a_number_stays_with_its_expert() -> None:
