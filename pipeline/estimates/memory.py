@@ -429,9 +429,9 @@ def _working_blocks(
     matrix = batch.value * outputs * recipe.model.width if pads else 0
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
     chunk = (3 if batch.value < FLOAT32 else 2) * rows * FLOAT32 * outputs
-    loss = [matrix, logits, logits, chunk]
-    if recipe.loss.objective == "fuse_distillation":  # and the gradients of their divergence
-        loss += [*loss, *(2 if recipe.loss.distillation == "symmetric" else 1) * [logits]]
+    loss = [matrix, logits, chunk]  # whose gradient overwrites the logits
+    if recipe.loss.objective == "fuse_distillation":  # twice, and the gradients of the divergence
+        loss += [*loss, *(4 if recipe.loss.distillation == "symmetric" else 3) * [logits]]
     return [
         loss,
         (2 if pads else 1) * [logits] + [embedding, 2 * matrix],

@@ -25,14 +25,23 @@ def logits_and_labels(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 100])
+@pytest.mark.parametrize("overwrites", [False, True])
 def test_any_chunks_give_the_plain_computation(
-    rows: int, smoothing: float, dtype: torch.dtype, is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    overwrites: bool,
+    rows: int,
+    smoothing: float,
+    dtype: torch.dtype,
+    is_cpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunk = rows_at_a_time(rows, is_cpu=is_cpu)
     monkeypatch.setattr(logits, "rows_at_a_time", lambda *_, **__: chunk)
     logits_LV, labels_L = logits_and_labels(rows, dtype)
     ours, theirs = (logits_LV.clone().requires_grad_() for _ in range(2))
-    smoothed, plain = summed_cross_entropy(ours, labels_L, smoothing=smoothing)
+    read = ours * 1  # no leaf, as logits are
+    options = {"smoothing": smoothing, "overwrites": overwrites}
+    smoothed, plain = summed_cross_entropy(read, labels_L, **options)
+    assert torch.equal(read, logits_LV) or overwrites
     expected = F.cross_entropy(theirs.float(), labels_L, label_smoothing=smoothing, reduction="sum")
     torch.testing.assert_close(smoothed, expected, rtol=1e-6, atol=0)
     exact = F.cross_entropy(logits_LV.double(), labels_L, reduction="sum")
