@@ -124,7 +124,7 @@ class IncomingLines:
         if not chunk:
             self._ended = True
             if not (self._given or self._complete):
-                refuse_old_line_ends("Standard input", self._begun)
+                refuse_old_line_ends("Standard input", bytes(self._begun))
             if self._begun or self._too_long:
                 self._end_line()
 
