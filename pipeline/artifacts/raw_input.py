@@ -137,7 +137,10 @@ def raw_input(values: Sequence[str]) -> RawInput:
 
 def _raw_paths(values: Sequence[str]) -> RawPaths:
     paths = tuple(map(Path, values))
-    repeated = [str(path) for path in paths if paths.count(path) > 1]
+    places = [path.resolve() for path in paths]
+    repeated = [
+        value for value, place in zip(values, places, strict=True) if places.count(place) > 1
+    ]
     if repeated:
         raise ConfigError(f"{repeated[0]} is named twice. Name each path once.")
     return RawPaths(paths)

@@ -317,8 +317,8 @@ def test_a_checkpoint_is_averaged_pruned_and_compared_from_the_command_line(
     options = ["--languages", "de", "fr", "--keep-mass", "1", "--out", pruned]
     assert cli.main(["checkpoint", "prune", whole, *options]) == 0
     assert "4 experts per layer keep 1.0000 of all routes" in capsys.readouterr().out
-    assert cli.main(["checkpoint", "average", whole, whole, "--out", mean]) == 0
-    assert capsys.readouterr().out == f"{mean}: the mean of 2 checkpoints\n"
+    assert cli.main(["checkpoint", "average", whole, "--out", mean]) == 0
+    assert capsys.readouterr().out == f"{mean}: the mean of 1 checkpoint\n"
     assert cli.main(["checkpoint", "diff", whole, mean]) == 0
     assert capsys.readouterr().out.startswith("identical: ")
     assert cli.main(["checkpoint", "diff", whole, pruned]) == 0
