@@ -102,6 +102,17 @@ def as_records(lines: Sequence[str | None]) -> bytes:
     return b"".join(json.dumps({"id": 1, "text": line}).encode() + b"\n" for line in lines)
 
 
+@pytest.mark.parametrize("wrong", ["text.field=txt", "text.field=id"])
+def test_a_corrected_command_goes_on_after_one_that_was_refused_before_it_translated(
+    bench: Bench, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.write({"a.jsonl": as_records(LINES[:1])})
+    assert bench.run("out", "--set", wrong) == EXIT_USER_ERROR
+    assert "text.field" in capsys.readouterr().err
+    assert bench.run("out", "--set", 'decoding.targets=["en"]') == 0
+    assert not (bench.directory / "out.run").exists()
+
+
 def filtered(
     bench: Bench, lines: Sequence[str], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
