@@ -113,6 +113,16 @@ def test_a_corrected_command_goes_on_after_one_that_was_refused_before_it_transl
     assert not (bench.directory / "out.run").exists()
 
 
+@pytest.mark.parametrize(
+    "line", [b'{"text": "a", "text": "b"}', b'{"text": "a", "b": {"c": 1, "c": 1}}']
+)
+def test_a_record_with_a_key_twice_is_refused(bench: Bench, line: bytes) -> None:
+    path = bench.directory / "a.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(DataError, match=r"line 1 is not valid JSON .* has the key '\w+' twice"):
+        list(text_input.TextFile(path, "a.jsonl", "text").lines())
+
+
 def filtered(
     bench: Bench, lines: Sequence[str], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:

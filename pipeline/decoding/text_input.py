@@ -223,7 +223,8 @@ class TextFile:
         """Return the text of a line with a record; a blank line is an empty text."""
         if is_blank(raw.decode(errors="replace")):
             return ""
-        record = parse_json(raw, what=what, error=DataError, fix="correct that line")
+        fix = "correct that line"
+        record = parse_json(raw, what=what, error=DataError, fix=fix, unique=True)
         if not isinstance(record, dict):
             raise DataError(f"{what}: it is no JSON object. Correct that line.")
         return self._text_of_record(record, what=what)
