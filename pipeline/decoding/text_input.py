@@ -11,7 +11,7 @@ wrote, a line is a row and the field a column. A line that cannot be read is an 
 output line n must translate input line n.
 
 A line ends at a line feed or at the end of its input. A byte order mark and a carriage return
-before a line feed are dropped. Input whose only line ends are carriage returns is refused.
+before a line feed are dropped. Input with carriage returns as its only line ends is refused.
 """
 
 import codecs

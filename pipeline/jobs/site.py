@@ -37,7 +37,7 @@ class Node(Settings):
 
 
 def _in_words(value: object) -> object:
-    """Refuse a command line as text, or as the one entry of a list: no shell would divide it."""
+    """Refuse a command line as text, or as a single entry: no shell would divide it."""
     match value:
         case str(line):
             pass
