@@ -76,9 +76,9 @@ class MixtureOfExperts(nn.Module):
             value = getattr(routing, name, 0)
             if value is None and name == "made_weight_NC":
                 continue
-            is_other_kind = isinstance(value, Tensor) and (
-                value.is_floating_point() == (name == "expert_NC")
-            )
+            # Experts are indices; an index in floating point would fail in a kernel.
+            is_number = isinstance(value, Tensor) and value.is_floating_point()
+            is_other_kind = isinstance(value, Tensor) and is_number == (name == "expert_NC")
             shape = getattr(value, "shape", None)
             if shape != wanted or is_other_kind:
                 found: object = "no tensor"
