@@ -480,13 +480,14 @@ def test_a_run_that_is_named_as_two_seeds_is_warned_of(tmp_path: Path, is_copy: 
     one = translations(tmp_path / "a", corpus, damaged_by(2))
     again = translations(tmp_path / "b", corpus, damaged_by(2)) if is_copy else one
     other = translations(tmp_path / "c", corpus, damaged_by(3))
-    systems = {"x@1": one, "x@2": other, "x@3": again, "y": one}
+    systems = {"x@1": one, "x@2": other, "x@3": again, "y": one, "z": again}
     settings = EvaluationConfig.model_validate({"scores": ["bleu"]})
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
     warnings = made.read_json("scores.json")["warnings"]
     same = [warning for warning in warnings if "have the same translations" in warning]
-    assert len(same) == 1
+    assert len(same) == 2
     assert same[0].startswith("x@1 and x@3 have the same translations, so that intervals")
+    assert same[1] == "y and z have the same translations. Was another path meant?"
 
 
 def test_runs_with_different_seeds_are_one_system(tmp_path: Path) -> None:

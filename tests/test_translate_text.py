@@ -102,6 +102,27 @@ def as_records(lines: Sequence[str | None]) -> bytes:
     return b"".join(json.dumps({"id": 1, "text": line}).encode() + b"\n" for line in lines)
 
 
+@pytest.mark.parametrize("wrong", ["text.field=txt", "text.field=id"])
+def test_a_corrected_command_goes_on_after_one_that_was_refused_before_it_translated(
+    bench: Bench, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.write({"a.jsonl": as_records(LINES[:1])})
+    assert bench.run("out", "--set", wrong) == EXIT_USER_ERROR
+    assert "text.field" in capsys.readouterr().err
+    assert bench.run("out", "--set", 'decoding.targets=["en"]') == 0
+    assert not (bench.directory / "out.run").exists()
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text": "a", "text": "b"}', b'{"text": "a", "b": {"c": 1, "c": 1}}']
+)
+def test_a_record_with_a_key_twice_is_refused(bench: Bench, line: bytes) -> None:
+    path = bench.directory / "a.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(DataError, match=r"line 1 is not valid JSON .* has the key '\w+' twice"):
+        list(text_input.TextFile(path, "a.jsonl", "text").lines())
+
+
 def filtered(
     bench: Bench, lines: Sequence[str], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:

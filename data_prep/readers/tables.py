@@ -35,6 +35,7 @@ from pipeline.artifacts.raw_input import (
     table_rows,
 )
 from pipeline.artifacts.spelling import is_blank
+from pipeline.config.documents import as_object
 from pipeline.config.settings import shown
 from pipeline.errors import DataError
 from pipeline.languages import find_code
@@ -293,7 +294,8 @@ def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[TableRow]:
 
 def _json_object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(_decoded(line.removeprefix(codecs.BOM_UTF8)))
+        text = _decoded(line.removeprefix(codecs.BOM_UTF8))
+        found = json.loads(text, object_pairs_hook=as_object)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

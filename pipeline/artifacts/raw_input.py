@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
@@ -136,7 +137,10 @@ def raw_input(values: Sequence[str]) -> RawInput:
 
 def _raw_paths(values: Sequence[str]) -> RawPaths:
     paths = tuple(map(Path, values))
-    repeated = [str(path) for path in paths if paths.count(path) > 1]
+    places = [path.resolve() for path in paths]
+    repeated = [
+        value for value, place in zip(values, places, strict=True) if places.count(place) > 1
+    ]
     if repeated:
         raise ConfigError(f"{repeated[0]} is named twice. Name each path once.")
     return RawPaths(paths)
@@ -224,11 +228,26 @@ def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
 
     Raises:
         ConfigError: The package for Zstandard is missing.
-        DataError: The file is cut off, damaged, not packed as its name says, or so small for its
-            text that it may have been made to fill the disk.
+        DataError: The file is cut off, damaged, not packed as its name says, so small for its text
+            that it may have been made to fill the disk, or ends its lines by carriage returns only.
     """
     with open_bytes(path) as stream:
-        yield from _lines_of(stream, longest=max_line_bytes + 1, note=_UsualText(path).add)
+        text = _UsualText(path)
+        lines = _lines_of(stream, longest=max_line_bytes + 1, note=text.add)
+        for first in islice(lines, 1):
+            if not text.unpacked:
+                refuse_old_line_ends(str(path), first)
+            yield first
+        yield from lines
+
+
+def refuse_old_line_ends(place: str, text: bytes) -> None:
+    """Raise DataError if a text without line feeds has several carriage returns, one inside it."""
+    if text.count(b"\r") > 1 and b"\r" in text.rstrip(b"\r"):
+        raise DataError(
+            f"{place} ends its lines by carriage returns only. Convert them to line feeds, for "
+            "example with tr '\\r' '\\n'."
+        )
 
 
 def iterate_blocks(path: Path) -> Iterator[bytes]:
@@ -279,11 +298,11 @@ class _UsualText:
     """Count of the bytes with lines of a file, of which packed text has not many times more."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._packed, self._unpacked = path, path.stat().st_size, 0
+        self._path, self._packed, self.unpacked = path, path.stat().st_size, 0
 
     def add(self, block: bytes) -> None:
-        self._unpacked += len(block)
-        _refuse_bomb(self._path, self._packed, self._unpacked, "unpack it yourself")
+        self.unpacked += len(block)
+        _refuse_bomb(self._path, self._packed, self.unpacked, "unpack it yourself")
 
 
 class _ZstdFrames:

@@ -34,10 +34,13 @@ def average_checkpoints(
     """Write the mean of the weights of checkpoints of one model.
 
     Raises:
-        CheckpointError: The models differ; names the first difference.
+        CheckpointError: The models differ, or two are the same; names the first difference.
     """
     checkpoints = [open_checkpoint(path) for path in directories]
-    for checkpoint in checkpoints[1:]:
+    different: dict[str, Artifact] = {}
+    for checkpoint in checkpoints:
+        if (twin := different.setdefault(checkpoint.digest, checkpoint)) is not checkpoint:
+            raise _misfit(checkpoint, f"is the same checkpoint as {twin.directory}")
         _refuse_other_model(checkpoints[0], checkpoint)
     _write_mean(
         [_weights_reader(checkpoint) for checkpoint in checkpoints],
@@ -109,10 +112,13 @@ def _refuse_other_model(first: Artifact, other: Artifact) -> None:
     if change is None and read_tokenizer(first).fingerprint != read_tokenizer(other).fingerprint:
         change = "another tokenizer"
     if change is not None:
-        raise CheckpointError(
-            f"{other.directory} is not of the same model as {first.directory} ({change}). Name "
-            "checkpoints of one model."
-        )
+        raise _misfit(other, f"is not of the same model as {first.directory} ({change})")
+
+
+def _misfit(checkpoint: Artifact, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.directory} {problem}. Name checkpoints of one model, and each once."
+    )
 
 
 def _weights_reader(checkpoint: Artifact) -> TensorReader:

@@ -27,7 +27,7 @@ from pipeline.checkpoints.names import num_parameters, select_experts, tensor_sh
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.variants import SHARED
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import unknown_language
+from pipeline.languages import find_code, unknown_language
 from pipeline.model.extension import extensions
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.spec import ModelSpec
@@ -197,8 +197,14 @@ def plan_pruning(
     )
 
 
+def known_codes(languages: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the model's codes of languages in any spelling; unknown spellings stay."""
+    return [code if code in known else find_code(code, known) or code for code in languages]
+
+
 def _mass(routing: RoutingStatistics, languages: Sequence[str]) -> npt.NDArray[np.float64]:
     """Return the routes per layer and expert, (L, E), summed over the distinct languages."""
+    languages = known_codes(languages, routing.languages)
     for code in languages:
         if code not in routing.languages:
             refusal = f"The model has no language {code!r}."
@@ -274,6 +280,7 @@ def prune_languages(
             "(model.language_modules)."
         )
     had = spec.languages if modules.languages is None else modules.languages
+    languages = known_codes(languages, had)
     for code in languages:
         if code not in had:
             refusal = f"{directory} has no module for the language {code!r}."

@@ -11,13 +11,14 @@ from pipeline.cli.parser import named_paths
 from pipeline.config.ds_config import AUTO
 from pipeline.config.recipe import parse_overrides
 from pipeline.distributed.world import is_launched, launched_size
-from pipeline.errors import EXIT_USER_ERROR
+from pipeline.errors import EXIT_USER_ERROR, ConfigError
 from pipeline.jobs.job_status import show_jobs
 from pipeline.jobs.plan import ResolvedPlan, Task, default_dir, load_plan, resolve_plan
 from pipeline.jobs.runner import dry_run, run_plan
 from pipeline.jobs.site import Allocation, load_site
 from pipeline.jobs.slurm_commands import Scheduler
 from pipeline.jobs.submission import cancel_jobs, last_log, read_jobs, show_commands, submit_plan
+from pipeline.terminal import listed
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,12 +73,17 @@ def cancel(options: argparse.Namespace) -> int:
 
 def logs(options: argparse.Namespace) -> int:
     """Print the log of the newest job of a stage."""
-    of_rank = re.compile("" if options.rank is None else rf"\s*0*{options.rank}: ")
     path = last_log(resolve_plan(load_plan(options.plan), out_dir=options.out), options.stage)
     with path.open(encoding="utf-8", errors="replace") as lines:
+        ranks = set()
         for line in lines:
-            if of_rank.match(line):  # as srun labels it
+            label = re.match(r"\s*(\d+): ", line)  # by srun
+            ranks |= {int(label[1])} if label else set()
+            if options.rank is None or (label and int(label[1]) == options.rank):
                 print(line, end="")
+    if options.rank is not None and options.rank not in ranks:
+        known = f"Its ranks are {listed(map(str, sorted(ranks)))}" if ranks else "Leave --rank out"
+        raise ConfigError(f"{path} has no line of rank {options.rank}. {known}.")
     return 0
 
 

@@ -183,7 +183,9 @@ def _estimate_recipe(options: argparse.Namespace) -> int:
         ds_config=load_ds_config(_ds_config_name(options)),
         device="cpu" if on_cpu else "cuda",
     )
-    steps = {} if device is None else _steps(recipe, device, sizes)
+    # A pass that no GPU holds may be of 10^8 tokens, which take minutes to lay out and count.
+    fits = device is None or memory.device_bytes <= device.memory
+    steps = {} if device is None or not fits else _steps(recipe, device, sizes)
     if options.json:
         document = {"device": options.device, "processes": processes, "memory": memory.to_json()}
         document |= {name: step.to_json() for name, step in steps.items()}
@@ -202,6 +204,9 @@ def _estimate_recipe(options: argparse.Namespace) -> int:
             print(f"and {len(sent)} all-to-alls of {sum(sent) / 1e9:.2f} GB in all")
     if device is None:
         print("\nTime on a CPU is not estimated: measure some updates (metrics.jsonl).")
+    elif not fits:
+        held = f"{options.device.upper()} holds {device.memory / 2**30:.1f} GiB"
+        print(f"\nTime is not estimated: {held}. Use more GPUs, or smaller batches.tokens.")
     else:
         print(f"\nForecast for {options.device.upper()} SXM, without optimizer and reductions.")
     return 0

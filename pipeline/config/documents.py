@@ -189,14 +189,19 @@ def refuse_pointer(path: Path, *, error: type[UserError]) -> None:
             raise error(f"{path} is only a pointer of Git LFS. Run git lfs pull in its folder.")
 
 
-def parse_json(content: bytes, *, what: str, error: type[UserError], fix: str) -> Any:
+def parse_json(
+    content: bytes, *, what: str, error: type[UserError], fix: str, unique: bool = False
+) -> Any:
     """Parse JSON; refuse NaN and infinities, which JSON does not have.
+
+    ``unique`` also refuses an object with a key twice, of which the last would be kept.
 
     Raises:
         UserError: of the given type: too deep, or broken; ``what`` begins the sentence.
     """
     try:
-        document = json.loads(content, parse_constant=_refuse_constant)
+        hook = as_object if unique else None
+        document = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=hook)
         if b"\\ud" in content.lower():  # half a surrogate pair can be neither printed nor stored
             json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as problem:
@@ -205,6 +210,16 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], fix: str) -
         raise error(f"{what} is not valid JSON ({problem}). {_sentence(fix)}") from problem
     check_depth(document, path=what, error=error)
     return document
+
+
+def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of parsed JSON; ValueError if a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice")
+    return found
 
 
 def unfinished_path(path: Path) -> Path:

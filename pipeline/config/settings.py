@@ -199,6 +199,8 @@ def _describe_finding(
             return f"{where} is {shown(finding['input'])}. Write text in quotes"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"{where} is {shown(finding['input'])}. Write it as a table, [{where}]"
+        case "too_short" if not finding["input"]:
+            return f"{where} is empty. Add an entry"
         case "bool_type" | "bool_parsing":
             return f"{where} is {_given(finding['input'])}. Write true or false"
         case "literal_error" | "union_tag_invalid":

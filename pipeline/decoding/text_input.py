@@ -11,7 +11,7 @@ wrote, a line is a row and the field a column. A line that cannot be read is an 
 output line n must translate input line n.
 
 A line ends at a line feed or at the end of its input. A byte order mark and a carriage return
-before a line feed are dropped.
+before a line feed are dropped. Input with carriage returns as its only line ends is refused.
 """
 
 import codecs
@@ -34,6 +34,7 @@ from pipeline.artifacts.raw_input import (
     iterate_raw_lines,
     named_files,
     plain_name,
+    refuse_old_line_ends,
     table_rows,
 )
 from pipeline.artifacts.spelling import is_blank
@@ -92,7 +93,7 @@ class IncomingLines:
             The lines; [] at the end of the input.
 
         Raises:
-            DataError: the descriptor cannot be read.
+            DataError: the descriptor cannot be read, or carriage returns end its lines.
         """
         while not self._is_enough(most) and self._wait(PAUSE_SECONDS if self._complete else None):
             self._read()
@@ -122,6 +123,8 @@ class IncomingLines:
         self._continue(rest)
         if not chunk:
             self._ended = True
+            if not (self._given or self._complete):
+                refuse_old_line_ends("Standard input", bytes(self._begun))
             if self._begun or self._too_long:
                 self._end_line()
 
@@ -220,7 +223,8 @@ class TextFile:
         """Return the text of a line with a record; a blank line is an empty text."""
         if is_blank(raw.decode(errors="replace")):
             return ""
-        record = parse_json(raw, what=what, error=DataError, fix="correct that line")
+        fix = "correct that line"
+        record = parse_json(raw, what=what, error=DataError, fix=fix, unique=True)
         if not isinstance(record, dict):
             raise DataError(f"{what}: it is no JSON object. Correct that line.")
         return self._text_of_record(record, what=what)

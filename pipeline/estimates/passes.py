@@ -91,9 +91,8 @@ def count_decoding_step(recipe: Recipe, **sizes: int) -> Counted:
     model.to(weight_dtype(recipe.decoding.precision, META))
     beams = recipe.decoding.beam_size
     sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * beams), 1)
-    sources = [
-        Source([0] * (SENTENCE_LENGTH - index % 2), PROMPT, 0, 0) for index in range(sentences)
-    ]
+    both = [Source([0] * (SENTENCE_LENGTH - index), PROMPT, 0, 0) for index in range(2)]
+    sources = [both[index % 2] for index in range(sentences)]
     even = _routes_per_expert(recipe.model, sentences * beams)
     with torch.no_grad():  # inference mode would record composite operators, not their parts
         with LaunchCounter(host_number=even):  # what comes before the step

@@ -83,7 +83,7 @@ def scatter_chart(series: Sequence[Series], *, title: str) -> str:
     for one in (one for one in series if one.outline):
         path = (f"M{x(a):.1f} {y(b):.1f}L{x(c):.1f} {y(d):.1f}" for (a, b), (c, d) in one.outline)
         parts.append(f'<path class="outline {_color(one)}" d="{"".join(path)}"/>')
-    return _svg(title, FLOOR + TOP, parts, legend=series)
+    return _svg(title, FLOOR + TOP, parts, legend=series, has_lines=False)
 
 
 def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0) -> str:
@@ -189,11 +189,19 @@ def _dot(one: Series, x: float, y: float) -> str:
     return f'<circle class="marker {_color(one)}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
 
 
-def _svg(title: str, height: float, parts: Iterable[str], *, legend: Sequence[Series] = ()) -> str:
+def _svg(
+    title: str,
+    height: float,
+    parts: Iterable[str],
+    *,
+    legend: Sequence[Series] = (),
+    has_lines: bool = True,
+) -> str:
     """Return an SVG element; the legend below the chart names the series that have points."""
     drawn = "".join(parts)
     for one in (one for one in legend if one.points):
-        drawn += f'<path class="line {_color(one)}" d="M4 {height + 8:.1f}h34"/>'
+        line = f'<path class="line {_color(one)}" d="M4 {height + 8:.1f}h34"/>'
+        drawn += line if has_lines else _dot(one, KEY / 2, height + 8)
         for part in textwrap.wrap(one.name, NAME_CHARACTERS) or [one.name]:
             height += 20
             drawn += _text("name", part, KEY, height - 8, "start")

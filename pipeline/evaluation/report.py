@@ -572,7 +572,8 @@ def _notes(evaluation: Evaluation) -> Iterator[str]:
             f"{evaluation.significance.resamples:,} resamples of the test lines, the same for all "
             "systems. A score is bold if its lead over every other system is significant at 95 %, "
             f"and if both its system and the baseline translate. {RULE} Test sets of "
-            f"fewer than {MIN_LINES} lines have neither intervals nor bold scores."
+            f"fewer than {MIN_LINES} lines have neither intervals nor bold scores. Intervals of "
+            "scores in 0–100 are limited to this range."
         )
         sets = ", ".join(
             f"{counted(len(pairs.split(', ')), 'pair')} with {counted(size, 'sentence')}"

@@ -506,7 +506,8 @@ def caveats(
         if parts:
             lines = sum(way.lines for way in ways)
             found.append(f"{system.name}: of {lines:,} translations, {' and '.join(parts)}.")
-    for runs in group_runs(translated).values():
+    groups = [*group_runs(translated).values()]
+    for runs in (*groups, [group[0] for group in groups if len(group) == 1]):
         first: dict[str, str] = {}
         for run in runs:
             other = first.setdefault(translated[run].digest, run)
@@ -514,6 +515,8 @@ def caveats(
                 found.append(
                     f"{other} and {run} have the same translations, so that intervals over seeds "
                     "are too narrow. Name each run once, and train each with a seed of its own."
+                    if runs in groups
+                    else f"{other} and {run} have the same translations. Was another path meant?"
                 )
     for name, translations in translated.items():
         record = translations.manifest.inputs.get("corpus")

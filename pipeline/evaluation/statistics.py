@@ -3,6 +3,7 @@
 There is one estimator. A score, or a difference of two, varies over test lines and over seeds. Each
 variance has its degrees of freedom; the half-widths that Student's t distribution gives them add up
 in squares (Cochran and Cox 1957). A p-value is the level of the interval that ends at zero.
+Intervals of scores in 0–100 end there, and intervals of their differences at -100 and 100.
 
 - **Lines.** Lines are drawn with replacement, the same for all systems (paired bootstrap, Koehn
   2004). Directions with the same sentences (``line_sets``) share their draws, others are
@@ -134,6 +135,10 @@ class Estimate:
         half = self.half_width(LEVEL)
         return Interval(self.value - half, self.value + half)
 
+    def within(self, low: float, high: float) -> tuple[float, float]:
+        """Return the ends of the interval, neither of them outside the range of the value."""
+        return max(self.interval.low, low), min(self.interval.high, high)
+
     @property
     def p_value(self) -> float:
         """Return the level of the interval that ends at zero: the two-sided p-value."""
@@ -262,11 +267,15 @@ def compare(
         and all(sign * one.value > 0 and one.p_value <= LEVEL for one in leads)
     )
     to_baseline = {name: against(name, baseline) for name in systems if name != baseline}
+    least, most = (0.0, 100.0) if column.out_of_100 else (-math.inf, math.inf)
     return Comparison(
-        intervals={name: estimate(one, lines=lines).interval for name, one in systems.items()},
+        intervals={
+            name: Interval(*estimate(one, lines=lines).within(least, most))
+            for name, one in systems.items()
+        },
         best=leader if is_best else None,
         differences={
-            name: Difference(found.interval.low, found.interval.high, found.value, found.p_value)
+            name: Difference(*found.within(-most, most), found.value, found.p_value)
             for name, found in to_baseline.items()
         },
     )

@@ -196,7 +196,7 @@ class Plan(Settings):
     description: str = ""
     inputs: dict[str, str] = Field(default_factory=dict)
     """Data from outside: name → description; given as ``--input NAME=PATH``."""
-    stages: dict[str, PlanStage]
+    stages: dict[str, PlanStage] = Field(min_length=1)
 
 
 # ---------------------------------------------------------------- reading a plan

@@ -26,7 +26,7 @@ _OF_ALL = ("recipe", "set", "processes", "threads", "ds_config", "job")
 class Matrix(Settings):
     """``[matrix.NAME]``: the rows over which stages are expanded."""
 
-    rows: dict[str, dict[str, Any]]
+    rows: dict[str, dict[str, Any]] = Field(min_length=1)
     """Row → its values. Placeholders stand for them; ``recipe``, ``set`` and the like are settings
     of the row's stages, too."""
     values: dict[str, Any] = Field(default_factory=dict)

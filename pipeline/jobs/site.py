@@ -5,11 +5,13 @@ how a job gets its environment. ``slurm/site.example.toml`` explains each settin
 single stages belong to the plan (``StageJob`` in ``pipeline/jobs/plan.py``).
 """
 
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from pipeline.config.documents import read_toml
 from pipeline.config.settings import Settings, describe_validation, whole
@@ -34,6 +36,21 @@ class Node(Settings):
     """Memory of a GPU, for example ``80G``; not set: not checked."""
 
 
+def _in_words(value: object) -> object:
+    """Refuse a command line as text, or as a single entry: no shell would divide it."""
+    match value:
+        case str(line):
+            pass
+        case [str(line)] if len(line.split()) != 1 and not line.startswith("-"):
+            pass  # one option may hold spaces, for example in its comment
+        case _:
+            return value
+    raise ValueError(f"Write a list of words, {json.dumps(shlex.split(line))}")
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_in_words)]
+
+
 class Queue(Settings):
     """Where jobs run."""
 
@@ -43,7 +60,7 @@ class Queue(Settings):
     """Quality of service."""
     time: TimeLimit | None = None
     """Time limit of stages that set none; not set: the partition's."""
-    options: tuple[str, ...] = ()
+    options: Words = ()
     """Further options of sbatch, for example ``--constraint=h100``."""
     node: Node
     """Size of a node."""
@@ -62,7 +79,7 @@ class Site(Queue):
     setup: str = ""
     """Lines of bash that run first in every job, for example ``module load`` and the activation of
     an environment."""
-    container: tuple[str, ...] = ()
+    container: Words = ()
     """Command that runs python in a container, for example ``apptainer exec --nv IMAGE``."""
     interface: str | None = None
     """Network interface between nodes; not set: the first that NCCL and gloo find."""

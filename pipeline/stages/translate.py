@@ -253,7 +253,8 @@ class DoneLines:
         change = describe_change(before, identity)
         if change is None:
             return
-        if before and not call.overwrite:
+        files = (*self.directory.glob("rank-*.jsonl"), *self.directory.glob("chunk-*.jsonl"))
+        if before and not call.overwrite and any(file.stat().st_size for file in files):
             raise ArtifactError(
                 f"{self.directory} holds translations of other settings or inputs ({change}). Go "
                 "on with those, name another --out, or pass --overwrite to begin anew."

@@ -98,8 +98,9 @@ def test_a_data_set_that_is_not_pinned_to_a_commit_is_refused_in_a_sentence(valu
 def test_a_data_set_stands_alone_and_a_path_once() -> None:
     with pytest.raises(ConfigError, match="is named with 1 more raw input"):
         raw_input(["folder", f"hub:a/b@{COMMIT}"])
-    with pytest.raises(ConfigError, match="folder is named twice"):
-        raw_input(["folder", "other", "folder"])
+    for again in ("folder", "./other/../folder", f"{Path.cwd()}/folder"):
+        with pytest.raises(ConfigError, match="folder is named twice"):
+            raw_input(["folder", "other", again])
 
 
 def test_where_one_path_is_wanted_several_or_a_data_set_are_refused() -> None:

@@ -1,5 +1,7 @@
 """Means of checkpoints and of training states, against sums in double precision."""
 
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -88,7 +90,21 @@ def test_a_tensor_that_the_model_does_not_account_for_is_refused(tmp_path: Path)
         tmp_path / "a", tiny_model(SPEC), change=set_to("surplus", torch.ones(2))
     )
     with pytest.raises(CheckpointError, match=r"beyond the model \(1\): surplus"):
-        average_checkpoints([made, made], out_dir=tmp_path / "mean")
+        average_checkpoints([made], out_dir=tmp_path / "mean")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_checkpoint_that_is_named_twice_or_with_its_copy_is_not_averaged(
+    tmp_path: Path, copied: bool
+) -> None:
+    made = [make_checkpoint(tmp_path / f"m{seed}", tiny_model(SPEC, seed=seed)) for seed in (1, 2)]
+    again = tmp_path / "m1" / ".." / "m2"
+    if copied:
+        again = Path(shutil.copytree(made[1], tmp_path / "copy"))
+    said = f"{again.name} is the same checkpoint as {made[1]}. Name checkpoints of one model, and"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        average_checkpoints([*made, again], out_dir=tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
 
 
 def cut(model: Transformer, *, seed: int) -> list[Piece]:
@@ -143,7 +159,7 @@ def test_a_mean_does_not_take_the_place_of_what_it_is_made_of(
     made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
     before = stored(made)
     for out, relation in ((made, "is"), (made / "weights" / "mean", "lies within")):
-        options = ["average", str(made), str(made), "--out", str(out), "--overwrite"]
+        options = ["average", str(made), "--out", str(out), "--overwrite"]
         assert cli.main(["checkpoint", *options]) == EXIT_USER_ERROR
         assert f"{relation} the input checkpoints/0" in capsys.readouterr().err
     assert stored(made).keys() == before.keys()
@@ -159,7 +175,7 @@ def test_no_command_replaces_an_artifact_of_another_kind(
     with new_artifact(out, kind="corpus", stage="clean", config={}, inputs={}) as writer:
         writer.path("text").write_text("text")
     command = {
-        "average": ["checkpoint", "average", str(made), str(made)],
+        "average": ["checkpoint", "average", str(made)],
         "tokenizer": ["checkpoint", "import", str(made), "--tokenizer"],
         "export": ["export", str(made), "--to", "ctranslate2"],
     }[verb]
@@ -181,7 +197,7 @@ def test_a_mean_that_takes_the_place_of_a_trained_model_keeps_it(
         out, kind="checkpoint", stage="pretrain", config=trained, inputs={}
     ) as writer:
         writer.path("weights").write_text("of many days")
-    command = ["checkpoint", "average", str(made), str(made), "--out", str(out), "--overwrite"]
+    command = ["checkpoint", "average", str(made), "--out", str(out), "--overwrite"]
     assert cli.main(command) == 0
     assert f"the model trained before is kept as {out}.before-1" in capsys.readouterr().err
     assert (tmp_path / "trained.before-1" / "weights").read_text() == "of many days"

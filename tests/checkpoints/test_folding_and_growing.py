@@ -132,7 +132,7 @@ def test_languages_that_are_kept_translate_as_before_to_the_last_bit(
 
 def test_routes_and_modules_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
-    prune_languages(whole, languages=["de", "ru"], out_dir=tmp_path / "pruned")
+    prune_languages(whole, languages=["deu", "rus_Cyrl"], out_dir=tmp_path / "pruned")
     pruned = open_artifact(tmp_path / "pruned", kind="checkpoint")
     with pytest.raises(ConfigError, match=r"no language module for fr. .* or use the shared"):
         Translator(pruned, DecodingConfig()).language("fr")

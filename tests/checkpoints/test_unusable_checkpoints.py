@@ -97,7 +97,7 @@ def commands(shelf: Shelf, broken: Path, tmp_path: Path) -> dict[str, list[str]]
             *("translate", settings, f"--corpus={shelf.path('corpus')}"),
             *(f"--checkpoint={broken}", out),
         ],
-        "average": ["checkpoint", "average", str(broken), str(broken), out],
+        "average": ["checkpoint", "average", str(broken), out],
         "prune": [
             *("checkpoint", "prune", str(broken), "--languages", "de"),
             *("--experts", "4", out),

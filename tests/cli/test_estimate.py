@@ -71,6 +71,21 @@ def test_on_a_cpu_memory_is_estimated_and_time_is_not(capsys: pytest.CaptureFixt
     assert cli.main([*DEMO, "--device", "cpu"]) == EXIT_USER_ERROR
 
 
+@pytest.mark.parametrize("setting", ["batches.tokens=100000000", "model.width=65536"])
+def test_a_pass_that_a_gpu_cannot_hold_is_neither_counted_nor_timed(
+    setting: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.estimates.passes.micro_batch", None)
+    assert cli.main(["estimate", "demo_dense", *SMALL, "--set", setting]) == 0
+    table, last = capsys.readouterr().out.split("\n\n")
+    assert "cuda, at its peak" in table
+    assert last == (
+        "Time is not estimated: H100 holds 74.5 GiB. Use more GPUs, or smaller batches.tokens.\n"
+    )
+    assert cli.main(["estimate", "demo_dense", *SMALL, "--set", setting, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"device", "processes", "memory"}
+
+
 @pytest.mark.slow
 def test_a_stage_of_a_plan_has_a_row_per_number_of_gpus(
     capsys: pytest.CaptureFixture[str],
@@ -149,9 +164,9 @@ def test_files_are_told_apart_by_their_stages(
 ) -> None:
     recipe, plan = tmp_path / "recipe.toml", tmp_path / "plan.toml"
     recipe.write_text('parent = "demo_dense"\n')
-    plan.write_text("[stages]\n")
+    plan.write_text(text := '[stages.corpus]\nrun = "import_corpus"\nrecipe = "demo_dense"\n')
     assert cli.main(["estimate", str(recipe), "--device", "cpu"]) == 0
-    (odd := tmp_path / "my+plan.toml").write_text("[stages]\n")
+    (odd := tmp_path / "my+plan.toml").write_text(text)
     for path in (plan, odd):
         assert cli.main(["estimate", str(path), "--device", "cpu"]) == EXIT_USER_ERROR
         assert "has no stage to estimate" in capsys.readouterr().err

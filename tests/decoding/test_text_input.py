@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.decoding import text_input
-from pipeline.decoding.text_input import IncomingLine, IncomingLines, without_line_breaks
+from pipeline.decoding.text_input import (
+    IncomingLine,
+    IncomingLines,
+    TextFile,
+    without_line_breaks,
+)
 from pipeline.errors import DataError
 
 
@@ -152,6 +157,18 @@ def test_a_byte_order_mark_and_carriage_returns_are_dropped(tmp_path: Path) -> N
     path.write_bytes("\ufeffeins\r\nzw\rei\r\n\ufeffdrei\n".encode())
     with path.open("rb") as stream:
         assert texts(everything(IncomingLines(stream.fileno()))) == ["eins", "zw\rei", "\ufeffdrei"]
+
+
+@pytest.mark.parametrize("ends", ["\ufeffeins\rzwei\rdrei", "a\rb\r"])
+def test_lines_that_end_by_carriage_returns_only_are_refused(tmp_path: Path, ends: str) -> None:
+    path = tmp_path / "input.txt"
+    path.write_bytes(ends.encode())
+    with path.open("rb") as stream, pytest.raises(DataError, match=r"^Standard input ends its li"):
+        everything(IncomingLines(stream.fileno()))
+    with pytest.raises(
+        DataError, match=r"^\S*input\.txt ends its lines by carriage returns only\."
+    ):
+        list(TextFile(path, "input.txt", "text").lines())
 
 
 def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path: Path) -> None:

@@ -245,6 +245,20 @@ def test_only_a_system_that_translates_and_leads_all_others_is_the_best() -> Non
     assert interval.low < interval.value < interval.high
 
 
+@pytest.mark.parametrize("column", [HITS.column, Bleu.column])
+def test_intervals_of_scores_out_of_100_and_of_their_differences_end_there(column: Column) -> None:
+    ends = np.eye(LINES)[0]  # one line of a hundred; near 0, 98 and 100 in percent
+    rows = {"low": 0.9 * ends, "high": 1.0 - ends - np.eye(LINES)[1], "all": 1.0 - 0.9 * ends}
+    free, found = compared(rows, replace(column, out_of_100=False)), compared(rows, column)
+    assert free.intervals["low"].low < 0
+    assert free.intervals["high"].high > 100
+    for name, own in found.intervals.items():
+        assert own.low == max(free.intervals[name].low, 0.0)
+        assert own.high == min(free.intervals[name].high, 100.0)
+    assert free.differences["all"].high > 100 == found.differences["all"].high
+    assert found.differences["all"].low == free.differences["all"].low
+
+
 def test_holms_correction_is_that_of_its_definition() -> None:
     found = holm([0.01, 0.04, 0.03, 0.005], tests=4)
     assert found == pytest.approx([0.03, 0.06, 0.06, 0.02])

@@ -180,7 +180,7 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
         ("values = {", "values = { updates = 9,", "[matrix.systems]: no stage reads the value 'up"),
         (
             "[matrix.seeds]\n",
-            "[matrix.more.rows]\n[matrix.seeds]\n",
+            "[matrix.more.rows.a]\n[matrix.seeds]\n",
             'no stage has matrix = "more"',
         ),
         (
@@ -188,6 +188,13 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
             '[matrix.systems]\ntimes = "sed"\n',
             "[matrix.systems], times: there is no matrix 'sed'. Did you mean 'seeds'?",
         ),
+        (
+            "[matrix.seeds]\n",
+            "[matrix.more]\nrows = {}\n[matrix.seeds]\n",
+            "[matrix.more]: rows is empty. Add an entry.",
+        ),
+        (PLAN, '[matrix.a.rows]\n[stages."{row}"]\nmatrix = "a"\nrun = "mix"\n', "rows is empty."),
+        (PLAN, "[stages]\n", "stages is empty. Add an entry."),
         (PLAN, 'defaults = 3\n[stages]\nmixture = { run = "mix" }\n', "[defaults] is not a table"),
         (PLAN, 'matrix = 3\n[stages]\nmixture = { run = "mix" }\n', "matrix is not a table"),
         (
@@ -197,8 +204,8 @@ def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
         ),
         (
             "[matrix.seeds]\n",
-            '[matrix.one]\ntimes = "two"\nrows = {}\n'
-            '[matrix.two]\ntimes = "seeds"\nrows = {}\n[matrix.seeds]\n',
+            '[matrix.one]\ntimes = "two"\nrows = { a = {} }\n'
+            '[matrix.two]\ntimes = "seeds"\nrows = { b = {} }\n[matrix.seeds]\n',
             "[matrix.one], times: times is not allowed twice: 'two'",
         ),
         (

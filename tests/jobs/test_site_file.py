@@ -163,6 +163,16 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
             "[node]\ncpus = 8\nmemory = 'x'",
             'node.memory is "x". Write a size of memory',
         ),
+        (
+            "container = 'apptainer exec \"a b.sif\"'\n[node]\ncpus = 8",
+            'Write a list of words, ["apptainer", "exec", "a b.sif"].',
+        ),
+        ("container = ['srun x']\n[node]\ncpus = 8", 'list of words, ["srun", "x"].'),
+        ("container = ['']\n[node]\ncpus = 8", "container is ['']. Write a list of words, []."),
+        ("options = '--a=1 --b'\n[node]\ncpus = 8", 'Write a list of words, ["--a=1", "--b"].'),
+        ("[node]\ncpus = 8\n[cpu]\noptions = '-x'\nnode = 3", 'list of words, ["-x"].'),
+        ("container = { a = 1 }\n[node]\ncpus = 8", "container is {'a': 1}. Write a list"),
+        ("environment = ['A=1']\n[node]\ncpus = 8", "Write it as a table, [environment]"),
         ("time = 'x'\n[node]\ncpus = 8", 'time is "x". Write a time limit, for example 24:00:00.'),
     ],
 )
@@ -173,3 +183,11 @@ def test_a_wrong_site_file_is_named_with_its_mistake(tmp_path: Path, text: str, 
         load_site(path)
     assert told in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+def test_an_option_of_sbatch_and_a_path_may_hold_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    words = 'options = ["--comment=a b"]\ncontainer = ["run", "a b.sif"]\n[node]\ncpus = 8'
+    path.write_text(words, encoding="utf-8")
+    found = load_site(path)
+    assert (found.options, found.container) == (("--comment=a b",), ("run", "a b.sif"))

@@ -697,6 +697,13 @@ def test_the_commands_submit_show_print_logs_and_cancel(
     log.write_text(text, encoding="utf-8")
     assert run("logs", "plan.toml", "clean") == (0, text)
     assert run("logs", "plan.toml", "clean", "--rank", "0") == (0, "00: first\n")
+    code, said = run("logs", "plan.toml", "clean", "--rank", "7")
+    assert code == 2
+    assert "has no line of rank 7. Its ranks are 0, 1, 10." in said
+    log.write_text("mmnmt clean: job\n", encoding="utf-8")
+    assert (
+        "no line of rank 0. Leave --rank out." in run("logs", *given[:1], "clean", "--rank", "0")[1]
+    )
     code, said = run("cancel", "plan.toml", "--only", "clean")
     assert said == f"clean: canceled job {slurm.ids()['clean']}\n"
     assert list(slurm.live()) == ["corpus"]

@@ -165,6 +165,18 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("tests", 419, "faults: audit of every line; three roles"),
     ("pages", 23, "faults: audit; claims of the hundred-language study"),
     ("error messages", 1, "holder of a checkpoint: part of a folder"),
+    ("pipeline/evaluation", 21, "careful users: a sentence instead of silence"),
+    ("data_prep", 1, "careful users: a sentence instead of silence"),
+    ("pipeline/jobs", 17, "careful users: a sentence instead of silence"),
+    ("pipeline/model", 6, "careful users: a sentence instead of silence"),
+    ("pipeline/cli", 11, "careful users: a sentence instead of silence"),
+    ("pipeline/checkpoints", 12, "careful users: a sentence instead of silence"),
+    ("pipeline/stages", 1, "careful users: a sentence instead of silence"),
+    ("pipeline", 17, "careful users: a sentence instead of silence"),
+    ("tests", 155, "careful users: a sentence instead of silence"),
+    ("tests/whole", 2, "careful users: a sentence instead of silence"),
+    ("pages", 1, "careful users: a sentence instead of silence"),
+    ("error messages", 2, "careful users: a sentence instead of silence"),
 )
 """Growth: name of a budget, by how much it grew, which user asked for what."""
 

@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         return y_ND, record
 
     def _check(self, routing: Routing, *, num_tokens: int) -> None:
-        """Refuse shapes of a router that would fail later, far from its code."""
+        """Refuse shapes and types of a router that would fail later, far from its code."""
         of_experts = num_tokens, self.config.num_experts
         of_choices = num_tokens, self.config.top_k
         for name, wanted in (
@@ -76,8 +76,14 @@ class MixtureOfExperts(nn.Module):
             value = getattr(routing, name, 0)
             if value is None and name == "made_weight_NC":
                 continue
-            if getattr(value, "shape", None) != wanted:
-                found = tuple(value.shape) if isinstance(value, Tensor) else "no tensor"
+            # Experts are indices; an index in floating point would fail in a kernel.
+            is_number = isinstance(value, Tensor) and value.is_floating_point()
+            is_other_kind = isinstance(value, Tensor) and is_number == (name == "expert_NC")
+            shape = getattr(value, "shape", None)
+            if shape != wanted or is_other_kind:
+                found: object = "no tensor"
+                if isinstance(value, Tensor):
+                    found = tuple(value.shape) if shape != wanted else f"of {value.dtype}"
                 raise ConfigError(
                     f"The router {type(self.router).__name__} returned a {type(routing).__name__} "
                     f"with {name} {found}; a Routing of {num_tokens} tokens has {wanted}. Correct "

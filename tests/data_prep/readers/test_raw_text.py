@@ -65,6 +65,24 @@ def test_plain_and_gzip_files_have_the_same_lines(tmp_path: Path, name: str, lim
     assert found == naive_lines(data, limit + 1)
 
 
+@pytest.mark.parametrize("ends", [b"eins\rzwei\rdrei\r", b"eins\rzwei\rdrei", b"a\rb\r"])
+def test_text_whose_lines_end_by_carriage_returns_only_is_refused(
+    tmp_path: Path, ends: bytes
+) -> None:
+    path = tmp_path / "text.gz"
+    path.write_bytes(gzip.compress(ends))
+    with pytest.raises(DataError, match=r"text\.gz ends its lines by carriage returns only\."):
+        list(iterate_raw_lines(path, max_line_bytes=9))
+
+
+@pytest.mark.parametrize("kept", [b"a\rb", b"a\r\r", b"a\rb\rc\n", b"a\r\nb\rc\rd", b"\r\r", b""])
+def test_carriage_returns_within_lines_and_before_line_feeds_are_kept(
+    tmp_path: Path, kept: bytes
+) -> None:
+    (tmp_path / "text").write_bytes(kept)
+    assert list(iterate_raw_lines(tmp_path / "text", max_line_bytes=9)) == naive_lines(kept, 9)
+
+
 @pytest.mark.parametrize(("first", "second"), [(3, 1), (1, 3), (0, 2), (2, 0)])
 def test_unequal_counts_are_told_in_full(tmp_path: Path, first: int, second: int) -> None:
     paths = tmp_path / "a", tmp_path / "b"

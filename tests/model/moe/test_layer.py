@@ -109,6 +109,15 @@ def test_a_router_that_returns_another_shape_is_named(
     assert f"with {name} {shape}; a Routing of 9 tokens has {wanted}." in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["expert_NC", "made_weight_NC"])
+def test_a_router_that_returns_numbers_of_another_kind_is_named(name: str) -> None:
+    layer = moe_layer(MoEConfig(num_experts=4))
+    dtype = torch.float32 if name == "expert_NC" else torch.int64
+    layer.router = WrongRouter(**{name: torch.zeros((9, 2), dtype=dtype)})
+    with pytest.raises(ConfigError, match=f"with {name} of {dtype}; a Routing of 9 tokens has"):
+        layer(*random_tokens(9))
+
+
 def test_a_router_that_returns_nothing_is_named() -> None:
     layer = moe_layer(MoEConfig(num_experts=4))
     layer.router = WrongRouter(expert_NC=None)
