@@ -34,7 +34,7 @@ from pipeline.model.spec import placeholder_spec
 from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
-from pipeline.training.flat_gradients import has_flat_gradients
+from pipeline.training.optim import has_flat_gradients
 
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]

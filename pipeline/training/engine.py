@@ -55,12 +55,13 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import expert_parameters
 from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Trained, Transformer
-from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
+    FlatGradients,
     GradientOrder,
     depends_on_order,
+    has_flat_gradients,
     may_fall,
     prepare_scaler,
     read_scale,
