@@ -20,8 +20,7 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.config.recorded import describe_change
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
-from pipeline.estimates.devices import peak_operations
-from pipeline.estimates.pass_size import micro_batches_that_fit
+from pipeline.estimates.devices import micro_batches_that_fit, peak_operations
 from pipeline.model.regularization import Regularization
 from pipeline.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group

@@ -1,7 +1,4 @@
-"""The learning rate's closed forms, Adam by hand, and ZeRO 1's update from flat gradients.
-
-That update is DeepSpeed's own, with few operators and one host read.
-"""
+"""Learning rates, Adam by hand, and the update from flat gradients, which is DeepSpeed's own."""
 
 import math
 from collections.abc import Callable, Iterator
