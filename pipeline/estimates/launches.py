@@ -37,11 +37,11 @@ from pipeline.kernels.pointwise import ones_for_sums
 from pipeline.kernels.slot_products import copied_to
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel, RankExperts, RowCounts
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import Regularization
 
 META = torch.device("meta")
 LAUNCHES_NOTHING = {

@@ -28,13 +28,13 @@ from pipeline.kernels.logits import rows_at_a_time
 from pipeline.kernels.products import is_by_onednn, pads_outputs
 from pipeline.machine import own_mapping_from
 from pipeline.model.building import shape_of_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.moe.experts import StackedModules
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
-from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
 from pipeline.training.optim import has_flat_gradients
+from pipeline.training.settings import Regularization
 
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]

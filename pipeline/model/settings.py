@@ -136,7 +136,7 @@ class ModelConfig(Settings):
     language_modules: LanguageModulesConfig | None = None
     """Language-specific weights in addition to the shared ones. None: no such weights."""
     initialization: Literal["xavier", "fairseq"] = "xavier"
-    """Initial values of linear layers (``model/initial_values.py``). ``xavier``: Xavier-uniform
+    """Initial values of linear layers (``model/parameters.py``). ``xavier``: Xavier-uniform
     weights, biases 0; ``fairseq``: as fairseq's MultiheadAttention, whose query, key and value
     weights are smaller by sqrt(2), and its feed-forwards, which are PyTorch's linear layers.
     Embeddings, norms and routers start as fairseq's in both."""

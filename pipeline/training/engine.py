@@ -36,7 +36,6 @@ from deepspeed.utils import groups
 
 from pipeline.batching.batch import AnyBatch, Pass
 from pipeline.batching.world_sizes import even_per_pass, passes_per_update
-from pipeline.checkpoints.names import NamedSlice, named_slices
 from pipeline.checkpoints.resharding import Fills, Piece, Ranges, Target
 from pipeline.checkpoints.training_state import LossScale
 from pipeline.config.ds_config import (
@@ -52,8 +51,8 @@ from pipeline.errors import ConfigError, hint
 from pipeline.kernels.gradient_sums import keeping_gradients
 from pipeline.machine import keep_freed_memory
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.moe.experts import expert_parameters
-from pipeline.model.stacked import StackedModules
+from pipeline.model.moe.experts import StackedModules, expert_parameters
+from pipeline.model.parameters import NamedSlice, named_slices
 from pipeline.model.transformer import Trained, Transformer
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss

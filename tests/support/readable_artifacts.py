@@ -32,7 +32,6 @@ from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_model_files
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
-from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.pruning import prune_experts
 from pipeline.checkpoints.resharding import Piece, PieceReader
 from pipeline.checkpoints.training_state import read_position
@@ -45,6 +44,7 @@ from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import retrieve_all
 from pipeline.jobs.plan import load_plan
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
+from pipeline.model.parameters import tensor_shapes
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.registry import STAGES

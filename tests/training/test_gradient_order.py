@@ -13,7 +13,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import TrainingError
 from pipeline.kernels.cpu import CpuKernels, using_cpu_kernels
 from pipeline.kernels.products import linear
-from pipeline.model.feed_forward import FeedForward
+from pipeline.model.sublayer import FeedForward
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 from pipeline.training.optim import GradientOrder, depends_on_order

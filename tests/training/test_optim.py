@@ -18,11 +18,11 @@ from support.tiny_models import tiny_spec
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.config.ds_config import ds_config_names, load_ds_config
 from pipeline.distributed.world import World
 from pipeline.kernels.gradient_sums import FlatSums, squared_norm
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.spec import ModelSpec
 from pipeline.training import engine as engine_module
 from pipeline.training import optim

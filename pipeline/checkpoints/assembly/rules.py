@@ -19,7 +19,11 @@ from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.checkpoints.assembly.diversity import diversified, expert_parts
 from pipeline.checkpoints.assembly.vocabulary import RowPlan
 from pipeline.checkpoints.checkpoint import ModelSource
-from pipeline.checkpoints.names import (
+from pipeline.checkpoints.settings import UpcyclingConfig
+from pipeline.checkpoints.weights import Tensors
+from pipeline.errors import CheckpointError
+from pipeline.model.building import shape_of_model
+from pipeline.model.parameters import (
     NamedSlice,
     added_tensor,
     dense_name,
@@ -28,10 +32,6 @@ from pipeline.checkpoints.names import (
     named_slices,
     select_experts,
 )
-from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.checkpoints.weights import Tensors
-from pipeline.errors import CheckpointError
-from pipeline.model.building import shape_of_model
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted
 

@@ -31,7 +31,6 @@ from pipeline.checkpoints.assembly.rules import (
     part_of,
 )
 from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
-from pipeline.checkpoints.names import dense_name, is_router
 from pipeline.checkpoints.weights import (
     TensorFolder,
     TensorPlace,
@@ -39,6 +38,7 @@ from pipeline.checkpoints.weights import (
     part_prefix,
     tensor_bytes,
 )
+from pipeline.model.parameters import dense_name, is_router
 from pipeline.terminal import counted, text_table, track
 
 FILE_BYTES = 256 * 1024 * 1024
