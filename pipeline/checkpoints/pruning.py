@@ -24,7 +24,7 @@ from torch import Tensor
 from pipeline.artifacts.artifact import Artifact
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_derived
 from pipeline.checkpoints.weights import TensorFiles
-from pipeline.config.variants import SHARED
+from pipeline.config.settings import SHARED
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import unknown_language
 from pipeline.model.extension import extensions

@@ -4,8 +4,18 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.config.settings import MAX_EXPERTS, MAX_GROUPS, Layers, Settings, number, whole
-from pipeline.config.variants import FrontSettings, LanguageModuleSettings, VariantSettings, one_of
+from pipeline.config.settings import (
+    MAX_EXPERTS,
+    MAX_GROUPS,
+    FrontSettings,
+    LanguageModuleSettings,
+    Layers,
+    Settings,
+    VariantSettings,
+    number,
+    one_of,
+    whole,
+)
 from pipeline.extensions.installed import INSTALLED
 
 CombineWeights = Literal["renormalized", "probability"]

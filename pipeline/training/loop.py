@@ -89,7 +89,6 @@ class TrainingRun:
         self.publishing = Publishing(
             call, task, directory, self.quarantine, world=world, ds_config=engine.ds_config
         )
-        self.stop = StopFlag()
         self.position = Position()
         self.averaged: list[int] = []  # the updates whose mean the model now is; empty before
 
@@ -114,7 +113,11 @@ class TrainingRun:
                 self.publishing.publish(self.position, self.resumed, averaged=self.averaged)
 
     def _train(self) -> None:
-        with self.stop, self._progress_bar() as bar, closing(self._updates()) as updates:
+        with (
+            StopFlag() as self.stop,
+            self._progress_bar() as bar,
+            closing(self._updates()) as updates,
+        ):
             self._validate_if_due()
             first = self.position.update + 1
             while not self._is_done():

@@ -16,6 +16,7 @@ from pipeline.artifacts.locks import refuse_if_lost
 from pipeline.artifacts.places import sync
 from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.checkpoints.training_state import Position
+from pipeline.config.documents import JsonLines
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects, gather_rows
 from pipeline.distributed.progress import BUSY_TIME
@@ -25,7 +26,6 @@ from pipeline.model.moe.routing_statistics import moe_layer_names
 from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, PerToken, count_multiplied
 from pipeline.model.transformer import Trained, Transformer
 from pipeline.stage import StageCall
-from pipeline.terminal import JsonLines
 from pipeline.training.alarms import Alarms
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate

@@ -36,6 +36,7 @@ from pipeline.checkpoints.pruning import prune_experts
 from pipeline.checkpoints.resharding import Piece, PieceReader
 from pipeline.checkpoints.training_state import read_position
 from pipeline.checkpoints.weights import write_weights
+from pipeline.config.documents import JsonLines
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.settings import DecodingConfig
@@ -51,7 +52,6 @@ from pipeline.registry import STAGES
 from pipeline.stage import StageCall
 from pipeline.stages import evaluate, upcycle
 from pipeline.stages.finetune import refuse_other_model
-from pipeline.terminal import JsonLines
 from support.stored_checkpoints import make_state, weights_of
 from support.tiny_models import tiny_model
 

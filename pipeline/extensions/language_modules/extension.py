@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.variants import SHARED
+from pipeline.config.settings import SHARED
 from pipeline.extensions.language_modules.clsr import (
     ConditionalRouting,
     Gate,
