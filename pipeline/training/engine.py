@@ -36,8 +36,7 @@ from deepspeed.utils import groups
 
 from pipeline.batching.batch import AnyBatch, Pass
 from pipeline.batching.world_sizes import even_per_pass, passes_per_update
-from pipeline.checkpoints.resharding import Fills, Piece, Ranges, Target
-from pipeline.checkpoints.training_state import LossScale
+from pipeline.checkpoints.resharding import Fills, LossScale, Piece, Ranges, Target
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,

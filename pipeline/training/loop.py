@@ -22,7 +22,7 @@ import torch
 
 from pipeline.batching.feed import Update, read_joined
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.training_state import Position
+from pipeline.checkpoints.resharding import Position
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
 from pipeline.distributed.signals import StopFlag

@@ -33,8 +33,7 @@ from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_model_files
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
 from pipeline.checkpoints.pruning import prune_experts
-from pipeline.checkpoints.resharding import Piece, PieceReader
-from pipeline.checkpoints.training_state import read_position
+from pipeline.checkpoints.resharding import Piece, PieceReader, read_position
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import JsonLines
 from pipeline.config.ds_config import load_ds_config

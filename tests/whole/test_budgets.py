@@ -43,7 +43,7 @@ LINES = {
     "pipeline": 3_938,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_507,  # 1,450
     "pipeline/serving": 980,  # 950
-    "pipeline data_prep": 60_726,  # 46,000: all of the above
+    "pipeline data_prep": 60_701,  # 46,000: all of the above
     "tests": 71_111,  # 49,000: with the next three
     "tests/bench": 3_901,  # 3,600
     "tests/support": 5_408,  # 3,000
@@ -53,7 +53,7 @@ LINES = {
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 268,  # 210: of pipeline and data_prep
+    "modules": 264,  # 210: of pipeline and data_prep
     "settings": 189,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
