@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.batching.world_sizes import expert_parallel_size
 from pipeline.cli.parser import chosen_recipe
 from pipeline.config.documents import read_toml, toml_lines, toml_value
-from pipeline.config.ds_config import AUTO, load_ds_config, name_for
+from pipeline.config.ds_config import AUTO, expert_parallel_size, load_ds_config, name_for
 from pipeline.config.recipe import (
     Recipe,
     leaf_settings,

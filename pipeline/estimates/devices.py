@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 
-from pipeline.batching.world_sizes import even_per_pass, passes_per_update
-from pipeline.config.ds_config import MAX_PER_PASS, PER_PASS, asks_for_largest_passes, precision_of
+from pipeline.config.ds_config import (
+    MAX_PER_PASS,
+    PER_PASS,
+    asks_for_largest_passes,
+    even_per_pass,
+    passes_per_update,
+    precision_of,
+)
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects, world_size
 from pipeline.errors import no_such

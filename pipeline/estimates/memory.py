@@ -20,8 +20,13 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.batching.world_sizes import check_ranks, expert_parallel_size, passes_per_update
-from pipeline.config.ds_config import micro_batches_per_pass, precision_of
+from pipeline.config.ds_config import (
+    check_ranks,
+    expert_parallel_size,
+    micro_batches_per_pass,
+    passes_per_update,
+    precision_of,
+)
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.logits import rows_at_a_time

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from pipeline.batching.world_sizes import check_ranks, expert_parallel_size, expert_parallel_sizes
+from pipeline.config.ds_config import check_ranks, expert_parallel_size, expert_parallel_sizes
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32

@@ -35,12 +35,13 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
 from pipeline.batching.batch import AnyBatch, Pass
-from pipeline.batching.world_sizes import even_per_pass, passes_per_update
 from pipeline.checkpoints.resharding import Fills, LossScale, Piece, Ranges, Target
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
+    even_per_pass,
     micro_batches_per_pass,
+    passes_per_update,
     precision_of,
 )
 from pipeline.config.recipe import Recipe

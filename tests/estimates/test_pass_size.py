@@ -10,8 +10,14 @@ import pytest
 import torch
 from support.stage_runs import make_call
 
-from pipeline.batching.world_sizes import even_per_pass, passes_per_update
-from pipeline.config.ds_config import AUTO, PER_PASS, load_ds_config, micro_batches_per_pass
+from pipeline.config.ds_config import (
+    AUTO,
+    PER_PASS,
+    even_per_pass,
+    load_ds_config,
+    micro_batches_per_pass,
+    passes_per_update,
+)
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.estimates.devices import (
     ENOUGH_TOKENS,

@@ -36,14 +36,14 @@ LINES = {
     "pipeline/checkpoints": 2_019,  # 1,700
     "pipeline/checkpoints/assembly": 1_405,  # 1,200
     "pipeline/extensions/tasks": 1_791,  # 1,100
-    "pipeline/batching": 1_846,  # 1,300
+    "pipeline/batching": 1_764,  # 1,300
     "pipeline/distributed": 1_676,  # 1,200
     "pipeline/extensions/analysis": 1_319,  # 1,000
     "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
-    "pipeline": 3_938,  # 2,400: config, single modules, stage.py and registry.py
+    "pipeline": 3_989,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_507,  # 1,450
     "pipeline/serving": 980,  # 950
-    "pipeline data_prep": 60_701,  # 46,000: all of the above
+    "pipeline data_prep": 60_708,  # 46,000: all of the above
     "tests": 71_111,  # 49,000: with the next three
     "tests/bench": 3_901,  # 3,600
     "tests/support": 5_408,  # 3,000
@@ -53,7 +53,7 @@ LINES = {
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 264,  # 210: of pipeline and data_prep
+    "modules": 263,  # 210: of pipeline and data_prep
     "settings": 189,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
