@@ -181,9 +181,3 @@ def _raise_limit_of_files() -> None:
     _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS: no limit, which it does not let one set
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
-
-
-def most_open_files() -> int | None:
-    """Return how many files this process may have open; None without a limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if limit == resource.RLIM_INFINITY else limit

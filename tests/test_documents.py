@@ -17,6 +17,7 @@ from pipeline.config.documents import (
     MAX_JSON_BYTES,
     MAX_TOML_BYTES,
     MAX_TOML_DOTS,
+    JsonLines,
     read_json,
     read_json_lines,
     read_toml,
@@ -198,3 +199,47 @@ def test_a_pipe_is_refused_and_not_waited_for(
     for name in ("recipe", "device"):
         with pytest.raises(UserError, match=rf"{name}.toml is a pipe.* Copy its content to a file"):
             read(tmp_path / f"{name}.toml")
+
+
+def test_records_are_appended_one_per_line_and_text_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    JsonLines(path).write({"update": 1, "text": "a\u2028b ü"})
+    JsonLines(path).write({"update": 2})
+    lines = path.read_text(encoding="utf-8").split("\n")
+    assert lines == ['{"update": 1, "text": "a\u2028b ü"}', '{"update": 2}', ""]
+
+
+def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path).write({"loss": float("nan"), "layers": [{"share": float("inf")}, 0.5]})
+    assert json.loads(path.read_text()) == {"loss": None, "layers": [{"share": None}, 0.5]}
+
+
+def test_a_resumed_run_drops_later_records_and_an_incomplete_last_line(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.truncate_after(5)
+    assert list(tmp_path.iterdir()) == [], "there was no file"
+    lines.write({"note": "no update"})
+    for update in (10, 20, 30):
+        lines.write({"update": update})
+    with lines.path.open("a") as stream:
+        stream.write('{"update": 1')
+    lines.truncate_after(20)
+    lines.write({"update": 21})
+    records = [json.loads(line) for line in lines.path.read_text().split("\n")[:-1]]
+    assert records == [{"note": "no update"}, {"update": 10}, {"update": 20}, {"update": 21}]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_broken_line_of_metrics_is_named_and_an_incomplete_last_one_dropped(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 1}\n{"update": 2}\n{"upd', encoding="utf-8")
+    assert list(JsonLines(path).read()) == [{"update": 1}, {"update": 2}]
+    path.write_text('{"update": 1}\n{"upd\n{"update": 2}\n', encoding="utf-8")
+    before = path.read_bytes()
+    for use in (lambda: list(JsonLines(path).read()), lambda: JsonLines(path).truncate_after(1)):
+        with pytest.raises(ArtifactError, match=r"^Line 2 of .*metrics\.jsonl is not valid JSON"):
+            use()
+    assert path.read_bytes() == before

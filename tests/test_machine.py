@@ -95,7 +95,8 @@ def test_what_a_driver_says_is_read(
 PREPARE = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
-from pipeline.machine import most_open_files, prepare_process
+from pipeline.distributed.world import most_open_files
+from pipeline.machine import prepare_process
 assert most_open_files() == 64
 prepare_process()
 names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

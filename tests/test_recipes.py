@@ -10,15 +10,17 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
-from pipeline.batching.world_sizes import (
-    check_ranks,
-    expert_parallel_size,
-    expert_parallel_sizes,
-    passes_per_update,
-)
 from pipeline.cli.recipe_commands import recipe_toml
 from pipeline.config.documents import merge
-from pipeline.config.ds_config import SECTIONS, ds_config_names, load_ds_config
+from pipeline.config.ds_config import (
+    SECTIONS,
+    check_ranks,
+    ds_config_names,
+    expert_parallel_size,
+    expert_parallel_sizes,
+    load_ds_config,
+    passes_per_update,
+)
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.errors import ConfigError
 from pipeline.model.parameters import count_parameters

@@ -38,7 +38,6 @@ from pipeline.artifacts.tokenizer import (
     write_tokenizer,
 )
 from pipeline.checkpoints.checkpoint import write_model_files
-from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.weights import write_weights
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
@@ -49,6 +48,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.stages.translate import (

@@ -37,8 +37,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.artifacts.places import lock_path
+from pipeline.distributed.progress import Silence
 from pipeline.distributed.signals import deferred, held_back
-from pipeline.distributed.watchdog import Silence
 from pipeline.errors import ArtifactError, unwritable
 
 ATTEMPT_VARIABLE = "MMNMT_ATTEMPT"

@@ -17,11 +17,11 @@ from pipeline.checkpoints.checkpoint import (
     refuse_misfit,
     write_derived,
 )
-from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.resharding import PieceReader
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config.recorded import describe_change
 from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.model.parameters import tensor_shapes
 from pipeline.terminal import counted, track
 
 TensorReader = Callable[[str, torch.Size], Tensor]

@@ -25,16 +25,16 @@ from pipeline.artifacts.tokenizer import (
     read_tokenizer_files,
     tokenizer_folder,
 )
-from pipeline.checkpoints.names import named_slices, num_parameters, tensor_shapes
 from pipeline.checkpoints.weights import TensorFiles, Tensors, tensor_headers, write_weights
 from pipeline.config.documents import toml_lines
 from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import named_slices, num_parameters, tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
+from pipeline.training.settings import Regularization
 
 MODEL_FILE = "model.json"
 MAX_LACKING = 2

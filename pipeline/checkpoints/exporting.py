@@ -19,10 +19,10 @@ from pipeline.checkpoints.checkpoint import ModelSource, open_checkpoint, own_so
 from pipeline.checkpoints.foreign import export_to_ctranslate2, export_to_hugging_face
 from pipeline.checkpoints.foreign.layouts import Entries, Layout, chosen_layout, entries_of
 from pipeline.checkpoints.foreign.model_card import Card
-from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.weights import Tensors
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.languages import find_code
+from pipeline.model.parameters import tensor_shapes
 from pipeline.model.settings import DenseConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted

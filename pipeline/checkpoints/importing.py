@@ -20,10 +20,10 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.checkpoints.foreign import fairseq, hugging_face
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE
-from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.documents import refuse_pointer
 from pipeline.errors import CheckpointError
+from pipeline.model.parameters import tensor_shapes
 from pipeline.terminal import track
 
 

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_derived
-from pipeline.checkpoints.names import num_parameters, select_experts, tensor_shapes
 from pipeline.checkpoints.weights import TensorFiles
-from pipeline.config.variants import SHARED
+from pipeline.config.settings import SHARED
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import find_code, unknown_language
 from pipeline.model.extension import extensions
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
+from pipeline.model.parameters import num_parameters, select_experts, tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import counted, text_table, track
 

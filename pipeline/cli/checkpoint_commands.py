@@ -98,7 +98,7 @@ def import_(options: argparse.Namespace, **given: Any) -> str:
     """Write a checkpoint of other software as ours, or extract a tokenizer."""
     from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
     from pipeline.checkpoints.importing import import_checkpoint, unpack_tokenizer
-    from pipeline.checkpoints.names import num_parameters
+    from pipeline.model.parameters import num_parameters
 
     files = (options.dictionary, options.sentencepiece, options.languages)
     if options.tokenizer:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.batching.world_sizes import expert_parallel_size
 from pipeline.cli.parser import chosen_recipe
 from pipeline.config.documents import read_toml, toml_lines, toml_value
-from pipeline.config.ds_config import AUTO, load_ds_config, name_for
+from pipeline.config.ds_config import AUTO, expert_parallel_size, load_ds_config, name_for
 from pipeline.config.recipe import (
     Recipe,
     leaf_settings,
@@ -168,9 +167,9 @@ def estimate(options: argparse.Namespace) -> int:
 def _estimate_recipe(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.name, parse_overrides(options.overrides))
     sizes = _model_sizes(recipe, options)
-    from pipeline.estimates.choices import at_size
     from pipeline.estimates.devices import device_named
     from pipeline.estimates.memory import estimate
+    from pipeline.estimates.step_time import at_size
 
     on_cpu = options.device == CPU
     device = None if on_cpu else device_named(options.device)
@@ -234,7 +233,7 @@ def _step_rows(step: Any) -> Iterator[list[str]]:
 
 
 def _steps(recipe: Recipe, device: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    from pipeline.estimates.passes import count_decoding_step, count_training
+    from pipeline.estimates.launches import count_decoding_step, count_training
     from pipeline.estimates.step_time import step_time
     from pipeline.kernels.products import meta_stands_for
 
@@ -290,8 +289,8 @@ def _stage(task: Task, options: argparse.Namespace) -> dict[str, Any]:
     recipe = load_recipe(task.recipe or None, task.overrides)
     try:
         sizes = _model_sizes(recipe, options, may_lack=True)
-        from pipeline.estimates.choices import choices
         from pipeline.estimates.devices import device_named
+        from pipeline.estimates.step_time import choices
         from pipeline.model.spec import placeholder_spec
         from pipeline.training.translation import with_updates_of_model
 

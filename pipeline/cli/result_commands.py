@@ -85,7 +85,7 @@ def serve(options: argparse.Namespace) -> int:
         from pipeline.serving.api import listen, serve
         from pipeline.serving.bodies import MAX_FIELD
         from pipeline.serving.limits import ServerLimits
-        from pipeline.serving.systems import System
+        from pipeline.serving.worker import System
     except ImportError as error:
         raise lacks_package("serve", "uvicorn", error, extra="serve") from error
 

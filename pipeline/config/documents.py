@@ -33,6 +33,7 @@ MAX_DEPTH = 64
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 RESTORE = "restore it from a copy or run its stage again"
+_REMOVE_LINE = "remove that line, or the file"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -353,3 +354,69 @@ def _refuse_depth(path: Path | str, error: type[UserError], problem: Exception |
     raise error(
         f"{path} nests more than {MAX_DEPTH} levels deep. Write it without such nesting."
     ) from problem
+
+
+class JsonLines:
+    """A file of JSON objects, one per line; each call of ``write`` is on disk before the next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, *records: Mapping[str, object]) -> None:
+        """Append records; numbers that are not finite become null, which JSON can hold."""
+        lines = [
+            json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) for record in records
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8", newline="\n") as stream:
+            stream.writelines(f"{line}\n" for line in lines)
+
+    def truncate_after(self, update: int, **of_kind: int) -> None:
+        """Drop records of later updates, which a resumed run will write again.
+
+        A last line that a killed run left incomplete goes too. The file is replaced in one step.
+
+        Args:
+            update: the last update to keep.
+            of_kind: another last update, for records of a kind.
+        """
+        if not self.path.is_file():
+            return
+        temporary = unfinished_path(self.path)
+        with temporary.open("wb") as stream:
+            for line, record in self._complete():
+                if _update_of(record) <= of_kind.get(str(record.get("kind")), update):
+                    stream.write(line)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(self.path)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the records, without a last line that a killed run left incomplete.
+
+        Raises:
+            ArtifactError: names the line that is none.
+        """
+        return (record for _, record in self._complete())
+
+    def _complete(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        for number, line in enumerate(byte_lines(self.path, fix=_REMOVE_LINE), start=1):
+            if line.endswith(b"\n"):
+                what = f"Line {number} of {self.path}"
+                yield line, json_object(line, what=what, fix=_REMOVE_LINE)
+
+
+def _update_of(record: Mapping[str, Any]) -> float:
+    """Return the record's update; -∞ if it has none: the record is always kept."""
+    update = record.get("update")
+    return update if isinstance(update, int) else -math.inf
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

@@ -3,18 +3,25 @@
 A ds_config is DeepSpeed's JSON with the keys that belong to the machine: ZeRO stage, precision,
 offload, buckets, monitors, and this project's own switches. Batch sizes, optimizer, schedule and
 clipping belong to the recipe.
+
+An update is M micro-batches (``batches.micro_batches``), which W ≤ M ranks take in turns
+(:meth:`~pipeline.batching.global_step.GlobalStep.turns`). :func:`check_ranks` decides which numbers
+of ranks serve a recipe, and :func:`passes_per_update` how many passes each of them makes.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from pipeline.config.documents import read_json
+from pipeline.config.recipe import Recipe
 from pipeline.config.settings import shown
 from pipeline.errors import ConfigError, no_such
 from pipeline.machine import Gpus, visible_gpus
+from pipeline.terminal import counted
 
 AUTO = "auto"
 """The ds_config that fits this machine, or the number of micro-batches that fits its GPUs."""
@@ -267,3 +274,64 @@ def _refuse(key: str, value: object, wanted: str) -> NoReturn:
 
 def _shown(value: object) -> str:
     return shown(json.dumps(value))
+
+
+def check_ranks(recipe: Recipe, *, ranks: int) -> None:
+    """Check that so many ranks can train by the recipe.
+
+    Raises:
+        ConfigError: an update has fewer micro-batches, or the experts cannot be spread over the
+            expert-parallel ranks.
+    """
+    micro_batches = recipe.batches.micro_batches
+    if ranks > micro_batches:
+        raise ConfigError(
+            f"{ranks} ranks are more than the "
+            f"{counted(micro_batches, 'micro-batch', 'micro-batches')} of an update "
+            f"(batches.micro_batches). Use at most {counted(micro_batches, 'rank')}."
+        )
+    moe, size = recipe.model.moe, expert_parallel_size(recipe, ranks=ranks)
+    if moe is not None and moe.num_experts % size:
+        sizes = ", ".join(map(str, expert_parallel_sizes(recipe, ranks=ranks)))
+        raise ConfigError(
+            f"{moe.num_experts} experts cannot be spread over {size} ranks. Choose a "
+            f"training.expert_parallel_size that divides model.moe.num_experts: {ranks} ranks can "
+            f"use {sizes}."
+        )
+
+
+def passes_per_update(recipe: Recipe, *, ranks: int, per_pass: int = 1) -> int:
+    """Return the forward and backward passes of every rank per update, ⌈⌈M / W⌉ / k⌉.
+
+    M is ``batches.micro_batches``, W the number of ranks, and k the micro-batches of a pass.
+
+    Raises:
+        ConfigError: there are more ranks than micro-batches.
+    """
+    check_ranks(recipe, ranks=ranks)
+    turns = math.ceil(recipe.batches.micro_batches / ranks)
+    return math.ceil(turns / per_pass)
+
+
+def even_per_pass(turns: int, *, most: int) -> int:
+    """Return the micro-batches of a pass that divide an update evenly into the fewest passes.
+
+    ``turns`` is a rank's micro-batches per update, ``most`` the largest number in a pass.
+    """
+    return math.ceil(turns / math.ceil(turns / most))
+
+
+def expert_parallel_size(recipe: Recipe, *, ranks: int) -> int:
+    """Return the ranks that share one copy of the experts.
+
+    It is ``training.expert_parallel_size`` or, if that does not divide the number of ranks, their
+    greatest common divisor.
+    """
+    return math.gcd(recipe.training.expert_parallel_size, ranks)
+
+
+def expert_parallel_sizes(recipe: Recipe, *, ranks: int) -> list[int]:
+    """Return the sizes that so many ranks can have: divisors of both ranks and experts."""
+    moe = recipe.model.moe
+    experts = ranks if moe is None else moe.num_experts
+    return [size for size in range(1, ranks + 1) if ranks % size == 0 and experts % size == 0]

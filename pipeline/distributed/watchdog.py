@@ -99,30 +99,6 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
 
-class Silence:
-    """Adds up the time for which a value stays the same.
-
-    Time in which this process itself was stopped (by a scheduler that suspends jobs) does not
-    count: a step counts as ``longest_step`` seconds at most. The time-out of collectives and the
-    timer of :class:`Watch` count it, so a run survives a stop that is shorter than both.
-    """
-
-    def __init__(self, *, longest_step: float) -> None:
-        self._longest_step = longest_step
-        self._value: object = None
-        self._seconds = 0.0
-        self._clock = time.monotonic()
-
-    def since_change_of(self, value: object) -> float:
-        """Return the seconds since the value changed."""
-        now = time.monotonic()
-        step = min(now - self._clock, self._longest_step)
-        self._clock = now
-        self._seconds = self._seconds + step if value == self._value else 0.0
-        self._value = value
-        return self._seconds
-
-
 @dataclass(frozen=True)
 class News:
     """The last answer of the store."""
@@ -254,7 +230,7 @@ class Peers:
 
     def _look(self, watch: Watch) -> None:
         """End this process when no rank advances, or when another rank has raised the alarm."""
-        ranks, store = (Silence(longest_step=2 * watch.beat_seconds) for _ in range(2))
+        ranks, store = (progress.Silence(longest_step=2 * watch.beat_seconds) for _ in range(2))
         while True:
             watch.arm()
             news = self._news

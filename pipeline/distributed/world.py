@@ -14,6 +14,7 @@ DeepSpeed takes ``LOCAL_RANK`` for the number of the device, so it is told the n
 import atexit
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -29,7 +30,6 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline.distributed.collectives import gather_objects, meetings, wait_for_all
 from pipeline.distributed.watchdog import Watch
 from pipeline.errors import ConfigError
-from pipeline.machine import most_open_files
 
 if TYPE_CHECKING:
     import torch
@@ -440,3 +440,9 @@ def refuse_shared(found: Sequence[tuple[str, str, str]]) -> None:
                 "(--processes, --ntasks-per-node), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to "
                 "compute on CPU."
             )
+
+
+def most_open_files() -> int | None:
+    """Return how many files this process may have open; None without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit

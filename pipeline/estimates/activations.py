@@ -21,15 +21,15 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.products import GROUPED_CAPABILITY, meta_stands_for
 from pipeline.model.attention import Attention
 from pipeline.model.building import shape_of_model
-from pipeline.model.feed_forward import FeedForward
 from pipeline.model.front_end import Passage, Source, SubwordFront
 from pipeline.model.moe.capacity import expert_capacity
 from pipeline.model.moe.layer import MixtureOfExperts
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import DenseConfig, MoEConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import FeedForward
 from pipeline.model.tokens import TokenLinear, Tokens, Unbiased
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Transformer
+from pipeline.training.settings import Regularization
 
 Device = Literal["cpu", "cuda"]
 FLOAT32 = 4

@@ -20,21 +20,26 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.batching.world_sizes import check_ranks, expert_parallel_size, passes_per_update
-from pipeline.config.ds_config import micro_batches_per_pass, precision_of
+from pipeline.config.ds_config import (
+    check_ranks,
+    expert_parallel_size,
+    micro_batches_per_pass,
+    passes_per_update,
+    precision_of,
+)
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.logits import rows_at_a_time
 from pipeline.kernels.products import pads_outputs
 from pipeline.machine import own_mapping_from
 from pipeline.model.building import shape_of_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.moe.experts import StackedModules
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
-from pipeline.model.stacked import StackedModules
 from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
-from pipeline.training.flat_gradients import has_flat_gradients
+from pipeline.training.optim import has_flat_gradients
+from pipeline.training.settings import Regularization
 
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]

@@ -3,7 +3,7 @@
 To remove an extension, delete its package and its name here.
 """
 
-from pipeline.config.variants import InstalledExtension
+from pipeline.config.settings import InstalledExtension
 from pipeline.extensions import analysis, byte_front_ends, language_modules, tasks
 
 INSTALLED: tuple[InstalledExtension, ...] = (

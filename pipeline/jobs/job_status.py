@@ -10,13 +10,14 @@ from pathlib import Path
 
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.run_folders import newest_state, updates_done
+from pipeline.config.documents import JsonLines
 from pipeline.errors import ArtifactError, SchedulerError
 from pipeline.jobs.job_endings import Verdict, ended_starts, job_of, one_line
 from pipeline.jobs.plan import ResolvedPlan, Task
 from pipeline.jobs.runner import status_rows
 from pipeline.jobs.slurm_commands import NEVER_SATISFIED, Scheduler, SlurmJob
 from pipeline.jobs.submission import JobRecord, JobsRecord, jobs_of, log_dir, read_jobs
-from pipeline.terminal import JsonLines, clock_text, counted, text_table
+from pipeline.terminal import clock_text, counted, text_table
 
 Jobs = Mapping[str, SlurmJob | None]
 """Stage → its newest job; None if the scheduler does not know it any more."""

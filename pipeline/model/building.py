@@ -14,15 +14,15 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import check_widths
 from pipeline.kernels.noise import number_sites
 from pipeline.model.extension import extensions
-from pipeline.model.feed_forward import FeedForward
 from pipeline.model.front_end import SubwordFront
 from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.experts import StackedModules
 from pipeline.model.moe.layer import build_mixture_of_experts, has_experts
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import DenseConfig, ModelConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec, Side
-from pipeline.model.stacked import StackedModules
+from pipeline.model.sublayer import FeedForward
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Stack, Transformer
+from pipeline.training.settings import Regularization
 
 
 def make_transformer(

@@ -84,7 +84,7 @@ class Extension(Protocol):
         Args:
             name: the plain model's tensor.
             names: the tensors of the checkpoint.
-            read: reads one of them.
+            read: reads a tensor.
         """
         return None
 

@@ -1,13 +1,208 @@
-"""Parameter counts of a model: total, active per token, and per part."""
+"""The parameters of a model: their initial values, their names in artifacts, and counts.
 
+An initial value depends only on a seed and the parameter's name.
+
+In memory the experts of a layer are stacked, and under expert parallelism a rank holds only its
+own: ``….feed_forward.experts.up.weight`` (E, F, D). In artifacts every expert has its own tensor
+under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever the topology. Language
+modules are stacked, too, and have a tensor per language under its code.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+import torch
+from torch import Tensor, nn
+
+from pipeline.distributed import progress
 from pipeline.model.building import shape_of_model
-from pipeline.model.extension import extensions
+from pipeline.model.extension import AddedTensor, extensions
+from pipeline.model.moe.experts import StackedModules
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, placeholder_spec
 from pipeline.model.transformer import Transformer
+from pipeline.seeds import named_generator
+
+
+@runtime_checkable
+class InitializesItself(Protocol):
+    """A module that defines the initial values of its own parameters."""
+
+    def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
+        """Return the initial value of parameter ``name``, without the module's prefix."""
+
+
+def initialize(
+    name: str, shape: torch.Size, *, spec: ModelSpec, seed: int, owner: nn.Module | None = None
+) -> Tensor:
+    """Return the initial value of the named tensor, independent of all others and of topology.
+
+    Embeddings are N(0, 1/D) with a zero padding row; norms 1 and 0; routers U(±1/sqrt(D)); scales
+    of one-hot embeddings sqrt(D); linear layers follow ``model.initialization``. Every expert has
+    its own name and therefore its own value.
+
+    Args:
+        name: full name of the tensor in checkpoints.
+        shape: its shape.
+        spec: the model's spec.
+        seed: seed of the training run.
+        owner: the module of the parameter; it overrides these rules if it is an
+            :class:`InitializesItself`.
+    """
+    # By name: a rank draws its own experts' values without those of the other ranks.
+    generator = named_generator("initialize", seed, name)
+    if isinstance(owner, InitializesItself):
+        return owner.initial_value(name.rpartition(".")[2], shape, generator=generator)
+    width = spec.model.width
+    if name.startswith("embedding.") and name.endswith("_scale"):
+        return torch.full(shape, width**0.5)
+    if name.startswith("embedding.") or ".positions." in name:
+        value = torch.empty(shape).normal_(0, width**-0.5, generator=generator)
+        if name.startswith("embedding."):
+            value[spec.pad_id] = 0
+        return value
+    if ".router." in name:
+        bound = width**-0.5
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if len(shape) < 2 and not name.endswith(".bias"):
+        raise ValueError(
+            f"{name} {tuple(shape)} is no weight or bias of a linear layer. Give its module a "
+            "method initial_value (InitializesItself)."
+        )
+    bound = _linear_bound(name, shape, model=spec.model)
+    if bound == 0:
+        return torch.zeros(shape)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _linear_bound(name: str, shape: torch.Size, *, model: ModelConfig) -> float:
+    """Return the bound b of the values U(±b) of a linear layer's weight or bias; 0 for zeros.
+
+    The ``fairseq`` values follow ``reset_parameters`` in its ``multihead_attention.py``, which
+    keeps PyTorch's biases of query, key and value, and its ``transformer_layer.py``, which keeps
+    PyTorch's linear layers: U(±1/sqrt(inputs)) for weights and biases.
+    """
+    layer, _, kind = name.rpartition(".")
+    xavier = 0.0 if kind == "bias" else math.sqrt(6.0 / (shape[-1] + shape[-2]))
+    match model.initialization, layer.rpartition(".")[2]:
+        case "fairseq", "query" | "key" | "value":
+            # fairseq scales by 1 / sqrt(2) where the three have the same inputs.
+            return 1 / math.sqrt(model.width) if kind == "bias" else xavier / math.sqrt(2)
+        case "fairseq", "up":
+            return 1 / math.sqrt(model.width)
+        case "fairseq", "down":
+            return 1 / math.sqrt(model.feed_forward_width)
+        case _:
+            return xavier
+
+
+@dataclass(frozen=True)
+class NamedSlice:
+    """One tensor of an artifact and its place in memory.
+
+    Attributes:
+        name: Name in the artifact.
+        owner: The module that has the parameter.
+        parameter: The parameter that contains the tensor.
+        value: A view of the whole parameter, or of one expert's slice of a stacked one.
+        offset: Start of the view in the flattened parameter.
+        expert: Global id of the tensor's expert, or the slot of its language if languages are
+            distributed over ranks.
+    """
+
+    name: str
+    owner: nn.Module
+    parameter: nn.Parameter
+    value: Tensor
+    offset: int
+    expert: int | None = None
+
+
+def dense_name(name: str) -> str | None:
+    """Turn ``….feed_forward.experts.7.up.weight`` into ``….feed_forward.up.weight``; others: None.
+
+    An encoder front end can have experts and a router, too, which do not count here.
+    """
+    before, found, after = name.partition(".feed_forward.experts.")
+    return f"{before}.feed_forward.{after.partition('.')[2]}" if found else None
+
+
+def is_router(name: str) -> bool:
+    """Return whether a tensor belongs to a feed-forward's router."""
+    return ".feed_forward.router." in name
+
+
+def select_experts(router: Tensor, experts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return a router's tensor for these of its experts.
+
+    A router may have any tensors, such as a bias (E,) or preferences (languages, E): the dimension
+    of the experts is the one that differs from the shape of the result.
+    """
+    for dimension, (before, after) in enumerate(zip(router.shape, shape, strict=True)):
+        if before != after:
+            router = router.index_select(dimension, torch.tensor(experts))
+    return router
+
+
+def added_tensor(name: str) -> AddedTensor | None:
+    """Return what a tensor is that an extension adds; None for others."""
+    found = (extension.added_tensor(name) for extension in extensions())
+    return next((tensor for tensor in found if tensor is not None), None)
+
+
+def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
+    """Yield every tensor that this rank contributes to an artifact, in the model's order."""
+    stacked = {
+        f"{module_name}.{name}" if module_name else name: (module_name, module)
+        for module_name, module in model.named_modules()
+        if isinstance(module, StackedModules)
+        for name, _ in module.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if name not in stacked:
+            yield NamedSlice(name, owner, parameter, parameter.data, 0)
+            continue
+        stack_name, stack = stacked[name]
+        prefix, inner = f"{stack_name}." if stack_name else "", name.removeprefix(f"{stack_name}.")
+        held = stack.held_slots  # behind them is padding
+        for index, (slot, value) in enumerate(zip(held, parameter.data[: len(held)], strict=True)):
+            yield NamedSlice(
+                name=f"{prefix}{slot}.{inner}",
+                owner=owner,
+                parameter=parameter,
+                value=value,
+                offset=index * value.numel(),
+                expert=stack.first_slot + index if stack.is_spread else None,
+            )
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Return names and shapes of all tensors of a model without allocating them."""
+    return {entry.name: entry.value.shape for entry in named_slices(shape_of_model(spec))}
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Return the number of parameters of a model without allocating them."""
+    return sum(parameter.numel() for parameter in shape_of_model(spec).parameters())
+
+
+def initialize_weights(model: Transformer, *, seed: int) -> None:
+    """Set every parameter of this rank to its initial value, a function of name and seed."""
+    for entry in named_slices(model):
+        progress.advance()
+        entry.value.copy_(initial_value(entry, model.spec, seed=seed))
+
+
+def initial_value(entry: NamedSlice, spec: ModelSpec, *, seed: int) -> Tensor:
+    """Return the initial value of a tensor."""
+    return initialize(entry.name, entry.value.shape, owner=entry.owner, spec=spec, seed=seed)
+
 
 OPERATIONS_PER_PARAMETER = 6
 """Floating-point operations per token and parameter that multiplies it: a multiplication and an

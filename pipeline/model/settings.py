@@ -4,8 +4,18 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.config.settings import MAX_EXPERTS, MAX_GROUPS, Layers, Settings, number, whole
-from pipeline.config.variants import FrontSettings, LanguageModuleSettings, VariantSettings, one_of
+from pipeline.config.settings import (
+    MAX_EXPERTS,
+    MAX_GROUPS,
+    FrontSettings,
+    LanguageModuleSettings,
+    Layers,
+    Settings,
+    VariantSettings,
+    number,
+    one_of,
+    whole,
+)
 from pipeline.extensions.installed import INSTALLED
 
 CombineWeights = Literal["renormalized", "probability"]
@@ -136,7 +146,7 @@ class ModelConfig(Settings):
     language_modules: LanguageModulesConfig | None = None
     """Language-specific weights in addition to the shared ones. None: no such weights."""
     initialization: Literal["xavier", "fairseq"] = "xavier"
-    """Initial values of linear layers (``model/initial_values.py``). ``xavier``: Xavier-uniform
+    """Initial values of linear layers (``model/parameters.py``). ``xavier``: Xavier-uniform
     weights, biases 0; ``fairseq``: as fairseq's MultiheadAttention, whose query, key and value
     weights are smaller by sqrt(2), and its feed-forwards, which are PyTorch's linear layers.
     Embeddings, norms and routers start as fairseq's in both."""

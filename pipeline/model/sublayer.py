@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.kernels.noise import Dropout, Noise, dropout_in
 from pipeline.kernels.pointwise import add_and_norm, add_dropped, layer_norm, norm_of_sum
+from pipeline.kernels.products import Activation, Linear
 from pipeline.model.moe.routing import RoutingRecord
-from pipeline.model.tokens import Tokens, Unbiased
+from pipeline.model.tokens import Tokens, Unbiased, project, project_last
 
 T = TypeVar("T")
 
@@ -260,3 +261,22 @@ def _both_runs() -> tuple[_Run, _Run]:
     """Return the contexts of a layer's first run and of its recomputation."""
     kept: list[Any] = []
     return _Run(kept, is_again=False), _Run(kept, is_again=True)
+
+
+class FeedForward(nn.Module):
+    """The dense feed-forward, down(activation(up(x))), on packed (N, D) states.
+
+    :func:`pipeline.model.building.build_feed_forward` chooses between kinds of feed-forwards. A
+    mixture of experts returns a routing record with its result.
+    """
+
+    def __init__(self, *, width: int, hidden_width: int, activation: Activation) -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        self.up = Linear(width, hidden_width)
+        self.down = Linear(hidden_width, width)
+
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> Tensor | Unbiased:
+        """Apply the feed-forward to every token."""
+        hidden_NF = project(self.up, x_ND, tokens, self.activation)
+        return project_last(self.down, hidden_NF, tokens)

@@ -41,7 +41,6 @@ from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, Ste
 from pipeline.model.embedding import Embedding
 from pipeline.model.front_end import HasBuffers, Passage, Source
 from pipeline.model.moe.routing import RoutingRecord
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import (
@@ -53,6 +52,7 @@ from pipeline.model.sublayer import (
     run_layer,
 )
 from pipeline.model.tokens import ReadsFloat32, Tokens
+from pipeline.training.settings import Regularization
 
 POSITION_OFFSET = 2
 """fairseq counts positions from padding index + 1, and its padding index is 1."""

@@ -39,8 +39,7 @@ from pipeline.evaluation.language_detector import LanguageDetector
 from pipeline.languages import find_code
 from pipeline.serving.bodies import Fields, Refused, read_fields
 from pipeline.serving.limits import ServerLimits, limited_server
-from pipeline.serving.systems import System, Systems
-from pipeline.serving.worker import Worker
+from pipeline.serving.worker import System, Systems, Worker
 from pipeline.terminal import listed
 
 AUTO = "auto"

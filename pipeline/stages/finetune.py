@@ -20,11 +20,10 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.config.recorded import describe_change
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
-from pipeline.estimates.devices import peak_operations
-from pipeline.estimates.pass_size import micro_batches_that_fit
-from pipeline.model.regularization import Regularization
+from pipeline.estimates.devices import micro_batches_that_fit, peak_operations
 from pipeline.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
+from pipeline.training.settings import Regularization
 from pipeline.training.translation import train, training_data
 
 

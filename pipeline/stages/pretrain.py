@@ -15,15 +15,14 @@ from dataclasses import replace
 
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave, local_device
-from pipeline.estimates.devices import peak_operations
-from pipeline.estimates.pass_size import micro_batches_that_fit
+from pipeline.estimates.devices import micro_batches_that_fit, peak_operations
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
 from pipeline.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
+from pipeline.training.settings import Regularization
 from pipeline.training.translation import train, training_data
 
 

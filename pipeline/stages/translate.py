@@ -46,7 +46,7 @@ from pipeline.artifacts.run_folders import (
     remove_files,
 )
 from pipeline.checkpoints.checkpoint import read_tokenizer
-from pipeline.config.documents import unfinished_path
+from pipeline.config.documents import JsonLines, unfinished_path
 from pipeline.config.recorded import describe_change, with_defaults
 from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.collectives import (
@@ -59,7 +59,7 @@ from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import AgreedStop, ArtifactError, ConfigError
 from pipeline.stage import StageCall
-from pipeline.terminal import JsonLines, Progress, counted, listed
+from pipeline.terminal import Progress, counted, listed
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,13 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
 from pipeline.batching.batch import AnyBatch, Pass
-from pipeline.batching.world_sizes import even_per_pass, passes_per_update
-from pipeline.checkpoints.names import NamedSlice, named_slices
-from pipeline.checkpoints.resharding import Fills, Piece, Ranges, Target
-from pipeline.checkpoints.training_state import LossScale
+from pipeline.checkpoints.resharding import Fills, LossScale, Piece, Ranges, Target
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
+    even_per_pass,
     micro_batches_per_pass,
+    passes_per_update,
     precision_of,
 )
 from pipeline.config.recipe import Recipe
@@ -52,15 +51,16 @@ from pipeline.errors import ConfigError, hint
 from pipeline.kernels.gradient_sums import keeping_gradients
 from pipeline.machine import keep_freed_memory
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.moe.experts import expert_parameters
-from pipeline.model.stacked import StackedModules
+from pipeline.model.moe.experts import StackedModules, expert_parameters
+from pipeline.model.parameters import NamedSlice, named_slices
 from pipeline.model.transformer import Trained, Transformer
-from pipeline.training.flat_gradients import FlatGradients, has_flat_gradients
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
+    FlatGradients,
     GradientOrder,
     depends_on_order,
+    has_flat_gradients,
     may_fall,
     prepare_scaler,
     read_scale,

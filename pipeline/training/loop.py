@@ -22,7 +22,7 @@ import torch
 
 from pipeline.batching.feed import Update, read_joined
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.training_state import Position
+from pipeline.checkpoints.resharding import Position
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
 from pipeline.distributed.signals import StopFlag
@@ -89,7 +89,6 @@ class TrainingRun:
         self.publishing = Publishing(
             call, task, directory, self.quarantine, world=world, ds_config=engine.ds_config
         )
-        self.stop = StopFlag()
         self.position = Position()
         self.averaged: list[int] = []  # the updates whose mean the model now is; empty before
 
@@ -114,7 +113,11 @@ class TrainingRun:
                 self.publishing.publish(self.position, self.resumed, averaged=self.averaged)
 
     def _train(self) -> None:
-        with self.stop, self._progress_bar() as bar, closing(self._updates()) as updates:
+        with (
+            StopFlag() as self.stop,
+            self._progress_bar() as bar,
+            closing(self._updates()) as updates,
+        ):
             self._validate_if_due()
             first = self.position.update + 1
             while not self._is_done():

@@ -25,8 +25,13 @@ from pipeline.artifacts.artifact import (
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.resharding import CheckedState, write_pieces
-from pipeline.checkpoints.training_state import PROGRESS_FILE, Position, read_position
+from pipeline.checkpoints.resharding import (
+    PROGRESS_FILE,
+    CheckedState,
+    Position,
+    read_position,
+    write_pieces,
+)
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World

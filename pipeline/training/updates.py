@@ -34,11 +34,11 @@ from pipeline.artifacts.locks import refuse_if_lost
 from pipeline.artifacts.run_folders import LOCK_NAME
 from pipeline.batching.feed import Update
 from pipeline.batching.global_step import MicroBatch
+from pipeline.config.documents import JsonLines
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects, on_rank_zero
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
-from pipeline.terminal import JsonLines
 from pipeline.training.engine import Engine, StepResult, Verdict
 from pipeline.training.optim import learning_rate
 from pipeline.training.task import Data

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.training_state import Position
+from pipeline.checkpoints.resharding import Position
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import Route
 from pipeline.distributed.collectives import all_sum

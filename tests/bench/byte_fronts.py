@@ -41,8 +41,8 @@ from work import beam_search, training_step
 
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import Example, collate
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec, marks_of_vocabulary
 from pipeline.model.transformer import Transformer

@@ -38,11 +38,11 @@ from pipeline.artifacts import artifact as remembering
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from pipeline.artifacts.digests import READ_BYTES
 from pipeline.batching.settings import BatchesConfig
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.checkpoints.resharding import CheckedState, Piece, write_pieces
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
 from pipeline.training.engine import Engine, connect

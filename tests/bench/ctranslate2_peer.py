@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline.batching.batch import Example
 from pipeline.checkpoints.checkpoint import ModelSource
 from pipeline.checkpoints.foreign.export_to_ctranslate2 import filled_specification
-from pipeline.checkpoints.names import named_slices
+from pipeline.model.parameters import named_slices
 from pipeline.model.transformer import Transformer
 
 Sequences = list[tuple[int, ...]]

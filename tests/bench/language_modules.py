@@ -21,8 +21,8 @@ from support.tiny_models import EOS_ID, random_examples, tiny_spec
 from work import beam_search, training_step
 
 from pipeline.batching.batch import Example, collate
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.transformer import Transformer
 from pipeline.training.settings import LossConfig
 

@@ -28,13 +28,13 @@ from support.tiny_models import tiny_spec, tokens_in_groups
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.building import build_model
-from pipeline.model.feed_forward import FeedForward
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import TokenRouter
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import MoEConfig
+from pipeline.model.sublayer import FeedForward
 
 TOP_K = 2
 BALANCE_WEIGHT = 0.1

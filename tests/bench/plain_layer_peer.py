@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.batching.batch import Packing
-from pipeline.checkpoints.names import named_slices
+from pipeline.model.parameters import named_slices
 from pipeline.model.transformer import Transformer
 
 PREFIX = "encoder.layers.0."

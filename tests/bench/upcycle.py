@@ -31,9 +31,9 @@ from pipeline.artifacts.tokenizer import (
     TokenizerFiles,
 )
 from pipeline.checkpoints.checkpoint import read_spec, tokenizer_directory, write_spec
-from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
 from pipeline.checkpoints.weights import write_weights
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights, named_slices, num_parameters
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 

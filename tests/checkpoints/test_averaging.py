@@ -24,9 +24,9 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.inspection import diff, verify
-from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.resharding import Piece
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, CheckpointError
+from pipeline.model.parameters import named_slices
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 

@@ -26,15 +26,21 @@ from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
-from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.checkpoints.resharding import CheckedState, Piece, PieceReader, Target, write_pieces
-from pipeline.checkpoints.training_state import Position
+from pipeline.checkpoints.resharding import (
+    CheckedState,
+    Piece,
+    PieceReader,
+    Position,
+    Target,
+    write_pieces,
+)
 from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model import building
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer

@@ -28,13 +28,13 @@ from pipeline.checkpoints.assembly.writing import RECEIPT_FILE
 from pipeline.checkpoints.checkpoint import load_model, own_source
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.names import named_slices, num_parameters
 from pipeline.checkpoints.pruning import fold_checkpoint, prune_languages
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.settings import Route
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.parameters import named_slices, num_parameters
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 

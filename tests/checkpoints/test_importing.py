@@ -14,8 +14,8 @@ from support.foreign_models import LINES
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.checkpoints.names import num_parameters
 from pipeline.errors import EXIT_USER_ERROR
+from pipeline.model.parameters import num_parameters
 
 pytestmark = pytest.mark.slow
 

@@ -10,13 +10,13 @@ from support.searched_models import Kind, model_of, next_log_p, rounded, transla
 from support.tiny_models import EOS_ID, PAD_ID, random_examples, source_of
 
 from pipeline.batching.batch import collate
-from pipeline.checkpoints.names import named_slices
 from pipeline.config.settings import Route
 from pipeline.decoding import forced_pass as module
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.model.parameters import named_slices
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
 

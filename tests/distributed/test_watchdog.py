@@ -23,7 +23,8 @@ from pipeline.cli.ending import guarded
 from pipeline.config.documents import unfinished_path
 from pipeline.distributed import progress
 from pipeline.distributed.collectives import gather_objects
-from pipeline.distributed.watchdog import Peers, Silence, _whereabouts, open_store, who_holds_up
+from pipeline.distributed.progress import Silence
+from pipeline.distributed.watchdog import Peers, _whereabouts, open_store, who_holds_up
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ArtifactError, RankLost
 from pipeline.jobs.job_endings import REPORTS, read_ends

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.estimates.devices import DEVICES
-from pipeline.estimates.launches import META, Counted, LaunchCounter
-from pipeline.estimates.passes import count_decoding_step, count_training
+from pipeline.estimates.launches import (
+    META,
+    Counted,
+    LaunchCounter,
+    count_decoding_step,
+    count_training,
+)
 from pipeline.kernels.attention import Spans, attend_packed
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.products import meta_stands_for

@@ -25,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.batching.batch import Batch
 from pipeline.batching.settings import BatchesConfig
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.config.ds_config import ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe, parse_overrides
 from pipeline.distributed.world import World
@@ -41,13 +40,13 @@ from pipeline.estimates.memory import (
 from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model, shape_of_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Output, Transformer
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
-from pipeline.training.settings import LossConfig, TrainingConfig
+from pipeline.training.settings import LossConfig, Regularization, TrainingConfig
 
 LENGTH = 16
 SENTENCES = 16

@@ -10,16 +10,22 @@ import pytest
 import torch
 from support.stage_runs import make_call
 
-from pipeline.batching.world_sizes import even_per_pass, passes_per_update
-from pipeline.config.ds_config import AUTO, PER_PASS, load_ds_config, micro_batches_per_pass
+from pipeline.config.ds_config import (
+    AUTO,
+    PER_PASS,
+    even_per_pass,
+    load_ds_config,
+    micro_batches_per_pass,
+    passes_per_update,
+)
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.estimates.memory import estimate
-from pipeline.estimates.pass_size import (
+from pipeline.estimates.devices import (
     ENOUGH_TOKENS,
     SHARE_OF_MEMORY,
     micro_batches_that_fit,
     most_per_pass,
 )
+from pipeline.estimates.memory import estimate
 from pipeline.model.spec import placeholder_spec
 
 VOCABULARY = 64_101

@@ -55,10 +55,9 @@ from pipeline.kernels.pointwise import (
 from pipeline.kernels.products import Activation
 from pipeline.model import fused_comparison
 from pipeline.model.fused_comparison import Sizes, compare
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.training.losses import training_loss
-from pipeline.training.settings import LossConfig
+from pipeline.training.settings import LossConfig, Regularization
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float32, torch.bfloat16]

@@ -14,7 +14,6 @@ from support.tiny_models import tiny_spec
 from torch import Tensor
 
 from pipeline.batching.batch import Shares
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.errors import ConfigError
 from pipeline.kernels import cpu, placement
 from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward, grouped_products
@@ -32,6 +31,7 @@ from pipeline.model.building import build_model
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.routing import choose
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import MoEConfig
 
 SEEDS = st.integers(0, 2**16)

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.batching.batch import Packing
-from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
 from pipeline.checkpoints.resharding import PieceReader, write_pieces
 from pipeline.decoding.cached_keys import DecoderStates
 from pipeline.decoding.hypotheses import Source
 from pipeline.distributed.world import World
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights, named_slices, num_parameters
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import ResidualNorm
 from pipeline.training.engine import Engine, connect
+from pipeline.training.settings import Regularization
 
 KINDS = [
     ("learned", "tied"),

@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.batching.batch import with_each_tensor
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
-from pipeline.training.settings import LossConfig
+from pipeline.training.settings import LossConfig, Regularization
 
 CUDA = torch.device("cuda", 0)
 MOE = {"num_experts": 4, "every": 1}

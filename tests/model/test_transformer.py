@@ -31,10 +31,10 @@ from transformers import (
 from pipeline.batching.batch import Batch, Packing, collate
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Residual
+from pipeline.training.settings import Regularization
 
 
 def make_peer(model_type: Any, config_type: Any, spec: ModelSpec, **more: object) -> nn.Module:

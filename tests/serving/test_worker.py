@@ -24,8 +24,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.serving.api import Api
 from pipeline.serving.limits import ServerLimits
-from pipeline.serving.systems import System, Systems
-from pipeline.serving.worker import STEPS, Worker
+from pipeline.serving.worker import STEPS, System, Systems, Worker
 
 DECODING = DecodingConfig(beam_size=2, max_length_ratio=0.3, max_extra_length=6)
 

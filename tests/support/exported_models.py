@@ -12,9 +12,9 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
 from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.checkpoint import ModelSource, own_source, tokenizer_directory, write_spec
-from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.weights import write_weights
 from pipeline.model.building import build_model
+from pipeline.model.parameters import named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, marks_of_vocabulary
 from pipeline.model.transformer import Transformer

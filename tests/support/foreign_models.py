@@ -120,7 +120,7 @@ def m2m100_folder(
 
 def model_of(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> Transformer:
     """The model of a source, filled tensor by tensor."""
-    from pipeline.checkpoints.names import named_slices
+    from pipeline.model.parameters import named_slices
 
     model = build_model(source.spec)
     for entry in named_slices(model):

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch
 from pipeline.batching.settings import BatchesConfig
-from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config.recipe import Recipe
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
-from pipeline.training.settings import LossConfig, OptimizerConfig
+from pipeline.training.settings import LossConfig, OptimizerConfig, Regularization
 from support.tiny_models import perturb_vectors, random_batch, tiny_model
 
 UPDATES = 3

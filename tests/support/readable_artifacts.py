@@ -32,11 +32,10 @@ from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_model_files
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
-from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.pruning import prune_experts
-from pipeline.checkpoints.resharding import Piece, PieceReader
-from pipeline.checkpoints.training_state import read_position
+from pipeline.checkpoints.resharding import Piece, PieceReader, read_position
 from pipeline.checkpoints.weights import write_weights
+from pipeline.config.documents import JsonLines
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.settings import DecodingConfig
@@ -45,13 +44,13 @@ from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.nearest_neighbor import retrieve_all
 from pipeline.jobs.plan import load_plan
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
+from pipeline.model.parameters import tensor_shapes
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.registry import STAGES
 from pipeline.stage import StageCall
 from pipeline.stages import evaluate, upcycle
 from pipeline.stages.finetune import refuse_other_model
-from pipeline.terminal import JsonLines
 from support.stored_checkpoints import make_state, weights_of
 from support.tiny_models import tiny_model
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import write_model_files
-from pipeline.checkpoints.names import named_slices
-from pipeline.checkpoints.resharding import Piece, write_pieces
-from pipeline.checkpoints.training_state import Position
+from pipeline.checkpoints.resharding import Piece, Position, write_pieces
 from pipeline.checkpoints.weights import write_weights
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
+from pipeline.model.parameters import named_slices
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer

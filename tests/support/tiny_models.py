@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from pipeline.batching.batch import Batch, Example, collate
-from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.decoding.hypotheses import Source
 from pipeline.kernels.noise import Noise
 from pipeline.kernels.products import Activation
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
+from pipeline.training.settings import Regularization
 
 PAD_ID = 1
 EOS_ID = 2

@@ -19,16 +19,16 @@ from pipeline.artifacts.artifact import Artifact, Kind, open_artifact
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.checkpoints.names import initialize_weights, tensor_shapes
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights, tensor_shapes
 from pipeline.stages.pretrain import model_spec
 from pipeline.training import loop
 from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.settings import Regularization
 from pipeline.training.translation import train, training_data
 from pipeline.training.validation import ValidationResult
 from support.corpora import make_corpus, writing

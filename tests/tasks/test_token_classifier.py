@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from pipeline.batching.batch import Labelled, collate_spans, collate_tags
-from pipeline.checkpoints.names import named_slices
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.extensions.language_modules.settings import LowRankConfig
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.token_classifier import HeadKind, TaskSpec, TokenClassifier
 from pipeline.extensions.tasks.xlmr import BOS, EOS, PAD, PIECES_FILE, Pieces, Pretrained
+from pipeline.model.parameters import named_slices
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 

@@ -32,14 +32,13 @@ from torch import Tensor
 
 from pipeline.batching.batch import Batch
 from pipeline.batching.settings import BatchesConfig
-from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.resharding import PieceReader
 from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
 from pipeline.distributed import progress
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.training import engine as engine_module
@@ -50,7 +49,7 @@ from pipeline.training.engine import (
     merge_ds_config,
 )
 from pipeline.training.optim import make_optimizer
-from pipeline.training.settings import OptimizerConfig
+from pipeline.training.settings import OptimizerConfig, Regularization
 
 SPECS = {
     "dense": tiny_spec(),

@@ -10,8 +10,8 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.batching.batch import Batch
-from pipeline.checkpoints.names import named_slices
 from pipeline.config.recipe import Recipe
+from pipeline.model.parameters import named_slices
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss

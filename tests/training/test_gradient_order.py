@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.distributed.world import World
 from pipeline.errors import TrainingError
-from pipeline.model.feed_forward import FeedForward
+from pipeline.model.sublayer import FeedForward
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 from pipeline.training.optim import GradientOrder, depends_on_order

@@ -43,7 +43,7 @@ from pipeline.artifacts.run_folders import newest_state, set_aside
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.feed import SplitData
 from pipeline.checkpoints.checkpoint import load_model
-from pipeline.checkpoints.training_state import Position
+from pipeline.checkpoints.resharding import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed import progress
 from pipeline.distributed.progress import last_update

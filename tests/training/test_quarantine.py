@@ -34,12 +34,11 @@ from pipeline.artifacts.run_folders import set_aside
 from pipeline.batching.batch import Batch
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch
-from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
 from pipeline.model.building import build_model
-from pipeline.model.regularization import Regularization
+from pipeline.model.parameters import initialize_weights, named_slices
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
 from pipeline.stages.pretrain import model_spec
@@ -50,7 +49,7 @@ from pipeline.training.engine import Engine, Verdict
 from pipeline.training.loss_terms import LossTerms
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
-from pipeline.training.settings import LossConfig
+from pipeline.training.settings import LossConfig, Regularization
 from pipeline.training.translation import training_data
 from pipeline.training.updates import LeftOut, Quarantine, culprits, left_out
 

@@ -10,8 +10,15 @@ from support.stage_runs import make_call
 from support.tiny_training import make_recipe
 
 from pipeline.artifacts.artifact import ArtifactWriter
-from pipeline.checkpoints.resharding import Fills, Piece, Target, write_pieces
-from pipeline.checkpoints.training_state import PROGRESS_FILE, LossScale, Position
+from pipeline.checkpoints.resharding import (
+    PROGRESS_FILE,
+    Fills,
+    LossScale,
+    Piece,
+    Position,
+    Target,
+    write_pieces,
+)
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import CheckpointError

@@ -13,12 +13,11 @@ from support.tiny_training import changed, make_recipe
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.checkpoints.names import NamedSlice
-from pipeline.checkpoints.resharding import Piece
-from pipeline.checkpoints.training_state import Position, read_position
+from pipeline.checkpoints.resharding import Piece, Position, read_position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.moe.routing_statistics import RoutingCounter
+from pipeline.model.parameters import NamedSlice
 from pipeline.model.spec import make_spec
 from pipeline.training.engine import Engine
 from pipeline.training.run_directory import RunDirectory

@@ -23,12 +23,11 @@ from pipeline.batching.batch import Batch
 from pipeline.kernels import pointwise
 from pipeline.model.moe import capacity, layer
 from pipeline.model.moe.layer import MixtureOfExperts
-from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
-from pipeline.training.settings import LossConfig
+from pipeline.training.settings import LossConfig, Regularization
 
 NOISY = Regularization(
     dropout=0.3,

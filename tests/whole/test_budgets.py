@@ -25,25 +25,25 @@ LINES = {
     "pipeline/evaluation": 4_968,  # 3,900
     "data_prep": 7_124,  # 5,850: 5,500 and settings.py, which pipeline/artifacts had
     "pipeline/artifacts": 4_961,  # 3,550: 3,900 without settings.py
-    "pipeline/jobs": 3_784,  # 3,000
+    "pipeline/jobs": 3_786,  # 3,000
     "pipeline/kernels": 5_131,  # 3,200
     "pipeline/decoding": 3_844,  # 2,900
-    "pipeline/training": 3_623,  # 2,800
+    "pipeline/training": 3_644,  # 2,800
     "pipeline/checkpoints/foreign": 2_538,  # 2,200
-    "pipeline/model": 3_223,  # 2,700
+    "pipeline/model": 3_301,  # 2,700
     "pipeline/estimates": 1_690,  # 1,700
     "pipeline/cli": 1_866,  # 1,500
-    "pipeline/checkpoints": 2_144,  # 1,700
+    "pipeline/checkpoints": 2_019,  # 1,700
     "pipeline/checkpoints/assembly": 1_405,  # 1,200
     "pipeline/extensions/tasks": 1_791,  # 1,100
-    "pipeline/batching": 1_846,  # 1,300
-    "pipeline/distributed": 1_675,  # 1,200
+    "pipeline/batching": 1_764,  # 1,300
+    "pipeline/distributed": 1_676,  # 1,200
     "pipeline/extensions/analysis": 1_319,  # 1,000
     "pipeline/stages": 984,  # 900: 1,300 without stage.py and registry.py, now in pipeline
-    "pipeline": 3_938,  # 2,400: config, single modules, stage.py and registry.py
+    "pipeline": 3_989,  # 2,400: config, single modules, stage.py and registry.py
     "pipeline/extensions/byte_front_ends pipeline/extensions/language_modules": 1_507,  # 1,450
     "pipeline/serving": 980,  # 950
-    "pipeline data_prep": 61_100,  # 46,000: all of the above
+    "pipeline data_prep": 60_708,  # 46,000: all of the above
     "tests": 71_111,  # 49,000: with the next three
     "tests/bench": 3_901,  # 3,600
     "tests/support": 5_408,  # 3,000
@@ -53,13 +53,13 @@ LINES = {
 """Lines of files with docstrings and comments; a package without other packages listed here."""
 
 COUNTS = {
-    "modules": 278,  # 210: of pipeline and data_prep
-    "settings": 190,  # 155: rows of docs/reference/settings.md that are no tables themselves
+    "modules": 263,  # 210: of pipeline and data_prep
+    "settings": 189,  # 155: rows of docs/reference/settings.md that are no tables themselves
     "commands": 34,  # 36: sections of docs/reference/commands.md
     "command options": 256,  # as few as possible: rows of docs/reference/commands.md
-    "error messages": 527,  # 350: texts given to the errors of pipeline/errors.py
+    "error messages": 529,  # 350: texts given to the errors of pipeline/errors.py
     "imports inside functions": 98,  # as few as possible
-    "class names in more than one module": 11,  # as few as possible
+    "class names in more than one module": 10,  # as few as possible
 }
 
 IDIOMS = {

@@ -16,10 +16,10 @@ from support.tiny_models import source_of
 
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import Batch, Example, collate
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec, marks_of_vocabulary
 from pipeline.model.transformer import Transformer

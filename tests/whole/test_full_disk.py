@@ -17,11 +17,11 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.config.documents import JsonLines
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
 from pipeline.jobs.plan import load_plan, resolve_plan
 from pipeline.jobs.runner import run_plan
-from pipeline.terminal import JsonLines
 from pipeline.training.run_directory import RunDirectory
 
 

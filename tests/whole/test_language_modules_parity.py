@@ -20,9 +20,9 @@ from support.process_pool import ProcessPool
 from support.tiny_models import perturb_vectors, tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline.checkpoints.names import initialize_weights, named_slices, tensor_shapes
 from pipeline.distributed.world import World
 from pipeline.extensions.language_modules.language_experts import FeedForwardStack
+from pipeline.model.parameters import initialize_weights, named_slices, tensor_shapes
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer

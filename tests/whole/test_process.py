@@ -68,8 +68,8 @@ print([name for name in before if before[name] != after[name]])
 
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
-    *("pipeline.estimates.fitting", "pipeline.estimates.pass_size"),
-    "pipeline.estimates.choices",
+    *("pipeline.estimates.fitting", "pipeline.estimates.devices"),
+    "pipeline.estimates.step_time",
     "pipeline.training.updates",
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
     "pipeline.training.translation",

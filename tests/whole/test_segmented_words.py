@@ -30,7 +30,6 @@ from pipeline.batching.feed import SplitData
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.checkpoint import write_model_files
-from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import load_recipe
 from pipeline.decoding.beam_search import beam_search
@@ -41,6 +40,7 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.text_input import IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.model.parameters import named_slices
 from pipeline.model.spec import ModelSpec
 
 SETTINGS = """

@@ -19,7 +19,6 @@ from pipeline.artifacts.tokenizer import Tokenizer, tags
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.assembly.rules import PARTS, AssemblyPlan, Part, part_of
 from pipeline.checkpoints.assembly.vocabulary import meanings
-from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.weights import Tensors
 from pipeline.kernels.cpu import sparing_loops
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
@@ -28,6 +27,7 @@ from pipeline.model.building import shape_of_model
 from pipeline.model.moe.capacity import Dispatch
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.parameters import named_slices
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator

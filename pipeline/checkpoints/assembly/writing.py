@@ -20,7 +20,6 @@ from pipeline.artifacts.digests import write_hashed
 from pipeline.artifacts.manifest import FileRecord, read_manifest
 from pipeline.artifacts.places import refuse_inputs, refuse_to_overwrite
 from pipeline.checkpoints.assembly.declaration import Assembly, plan_assembly
-from pipeline.checkpoints.assembly.diversity import is_diverse
 from pipeline.checkpoints.assembly.function_check import check_function
 from pipeline.checkpoints.assembly.rules import (
     EXPERT_RULES,
@@ -28,10 +27,10 @@ from pipeline.checkpoints.assembly.rules import (
     AssemblyPlan,
     Assignment,
     Part,
+    is_diverse,
     part_of,
 )
 from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
-from pipeline.checkpoints.names import dense_name, is_router
 from pipeline.checkpoints.weights import (
     TensorFolder,
     TensorPlace,
@@ -39,6 +38,7 @@ from pipeline.checkpoints.weights import (
     part_prefix,
     tensor_bytes,
 )
+from pipeline.model.parameters import dense_name, is_router
 from pipeline.terminal import counted, text_table, track
 
 FILE_BYTES = 256 * 1024 * 1024

@@ -33,9 +33,9 @@ from pipeline.checkpoints.foreign.hugging_face_tokenizer import (
 from pipeline.checkpoints.foreign.layouts import Layout
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.tensor_names import M2M100_TABLE, NLLB_MOE_TABLE
-from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.weights import file_pieces, files_of
 from pipeline.errors import CheckpointError
+from pipeline.model.parameters import tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import track
 

@@ -15,8 +15,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from pipeline.artifacts.artifact import Artifact, Lineage, open_recorded
 from pipeline.artifacts.corpus import pair_name
 from pipeline.artifacts.tokenizer import MODEL_NAME
-from pipeline.checkpoints.names import num_parameters
 from pipeline.languages import language
+from pipeline.model.parameters import num_parameters
 from pipeline.model.spec import ModelSpec
 
 OLDEST_TRANSFORMERS = ">=4.50"

@@ -7,7 +7,7 @@ it as SVG. ``report`` shows them next to the scores of an evaluation.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pipeline.config.variants import InstalledExtension
+from pipeline.config.settings import InstalledExtension
 from pipeline.extensions.analysis.settings import AnalysisConfig
 
 

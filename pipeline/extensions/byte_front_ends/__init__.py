@@ -7,7 +7,7 @@ restricts attention to words (WSF). Its parameters are named ``front.…``.
 
 from typing import Any
 
-from pipeline.config.variants import InstalledExtension
+from pipeline.config.settings import InstalledExtension
 from pipeline.extensions.byte_front_ends.settings import FRONT_ENDS
 
 

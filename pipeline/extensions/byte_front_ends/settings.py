@@ -4,8 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.settings import whole
-from pipeline.config.variants import FrontSettings, ModelShape, PieceIds
+from pipeline.config.settings import FrontSettings, ModelShape, PieceIds, whole
 
 OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
 Scale = Annotated[int, whole(0, 8)]

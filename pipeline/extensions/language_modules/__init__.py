@@ -5,7 +5,7 @@ Read ``settings.py`` first, then ``extension.py``, ``stack.py`` and the module o
 
 from typing import Any
 
-from pipeline.config.variants import InstalledExtension
+from pipeline.config.settings import InstalledExtension
 from pipeline.extensions.language_modules.settings import LANGUAGE_MODULES
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.variants import SHARED
+from pipeline.config.settings import SHARED
 from pipeline.extensions.language_modules.clsr import (
     ConditionalRouting,
     Gate,
@@ -36,11 +36,11 @@ from pipeline.extensions.language_modules.settings import (
 from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.model.attention import Attention
 from pipeline.model.extension import AddedTensor, Extension
-from pipeline.model.feed_forward import FeedForward
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import has_experts
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, Side
+from pipeline.model.sublayer import FeedForward
 from pipeline.model.transformer import DecoderLayer, EncoderLayer, Stack, Transformer
 
 ATTENTION_PROJECTIONS = ("query", "key", "value", "output")

@@ -2,8 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pipeline.config.settings import whole
-from pipeline.config.variants import LanguageModuleSettings
+from pipeline.config.settings import LanguageModuleSettings, whole
 
 
 class RoutedModules(LanguageModuleSettings):

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.config.variants import SHARED
+from pipeline.config.settings import SHARED
 from pipeline.kernels.slot_products import SentenceSlots, copied_to
-from pipeline.model.stacked import StackedModules
+from pipeline.model.moe.experts import StackedModules
 from pipeline.model.tokens import Tokens
 
 SentenceSide = Literal["source", "target"]

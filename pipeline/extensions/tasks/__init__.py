@@ -6,7 +6,7 @@
 
 from typing import Any, ClassVar
 
-from pipeline.config.variants import InstalledExtension
+from pipeline.config.settings import InstalledExtension
 from pipeline.extensions.tasks.settings import TasksConfig
 
 

@@ -33,11 +33,11 @@ from pipeline.kernels.pointwise import dropped
 from pipeline.kernels.products import Linear
 from pipeline.model.building import allocate, dense_feed_forward
 from pipeline.model.extension import extensions
-from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.sublayer import Residual, run_layer
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import EncoderLayer, Output, Stack, Trained
+from pipeline.training.settings import Regularization
 
 HeadKind = Literal["tagger", "reader"]
 HEAD_STD = 0.02

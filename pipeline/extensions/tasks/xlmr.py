@@ -30,10 +30,10 @@ from pipeline.checkpoints.foreign.model_folder import (
 )
 from pipeline.checkpoints.foreign.tensor_names import NameTable
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
-from pipeline.checkpoints.names import initial_value, named_slices
 from pipeline.checkpoints.weights import FLOATING_TYPES, Tensors
 from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.parameters import initial_value, named_slices
 from pipeline.model.settings import LanguageModulesConfig, ModelConfig
 from pipeline.model.spec import ModelSpec, make_spec
 from pipeline.model.transformer import POSITION_OFFSET

@@ -3,7 +3,9 @@
 Legend: E experts (on this rank), R rows sorted by expert, N tokens, D model width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,35 @@ from pipeline.kernels.expert_products import ExpertWeights, serve_rows, serve_to
 from pipeline.kernels.gradient_sums import summed
 from pipeline.kernels.products import Activation
 from pipeline.model.moe.capacity import Dispatch
-from pipeline.model.stacked import StackedModules
+
+
+class StackedModules(nn.Module, ABC):
+    """Experts or language modules of equal shape, whose parameters are stacked.
+
+    In memory, the first dimension of every parameter is over slots. In checkpoints, each slot has
+    its own tensors under its name: ``….experts.7.up.weight``.
+    """
+
+    can_spread: ClassVar[bool] = False
+    """Whether expert parallelism spreads the slots over ranks."""
+    first_slot: int
+    """Number of the first slot that this rank holds."""
+
+    @property
+    @abstractmethod
+    def held_slots(self) -> tuple[str, ...]:
+        """Return the names of the slots that this rank holds, in order."""
+
+    @property
+    @abstractmethod
+    def is_spread(self) -> bool:
+        """Return whether ranks may hold different slots."""
+
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Set the parameters after the last slot to zero."""
+        for parameter in self.parameters():
+            parameter[len(self.held_slots) :] = 0
 
 
 class StackedLinear(nn.Module):

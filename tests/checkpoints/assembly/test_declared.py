@@ -15,7 +15,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.tokenizer import tags
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.assembly import writing
-from pipeline.checkpoints.assembly.diversity import diversified
+from pipeline.checkpoints.assembly.rules import diversified
 from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
 from pipeline.checkpoints.importing import open_model
 from pipeline.checkpoints.settings import UpcyclingConfig

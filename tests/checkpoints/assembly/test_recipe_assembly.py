@@ -23,12 +23,11 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     write_model_files,
 )
-from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.model.initial_values import initialize
+from pipeline.model.parameters import initialize, named_slices
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer

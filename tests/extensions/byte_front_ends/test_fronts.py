@@ -18,7 +18,7 @@ from pipeline.extensions.byte_front_ends.ncf import ORDERS
 from pipeline.extensions.byte_front_ends.wsf import word_begins, words_as_sentences
 from pipeline.model.building import build_model
 from pipeline.model.front_end import Source
-from pipeline.model.initial_values import initialize
+from pipeline.model.parameters import initialize
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import EncoderLayer, Transformer
 

@@ -8,11 +8,11 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.checkpoints.names import initialize_weights, tensor_shapes
 from pipeline.extensions.language_modules.clsr import ConditionalRouting, Gate, Projections
 from pipeline.extensions.language_modules.settings import ClsrConfig
 from pipeline.kernels.noise import Noise
 from pipeline.model.building import build_model
+from pipeline.model.parameters import initialize_weights, tensor_shapes
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 from pipeline.training.losses import training_loss

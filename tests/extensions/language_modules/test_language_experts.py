@@ -6,9 +6,8 @@ from support.tiny_models import EOS_ID, random_examples, tiny_model, tiny_spec
 from torch import nn
 
 from pipeline.batching.batch import Packing, collate
-from pipeline.checkpoints.names import named_slices
 from pipeline.extensions.language_modules.language_experts import LanguageExperts
-from pipeline.model.parameters import count_parameters_of
+from pipeline.model.parameters import count_parameters_of, named_slices
 from pipeline.model.tokens import Tokens
 
 MODULES = {"kind": "language_experts", "shared": True}

@@ -14,11 +14,10 @@ from support.tiny_models import (
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Example, Packing, collate
-from pipeline.checkpoints.names import named_slices, tensor_shapes
 from pipeline.errors import ConfigError
 from pipeline.extensions.language_modules.low_rank import LowRankLinear, LowRankShape, Synthesis
 from pipeline.extensions.language_modules.settings import LowRankConfig
-from pipeline.model.parameters import count_parameters
+from pipeline.model.parameters import count_parameters, named_slices, tensor_shapes
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, make_spec, refuse_languages_without_modules
 from pipeline.model.tokens import Tokens

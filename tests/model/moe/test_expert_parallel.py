@@ -16,7 +16,6 @@ from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_spec, tokens_in_groups
 from torch import Tensor
 
-from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels.placement import place_by_sorting
@@ -26,6 +25,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import TokenRouter
+from pipeline.model.parameters import initialize_weights
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.training.engine import connect, expert_parallel_group

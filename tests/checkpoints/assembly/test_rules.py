@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.assembly.diversity import diversified
+from pipeline.checkpoints.assembly.rules import diversified
 from pipeline.checkpoints.settings import UpcyclingConfig
 
 LAYER = "encoder.layers.1.feed_forward"

@@ -10,10 +10,9 @@ from support.tiny_models import PAD_ID, tiny_spec
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipeline.checkpoints.names import initialize_weights, named_slices, tensor_shapes
 from pipeline.model.building import build_model
-from pipeline.model.initial_values import initialize
 from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.parameters import initialize, initialize_weights, named_slices, tensor_shapes
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
