@@ -39,8 +39,9 @@ def test_any_chunks_give_the_plain_computation(
     logits_LV, labels_L = logits_and_labels(rows, dtype)
     ours, theirs = (logits_LV.clone().requires_grad_() for _ in range(2))
     read = ours * 1  # no leaf, as logits are
-    options = {"smoothing": smoothing, "overwrites": overwrites}
-    smoothed, plain = summed_cross_entropy(read, labels_L, **options)
+    smoothed, plain = summed_cross_entropy(
+        read, labels_L, smoothing=smoothing, overwrites=overwrites
+    )
     assert torch.equal(read, logits_LV) or overwrites
     expected = F.cross_entropy(theirs.float(), labels_L, label_smoothing=smoothing, reduction="sum")
     torch.testing.assert_close(smoothed, expected, rtol=1e-6, atol=0)

@@ -23,7 +23,7 @@ Changes = Literal["never", "by size", "by rank"]
 
 
 def train_with(world: World, *, zero: str, changes: Changes, bucket: int = BUCKET) -> list[float]:
-    """Norms of two updates of a model; one layer's bias is PyTorch's, or a column of its weights."""
+    """Norms of two updates of a model; a layer's bias is PyTorch's, or a column of weights."""
     engine = make_engine(
         world, parallel_size=1, zero=zero, precision="fp32", method="sgd", bucket=bucket
     )
