@@ -434,7 +434,7 @@ def _working_blocks(
     matrix = batch.value * outputs * recipe.model.width if pads else 0
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
     chunk = (3 if batch.value < FLOAT32 else 2) * rows * FLOAT32 * outputs
-    loss = [matrix, logits, chunk]  # whose gradient overwrites the logits
+    loss = [matrix, logits, chunk]  # the gradient overwrites the logits
     if recipe.loss.objective == "fuse_distillation":  # twice, and the gradients of the divergence
         loss += [*loss, *(4 if recipe.loss.distillation == "symmetric" else 3) * [logits]]
     return [

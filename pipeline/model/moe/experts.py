@@ -17,7 +17,7 @@ from pipeline.model.moe.capacity import Dispatch
 
 
 class StackedModules(nn.Module, ABC):
-    """Experts or language modules of equal shape, whose parameters are stacked.
+    """Experts or language modules of equal shape, with stacked parameters.
 
     In memory, the first dimension of every parameter is over slots. In checkpoints, each slot has
     its own tensors under its name: ``….experts.7.up.weight``.

@@ -119,6 +119,7 @@ class MixtureOfExperts(nn.Module):
             tokens.route_numbers(**shape, capacity_M=capacity_M),
             prioritized=config.batch_prioritized,
             renormalize=config.combine_weights == "renormalized",
+            # A dropped route that is sent to another rank would cost traffic for nothing.
             keeps_dropped=self.expert_parallel is None,
         )
 
