@@ -75,7 +75,7 @@ def test_on_a_cpu_memory_is_estimated_and_time_is_not(capsys: pytest.CaptureFixt
 def test_a_pass_that_a_gpu_cannot_hold_is_neither_counted_nor_timed(
     setting: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.estimates.passes.micro_batch", None)
+    monkeypatch.setattr("pipeline.estimates.launches.micro_batch", None)
     assert cli.main(["estimate", "demo_dense", *SMALL, "--set", setting]) == 0
     table, last = capsys.readouterr().out.split("\n\n")
     assert "cuda, at its peak" in table
