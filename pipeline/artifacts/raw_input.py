@@ -7,6 +7,7 @@ end, and packed files are unpacked block by block.
 """
 
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -137,7 +138,7 @@ def raw_input(values: Sequence[str]) -> RawInput:
 
 def _raw_paths(values: Sequence[str]) -> RawPaths:
     paths = tuple(map(Path, values))
-    places = [path.resolve() for path in paths]
+    places = [os.path.realpath(path) for path in paths]  # a loop of links raises nothing
     repeated = [
         value for value, place in zip(values, places, strict=True) if places.count(place) > 1
     ]

@@ -29,6 +29,7 @@ from pipeline.config.ds_config import (
 )
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
+from pipeline.kernels.cpu import has_bfloat16_products
 from pipeline.kernels.logits import rows_at_a_time
 from pipeline.kernels.products import pads_outputs
 from pipeline.machine import own_mapping_from
@@ -144,7 +145,7 @@ def estimate(
     }
     if device == "cpu":
         mapped = own_mapping_from(0 if zero.flat else FLOAT32 * max(one.share for one in groups))
-        kernels = CPU_KERNELS if batch.value < FLOAT32 else 0
+        kernels = CPU_KERNELS if batch.value < FLOAT32 and has_bfloat16_products() else 0
         gradients = [zero.value * size for one in groups for size in one.sizes]
         backward = kept + max(sum(size for size in moment if size < mapped) for moment in moments)
         reduce = sum(size for size in gradients if size < mapped)

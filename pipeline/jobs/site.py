@@ -45,7 +45,11 @@ def _in_words(value: object) -> object:
             pass  # one option may hold spaces, for example in its comment
         case _:
             return value
-    raise ValueError(f"Write a list of words, {json.dumps(shlex.split(line))}")
+    try:
+        words = shlex.split(line)
+    except ValueError:  # an odd quotation mark
+        words = line.split()
+    raise ValueError(f"Write a list of words, {json.dumps(words)}")
 
 
 Words = Annotated[tuple[str, ...], BeforeValidator(_in_words)]

@@ -152,8 +152,11 @@ def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 
 
 def _few_rows_by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a product without gradients takes oneDNN for its few rows."""
-    if x.dtype != torch.float32 or weight.numel() < LARGE or torch.is_grad_enabled():
+    """Return whether a product of a search takes oneDNN for its few rows.
+
+    In training, batches have new numbers of rows, for each of which oneDNN would generate code.
+    """
+    if x.dtype != torch.float32 or weight.numel() < LARGE or not torch.is_inference_mode_enabled():
         return False
     return x.numel() // x.shape[-1] in FEW_ROWS and cpu_kernels().few_rows_products == "onednn"
 

@@ -103,6 +103,13 @@ def test_a_data_set_stands_alone_and_a_path_once() -> None:
             raw_input(["folder", "other", again])
 
 
+def test_paths_that_are_links_to_each_other_are_left_to_the_readers(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.symlink_to(second)
+    second.symlink_to(first)
+    assert raw_input([str(first), str(second)]) == RawPaths((first, second))
+
+
 def test_where_one_path_is_wanted_several_or_a_data_set_are_refused() -> None:
     assert RawPaths((Path("a"),)).only_path() == Path("a")
     with pytest.raises(ConfigError, match="a, b are several paths where one is wanted"):

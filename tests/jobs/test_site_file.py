@@ -169,6 +169,7 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ),
         ("container = ['srun x']\n[node]\ncpus = 8", 'list of words, ["srun", "x"].'),
         ("container = ['']\n[node]\ncpus = 8", "container is ['']. Write a list of words, []."),
+        ('container = "it\'s on"\n[node]\ncpus = 8', 'list of words, ["it\'s", "on"].'),
         ("options = '--a=1 --b'\n[node]\ncpus = 8", 'Write a list of words, ["--a=1", "--b"].'),
         ("[node]\ncpus = 8\n[cpu]\noptions = '-x'\nnode = 3", 'list of words, ["-x"].'),
         ("container = { a = 1 }\n[node]\ncpus = 8", "container is {'a': 1}. Write a list"),

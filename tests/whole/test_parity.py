@@ -90,14 +90,12 @@ def thresholds_among_the_sizes(wanted: bool) -> Iterator[None]:
     """Choose kernels as if the sizes of these micro-batches were the ones that matter."""
     before = cpu.WORTH_OTHER_THREADS
     if wanted:
-        cpu.use_cpu_kernels(cpu.CpuKernels("bfloat16", "onednn"))
         cpu.WORTH_OTHER_THREADS = 16 * 32 * 16
         torch.set_num_threads(2)
     try:
         yield
     finally:
         cpu.WORTH_OTHER_THREADS = before
-        cpu.use_cpu_kernels(None)
         torch.set_num_threads(1)
 
 
