@@ -89,8 +89,9 @@ def prune_experts(
     spec = read_spec(checkpoint)
     if spec.model.moe is None:
         raise ConfigError(f"{directory} has no experts to prune. Name an MoE checkpoint.")
+    routing = read_routing(checkpoint, spec)
     plan = plan_pruning(
-        read_routing(checkpoint, spec),
+        routing,
         languages=languages,
         top_k=spec.model.moe.top_k,
         experts=experts,
@@ -99,6 +100,7 @@ def prune_experts(
     target = _with_model(
         spec, moe=spec.model.moe.model_copy(update={"num_experts": plan.num_experts})
     )
+    codes = list(dict.fromkeys(known_codes(languages, routing.languages)))
     limit = {"experts": experts} if keep_mass is None else {"keep_mass": keep_mass}
     layers = {
         entry.layer: {"experts": list(entry.experts), "kept_mass": entry.kept_mass}
@@ -110,7 +112,7 @@ def prune_experts(
         spec=target,
         out_dir=out_dir,
         stage="prune_experts",
-        config={"prune_experts": {"languages": list(languages), **limit}},
+        config={"prune_experts": {"languages": codes, **limit}},
         statistics={"kept_mass": plan.kept_mass, "layers": layers},
         overwrite=overwrite,
     )

@@ -36,13 +36,22 @@ class Node(Settings):
     """Memory of a GPU, for example ``80G``; not set: not checked."""
 
 
+def _is_line(entry: str) -> bool:
+    """Return whether a single entry is a command line, and neither a program nor one option."""
+    first, *rest = entry.split() or [""]
+    if first.startswith("-"):
+        return any(word.startswith("-") for word in rest)
+    return not first or (bool(rest) and not Path(entry).is_file())
+
+
 def _in_words(value: object) -> object:
     """Refuse a command line as text, or as a single entry: no shell would divide it."""
     match value:
         case str(line):
             pass
-        case [str(line)] if len(line.split()) != 1 and not line.startswith("-"):
-            pass  # one option may hold spaces, for example in its comment
+        # One option may hold spaces, for example in its comment, and so may a program's path.
+        case [str(line)] if _is_line(line):
+            pass
         case _:
             return value
     try:

@@ -152,6 +152,7 @@ class _CrossEntropy(torch.autograd.Function):
         return smoothed, plain
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d_logits_LV,) = ctx.saved_tensors
         return d_logits_LV.mul_(gradients[0].to(d_logits_LV.dtype)), None, None, None, None

@@ -172,8 +172,8 @@ class Placement:
     """The row of every route, and the route of every row.
 
     Attributes:
-        route_R: route of each row, sorted by expert: token · C + choice. Dropped
-            routes without a row may follow.
+        route_R: route of each row, sorted by expert: token · C + choice. Dropped routes without a
+            row may follow.
         token_R: token of each row.
         row_NC: row of each (token, choice); the number of rows if it has none.
         is_dropped_NC: True for dropped routes; None if none is dropped.

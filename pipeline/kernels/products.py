@@ -54,8 +54,8 @@ class Linear(nn.Linear):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x Wᵀ + b over the last dimension, differentiable."""
     if x.device.type == "cpu" and _in_float32(x.dtype):
-        float32_bias = None if bias is None else bias.float()
-        return F.linear(x.float(), weight.float(), float32_bias).to(x.dtype)
+        product = batched_product(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], len(weight))
+        return product if bias is None else product + bias
     if x.device.type == "cpu" and _few_rows_by_onednn(x, weight):
         y: Tensor = _linear_pointwise()(x, weight, bias, "none", [], "")
         return y
@@ -63,10 +63,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def batched_product(x: Tensor, y: Tensor) -> Tensor:
-    """Return the matrix products of two equally large batches of matrices, differentiable."""
-    if x.device.type == "cpu" and _in_float32(x.dtype):
+    """Return a product of matrices, or the products of two equal batches; differentiable."""
+    if x.device.type != "cpu" or not _in_float32(x.dtype):
+        return x @ y
+    z: Tensor = _BatchedProduct.apply(x, y)  # type: ignore[no-untyped-call]
+    return z
+
+
+class _BatchedProduct(torch.autograd.Function):
+    """Product of bfloat16 matrices in float32, without keeping the float32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
         return (x.float() @ y.float()).to(x.dtype)
-    return x @ y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        dz = gradients[0].float()
+        dx = dz @ y.float().transpose(-1, -2)
+        dy = x.float().transpose(-1, -2) @ dz
+        return dx.to(x.dtype), dy.to(y.dtype)
 
 
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -179,6 +179,16 @@ def test_a_pruned_model_is_the_whole_one_restricted_to_the_kept_experts(
     assert not torch.allclose(pruned(batch).logits_LV, unrestricted, rtol=1e-3, atol=1e-3)
 
 
+def test_a_pruned_checkpoint_records_the_models_codes(tmp_path: Path) -> None:
+    model = tiny_model(SPEC).eval()
+    whole = make_checkpoint(tmp_path / "whole", model, routing=count_routes(model)[0])
+    for number, languages in enumerate((["de", "fr"], ["deu", "de", "fra_Latn"])):
+        out = tmp_path / f"pruned-{number}"
+        prune_experts(whole, languages=languages, experts=3, out_dir=out)
+        config = open_artifact(out, kind="checkpoint").manifest.config
+        assert config["prune_experts"] == {"languages": ["de", "fr"], "experts": 3}
+
+
 @pytest.mark.parametrize("languages", [["fr"], ["en", "de"], ["en", "de", "en"]])
 def test_the_most_routed_experts_are_kept_and_their_share_is_that_of_single_routes(
     tmp_path: Path, languages: list[str]

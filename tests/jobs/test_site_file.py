@@ -170,6 +170,7 @@ def test_the_example_is_a_site_file_and_names_every_setting() -> None:
         ("container = ['srun x']\n[node]\ncpus = 8", 'list of words, ["srun", "x"].'),
         ("container = ['']\n[node]\ncpus = 8", "container is ['']. Write a list of words, []."),
         ('container = "it\'s on"\n[node]\ncpus = 8', 'list of words, ["it\'s", "on"].'),
+        ("options = ['-p gpu -A x']\n[node]\ncpus = 8", 'list of words, ["-p", "gpu", "-A", "x"].'),
         ("options = '--a=1 --b'\n[node]\ncpus = 8", 'Write a list of words, ["--a=1", "--b"].'),
         ("[node]\ncpus = 8\n[cpu]\noptions = '-x'\nnode = 3", 'list of words, ["-x"].'),
         ("container = { a = 1 }\n[node]\ncpus = 8", "container is {'a': 1}. Write a list"),
@@ -192,3 +193,7 @@ def test_an_option_of_sbatch_and_a_path_may_hold_spaces(tmp_path: Path) -> None:
     path.write_text(words, encoding="utf-8")
     found = load_site(path)
     assert (found.options, found.container) == (("--comment=a b",), ("run", "a b.sif"))
+    program = tmp_path / "my tools"
+    program.touch()
+    path.write_text(f'container = ["{program}"]\n[node]\ncpus = 8', encoding="utf-8")
+    assert load_site(path).container == (str(program),)

@@ -105,6 +105,21 @@ def test_batched_products_and_their_gradients_are_those_of_float64(dtype: torch.
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=30 * rtol)
 
 
+def test_a_training_in_bfloat16_keeps_no_copies_in_float32() -> None:
+    x, weight = (tokens(*shape).bfloat16().requires_grad_() for shape in ((2, 6, 12), (20, 12)))
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        linear(x, weight)
+        batched_product(x, x.mT)
+    assert kept
+    assert all(tensor.dtype == torch.bfloat16 for tensor in kept)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 64, 65])
 def test_few_rows_of_a_search_are_multiplied_by_onednn_as_many_are(
     kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, rows: int

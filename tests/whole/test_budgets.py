@@ -167,7 +167,7 @@ GRANTED: tuple[tuple[str, float, str], ...] = (
     ("error messages", 1, "holder of a checkpoint: part of a folder"),
     ("pipeline/evaluation", 21, "careful users: a sentence instead of silence"),
     ("data_prep", 1, "careful users: a sentence instead of silence"),
-    ("pipeline/jobs", 21, "careful users: a sentence instead of silence"),
+    ("pipeline/jobs", 30, "careful users: a sentence instead of silence"),
     ("pipeline/model", 6, "careful users: a sentence instead of silence"),
     ("pipeline/cli", 11, "careful users: a sentence instead of silence"),
     ("pipeline/checkpoints", 12, "careful users: a sentence instead of silence"),

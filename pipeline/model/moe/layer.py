@@ -77,16 +77,20 @@ class MixtureOfExperts(nn.Module):
             if value is None and name == "made_weight_NC":
                 continue
             # Experts are indices; an index in floating point would fail in a kernel.
-            is_number = isinstance(value, Tensor) and value.is_floating_point()
-            is_other_kind = isinstance(value, Tensor) and is_number == (name == "expert_NC")
+            is_other_kind = isinstance(value, Tensor) and (
+                value.is_floating_point() == (name == "expert_NC")
+            )
             shape = getattr(value, "shape", None)
             if shape != wanted or is_other_kind:
-                found: object = "no tensor"
-                if isinstance(value, Tensor):
-                    found = tuple(value.shape) if shape != wanted else f"of {value.dtype}"
+                found, needed = "no tensor", f"{wanted}"
+                if isinstance(value, Tensor) and shape != wanted:
+                    found = f"{tuple(value.shape)}"
+                elif isinstance(value, Tensor):
+                    kind = "whole" if name == "expert_NC" else "floating-point"
+                    found, needed = f"of {value.dtype}", f"{wanted} of {kind} numbers"
                 raise ConfigError(
                     f"The router {type(self.router).__name__} returned a {type(routing).__name__} "
-                    f"with {name} {found}; a Routing of {num_tokens} tokens has {wanted}. Correct "
+                    f"with {name} {found}; a Routing of {num_tokens} tokens has {needed}. Correct "
                     "its forward."
                 )
 
