@@ -136,6 +136,7 @@ def build_shelf(folder: Path) -> Shelf:
     mix.run(stage_call("mix", shelf.path("mixture"), shards))
     group_languages.run(stage_call("group_languages", shelf.path("groups"), shards))
     write_checkpoint(shelf, "experts", moe=MOE)
+    write_checkpoint(shelf, "twice", moe=MOE, scale=2.0)
     write_checkpoint(shelf, "dense", moe=None)
     state_dir = shelf.path("run.run") / "states" / "update-0000003"
     state_dir.parent.mkdir(parents=True)
@@ -211,9 +212,9 @@ def model_spec(moe: MoEConfig | None) -> ModelSpec:
     )
 
 
-def write_checkpoint(shelf: Shelf, name: str, *, moe: MoEConfig | None) -> None:
+def write_checkpoint(shelf: Shelf, name: str, *, moe: MoEConfig | None, scale: float = 1.0) -> None:
     spec = model_spec(moe)
-    tensors = list(weights_of(tiny_model(spec)).items())
+    tensors = [(key, scale * value) for key, value in weights_of(tiny_model(spec)).items()]
     with stage_call("pretrain", shelf.path(name), {}).new_artifact() as writer:
         for part in range(2):
             write_weights(writer.directory / "weights", tensors[part::2], part=part)
@@ -394,7 +395,7 @@ def _finetune(shelf: Shelf, directory: Path, scratch: Path) -> None:
 
 
 def _average(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    average_checkpoints([directory, shelf.path("experts")], out_dir=scratch / "out")
+    average_checkpoints([directory, shelf.path("twice")], out_dir=scratch / "out")
 
 
 def _prune(_: Shelf, directory: Path, scratch: Path) -> None:
