@@ -132,6 +132,7 @@ def write_evaluation(
         "clean/test/de-en/de.txt": [],
         "clean/train/de-en/de.txt": [],
         "dense/weights/all.json": [],
+        "dense/manifest.json": {"inputs": {"shards": {"path": f"{folder}/shards"}}},
     }
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -179,9 +180,12 @@ def test_a_study_is_kept_in_two_files_and_its_page_is_made_of_one(
     with tarfile.open(tmp_path / "docs/results/hundred-card.tar.xz") as packed:
         assert packed.getnames() == [
             "clean/test/de-en/de.txt",
+            "dense/manifest.json",
             "translate_dense_0/hypotheses/de-en.jsonl",
             "translate_dense_1/hypotheses/de-en.jsonl",
         ]
+        manifest = json.load(packed.extractfile("dense/manifest.json"))  # type: ignore[arg-type]
+    assert manifest == {"inputs": {"shards": {"path": "shards"}}}, "without folders of a machine"
     made = make("generate.py", "--docs", "docs", folder=tmp_path)
     assert made.returncode == 0, made.stderr
     page = (tmp_path / "docs/results/hundred.md").read_text(encoding="utf-8")
