@@ -245,6 +245,7 @@ def test_copied_sources_are_in_the_wrong_language_as_the_statistics_of_their_lin
         "copied": translations(tmp_path / "a", corpus, copied),
         "perfect": translations(tmp_path / "b", corpus, perfect),
     }
+    systems |= {"both@1": systems["copied"], "both@2": systems["perfect"]}
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=WITH_LANGUAGES))
     copies = system_scores(made, "copied")["averages"]
     assert copies["zero_shot"]["all"]["language_restricted"] == 0.0
@@ -253,6 +254,8 @@ def test_copied_sources_are_in_the_wrong_language_as_the_statistics_of_their_lin
     confusion = made.read_json("scores.json")["confusion"]["language_restricted"]
     assert confusion["copied"]["zero_shot"] == {"de": {"fr": 1}, "fr": {"de": 1}}
     assert confusion["perfect"]["into_pivot"] == {"en": {"en": 5}}
+    both = system_scores(made, "both")["directions"]["de-fr"]
+    assert both["outcomes"]["language_restricted"] == {"de": 1, "fr": 1}
     for name, found in system_scores(made, "copied")["directions"].items():
         with np.load(made.file(f"sentences/copied/{name}.npz"), allow_pickle=False) as arrays:
             assert len(arrays["bleu"]) == len(arrays["language"]) == found["lines"]

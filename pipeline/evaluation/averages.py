@@ -139,7 +139,7 @@ def _merge_direction(runs: Sequence[DirectionScores]) -> DirectionScores:
         scores=mean_scores([run.scores for run in runs]),
         signatures=runs[0].signatures,
         quality=_mean_quality([run.quality for run in runs]),
-        outcomes=outcomes,
+        outcomes={column: dict(sorted(counts.items())) for column, counts in outcomes.items()},
         **{name: sum(getattr(run, name) for run in runs) for name in sums},
     )
 
