@@ -24,8 +24,7 @@ from pipeline.artifacts.corpus import (
     language_of,
     line_counts,
 )
-from pipeline.artifacts.mixture import Mixture
-from pipeline.artifacts.shards import Flags, Shard, open_shard
+from pipeline.artifacts.shards import Flags, Mixture, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
 from pipeline.batching.batch import (
     SOURCE_EXTRA,

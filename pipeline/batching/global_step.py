@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts.mixture import Mixture, Phase
+from pipeline.artifacts.shards import Mixture, Phase
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError

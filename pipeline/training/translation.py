@@ -9,7 +9,7 @@ from typing import Literal
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction, Resource, language_of, resource_of
 from pipeline.artifacts.manifest import Kind
-from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.shards import read_mixture
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.batching.equal_epochs import with_resolved_updates, with_share_of_updates
 from pipeline.batching.feed import TrainingData

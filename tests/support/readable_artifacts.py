@@ -24,8 +24,8 @@ from data_prep import (
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.language_groups import read_groups
-from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.shards import read_mixture
 from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.assembly.rules import PARTS

@@ -19,7 +19,7 @@ from support.tiny_training import (
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import Mixture
+from pipeline.artifacts.shards import Mixture
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData

@@ -25,7 +25,7 @@ import numpy as np
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
-from pipeline.artifacts.mixture import Mixture
+from pipeline.artifacts.shards import Mixture
 from pipeline.batching.batch import (
     SOURCE_EXTRA,
     Labelled,
