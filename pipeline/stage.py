@@ -21,8 +21,7 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.manifest import describe_name
-from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.manifest import describe_name, run_dir
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config

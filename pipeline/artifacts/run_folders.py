@@ -24,6 +24,7 @@ from pipeline.artifacts.manifest import (
     STATE_NAME,
     Kind,
     read_manifest,
+    run_dir,
     updates_of_name,
 )
 from pipeline.artifacts.places import (
@@ -36,7 +37,6 @@ from pipeline.artifacts.places import (
     refuse_to_overwrite,
     remove_artifact,
     replaced_dir,
-    run_dir,
     sync,
     unfinished_dir,
     unfinished_dirs,

@@ -37,7 +37,8 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.locks import held_lock
-from pipeline.artifacts.places import lock_path, run_dir
+from pipeline.artifacts.manifest import run_dir
+from pipeline.artifacts.places import lock_path
 from pipeline.artifacts.run_folders import (
     NOTE_NAME,
     TRANSLATION_FILES,

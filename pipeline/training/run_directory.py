@@ -13,6 +13,7 @@ files of the next attempt. Each rank checks the lock before it writes its part a
 artifact is sealed, and the folder in which one is built has the token of the lock in its name.
 """
 
+import os
 import sys
 import threading
 import time
@@ -38,7 +39,7 @@ from pipeline.artifacts.artifact import (
     settle_files,
 )
 from pipeline.artifacts.locks import Lock, exclusive
-from pipeline.artifacts.manifest import updates_of_name
+from pipeline.artifacts.manifest import run_dir, updates_of_name
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
@@ -46,7 +47,6 @@ from pipeline.artifacts.places import (
     remove_artifact,
     replace_directory,
     restore,
-    run_dir,
 )
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
@@ -155,7 +155,7 @@ class RunDirectory:
         )
 
     def _remove_results(self) -> None:
-        for place in (self.best_dir, self.mean_dir):
+        for place in filter(os.path.lexists, (self.best_dir, self.mean_dir)):
             remove_artifact(place)
         for path in (self.metrics_path, self.quarantine_path):
             path.unlink(missing_ok=True)

@@ -37,8 +37,7 @@ from support.tiny_training import (
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.manifest import MARKER_NAME, run_dir
 from pipeline.artifacts.run_folders import newest_state, set_aside
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.feed import SplitData
