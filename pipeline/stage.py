@@ -27,7 +27,7 @@ from pipeline.artifacts.run_folders import Work, stacks_dir
 from pipeline.config.ds_config import PER_PASS, UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
 from pipeline.config.recorded import setting_changes, undeciding, without_settings
-from pipeline.distributed.collectives import gather_objects
+from pipeline.distributed.world import gather_objects
 from pipeline.errors import ConfigError
 
 

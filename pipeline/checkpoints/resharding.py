@@ -19,7 +19,7 @@ from pipeline.artifacts.artifact import Artifact, FileRecord, check_together
 from pipeline.artifacts.manifest import how_to_restore
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.config.settings import shown
-from pipeline.distributed.collectives import gather_objects
+from pipeline.distributed.world import gather_objects
 from pipeline.errors import CheckpointError, UserError
 
 PROGRESS_FILE = "progress.json"

@@ -46,7 +46,7 @@ from pipeline.cli.parser import (
     whole_number,
 )
 from pipeline.config.recipe import load_recipe
-from pipeline.distributed.signals import interruptible
+from pipeline.distributed.process import interruptible
 from pipeline.distributed.world import is_launched, launched_size, own_rank
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import training_done, why_anew, why_not_done

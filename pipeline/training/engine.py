@@ -45,7 +45,7 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.progress import BUSY_TIME, advance
+from pipeline.distributed.process import BUSY_TIME, advance
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.gradient_sums import keeping_gradients
@@ -54,8 +54,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import StackedModules, expert_parameters
 from pipeline.model.parameters import NamedSlice, named_slices
 from pipeline.model.transformer import Trained, Transformer
-from pipeline.training.loss_terms import LossTerms
-from pipeline.training.losses import training_loss
+from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import (
     FlatGradients,
     GradientOrder,
@@ -195,7 +194,7 @@ class StepResult:
     gradient_norm: float
     was_made: bool
     own_seconds: float = 0.0
-    """Time of this rank's own work (:mod:`pipeline.distributed.progress`)."""
+    """Time of this rank's own work (:mod:`pipeline.distributed.process`)."""
     routes_R: Tensor | None = None
     """Routes of every layer and expert: all that were chosen, then those within the capacity."""
 

@@ -18,9 +18,9 @@ from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import Interrupted
 from pipeline.model.spec import ModelSpec, make_spec
 from pipeline.training.engine import Engine
-from pipeline.training.loss_terms import LossTerms
+from pipeline.training.losses import LossTerms
+from pipeline.training.saving import Validation, ValidationResult, is_out_of_patience, judge
 from pipeline.training.task import Task
-from pipeline.training.validation import Validation, ValidationResult, is_out_of_patience, judge
 
 NONE = np.zeros(0, dtype=np.int64)
 BATCHES = [
