@@ -34,8 +34,9 @@ from deepspeed.moe.utils import (
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils import groups
 
+from pipeline.artifacts.run_folders import LossScale
 from pipeline.batching.batch import AnyBatch, Pass
-from pipeline.checkpoints.resharding import Fills, LossScale, Piece, Ranges, Target
+from pipeline.checkpoints.resharding import Fills, Piece, Ranges, Target
 from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
@@ -468,7 +469,7 @@ class Engine:
             targets.append(Target("master", entry.name, piece.start, flat.data[piece.flat]))
             for what in ("exp_avg", "exp_avg_sq"):
                 if what not in held:
-                    held[what] = _zeros(flat)
+                    held[what] = torch.zeros_like(flat.data)
                 values = held[what].data[piece.flat]
                 targets.append(Target(what, entry.name, piece.start, values))
         state.fill(targets)
@@ -568,7 +569,3 @@ def _spread_modules(model: Trained) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, StackedModules) and module.is_spread:
             yield module
-
-
-def _zeros(flat: Tensor) -> Tensor:
-    return torch.zeros_like(flat.data)

@@ -16,14 +16,14 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from pipeline.artifacts.run_folders import Position
 from pipeline.batching.feed import Update, read_joined
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.resharding import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed import process
 from pipeline.distributed.world import StopFlag, World, from_rank_zero, gather_objects, wait_for_all
@@ -39,7 +39,6 @@ from pipeline.training.metrics import MetricsLog, Profiling
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.run_directory import MOST_IN_A_ROW, Quarantine, RunDirectory, left_out
 from pipeline.training.saving import (
-    MeanOfLastStates,
     Publishing,
     Resuming,
     Saving,
@@ -90,8 +89,7 @@ class TrainingRun:
         self.metrics = MetricsLog.of(engine, call, directory.metrics_path)
         self.profiling = Profiling(call, rank=world.rank)
         self.saving = Saving(engine, task, recipe, directory, world=world)
-        self.mean = MeanOfLastStates(recipe.training, engine, directory)
-        self.resuming = Resuming(call, engine, directory, self.mean)
+        self.resuming = Resuming(call, engine, directory)
         self.publishing = Publishing(
             call, task, directory, self.quarantine, world=world, ds_config=engine.ds_config
         )
@@ -204,38 +202,39 @@ class TrainingRun:
         )
 
     def _updates(self) -> Generator[Update]:
-        cursor, update = self.position.cursor, self.position.update
         return self.data.updates(
-            cursor,
+            self.position.cursor,
             rank=self.world.rank,
             ranks=self.world.size,
-            update=update,
+            update=self.position.update,
             per_pass=self.engine.per_pass,
         )
 
     def _progress_bar(self) -> ProgressBar:
-        total, is_shown = self.recipe.training.updates, self.world.rank == 0
-        name, done = self.call.out_dir.name, self.position.update
-        return ProgressBar(name, total=total, initial=done, enabled=is_shown)
+        return ProgressBar(
+            self.call.out_dir.name,
+            total=self.recipe.training.updates,
+            initial=self.position.update,
+            enabled=self.world.rank == 0,
+        )
 
     def _update(self, updates: Generator[Update]) -> list[str]:
         """Make an update; return the alarms that begin or end with it, on rank 0."""
         update, clock = self.position.update + 1, time.monotonic()
         with self.profiling.update(update):
             feed = next(updates)
-            made = self.updater.make(feed)
-        self.metrics.add(made.result, seconds=time.monotonic() - clock)
+            result, overflows = self.updater.make(feed)
+        self.metrics.add(result, seconds=time.monotonic() - clock)
         self.position = replace(
             self.position,
             update=update,
             cursor=feed.step.next_cursor,
             seconds=round(time.monotonic() - self.clock, 3),
-            overflows=self.position.overflows + made.overflows,
+            overflows=self.position.overflows + overflows,
             loss_scale=self.engine.loss_scale,
         )
         process.advance(update)
-        norm = made.result.gradient_norm
-        return self.metrics.write_update_if_due(self.position, gradient_norm=norm)
+        return self.metrics.write_update_if_due(self.position, gradient_norm=result.gradient_norm)
 
     def _validate_if_due(self) -> None:
         if self.validation.is_due(self.position):
@@ -273,7 +272,7 @@ class TrainingRun:
 
     def _take_mean(self) -> None:
         """Make the mean of the last states the result of the run, instead of the best weights."""
-        self.averaged = self.mean.load(end=self.position.update)
+        self.averaged = self.resuming.load_mean(end=self.position.update)
         self.saving.save_mean(self.averaged, self.validation.run(before_batch=self._stop_if_asked))
 
 
@@ -285,14 +284,6 @@ def _freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-@dataclass(frozen=True)
-class Made:
-    """A finished update, and how often the loss scale was lowered for it."""
-
-    result: StepResult
-    overflows: int
 
 
 class Updater:
@@ -316,8 +307,11 @@ class Updater:
         self._quarantine = quarantine
         self._tries = recipe.training.skip_nonfinite_after
 
-    def make(self, feed: Update) -> Made:
+    def make(self, feed: Update) -> tuple[StepResult, int]:
         """Make an update, without the micro-batches that are in quarantine.
+
+        Returns:
+            Its result, and how often the loss scale was lowered for it.
 
         Raises:
             CheckpointError: on all ranks, where its gradient stays not finite.
@@ -329,7 +323,7 @@ class Updater:
             may_fall = self._engine.loss_scale_may_fall
             result = self._try(feed, is_first=is_first)
             if result.was_made and math.isfinite(result.gradient_norm):
-                return Made(result, overflows)
+                return result, overflows
             if result.was_made:  # the ds_config disables DeepSpeed's check: the weights are spoilt
                 raise self._not_finite(feed.number)
             is_first = False

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -26,8 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.artifacts.locks import refuse_if_lost
 from pipeline.artifacts.places import sync
-from pipeline.artifacts.run_folders import LOCK_NAME
-from pipeline.checkpoints.resharding import Position
+from pipeline.artifacts.run_folders import LOCK_NAME, Position
 from pipeline.config.documents import JsonLines
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.process import BUSY_TIME, advancing
@@ -217,21 +215,13 @@ class MetricsLog:
         operations: ModelOperations | None = None,
         experts: LayersOfExperts = LayersOfExperts(),
     ) -> None:
-        """Open no file yet.
-
-        Args:
-            path: the file of metrics.
-            recipe: settings of the run.
-            world: this rank's place.
-            write_events: passes (name, value, update) to the monitors.
-            operations: what the utilization of devices is computed from; None: unknown.
-            experts: the MoE layers of which lines count the routes.
-        """
+        """Open no file yet; ``write_events`` passes (name, value, update) to the monitors."""
         self._file, self._recipe, self._world = JsonLines(path), recipe, world
         self._write_events, self._operations = write_events, operations
         self._interval = Interval(experts=experts)
         self._experts = experts
         self._nodes: list[str] = []
+        self._alarms = Alarms()
 
     @classmethod
     def of(cls, engine: Engine, call: StageCall, path: Path) -> Self:
@@ -244,10 +234,6 @@ class MetricsLog:
             operations=ModelOperations.of(engine.model, call.recipe, peak=call.peak_operations),
             experts=LayersOfExperts.of(engine.model),
         )
-
-    @cached_property
-    def _alarms(self) -> Alarms:
-        return Alarms()
 
     def resume(self, position: Position) -> None:
         """Continue after ``position``; all ranks call this.
@@ -271,7 +257,7 @@ class MetricsLog:
         return self._interval.note
 
     def add(self, result: StepResult, *, seconds: float) -> None:
-        """Add one update of this rank, which took ``seconds``, to the interval."""
+        """Add one update of this rank to the interval."""
         self._interval.add(result, seconds=seconds)
 
     def interval_sums(self) -> tuple[float, ...]:
@@ -555,7 +541,8 @@ class Profiling:
 
 def _write_profile(done: profile, directory: Path, name: str) -> None:
     """Write trace and table, each complete when it appears."""
-    table = done.key_averages().table(sort_by=_sort_key(), row_limit=ROWS)
+    device = "device" if torch.cuda.is_available() else "cpu"
+    table = done.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=ROWS)
     for ending in (".json.gz", ".txt"):  # the profiler compresses a trace whose name ends in .gz
         unfinished = directory / f".{name}.unfinished{ending}"
         if ending == ".txt":
@@ -563,7 +550,3 @@ def _write_profile(done: profile, directory: Path, name: str) -> None:
         else:
             done.export_chrome_trace(str(unfinished))
         unfinished.replace(directory / f"{name}{ending}")
-
-
-def _sort_key() -> str:
-    return "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"

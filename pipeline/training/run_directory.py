@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from pipeline.artifacts.artifact import (
@@ -52,6 +52,7 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.run_folders import (
     LOCK_NAME,
+    Whole,
     announce_removal,
     change_of_total,
     claim_run_folder,
@@ -119,13 +120,10 @@ class RunDirectory:
                 return stack.enter_context(lock)
 
             self._lock = on_rank_zero(claim, path=self.directory, error=ArtifactError)
-            stack.callback(self._forget_lock)
+            stack.callback(setattr, self, "_lock", None)
             yield
         if self._is_removed:
             self._remove_emptied()
-
-    def _forget_lock(self) -> None:
-        self._lock = None
 
     def resume_from(self) -> Artifact | None:
         """Return the highest complete training state of this run, or None to begin.
@@ -465,8 +463,6 @@ MOST_IN_A_ROW = 10
 """Updates in a row without some of their micro-batches, of which the last ends training."""
 SHOWN_LINES = 5
 """Most lines per direction that a message lists."""
-
-Whole = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @validated_dataclass(frozen=True)

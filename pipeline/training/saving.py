@@ -27,16 +27,10 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.places import link_or_copy
-from pipeline.artifacts.run_folders import replanned
+from pipeline.artifacts.run_folders import PROGRESS_FILE, Position, read_position, replanned
 from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.checkpoints.resharding import (
-    PROGRESS_FILE,
-    CheckedState,
-    Position,
-    read_position,
-    write_pieces,
-)
+from pipeline.checkpoints.resharding import CheckedState, write_pieces
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import Route
@@ -307,50 +301,6 @@ class Saving:
         return index % (self._world.size // parallel) == self._world.rank // parallel
 
 
-class MeanOfLastStates:
-    """Loads the mean of the last training states into the model.
-
-    Each rank reads its shares of every tensor, as it does when it resumes from one state.
-
-    Invariant: the mean is of exactly the states that :func:`averaged_updates` lists. If one of
-    them is gone, the run fails instead of averaging the rest.
-    """
-
-    def __init__(
-        self, training: TrainingConfig, engine: Engine, run_directory: RunDirectory
-    ) -> None:
-        self._training, self._engine, self._run_directory = training, engine, run_directory
-
-    def load(self, *, end: int) -> list[int]:
-        """Put the mean of a run that ended after update ``end`` into the model.
-
-        All ranks call this. Returns the updates after which the averaged states were saved.
-        """
-        self._run_directory.wait()
-        self.refuse_missing(end=end, update=end)
-        averaged = averaged_updates(self._training, end=end)
-        states = [
-            open_artifact(self._run_directory.state_dir(update), kind="training_state")
-            for update in averaged
-        ]
-        check_together(*states)
-        self._engine.load_weights(MeanOfStates(states))
-        return averaged
-
-    def refuse_missing(self, *, end: int, update: int) -> None:
-        """Check the states of a run that ends after ``end`` and stands at ``update``.
-
-        Raises:
-            CheckpointError: on all ranks, if a state that the mean needs is gone.
-        """
-        if not self._training.average_last:
-            return
-        there = self._run_directory.states_after()
-        problem = describe_missing(self._training, end=end, update=update, there=there)
-        if problem is not None:
-            raise CheckpointError(f"{self._run_directory.directory}: {problem}.")
-
-
 @dataclass(frozen=True)
 class Resumed:
     """The point from which a run continues.
@@ -365,24 +315,20 @@ class Resumed:
 
 
 class Resuming:
-    """Restores the newest complete training state of a run, or begins where there is none.
+    """Restores the newest training state of a run, or loads the mean of the last ones at its end.
 
     The state holds master weights, moments, loss scale and position. It may come from another
     number of ranks.
 
     Invariant: a run that was stopped and resumed makes the same updates as one that was not. A
-    state that cannot be continued from is an error on all ranks before the first update.
+    state that cannot be continued from is an error on all ranks before the first update. The mean
+    is of exactly the states that :func:`averaged_updates` lists. If one of them is gone, the run
+    fails instead of averaging the rest.
     """
 
-    def __init__(
-        self,
-        call: StageCall,
-        engine: Engine,
-        run_directory: RunDirectory,
-        mean: MeanOfLastStates,
-    ) -> None:
-        self._config, self._recipe = call.config, call.recipe
-        self._engine, self._run_directory, self._mean = engine, run_directory, mean
+    def __init__(self, call: StageCall, engine: Engine, run_directory: RunDirectory) -> None:
+        self._config, self._training = call.config, call.recipe.training
+        self._engine, self._run_directory = engine, run_directory
 
     def resume(self) -> Resumed:
         """Load the newest state into the engine; all ranks call this.
@@ -395,7 +341,7 @@ class Resuming:
         if state is None:
             return Resumed(Position(), replanned=[])
         position = read_position(state)
-        updates = self._recipe.training.updates
+        updates = self._training.updates
         if position.update > updates:  # with updates_of = "bytes", only known once data is read
             raise CheckpointError(
                 f"{state.directory}: {position.update:,} updates are done, and the recipe makes "
@@ -405,10 +351,39 @@ class Resuming:
         changes = replanned(state, config=self._config)
         self._engine.load_optimizer_pieces(CheckedState(state), update=position.update)
         self._engine.restore_loss_scale(position.loss_scale)
-        training = self._recipe.training
-        if not training.patience:  # otherwise the last update is not known yet
-            self._mean.refuse_missing(end=training.updates, update=position.update)
+        if not self._training.patience:  # otherwise the last update is not known yet
+            self._refuse_missing(end=updates, update=position.update)
         return Resumed(position, changes)
+
+    def load_mean(self, *, end: int) -> list[int]:
+        """Put the mean of the last states of a run that ended after ``end`` into the model.
+
+        All ranks call this. Returns the updates after which the averaged states were saved. Each
+        rank reads its shares of every tensor.
+        """
+        self._run_directory.wait()
+        self._refuse_missing(end=end, update=end)
+        averaged = averaged_updates(self._training, end=end)
+        states = [
+            open_artifact(self._run_directory.state_dir(update), kind="training_state")
+            for update in averaged
+        ]
+        check_together(*states)
+        self._engine.load_weights(MeanOfStates(states))
+        return averaged
+
+    def _refuse_missing(self, *, end: int, update: int) -> None:
+        """Check the states of a run that ends after ``end`` and stands at ``update``.
+
+        Raises:
+            CheckpointError: on all ranks, if a state that the mean needs is gone.
+        """
+        if not self._training.average_last:
+            return
+        there = self._run_directory.states_after()
+        problem = describe_missing(self._training, end=end, update=update, there=there)
+        if problem is not None:
+            raise CheckpointError(f"{self._run_directory.directory}: {problem}.")
 
 
 def averaged_updates(training: TrainingConfig, *, end: int) -> list[int]:

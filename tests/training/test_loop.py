@@ -38,11 +38,10 @@ from support.tiny_training import (
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import MARKER_NAME, run_dir
-from pipeline.artifacts.run_folders import newest_state, set_aside
+from pipeline.artifacts.run_folders import Position, newest_state, set_aside
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.batching.feed import SplitData
 from pipeline.checkpoints.checkpoint import load_model
-from pipeline.checkpoints.resharding import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed import process
 from pipeline.distributed.process import last_update

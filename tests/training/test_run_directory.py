@@ -19,7 +19,7 @@ from support.process_pool import ProcessPool
 from pipeline.artifacts import locks
 from pipeline.artifacts.artifact import ArtifactWriter, InputRecord, open_artifact
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.checkpoints.resharding import Position
+from pipeline.artifacts.run_folders import Position
 from pipeline.checkpoints.weights import part_prefix
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World, wait_for_all

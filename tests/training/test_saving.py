@@ -13,7 +13,8 @@ from support.tiny_training import changed, make_recipe
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.checkpoints.resharding import Piece, Position, read_position
+from pipeline.artifacts.run_folders import Position, read_position
+from pipeline.checkpoints.resharding import Piece
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.moe.routing_statistics import RoutingCounter

@@ -11,8 +11,8 @@ import torch
 from support.tiny_training import changed, make_recipe
 
 from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.run_folders import Position
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.resharding import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import Interrupted
